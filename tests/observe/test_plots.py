@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from megascale.cli.main import app
 from megascale.errors import ConfigError, DataError
 from megascale.observe.metrics import Wandb
 from megascale.observe.plots import Curves, plot_runs, read_metrics, smooth, unit
+from tests.damaged_records import damaged_lines, limited_memory
 
 
 def record(step: int, loss: float) -> dict:
@@ -100,6 +103,77 @@ def test_a_folder_without_steps_is_named(tmp_path):
     with open(whole / "metrics.jsonl", "a") as out:
         out.write('{"step": 5, "lo')  # a crash cut the last line
     assert len(read_metrics(whole)) == len(RECORDS)
+
+
+@given(damaged_lines(RECORDS), st.sampled_from(["tokens", "steps", "hours"]))
+@settings(max_examples=60)
+def test_curves_of_damaged_records_are_numbers_gaps_or_a_sentence(tmp_path_factory, text, axis):
+    folder = tmp_path_factory.getbasetemp() / "damaged"
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_bytes(text)
+    try:
+        curves = Curves.of("a", read_metrics(folder), axis)
+    except DataError:
+        return
+    assert curves.label(0.9)
+    for values in (curves.x, curves.loss, curves.rate, curves.norm, [y for _, y in curves.held_out]):
+        assert all(math.isnan(value) or abs(value) <= 1e30 for value in values)
+
+
+WILD = {
+    "nan": [{"step": 1, "tokens": 64, "loss": "NaN", "grad_norm": "NaN", "learning_rate": 1e-3, "seconds": 0.1}],
+    "bare": [{"step": 1, "loss": 2.0}, {"step": 2, "loss": -1e308}, {"step": 10**400, "loss": 1.0}],
+    "extreme": [
+        record(1, 1e308),
+        record(2, 5e-324),
+        record(3, 1e30),
+        record(4, -1.0),
+        {"step": 4, "valid_loss": "NaN"},
+    ],
+    "types": [record(1, 2.0) | {"loss": [1], "grad_norm": {"a": 1}, "seconds": None, "tokens": True}],
+    "_$x$ \\frac{ \udcff": RECORDS,
+}
+
+
+@pytest.mark.parametrize("names", [["nan"], sorted(WILD)], ids=["nan alone", "all"])
+def test_any_records_make_a_picture(tmp_path, names):
+    runs = [run_folder(tmp_path / name, WILD[name]) for name in names]
+    assert plot_runs(runs, tmp_path / "out.png", x="steps").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_records_without_a_place_on_the_axis_are_named(tmp_path):
+    with pytest.raises(DataError, match="have no tokens; draw them along another axis, such as --x steps"):
+        plot_runs([run_folder(tmp_path / "a", WILD["bare"])], tmp_path / "a.png")
+
+
+def test_a_line_without_end_and_a_pipe_are_named(tmp_path):
+    run, said = run_folder(tmp_path / "a", RECORDS), []
+    os.truncate(run / "metrics.jsonl", 1 << 29)  # sparse: half a gibibyte of zeros in one line
+    with limited_memory(128 << 20):
+        assert len(read_metrics(run, said.append)) == len(RECORDS)
+    assert "1 line is damaged or longer than 1,048,576 bytes, and left out" in said[0]
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    with pytest.raises(DataError, match="it is a pipe or a device"):
+        read_metrics(run)
+
+
+@pytest.mark.parametrize("name", ["x.foo", "x", "x.png.txt"])
+def test_a_format_that_cannot_be_drawn_is_named(tmp_path, name):
+    for words in (["plot", str(tmp_path), "--out", name], ["plan", "--gpus", "1", "--plot", name]):
+        found = CliRunner().invoke(app, words)
+        assert isinstance(found.exception, ConfigError)
+        assert f"{name}: pictures are written as .png, .svg, .pdf" in str(found.exception)
+
+
+def test_what_follows_a_finished_run_changes_no_exit_code(tiny, megascale, tmp_path):
+    """Its plot cannot be written, and there is nothing to generate with: the run has finished all the same."""
+    plots = tmp_path / "runs" / "tiny" / "plots" / "loss.png"
+    plots.mkdir(parents=True)
+    found = megascale("train", tiny, "--train.steps=1", "--train.sample_prompt=a")
+    assert found.returncode == 0, found.stderr
+    assert "no loss curve was drawn" in found.stdout
+    assert "no sample was generated" in found.stdout
 
 
 def log_records(data: bytes) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from megascale.observe.rank.span_link import SpanLink
 from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
 from megascale.observe.store.span_messages import place
 from megascale.observe.store.span_ring import SpanRing
+from megascale.observe.store.span_service import SpanService
 from megascale.observe.store.tables import SpanTables
 from tests.forked_services import forked_services
 
@@ -189,3 +191,17 @@ def test_two_hosts_share_one_clock(tmp_path, monkeypatch):
     with SpanTables(tmp_path) as tables:
         names = tables.query("SELECT DISTINCT name FROM counters WHERE host = 1")["name"].tolist()
     assert "cpu_busy_seconds" in names
+
+
+def test_a_service_that_cannot_keep_spans_ends(tmp_path: Path) -> None:
+    """One that stayed would take in rings that nobody empties."""
+
+    def serve() -> None:
+        service = SpanService(tmp_path, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        service.start()
+        time.sleep(60.0)
+
+    process = multiprocessing.get_context("fork").Process(target=serve)
+    process.start()
+    process.join(30.0)
+    assert process.exitcode == 1

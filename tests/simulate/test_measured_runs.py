@@ -57,7 +57,7 @@ def test_measure_takes_the_median_after_the_warm_up(tmp_path):
     assert measure(silent, 2).gpus == 2
     (silent / "events.jsonl").write_text('{"event": "run_started", "world": 4}\n{"event": "active"}\n{"ev')
     assert measure(silent).gpus == 4
-    with pytest.raises(DataError, match="no run folder"):
+    with pytest.raises(DataError, match="is not a run folder"):
         measure(tmp_path / "nothing")
 
 

@@ -6,6 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from megascale.errors import ConfigError, remedy
 
 if TYPE_CHECKING:
@@ -23,6 +25,23 @@ def load_for_gpus(file: Path | None, words: list[str]) -> Config:
     from megascale.config import load_command_line, with_precision
 
     return with_precision(load_command_line(file, words), bfloat16=True)
+
+
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp", ".eps")  # formats that matplotlib writes by itself
+
+
+def check_picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Return the file of an option that draws a picture, its folder made; ConfigError naming the option and formats."""
+    if path is None:
+        return None
+    option = parameter.opts[0]
+    if path.suffix.lower() not in PICTURES:
+        raise ConfigError(f"{option}={path}: pictures are written as {', '.join(PICTURES)}; give one of these suffixes")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option}={path} cannot be written: {error.strerror or error}") from None
+    return path
 
 
 def need(module: str, extra: str) -> None:

@@ -90,7 +90,10 @@ def serving(run: Path, port: int) -> Iterator[None]:
                 return
         words = [sys.executable, "-m", "megascale", "dashboard", str(run), f"--port={port}", "--no-browser"]
         words.append("--until-stdin-ends")
-        started.append(subprocess.Popen(words, start_new_session=True, stdin=subprocess.PIPE))
+        try:
+            started.append(subprocess.Popen(words, start_new_session=True, stdin=subprocess.PIPE))
+        except OSError as error:
+            typer.echo(f"the dashboard cannot be started: {error}; training goes on without it", err=True)
 
     waits = threading.Thread(target=begin, daemon=True)
     waits.start()

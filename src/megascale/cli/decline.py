@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.cli.common import check_picture
+
 if TYPE_CHECKING:
     from megascale.observe.analysis.decline import Decline
 
@@ -21,7 +23,9 @@ def decline(
     run: Path = typer.Argument(..., help="Run folder, such as runs/stdlib, alive or not; or a copy of its spans/."),
     before: str = typer.Option("", "--before", help="Steps when all was well: 10-60. By default the first fifth."),
     after: str = typer.Option("", "--after", help="Steps to explain: 900-1000. By default the last fifth."),
-    plot: Path | None = typer.Option(None, help="Also draw step time and causes (.png, .svg, .pdf)."),
+    plot: Path | None = typer.Option(
+        None, help="Also draw step time and causes (.png, .svg, .pdf).", callback=check_picture
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """Why MFU fell: what of a step's growth is garbage collection, allocator retries, throttling, samples, or ranks
@@ -44,8 +48,6 @@ def decline(
     from megascale.observe.analysis.run_steps import step_range
     from megascale.observe.store.tables import SpanTables
 
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot={plot} is no picture that can be drawn; end it in .png, .svg or .pdf")
     if bool(before) != bool(after):
         raise ConfigError(
             "--before and --after belong together; give both, as --before 10-60 --after 900-1000, or neither"
@@ -91,8 +93,15 @@ def show(found: Decline) -> None:
         f"{now:.4f} "
         f"s ({found.growth:+.1%}, standard error {found.error / then:.1%}){words}"
     )
-    if not found.declined:
-        console.print("no decline: steps are not longer by more than 1% and chance")
+    if found.verdict == "unchanged":
+        console.print("no decline: steps are not longer by more than 1%")
+        return
+    if found.verdict == "uncertain":
+        many = f"of up to {found.chance:.0%}" if math.isfinite(found.chance) else "of any size"
+        console.print(
+            f"undecided: steps are {found.growth:.1%} longer, but their times vary so much in windows of this length "
+            f"that chance explains a growth {many}; compare longer windows with --before and --after"
+        )
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("cause", "ms a step", "of the growth"):
@@ -118,6 +127,7 @@ def as_tree(found: Decline) -> dict[str, Any]:
         "standard_error": number(found.error),
         "growth": found.growth,
         "mfu": [number(one) for one in found.mfu],
+        "verdict": found.verdict,
         "declined": found.declined,
         "named": [one.name for one in found.named],
         "causes": [

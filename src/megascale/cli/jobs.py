@@ -5,7 +5,7 @@ Where RUN is a file of `megascale access` and no folder, all is asked of the dri
 
 from __future__ import annotations
 
-import json
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -214,15 +214,16 @@ def _told(run: Path, after: int) -> list[Any]:
 
 
 def _trainer_events(run: Path) -> list[dict[str, Any]]:
+    """Return the events that trainers wrote, those with a time; damaged lines are left out."""
+    from megascale.core.bounded_lines import RecordReader
+    from megascale.core.events import is_plausible_time
+
     found = []
-    file = run / "events.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record.get("by") != "driver":
-            found.append(record)
+    with contextlib.suppress(OSError):
+        for record in RecordReader(run / "events.jsonl"):
+            time = strict_json.number(record.get("time"))
+            if record.get("by") != "driver" and is_plausible_time(time):
+                found.append(record | {"time": time, "event": str(record.get("event", ""))})
     return found
 
 
@@ -235,8 +236,10 @@ def _show(console: Any, entry: Any, first: float) -> None:
         hidden = ("time", "date", "event", "attempt")
         rest = {k: v for k, v in entry.items() if k not in hidden and not isinstance(v, dict)}
         text = ", ".join(f"{k} {v}" for k, v in rest.items())
-        when = f"{date_of(entry['time'])} {entry.get('attempt', 0):>3} "
-        console.print(Text.assemble((when, "dim"), f"{'':10}{entry['event']}  ", (text, "dim")))
+        when = f"{date_of(entry['time'])} {str(entry.get('attempt', 0))[:20]:>3} "
+        parts = (when, f"{'':10}{entry['event']}  ", text)
+        when, event, text = (part.encode(errors="replace").decode() for part in parts)  # half a character
+        console.print(Text.assemble((when, "dim"), event, (text, "dim")))
         return
     colour = {"stop": "bold red", "evict": "red", "alert": "yellow", "": "cyan", "none": "cyan"}.get(entry.action)
     about = f" on {', '.join(entry.nodes)}" if entry.nodes else ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import OVERRIDES, load_for_gpus
+from megascale.cli.common import OVERRIDES, check_picture, load_for_gpus
 from megascale.cli.network_packets import packets, tune, validate
 from megascale.core import strict_json
 
@@ -34,7 +34,7 @@ GPUS = typer.Option(..., "--gpus", min=1, metavar="N", help="GPUs to lay the mod
 PLACEMENT = typer.Option("data", "--placement", help="data, replicas, random, adversarial, or a placement file.")
 SEED = typer.Option(0, "--seed", help="Of hashes and random placement.")
 JSON = typer.Option(False, "--json", help="Print JSON instead of a table.")
-PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.")
+PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.", callback=check_picture)
 
 
 def register(app: typer.Typer) -> None:

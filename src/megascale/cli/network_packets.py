@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from megascale.cli.common import write_text
+from megascale.cli.common import check_picture, write_text
 from megascale.core import strict_json
 
 
@@ -27,7 +27,7 @@ def packets(
     tuned: bool = typer.Option(False, "--tuned", help="Tune DCQCN and Swift on this traffic first, by a grid."),
     seed: int = typer.Option(0, "--seed", help="Of hashes and marking."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
-    plot: Path | None = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it."),
+    plot: Path | None = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.", callback=check_picture),
 ) -> None:
     """The same traffic under several congestion controls, packet by packet, on 200G NICs and 400G switches.
 
@@ -110,7 +110,7 @@ def tune(
         None, "--out", metavar="FILE.env", help="Write the file for launch's resilience.environment."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
-    plot: Path | None = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it."),
+    plot: Path | None = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.", callback=check_picture),
 ) -> None:
     """Timers for links that flap: NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT and the NIC's adaptive retransmission.
 

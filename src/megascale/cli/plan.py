@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megascale.cli.common import DEFAULT_DEVICE, OVERRIDES, load_for_gpus
+from megascale.cli.common import DEFAULT_DEVICE, OVERRIDES, check_picture, load_for_gpus
 from megascale.core import strict_json
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ def plan(
     gpus: int = typer.Option(..., "--gpus", min=1, metavar="N", help="Devices to lay the model over."),
     device: str = typer.Option(DEFAULT_DEVICE, "--device", help="Device name, for its memory: H200, H100, A100, ..."),
     device_gib: float | None = typer.Option(None, "--device-gib", min=0.1, help="Memory of a device, over --device."),
-    plot: Path | None = typer.Option(None, "--plot", help="Draw schedule and memory into this PNG."),
+    plot: Path | None = typer.Option(
+        None, "--plot", help="Draw schedule and memory (.png, .svg, .pdf).", callback=check_picture
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of tables."),
 ) -> None:
     from megascale.errors import ConfigError

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import typer
 
+from megascale.cli.common import check_picture
+from megascale.errors import ConfigError
+
 
 class _Axis(StrEnum):
     TOKENS = "tokens"
@@ -20,7 +23,9 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def plot(
         runs: list[Path] = typer.Argument(..., help="Run folders.", show_default=False),
-        out: Path = typer.Option(Path("comparison.png"), "--out", "-o", help="PNG to write."),
+        out: Path = typer.Option(
+            Path("comparison.png"), "--out", "-o", help="Picture to write (.png, .svg, .pdf).", callback=check_picture
+        ),
         x: _Axis = typer.Option(_Axis.TOKENS, "--x", help="What lies along the bottom; hours count time in steps."),
         smooth: float = typer.Option(
             0.95, min=0, max=0.9999, help="Weight of the past in the average drawn over noisy curves; 0: none."
@@ -36,4 +41,10 @@ def register(app: typer.Typer) -> None:
         """
         from megascale.observe.plots import plot_runs
 
-        typer.echo(f"wrote {plot_runs(runs, out, x=x.value, smoothing=smooth)}")
+        def warn(text: str) -> None:
+            typer.secho(text, fg="yellow", err=True)
+
+        try:
+            typer.echo(f"wrote {plot_runs(runs, out, x=x.value, smoothing=smooth, warn=warn)}")
+        except OSError as error:
+            raise ConfigError(f"--out={out} cannot be written: {error.strerror or error}") from None

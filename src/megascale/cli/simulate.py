@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.cli import simulate_network
-from megascale.cli.common import DEFAULT_CLUSTER, OVERRIDES, load_for_gpus
+from megascale.cli.common import DEFAULT_CLUSTER, OVERRIDES, check_picture, load_for_gpus
 from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, measure, predict, validate
 from megascale.core import strict_json
 
@@ -41,7 +41,7 @@ CLUSTER = typer.Option(
 )
 LEVEL = typer.Option("closed", "--level", help="closed (formula) or event (schedule's actions, jitter, slow hosts).")
 CSV = typer.Option(None, "--csv", metavar="FILE", help="Write the rows as CSV too.")
-PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.")
+PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.", callback=check_picture)
 PRICE = typer.Option(None, "--price", min=0, help="Price of one GPU for one hour: prints what the run costs.")
 WATTS = typer.Option(None, "--watts", min=0, help="Power of one GPU with its part of host and cooling: prints energy.")
 HOW_MANY = typer.Option(TOKENS, "--tokens", min=1, help="Tokens of the whole run, for days.")
@@ -381,7 +381,9 @@ def search(
     software: str | None = SOFTWARE,
     as_json: bool = JSON,
     csv: Path | None = CSV,
-    plot: Path | None = typer.Option(None, "--plot", metavar="FILE.png", help="Draw what the answer hangs on."),
+    plot: Path | None = typer.Option(
+        None, "--plot", metavar="FILE.png", help="Draw what the answer hangs on.", callback=check_picture
+    ),
 ) -> None:
     """The best layouts for N GPUs, or the fewest GPUs that meet a deadline; memory is checked; sensitivities.
 

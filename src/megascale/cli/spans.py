@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 def spans(
     run: Path = typer.Argument(..., help="Run folder, such as runs/stdlib, alive or not."),
     steps: int = typer.Option(0, "--steps", min=0, help="Keep all spans of so many next steps, and wait for them."),
-    last: int = typer.Option(20, min=1, help="Steps that the table is over: the last so many."),
+    last: int = typer.Option(20, min=1, help="Steps that the table is over: the last ones of the newest attempt."),
     wait: float = typer.Option(600.0, min=1, help="Seconds to wait for the steps."),
     export: Path | None = typer.Option(None, help="Also write the spans to this file: JSON lines, one span each."),
 ) -> None:
@@ -114,12 +114,13 @@ def links(tables: SpanTables) -> list[str]:
 def network(tables: SpanTables) -> list[str]:
     """What of the hosts' network is set otherwise than advised, as their span services found it."""
     from megascale.core import strict_json
+    from megascale.core.untrusted_files import read_small_text
     from megascale.observe.store.ingest import STATE
 
     found = []
     for host in tables.hosts:
         try:
-            settings = strict_json.loads((host / STATE).read_text())["network"]
+            settings = strict_json.loads(read_small_text(host / STATE))["network"]
             found += [
                 f"{host.name} {one['device']} {one['name']}: {one['found']}; advised: {one['advised']}"
                 for one in settings
@@ -131,8 +132,14 @@ def network(tables: SpanTables) -> list[str]:
 
 
 def summary(tables: SpanTables, last: int) -> list[dict[str, Any]]:
-    """Of each rank, over the last steps: seconds a step in all, of its own, and waiting by axis; spans lost so far."""
-    recent = "step > (SELECT max(step) FROM rollups WHERE action = 'step') - ?"
+    """Return a row per rank over the last steps of the newest attempt, in seconds per step, and the spans lost in it.
+
+    The step, its own time, and its waits by axis. Steps that an earlier attempt did under the same numbers, on another
+    layout perhaps, stay out.
+    """
+    attempt = "(SELECT max(attempt) FROM rollups WHERE action = 'step')"
+    newest = f"(SELECT max(step) FROM rollups WHERE action = 'step' AND attempt = {attempt})"
+    recent = f"attempt = {attempt} AND step > {newest} - ?"
     steps = tables.query(
         "SELECT rank, count(DISTINCT step) AS steps, sum(total_ns)::DOUBLE AS total, sum(waited_ns)::DOUBLE AS waited, "
         f"max(lost)::BIGINT AS lost FROM rollups WHERE action = 'step' AND {recent} GROUP BY rank ORDER BY rank",
@@ -161,12 +168,15 @@ def summary(tables: SpanTables, last: int) -> list[dict[str, Any]]:
 
 
 def write(tables: SpanTables, job: str, file: Path, steps: tuple[int, int] | None) -> int:
-    """Write spans (of `steps`, from first to last, or all) as JSON lines; how many."""
+    """Write spans as JSON lines and return how many: all, or those of the newest attempt from first to last step."""
     from megascale.core.spans import Span
 
     names = ["attempt", "host", "rank", "step", "action", "chunk", "microbatch", "axis", "bytes", "start_ns", "end_ns"]
     names.append("waited_on")
-    where, parameters = ("WHERE step BETWEEN ? AND ?", list(steps)) if steps else ("", [])
+    where, parameters = "", []
+    if steps:
+        where = "WHERE step BETWEEN ? AND ? AND attempt = (SELECT max(attempt) FROM rollups WHERE action = 'step')"
+        parameters = list(steps)
     found = tables.query(f"SELECT {', '.join(names)} FROM spans {where} ORDER BY start_ns, rank", parameters)
     columns = [found[name].tolist() for name in names]
     with open(file, "w") as out:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.cli.common import check_picture
+
 if TYPE_CHECKING:
     from megascale.observe.analysis.slow_links import SlowLink
     from megascale.observe.analysis.stragglers import Straggler, Stragglers
@@ -24,7 +26,7 @@ def stragglers(
         None, min=2, help="How many of the newest steps; by default those of the last minute, and 50 at least."
     ),
     plot: Path | None = typer.Option(
-        None, help="Also draw all ranks, and those named step by step (.png, .svg, .pdf)."
+        None, help="Also draw all ranks, and those named step by step (.png, .svg, .pdf).", callback=check_picture
     ),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
@@ -52,8 +54,6 @@ def stragglers(
     from megascale.observe.analysis.stragglers import stragglers as find
     from megascale.observe.store.tables import SpanTables
 
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot={plot} is no picture that can be drawn; end it in .png, .svg or .pdf")
     if steps and last is not None:
         raise ConfigError(f"--steps={steps} and --last={last} both say which steps; give one of them")
     with SpanTables(run) as tables:

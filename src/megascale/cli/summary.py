@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from megascale.errors import missing_extra
+from megascale.errors import MegascaleError, missing_extra
 
 if TYPE_CHECKING:
     from megascale.api import RunDescription
@@ -102,30 +102,35 @@ def print_end(config: Config, result: TrainResult) -> None:
         )
     if result.evaluation is not None:
         print_evaluation(result.evaluation)
-    _draw_losses(folder)
+    # A run that has finished stays so: what fails from here on is named and changes no exit code.
+    try:
+        _print_plot(folder)
+    except ModuleNotFoundError as error:
+        console.print(f"no loss curve: {missing_extra(error) or error}", markup=False, soft_wrap=True)
+    except Exception as error:
+        console.print(f"no loss curve was drawn ({error}); run megascale plot {folder}", markup=False, soft_wrap=True)
     if config.train.sample_prompt is not None:
-        from megascale.api import generate
-
-        pieces = generate(folder, config.train.sample_prompt, tokens=config.train.sample_tokens)
-        console.rule("sample", align="left")
-        console.print(config.train.sample_prompt + "".join(pieces), markup=False, soft_wrap=True)
-        console.rule()
-        console.print(f"more: megascale generate {folder} --prompt import", markup=False)
+        try:
+            _print_sample(folder, config.train.sample_prompt, config.train.sample_tokens)
+        except (MegascaleError, OSError) as error:
+            console.print(f"no sample was generated: {error}", markup=False, soft_wrap=True)
 
 
-def _draw_losses(folder: Path) -> None:
-    """Draw the run's losses, or say which extra draws them."""
+def _print_plot(folder: Path) -> None:
     from megascale.observe.plots import plot_runs
 
-    try:
-        path = plot_runs([folder], folder / "plots" / "loss.png")
-    except ModuleNotFoundError as error:
-        known = missing_extra(error)
-        if known is None:
-            raise
-        console.print(f"no loss curve: {known}", markup=False, soft_wrap=True)
-        return
+    path = plot_runs([folder], folder / "plots" / "loss.png")
     console.print(f"loss curve: {path}", markup=False)
+
+
+def _print_sample(folder: Path, prompt: str, tokens: int) -> None:
+    from megascale.api import generate
+
+    pieces = generate(folder, prompt, tokens=tokens)
+    console.rule("sample", align="left")
+    console.print(prompt + "".join(pieces), markup=False, soft_wrap=True)
+    console.rule()
+    console.print(f"more: megascale generate {folder} --prompt import", markup=False)
 
 
 def print_evaluation(found: Evaluation) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.cli.common import check_picture
+
 if TYPE_CHECKING:
     from megascale.core.operation_trace import OperationTrace
     from megascale.core.whatif import Part, WhatIf
@@ -24,7 +26,9 @@ def whatif(
     last: int = typer.Option(20, min=1, help="How many of the last kept steps, without --steps."),
     rank: list[int] = typer.Option([], "--rank", help="Replay with this rank made normal too; may be repeated."),
     export: Path | None = typer.Option(None, help="Also write the operations as a trace that this command reads."),
-    plot: Path | None = typer.Option(None, help="Also draw the workers' heat map (.png, .svg, .pdf)."),
+    plot: Path | None = typer.Option(
+        None, help="Also draw the workers' heat map (.png, .svg, .pdf).", callback=check_picture
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """How much faster a job's steps would be if a rank, a stage or a kind of operation were normal.

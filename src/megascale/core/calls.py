@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megascale.core.failure import reserve
+from megascale.core.untrusted_files import open_regular
 
+MOST_RANKS = 1 << 18  # a record that names more is damaged: readers make a row for each rank of the world
 OPS = (
     "all_gather",
     "reduce_scatter",
@@ -283,9 +285,10 @@ class CallRecord:
 def read_calls(path: Path, history: bool = True) -> CallRecord | None:
     """What a rank's file says, None if there is none. Whole when the rank stands still; may be torn while it runs."""
     try:
-        data = path.read_bytes() if history else _front(path)
+        with open(path, "rb", opener=open_regular) as file:
+            data = file.read(SIZE if history else _ENTRIES_AT)
         magic, pid, rank, world, used, host = _HEAD.unpack_from(data, 0)
-        if magic != _MAGIC:
+        if magic != _MAGIC or not rank < world <= MOST_RANKS:
             return None
         events, time_ns, step, index, chunk, microbatch, action = _PLACE.unpack_from(data, _PLACE_AT)
         names, groups = [], {}
@@ -322,11 +325,6 @@ def read_calls(path: Path, history: bool = True) -> CallRecord | None:
         total <= _RING,
         host.rstrip(b"\0").decode(errors="replace"),
     )
-
-
-def _front(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(_ENTRIES_AT)
 
 
 def _entries(data: bytes, total: int, names: list[str]) -> tuple[Call, ...]:

@@ -95,6 +95,14 @@ class Event(StrEnum):
     CHECKSUM_MISMATCH = "checksum_mismatch"
 
 
+_LATEST = 1e11  # seconds since 1970; a later time is damage
+
+
+def is_plausible_time(seconds: float) -> bool:
+    """Return whether a number may be seconds since 1970: not NaN, not negative, not thousands of years ahead."""
+    return 0.0 <= seconds <= _LATEST
+
+
 def date_of(seconds: float) -> str:
     """A time in seconds since 1970 as people and tools read it: UTC, to the millisecond, ISO 8601."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

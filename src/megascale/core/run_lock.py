@@ -23,6 +23,7 @@ import weakref
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megascale.core.untrusted_files import read_small_text
 from megascale.core.writers import other_writers
 from megascale.errors import ConfigError, TrainingError
 
@@ -226,8 +227,8 @@ def _me(what: str, driver: bool) -> Holder:
 
 def _read(path: Path) -> Holder:
     try:
-        return Holder(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return Holder(**json.loads(read_small_text(path)))
+    except (OSError, ValueError, TypeError, RecursionError):
         return Holder()
 
 

@@ -46,6 +46,16 @@ def loads(text: str | bytes, most: int | None = None) -> Any:
     return _floats(found) if '"NaN"' in line or 'Infinity"' in line else found
 
 
+def number(value: Any) -> float:
+    """Return a value of a record as a float, NaN for what is not a number or larger than any float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
 def _check_depth(value: Any) -> None:
     """ValueError for more than DEPTH tables in each other; level by level, so that depth costs no stack."""
     level = [value]

@@ -35,3 +35,17 @@ def read_bounded(path: Path, most: int) -> bytes:
         if size > most:
             raise ValueError(f"it is {size:,} bytes long where at most {most:,} are expected")
         return file.read(size)
+
+
+def is_small_file(path: Path, most: int = 1 << 20) -> bool:
+    """Return whether there is a file of at most `most` bytes, and not a pipe, a device or a folder."""
+    try:
+        about = path.stat()
+    except OSError:
+        return False
+    return stat.S_ISREG(about.st_mode) and about.st_size <= most
+
+
+def read_small_text(path: Path, most: int = 1 << 20) -> str:
+    """Return the text of a small file. OSError if it is not a file or cannot be read, ValueError if it is too long."""
+    return read_bounded(path, most).decode(errors="replace")

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from megascale.core import strict_json
+from megascale.core.bounded_lines import RecordReader
+from megascale.core.strict_json import number
 from megascale.errors import DataError
 
 Axis = Literal["tokens", "steps", "hours"]
+_DRAWN = ("step", "tokens", "loss", "valid_loss", "learning_rate", "grad_norm", "seconds")
+_LARGEST = 1e30  # a larger value is a gap, one below its inverse is 0: axes cannot be laid over it
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of a run folder; DataError if it has none."""
+def read_metrics(run: Path, warn: Callable[[str], None] = lambda text: None) -> list[dict[str, float]]:
+    """Return what is drawn of the records of a run folder, NaN for what is not a number.
+
+    Args:
+        warn: called with a sentence on lines that were left out.
+
+    Raises:
+        DataError: the run has no metrics, or no losses.
+    """
     file = run / "metrics.jsonl"
-    if not file.exists():
-        raise DataError(f"{run} has no metrics.jsonl; name the folder of a run that has begun, such as runs/stdlib")
-    records = []
-    for line in file.read_text().splitlines():
-        try:
-            records.append(strict_json.loads(line))
-        except json.JSONDecodeError:
-            continue  # a last line cut by a crash
+    reader = RecordReader(file)
+    try:
+        numbers = ({key: _number(record[key]) for key in _DRAWN if key in record} for record in reader)
+        records = [record for record in numbers if not math.isnan(record.get("step", math.nan))]
+    except FileNotFoundError:
+        raise DataError(
+            f"{run} has no metrics.jsonl; name the folder of a run that has begun, such as runs/stdlib"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+    if text := reader.describe_damage():
+        warn(text)
     if not any("loss" in record for record in records):
         raise DataError(f"{file} has no losses; the run has not finished a step yet")
     return records
@@ -38,7 +52,7 @@ class Curves:
 
     Attributes:
         x: place of each step on the axis: tokens, steps, or hours spent in steps.
-        loss, rate, norm: of each step; a value that is no number is a gap.
+        loss, rate, norm: of each step; NaN is a gap.
         held_out: place and loss of each evaluation.
     """
 
@@ -51,31 +65,46 @@ class Curves:
 
     @classmethod
     def of(cls, name: str, records: list[dict[str, Any]], axis: Axis) -> Curves:
-        """From a run's records."""
+        """Return the curves of a run's records. DataError if no record has a place on the axis."""
         steps = [record for record in records if "loss" in record]
         if axis == "hours":
-            x = [seconds / 3600 for seconds in accumulate(float(record["seconds"]) for record in steps)]
+            seconds = (_number(record.get("seconds")) for record in steps)
+            x = [total / 3600 for total in accumulate(s if s > 0 else 0.0 for s in seconds)]
         else:
-            x = [float(record["tokens" if axis == "tokens" else "step"]) for record in steps]
+            x = [_number(record.get("tokens" if axis == "tokens" else "step")) for record in steps]
+        if all(math.isnan(place) for place in x):
+            raise DataError(f"the metrics of {name} have no {axis}; draw them along another axis, such as --x steps")
         numbers = [record["step"] for record in steps]
         held_out = []
         for record in records:
             # An evaluation stands where the last step before it stands, whatever the axis.
-            if "valid_loss" in record and (at := bisect_right(numbers, record["step"])):
-                held_out.append((x[at - 1], float(record["valid_loss"])))
-        loss, rate, norm = ([_number(r[key]) for r in steps] for key in ("loss", "learning_rate", "grad_norm"))
+            valid_loss = _number(record.get("valid_loss"))
+            if not math.isnan(valid_loss) and (at := bisect_right(numbers, record["step"])):
+                held_out.append((x[at - 1], valid_loss))
+        loss, rate, norm = ([_number(r.get(key)) for r in steps] for key in ("loss", "learning_rate", "grad_norm"))
         return cls(name, x, loss, rate, norm, held_out)
 
     def label(self, weight: float) -> str:
-        """What the legend says: the name and where the run has come to."""
-        parts = [f"{smooth(self.loss, weight)[-1]:.3f}"]
+        """Return the text of the legend: the name and the last losses."""
+        last = smooth(self.loss, weight)[-1]
+        parts = ["no finite loss" if math.isnan(last) else f"{last:.3f}"]
         if self.held_out:
             parts.append(f"held out {self.held_out[-1][1]:.3f}")
         return f"{self.name}: {', '.join(parts)}"
 
 
 def _number(value: Any) -> float:
-    return float(value) if math.isfinite(float(value)) else math.nan
+    """Return a value that can be drawn, or NaN."""
+    found = number(value)
+    if not abs(found) <= _LARGEST:
+        return math.nan
+    return found if abs(found) * _LARGEST >= 1 else 0.0
+
+
+def _plain_name(name: str) -> str:
+    """Return a name as a legend shows it: bytes that are not text as "?", and no formulas."""
+    text = name.encode(errors="replace").decode().replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text  # matplotlib leaves such a label out
 
 
 def smooth(values: list[float], weight: float) -> list[float]:
@@ -96,11 +125,25 @@ def unit(largest: float) -> tuple[float, str]:
     return 1.0, ""
 
 
-def plot_runs(runs: list[Path], out: Path, *, x: Axis = "tokens", smoothing: float = 0.95) -> Path:
-    """Draw loss (with held-out points), learning rate and gradient norm of runs; writes a PNG.
+def plot_runs(
+    runs: list[Path],
+    out: Path,
+    *,
+    x: Axis = "tokens",
+    smoothing: float = 0.95,
+    warn: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Draw loss (with held-out points), learning rate and gradient norm of runs into a file; return its path.
 
-    `smoothing`: weight of the past in the average that is drawn over each noisy curve, 0 to below 1; 0 draws the
-    curve alone. Raises DataError for a run without steps.
+    Args:
+        out: its suffix is the format, such as .png.
+        smoothing: weight of the past in the average that is drawn over each noisy curve, 0 to below 1; 0 draws the
+            curve alone.
+        warn: called with a sentence on lines that were left out.
+
+    Raises:
+        DataError: a run has no steps.
+        OSError: the picture cannot be written.
     """
     import matplotlib
 
@@ -109,13 +152,14 @@ def plot_runs(runs: list[Path], out: Path, *, x: Axis = "tokens", smoothing: flo
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     names = [run.name if sum(r.name == run.name for r in runs) == 1 else str(run) for run in runs]
-    curves = [Curves.of(name, read_metrics(run), x) for name, run in zip(names, runs, strict=True)]
-    scale, scale_name = unit(max(c.x[-1] for c in curves)) if x == "tokens" else (1.0, "")
+    curves = [Curves.of(_plain_name(name), read_metrics(run, warn), x) for name, run in zip(names, runs, strict=True)]
+    farthest = max((place for c in curves for place in c.x if not math.isnan(place)), default=0.0)
+    scale, scale_name = unit(farthest) if x == "tokens" else (1.0, "")
     figure, (top, rate, norm) = plt.subplots(
         3, 1, figsize=(9, 9), sharex=True, height_ratios=[3, 1, 1], layout="constrained"
     )
-    for number, c in enumerate(curves):
-        color, places = f"C{number % 10}", [place / scale for place in c.x]
+    for index, c in enumerate(curves):
+        color, places = f"C{index % 10}", [place / scale for place in c.x]
         _noisy(top, places, c.loss, smoothing, color, c.label(smoothing))
         if c.held_out:
             held_x, held_y = zip(*c.held_out, strict=True)
@@ -123,6 +167,8 @@ def plot_runs(runs: list[Path], out: Path, *, x: Axis = "tokens", smoothing: flo
         rate.plot(places, c.rate, color=color, linewidth=1.4)
         _noisy(norm, places, c.norm, smoothing, color, None)
     for axes in (top, norm):
+        if axes is norm and not any(value > 0 for c in curves for value in c.norm):
+            continue  # a logarithmic axis without a positive value cannot be laid out
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8) if axes is top else (1, 2, 5)))
         axes.yaxis.set_major_formatter(ScalarFormatter())

@@ -7,11 +7,16 @@ wakes only when one breaks. Without epoll (not Linux) there is no watcher, and r
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
 import weakref
 from typing import Any, Protocol
+
+from megascale.core.background import FailureLog
+
+log = logging.getLogger(__name__)
 
 
 class Healer(Protocol):
@@ -33,11 +38,16 @@ class _Watcher:
             self._poll.modify(descriptor, events)
 
     def _run(self) -> None:
+        failures = FailureLog(log, "the repair of a connection to the store")
         while True:
             for descriptor, _ in self._poll.poll():
                 owner = self._owners.pop(descriptor, lambda: None)()
-                if owner is not None:
+                if owner is None:
+                    continue
+                try:
                     threading.Thread(target=owner.heal, name="megascale-store-heal", daemon=True).start()
+                except RuntimeError as error:  # no further thread
+                    failures.note(error, "the next call repairs it")
 
 
 _watcher: _Watcher | None = None

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 import torch.distributed as dist
 
+from megascale.core.background import FailureLog
 from megascale.errors import ConfigError
 from megascale.rendezvous.agree import VERDICT
 from megascale.rendezvous.redis_link import RedisConnections, parse_info
@@ -255,6 +256,7 @@ class _Keeper:
 
     def _run(self) -> None:
         names, link = self._link.names, self._link
+        failures = FailureLog(log, f"keeping the keys of job {names.job!r} from expiring")
         while not self._stopped.is_set():
             try:
                 if not self.sealed.wait(_DOOR_RENEWAL):
@@ -266,6 +268,9 @@ class _Keeper:
             except StoreFault as error:
                 if not self._stopped.is_set():
                     log.warning("keys of job %r were not kept from expiring, trying again: %s", names.job, error)
+            except Exception as error:
+                failures.note(error, "it is tried again")
+                self._stopped.wait(_DOOR_RENEWAL)
 
     def renew(self, expiry_ms: int, grace_period: float) -> None:
         """Set the expiry of every key of the epoch; StoreFault if the server is away for `grace_period` seconds."""

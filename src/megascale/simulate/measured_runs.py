@@ -3,9 +3,11 @@ before measuring."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -14,6 +16,10 @@ from typing import Any
 from megascale import config as configuration
 from megascale.config import Config
 from megascale.config.text_files import read_toml
+from megascale.core.bounded_lines import RecordReader
+from megascale.core.calls import MOST_RANKS
+from megascale.core.strict_json import number
+from megascale.core.untrusted_files import is_small_file
 from megascale.errors import ConfigError, DataError
 from megascale.simulate.cluster import ClusterSpec
 
@@ -21,6 +27,7 @@ from megascale.simulate.cluster import ClusterSpec
 WARM_UP = 5
 # Fewer steps than this after the warm-up are no measurement.
 LEAST_STEPS = 3
+_LONGEST = 1e9  # seconds; a longer step is damage
 
 
 @dataclass(frozen=True)
@@ -86,24 +93,24 @@ def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
         except ValueError as error:
             raise DataError(f"{folder} is no JSON: {error}; name a file of `bench train --out`") from None
         return _benched(folder, told)
+    if not is_small_file(folder / "config.toml"):
+        raise DataError(
+            f"{folder} is not a run folder: it has no config.toml that can be read; name one such as runs/NAME, or a "
+            "file of `bench train --out`"
+        )
     try:
         config = configuration.load(folder / "config.toml", keep_unknown_parts=True)
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        metrics = list(_step_seconds(folder / "metrics.jsonl"))
     except (OSError, ConfigError) as error:
         raise DataError(
             f"{folder} is no run folder: {error}; name one such as runs/NAME, or a file of `bench train --out`"
         ) from None
     records: dict[int, float] = {}
     world, device = gpus, config.train.device if config.train.device != "auto" else "cpu"
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # the last line of a run that died
-        if isinstance(record, dict) and "seconds" in record and "step" in record:
-            records[int(record["step"])] = float(record["seconds"])
-            if "mfu" in record:  # of a GPU whose peak is known; a CPU has none
-                device = "cuda"
+    for step, seconds, has_mfu in metrics:
+        records[step] = seconds
+        if has_mfu:  # of a GPU whose peak is known; a CPU has none
+            device = "cuda"
     steps = [seconds for step, seconds in sorted(records.items())][WARM_UP:]
     if len(steps) < LEAST_STEPS:
         raise DataError(
@@ -171,14 +178,22 @@ def refuse_other_device(run: MeasuredRun, cluster: ClusterSpec) -> None:
         )
 
 
+def _step_seconds(metrics: Path) -> Iterator[tuple[int, float, bool]]:
+    """Yield (step, seconds, whether its MFU is known) of each sound record. OSError if the file cannot be read."""
+    for record in RecordReader(metrics):
+        step, seconds = number(record.get("step")), number(record.get("seconds"))
+        if 0 <= step < 1 << 53 and 0 < seconds < _LONGEST:
+            yield int(step), seconds, "mfu" in record
+
+
 def _world(events: Path) -> int | None:
-    """Ranks of the last start that a run's events tell of."""
+    """Return the number of ranks of the last start in a run's events, None if they do not say it."""
     world = None
-    for line in events.read_text().splitlines() if events.is_file() else []:
-        try:
-            world = json.loads(line).get("world") or world
-        except (ValueError, AttributeError):
-            continue
+    with contextlib.suppress(OSError):
+        for record in RecordReader(events):
+            count = record.get("world")
+            if isinstance(count, int) and 0 < count <= MOST_RANKS:
+                world = count
     return world
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from megascale import config as configuration
 from megascale.core.schedule import ActionKind
-from megascale.errors import ConfigError, MegascaleError
+from megascale.core.untrusted_files import is_small_file
+from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster, shipped
 from megascale.simulate.planner.layout_cost import DEVICES, make_plan
@@ -34,7 +35,13 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
     """
     if cluster and cluster not in shipped():
         raise ConfigError(f"cluster={cluster[:60]}: none of that name; there are {', '.join(shipped())}")
-    config = configuration.load(run / "config.toml", keep_unknown_parts=True)
+    file = run / "config.toml"
+    if not is_small_file(file):
+        raise DataError(f"{run.name} has no config.toml that can be read: what it trains is unknown")
+    try:
+        config = configuration.load(file, keep_unknown_parts=True)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the config.toml of {run.name} is damaged: {error}") from None
     machine = load_cluster(cluster) if cluster else None
     memory = machine.gpu.memory_gib if machine is not None else DEVICES[_DEVICE]
     plan = make_plan(config, world, memory)

@@ -21,6 +21,7 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
 from megascale.core import strict_json
+from megascale.core.untrusted_files import read_small_text
 from megascale.errors import ConfigError, MegascaleError
 from megascale.ops import dispatch
 from megascale.ops.attention import AttentionChooser, AttentionShape
@@ -151,8 +152,8 @@ def read(run: Path, checkpoints: Path | str, resume: bool) -> Choices:
     if not resume:
         return found
     records: list[Any] = []
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        records.append(json.loads((run / FILE).read_text())["attention"])
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        records.append(json.loads(read_small_text(run / FILE))["attention"])
     with contextlib.suppress(OSError, MegascaleError, folders.Damaged):
         storage = open_storage(checkpoints)
         newest = folders.survey(storage)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any
 
 from megascale.config import Config, load
 from megascale.core import strict_json
+from megascale.core.bounded_lines import parse_record, read_bounded_lines
 from megascale.core.events import Event, date_of
+from megascale.core.untrusted_files import is_small_file, read_small_text
 from megascale.errors import DataError
 
 
@@ -64,9 +65,13 @@ class RunFolder:
     def read_identity(self) -> str | None:
         """The random name that the run got at its first start, None before it (or in a folder of an older version)."""
         try:
-            return self.identity.read_text().strip() or None
+            return read_small_text(self.identity).strip() or None
         except FileNotFoundError:
             return None
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{self.identity} cannot be read: {error}; restore it, or give another --train.name"
+            ) from None
 
     def accept(self, config: Config, identity: str) -> None:
         """A start was accepted: keep whose folder this is and with which settings it goes on, each in one piece."""
@@ -93,7 +98,7 @@ class RunFolder:
         for file in (self.metrics, self.samples):
             if not file.exists():
                 continue
-            kept = [line for line in read_lines(file) if line.get("step", 0) <= step]
+            kept = [line for line in read_lines(file) if strict_json.number(line.get("step", 0)) <= step]
             temporary = file.with_suffix(".tmp")
             temporary.write_text("".join(strict_json.dumps(line) + "\n" for line in kept))
             os.replace(temporary, file)
@@ -107,8 +112,10 @@ def run_config(run: Path) -> Config:
     Raises DataError if it is no run folder.
     """
     file = run / "config.toml"
-    if not file.exists():
-        raise DataError(f"{run} is not a run folder (it has no config.toml); runs are folders such as runs/stdlib")
+    if not is_small_file(file):
+        raise DataError(
+            f"{run} is not a run folder: it has no config.toml that can be read; runs are folders such as runs/stdlib"
+        )
     return find_paths(load(file, keep_unknown_parts=True), run)
 
 
@@ -153,17 +160,26 @@ def append(file: Path, record: dict[str, Any]) -> None:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; a last line cut by a crash is dropped, any other damage is a DataError."""
-    lines = file.read_text().splitlines()
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(strict_json.loads(line))
-        except json.JSONDecodeError:
-            if number == len(lines):
+    """Return the records of a JSON-lines file; a last line cut by a crash is dropped.
+
+    DataError for any other damage, a line longer than a record can be included, and for what is not a file.
+    """
+    records: list[dict[str, Any]] = []
+    damaged = 0
+    try:
+        for number, line in enumerate(read_bounded_lines(file), 1):
+            if damaged:
                 break
-            raise DataError(
-                f"{file} line {number} is not JSON; the file was edited or the disk is damaged. "
-                f"Move it away to go on without its history"
-            ) from None
-    return records
+            record = parse_record(line)
+            if record is None:
+                damaged = number
+            else:
+                records.append(record)
+        else:
+            return records  # only the last line may be damaged
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+    raise DataError(
+        f"{file} line {damaged} is not a record; the file was edited or the disk is damaged. "
+        f"Move it away to go on without its history"
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import threading
@@ -19,9 +20,12 @@ import torch.distributed as dist
 
 from megascale import torch_private
 from megascale.core import calls
+from megascale.core.background import FailureLog
 from megascale.core.status import StatusFile
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
+
+log = logging.getLogger(__name__)
 
 
 class Telemetry:
@@ -84,6 +88,7 @@ class Telemetry:
 
     def _answer(self) -> None:
         """Dump the flight recorder whenever somebody opens the pipe."""
+        failures = FailureLog(log, "a dump of the flight recorder")
         while self._open:
             try:
                 with open(self._pipe) as pipe:  # sleeps until a writer comes
@@ -92,8 +97,11 @@ class Telemetry:
                 temporary = self._flight.with_suffix(".tmp")
                 temporary.write_text(text)
                 os.replace(temporary, self._flight)
-            except (OSError, ValueError):
-                return
+            except Exception as error:
+                if not self._pipe.exists():
+                    return  # the rank has closed it
+                failures.note(error, "the next request is answered again")
+                time.sleep(0.1)  # whoever asked may still hold the pipe open
 
 
 def _groups(groups: Groups | None) -> list[tuple[str, int]]:

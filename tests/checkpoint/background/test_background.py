@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -350,3 +351,43 @@ def test_a_service_that_is_not_to_linger_waits_for_its_first_visitor(tmp_path):
         with contextlib.closing(service.connect(place, linger=0.0)):
             pass  # the same one: it is not alone yet
         assert first is not None
+
+
+def test_a_copy_that_fails_in_any_way_holds_up_no_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update of the next step waits for the copy, so a thread that ended without a word stopped the training."""
+    tensors = logical_state(1)
+    checkpointer = Checkpointer(background(), run, whole(tensors))
+    copy, failures = Staging.copy, iter([ValueError("of no kind that was expected")])
+
+    def fail_once(staging: Staging) -> Iterator[int]:
+        if error := next(failures, None):
+            raise error
+        return copy(staging)
+
+    monkeypatch.setattr(Staging, "copy", fail_once)
+    assert checkpointer.save(1, {"step": 1})
+    checkpointer.before_update()
+    outcomes: list[snapshot.SaveOutcome] = []
+    await_other(lambda: outcomes.extend(checkpointer.poll()) or outcomes)
+    assert "of no kind that was expected" in outcomes[0].why
+    assert checkpointer.save(2, {"step": 2}, wait=True)
+    assert [(o.step, o.committed) for o in checkpointer.finish()] == [(2, True)]
+
+
+def test_a_watcher_that_cannot_reach_the_service_reports_the_save(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = Checkpointer(background(), run, whole(logical_state(1)))
+    connect, failures = service.connect, iter([OSError("no descriptor left")])
+
+    def fail_once(*words: object) -> object:
+        if sys._getframe(1).f_code.co_name == "_watch" and (error := next(failures, None)):
+            raise error
+        return connect(*words)
+
+    monkeypatch.setattr(service, "connect", fail_once)
+    assert checkpointer.save(1, {"step": 1})
+    checkpointer.before_update()
+    outcomes: list[snapshot.SaveOutcome] = []
+    await_other(lambda: outcomes.extend(checkpointer.poll()) or outcomes)
+    assert [(o.step, o.committed, o.why) for o in outcomes] == [(1, False, "no descriptor left")]
+    assert checkpointer.save(2, {"step": 2}, wait=True)
+    assert [(o.step, o.committed) for o in checkpointer.finish()] == [(2, True)]

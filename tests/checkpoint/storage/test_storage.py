@@ -17,7 +17,7 @@ import torch
 from megascale.checkpoint import Checkpointer, TensorShard, inspect, latest, load, save, steps
 from megascale.checkpoint.format.verify import verify
 from megascale.checkpoint.storage.base import Storage
-from megascale.checkpoint.storage.local_disk import LocalStorage
+from megascale.checkpoint.storage.local_disk import _BLOCK, Disk, LocalStorage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError
@@ -164,3 +164,16 @@ def test_a_url_that_cannot_be_opened_is_named(tiny, megascale) -> None:
     done = megascale("train", tiny, "--checkpoint.location=nonsense://here")
     assert done.returncode == 2
     assert "nonsense://here cannot be opened (Protocol not known: nonsense); give a folder" in done.stderr
+
+
+def test_a_write_that_fails_in_any_way_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    """Blocks are handed to a thread: one that ended without a word would keep its block, and the next would wait."""
+
+    class Failing(Disk):
+        def write(self, handle: int, view: memoryview, at: int) -> int:
+            raise ValueError("of no kind that was expected")
+
+    sink = LocalStorage(tmp_path, Failing()).create("step-1/a")
+    with pytest.raises(OSError, match="of no kind that was expected"):
+        sink.write(bytes(8 * _BLOCK + 1))
+    sink.abort()

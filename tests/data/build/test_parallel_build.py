@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,10 @@ import pytest
 from megascale.data.build import builder as building
 from megascale.data.build import worker_pool
 from megascale.data.build.builder import build
+from megascale.data.build.split import Split
+from megascale.data.build.worker import EncodeJob
 from megascale.data.dataset.indexed import IndexedDataset
+from megascale.data.dataset.sources import InputPiece
 from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import DataError, MegascaleError
 
@@ -227,3 +231,17 @@ def test_full_disk_is_told(tmp_path: Path, corpus: Path, monkeypatch) -> None:
     monkeypatch.setattr(building, "_join", full)
     with pytest.raises(DataError, match="full; make room and run the same command again"):
         build(tmp_path / "out", inputs=[corpus], tokenizer=tmp_path / "tokenizer.json", progress=False)
+
+
+def test_a_worker_whose_answer_cannot_be_read_ends_the_build(tmp_path: Path) -> None:
+    """It may live on and say nothing more: the build must not wait for its end."""
+    job = EncodeJob(str(tmp_path), "tokenizer.json", "text", Split(share=0.0, below=0, tails=False))
+    failures: deque[MegascaleError] = deque()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["sh", "-c", "read a; read b; echo 5; cat"], stdin=pipe, stdout=pipe, text=True) as worker:
+        pieces = deque([InputPiece(0, "text", ["a.txt"], 0, 1, 1)])
+        worker_pool._serve(worker, job, pieces, failures, lambda used: None)
+        assert worker.poll() is None
+        worker.kill()
+    (failure,) = failures
+    assert "cannot be read" in str(failure)

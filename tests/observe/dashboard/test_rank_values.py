@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale.cli import spans
+from megascale.core.spans import SpanAxis, SpanKind
 from megascale.errors import ConfigError
 from megascale.observe.dashboard import rank_values
 from megascale.observe.dashboard.straggler_answer import slow_machines
+from megascale.observe.store.asking import arrived
+from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
+from megascale.observe.store.ingest import Ingest
+from megascale.observe.store.parquet import ParquetWriter
+from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.tables import SpanTables
 from tests.observe.dashboard.conftest import JOB, SLOW, STEPS
 
@@ -87,3 +96,46 @@ def test_slow_machines_are_judged_in_the_same_window(tables):
     assert found["ranks"][0]["slower"] == pytest.approx(0.1, abs=0.04)
     assert found["ranks"][0]["evidence"]
     assert slow_machines(tables, 2, 9)["steps"] == {"first": 2, "last": 9}
+
+
+def write_attempt(out: Path, attempt: int, steps: range, ranks: int, total_ns: int, wait_ns: int = 0) -> None:
+    """Keep the roll-ups and the spans of an attempt's steps; with `wait_ns`, each waits along the tensor axis."""
+    ingest = Ingest(out, job="job", host=0, hostname="here", sink=ParquetWriter, clock_ns=10**18)
+    for rank in range(ranks):
+        ring = SpanRing(body=1 << 20)
+        ring.rank, ring.attempt = rank, attempt
+        for step in steps:
+            rollups = np.zeros(2 if wait_ns else 1, ROLLUP)
+            rollups["kind"], rollups["count"] = [SpanKind.STEP, SpanKind.WAIT][: len(rollups)], 1
+            rollups["axis"] = [SpanAxis.NONE, SpanAxis.TENSOR][: len(rollups)]
+            rollups["total_ns"], rollups["waited_ns"] = [total_ns, wait_ns][: len(rollups)], wait_ns
+            rollups["first_ns"], rollups["last_ns"] = 10**9 * (1000 * attempt + step), 10**9 * (1000 * attempt + step)
+            ring.write(ROLLUPS, step, rollups, 0)
+            spans = np.zeros(1, SPAN)
+            spans["kind"], spans["start_ns"], spans["end_ns"] = SpanKind.STEP, 1, 2
+            ring.write(SPANS, step, spans, 0)
+        ingest.take(ring)
+        ring.close()
+    ingest.close()
+
+
+def test_steps_that_were_done_again_count_once_and_as_their_newest_attempt(tmp_path):
+    """Attempt 1 of four ranks came to step 40, attempt 2 began behind step 10 with two, and waits for nobody."""
+    out = tmp_path / "spans" / "host=0"
+    write_attempt(out, 1, range(1, 41), 4, 3 * 10**9, 2 * 10**9)
+    write_attempt(out, 2, range(11, 21), 2, 10**9)
+    with SpanTables(tmp_path) as tables:
+        rows = spans.summary(tables, 20)
+        assert [(row["rank"], row["steps"], row["seconds"], row["own"], row["waits"]) for row in rows] == [
+            (rank, 10, 1.0, 1.0, {}) for rank in range(2)
+        ]
+        assert spans.write(tables, "job", tmp_path / "out.jsonl", (11, 12)) == 4
+        assert rank_values.known_steps(tables) == (1, 20)
+        ranks = rank_values.ranks_of(tables)
+        waits = rank_values.values_of(tables, "waited.step", 11, 20, ranks)
+        np.testing.assert_array_equal(waits, [0.0, 0.0, np.nan, np.nan])
+        np.testing.assert_array_equal(rank_values.values_of(tables, "wait.tensor", 11, 20, ranks), [np.nan] * 4)
+        past = rank_values.rank_history(tables, "total.step", 0)
+        assert (past["step"], past["own"]) == (list(range(1, 21)), [3.0] * 10 + [1.0] * 10)
+    assert arrived(tmp_path, 11, 15) == 5  # of two ranks: two that are gone are not waited for
+    assert arrived(tmp_path, 21, 25) == 0  # attempt 1 did those

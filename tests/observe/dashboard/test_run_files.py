@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale.core.calls import Calls
+from megascale.core.status import StatusFile
 from megascale.errors import DataError
 from megascale.observe.dashboard.effective_time import TRAINING, effective_time
 from megascale.observe.dashboard.metric_columns import MetricColumns, _buckets
@@ -173,6 +176,47 @@ def test_a_run_without_a_driver_says_whether_it_lives(tmp_path):
     assert reader.overview()["now"]["phase"] == "done"
     add(tmp_path / "events.jsonl", {"event": "resumed", "time": 1e9 + 9})
     assert reader.overview()["now"]["phase"] == "silent"
+
+
+def test_a_checkpoint_and_the_evaluation_after_it_are_told_apart(tmp_path):
+    """Five steps of a second, 2 s of saving, 6 s of the final evaluation; before it ends, it is what a run does now."""
+    file = tmp_path / "metrics.jsonl"
+    add(file, *({"step": n, "loss": 1.0, "time": 100.0 + n, "seconds": 1.0} for n in range(1, 6)))
+    metrics = MetricColumns(file)
+    metrics.refresh()
+    saved = [{"event": "run_started", "time": 100.0}, {"event": "checkpoint_saved", "time": 107.0}]
+    ended = [*saved, {"event": "evaluated", "time": 113.0}, {"event": "run_finished", "time": 113.5}]
+    found = effective_time(metrics.columns(), ended)
+    parts = {TRAINING: 5.0, "evaluation": 6.0, "saving checkpoints": 2.0}
+    assert found.seconds == pytest.approx(parts | {"between steps": 0.5})
+    alive = effective_time(metrics.columns(), saved, now=113.0, doing="evaluation")
+    assert alive.seconds == pytest.approx(parts)
+    assert effective_time(metrics.columns(), [], now=113.0, doing="evaluation").seconds == pytest.approx(
+        {TRAINING: 5.0, "evaluation": 8.0}
+    )
+    # Between two steps, what follows the checkpoint up to the next step belongs to it.
+    add(file, {"step": 6, "loss": 1.0, "time": 115.0, "seconds": 1.0})
+    metrics.refresh()
+    assert effective_time(metrics.columns(), saved).seconds["saving checkpoints"] == pytest.approx(9.0)
+
+
+def test_what_a_run_does_now_is_its_status(tmp_path):
+    """An evaluation that takes longer than any step is no silence, and is not called what the last event ended."""
+    now = time.time()
+    add(tmp_path / "metrics.jsonl", {"step": 5, "loss": 1.0, "time": now - 3600.0, "seconds": 1.0})
+    add(tmp_path / "events.jsonl", {"event": "run_started", "time": now - 3601.0, "attempt": 0})
+    add(tmp_path / "events.jsonl", {"event": "checkpoint_saved", "time": now - 3599.0, "attempt": 0})
+    calls, status = Calls(tmp_path / "status", 0, 1), StatusFile(tmp_path / "status", 0)
+    status.update("evaluate", 5)
+    found = RunReader(tmp_path, lambda run: None).overview()
+    assert (found["now"]["phase"], found["now"]["alive"]) == ("running", True)
+    assert found["effective"]["seconds"]["evaluation"] == pytest.approx(3599.0, abs=60.0)
+    assert found["effective"]["seconds"]["saving checkpoints"] == pytest.approx(1.0)
+    calls.close()  # a process that has ended maps nothing
+    status.close()
+    found = RunReader(tmp_path, lambda run: None).overview()
+    assert found["now"]["phase"] == "silent"
+    assert "evaluation" not in found["effective"]["seconds"]
 
 
 def test_only_runs_of_the_folder_can_be_asked_for(tmp_path):

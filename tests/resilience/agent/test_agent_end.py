@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from megascale.config import ResilienceConfig
+from megascale.core.calls import Calls
 from megascale.resilience.agent.agent import Agent
 from megascale.resilience.agent.trainers import TrainerProcess
 from megascale.resilience.driver.nodes.agent_server import AgentServer
@@ -142,3 +145,38 @@ def test_without_a_lease_it_waits_for_no_answer(tmp_path, monkeypatch):
             await life
 
     play(tmp_path, monkeypatch, scene, lease=None)
+
+
+def garble(folder: Path, pid: int) -> None:
+    """Write a status record whose time is no number, beside a sound record of calls of the same process."""
+    Calls(folder, 0, 1).close()
+    body = json.dumps({"rank": 0, "pid": pid, "phase": "train", "step": 1, "time_ns": "now"}).encode()
+    (folder / "rank-0.status").write_bytes(struct.pack("<QI", 2, len(body)) + body)
+
+
+def test_a_garbled_status_record_and_a_reader_that_fails_silence_no_agent(tmp_path, monkeypatch, caplog):
+    async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
+        async def beats() -> Heartbeat:
+            before = len(driver.beats)
+            agent.telemetry._changed.set()
+            await until(lambda: len(driver.beats) > before)
+            return driver.beats[-1]
+
+        rank.pid = os.getpid()
+        garble(agent.run_folder / "status", rank.pid)
+        assert (await beats()).workers[0].phase == ""  # as before its first record
+        monkeypatch.setattr(agent.trainers, "checksums", lambda: 1 / 0)
+        assert (await beats()).workers[0].pid == rank.pid
+        failing = iter([True])
+        workers = agent.trainers.workers
+        monkeypatch.setattr(agent.trainers, "workers", lambda: 1 / 0 if next(failing, False) else workers())
+        agent.telemetry._changed.set()  # this one ends the loop of heartbeats, which starts again
+        await until(lambda: "the heartbeat failed" in caplog.text)
+        assert (await beats()).workers[0].pid == rank.pid
+        rank.end(0)
+        agent.ended.set()
+        await life
+
+    monkeypatch.setattr("megascale.core.background.keep_running.__defaults__", (0.01,))
+    play(tmp_path, monkeypatch, scene)
+    assert "checksums of weights failed (ZeroDivisionError" in caplog.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from megascale.resilience.agent.rank_lease import RankLease
@@ -98,3 +100,19 @@ def test_without_a_lease_ranks_run_on(clock):
     mine.parted()
     clock.now = 1e6
     assert not mine.over()
+
+
+def test_a_failure_to_end_the_ranks_does_not_end_the_watch(caplog):
+    """Without it the ranks would run on beside those that the driver starts elsewhere."""
+    ended = threading.Event()
+    failures = iter([RuntimeError("dictionary changed size during iteration")])
+
+    def end(why: str) -> None:
+        if error := next(failures, None):
+            raise error
+        ended.set()
+
+    mine = RankLease(0.0, 60.0, end)
+    mine.start()
+    assert ended.wait(30.0)
+    assert "dictionary changed size" in caplog.text

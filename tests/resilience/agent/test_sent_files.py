@@ -320,3 +320,19 @@ def test_a_piece_of_a_table_that_is_missing_is_asked_for_again(tmp_path):
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == [
         "spans/host=0@a_b/spans-000001.parquet"
     ]
+
+
+def test_a_piece_that_cannot_be_taken_in_keeps_no_later_one_out(tmp_path: Path, caplog) -> None:
+    """The thread that writes would end without a word, and nothing of any node be written any more."""
+    confirmed: list[tuple[str, int]] = []
+    files = ReceivedFiles(tmp_path, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    (tmp_path / "metrics.jsonl").write_text(line(1))
+    for data in (b'{"step": Infinity}\n', b'{"step": ' + b"[" * 100_000 + b"\n"):
+        assert files.take(FileData("metrics.jsonl", 0, data, first=True), lambda *told: confirmed.append(told))
+    assert files.take(FileData("identity", 0, b"a\n", whole=True), lambda *told: confirmed.append(told))
+    assert files.take(FileData("logs/rank-0.log", 0, b"words\n"), lambda *told: confirmed.append(told))
+    assert files.flush(30.0)
+    files.close()
+    assert confirmed[-1] == ("logs/rank-0.log", 6)
+    assert "identity" not in dict(confirmed)  # its agent sends it again
+    assert "writing a received file failed (ZeroDivisionError" in caplog.text

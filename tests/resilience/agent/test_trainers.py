@@ -21,7 +21,7 @@ from megascale.core.grid import Grid
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.resilience import rules
 from megascale.resilience.agent import trainers
-from megascale.resilience.agent.trainers import Trainers
+from megascale.resilience.agent.trainers import TrainerProcess, Trainers
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
@@ -226,3 +226,29 @@ def test_a_process_that_a_signal_holds_is_told():
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert trainers._usage(child) == (0, 0.0, False)
+
+
+def test_a_fork_server_whose_answers_cannot_be_read_is_replaced_with_its_ranks(tmp_path, monkeypatch):
+    """How its ranks end would never be known otherwise."""
+
+    async def run() -> TrainerProcess:
+        changed = asyncio.Event()
+        mine = Trainers(tmp_path / "runs" / "tiny", tmp_path, changed.set)
+        monkeypatch.setattr(mine, "_received", lambda message: 1 / 0)
+        server = mine._server = subprocess.Popen(["sleep", "60"])
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        mine._sock = ours
+        rank = mine.trainers[0] = TrainerProcess(0, tmp_path / "log", 0, pid=1)
+        listening = asyncio.create_task(mine._listen(ours))
+        theirs.sendall(framed(FROM_FORK_SERVER, ForkServerReady(pid=1)))
+        async with asyncio.timeout(30):
+            await listening
+        theirs.close()
+        assert server.returncode == -signal.SIGKILL
+        assert changed.is_set()
+        return rank
+
+    rank = asyncio.run(run())
+    assert (rank.status, rank.by_agent) == (signal.SIGKILL, True)
+    assert "cannot be read: division by zero" in rank.error

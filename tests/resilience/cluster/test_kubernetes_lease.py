@@ -187,3 +187,24 @@ def test_a_driver_s_pod_that_is_not_there_may_live_on(api, named):
     named("pod=b uid=2")
     with pytest.raises(AssertionError, match="it waits"):
         lease(api).take(print, never)
+
+
+def test_a_watch_goes_on_after_an_object_that_cannot_be_read(api, server, caplog):
+    """A thread that ended silently would leave the driver with the machines of that moment."""
+    heard, store = Heard(), server.store
+    failures = iter([KeyError("metadata")])
+
+    def changed(change: tuple[str, list[dict]]) -> None:
+        if change[0] != "all" and (error := next(failures, None)):
+            raise error
+        heard(change)
+
+    store.create("nodes", machine("k0"))
+    watch = Watch(api, "/api/v1/nodes", changed)
+    watch.start()
+    heard.until({"k0"})
+    store.create("nodes", machine("k1"))
+    heard.until({"k0", "k1"})
+    assert watch.lists == 2
+    assert "following /api/v1/nodes failed (KeyError: 'metadata')" in caplog.text
+    watch.stop()

@@ -158,8 +158,10 @@ class Writer:
                         found = pending_saves.try_commit(storage, step, generation)
                     if found is not None:
                         return self._committed(storage, step, generation, *found)
-                except (Failed, OSError, ValueError) as error:
-                    why = str(error) if isinstance(error, Failed) else f"the commit failed: {error}"
+                except Exception as error:  # whoever waits for the outcome must be told one
+                    if not isinstance(error, Failed | OSError | ValueError):
+                        log.exception("the commit of step %d failed", step)
+                    why = str(error) if isinstance(error, Failed) else f"the commit failed: {error or repr(error)}"
                     return self._finish(storage, step, generation, Outcome(False, why=why[:2000]), withdraw=True)
                 if max((g for g, r in list(self._results.items()) if r.committed), default="") > generation:
                     result = Outcome(False, why="a later save was committed first")
@@ -178,13 +180,15 @@ class Writer:
             self._finish(storage, step, generation, result, withdraw=False)
             try:
                 folders.prune(storage, keep)
-            except OSError as error:
-                log.warning("older checkpoints could not be removed: %s", error)
+            except Exception as error:
+                log.warning("older checkpoints could not be removed: %s", error or repr(error))
 
     def _finish(self, storage: Storage, step: int, generation: str, result: Outcome, withdraw: bool) -> None:
         if withdraw:
-            with contextlib.suppress(OSError):
+            try:
                 folders.withdraw(storage, step, generation)
+            except Exception as error:
+                log.warning("what was written of step %d could not be removed: %s", step, error or repr(error))
         with self._changed:
             self._results[generation] = result
             self._changed.notify_all()

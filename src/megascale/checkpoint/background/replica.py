@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,7 @@ from megascale.checkpoint.background.service_protocol import COPIES, INDEX, Chec
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.staged_file import Progress, Slot, make_slots
+from megascale.core.background import PAUSE, FailureLog
 from megascale.services.conversation import Conversation, prove
 from megascale.services.reception import PROOF_SECONDS, Reception
 from megascale.services.silence import notice_silence
@@ -75,8 +77,19 @@ class Replicas:
             if self._listener is None:
                 self._listener = socket.create_server((address, 0))
                 reception = Reception(self._listener, self._meet, self._take)
-                threading.Thread(target=reception.serve, args=(lambda: False,), daemon=True).start()
+                threading.Thread(target=self._receive, args=(reception,), daemon=True).start()
             return int(self._listener.getsockname()[1])
+
+    @staticmethod
+    def _receive(reception: Reception) -> None:
+        """Take connections for as long as the process lives."""
+        failures = FailureLog(log, "taking in copies of other hosts")
+        while True:
+            try:
+                reception.serve(lambda: False)
+            except Exception as error:
+                failures.note(error, f"it starts again in {PAUSE:g} s")
+            time.sleep(PAUSE)
 
     def _meet(self, sock: socket.socket) -> Conversation:
         notice_silence(sock, _SILENCE)

@@ -344,8 +344,8 @@ class Snapshots:
         try:
             sock = service.connect(self._place, self._linger, self._log)
             slot.prepare(sock, AwaitPages(self.peers.rank, number), self._closing)
-        except (OSError, TrainingError) as error:
-            log.warning("staging memory for checkpoints could not be prepared: %s", error)
+        except Exception as error:
+            log.warning("staging memory for checkpoints could not be prepared: %s", error or repr(error))
             self._broken = slot.failed = True
         slot.is_prepared()
         while (copy := slot.work.get()) is not None:
@@ -365,9 +365,12 @@ class Snapshots:
                 slot.whole = True
                 copy.kept.set()
                 copy.outcome.replica = sock.answer().replica
-            except (OSError, TrainingError) as error:
-                copy.outcome.why = str(error)
-                self._broken = self._broken or isinstance(error, ConnectionError | TrainingError)
+            except Exception as error:  # the update of the next step waits for this copy
+                copy.outcome.why = str(error) or repr(error)
+                known = isinstance(error, OSError | TrainingError)
+                if not known:
+                    log.exception("the copy of step %d failed", copy.outcome.step)
+                self._broken = self._broken or not known or isinstance(error, ConnectionError | TrainingError)
             copy.copied.set()
             copy.kept.set()
             slot.free.set()
@@ -380,24 +383,31 @@ class Snapshots:
 
     def _watch(self) -> None:
         """On the first process: learn what became of each save."""
-        sock = service.connect(self._place, self._linger, self._log)
+        sock: Conversation | None = None
         while (item := self._watches.get()) is not None:
             copy, generation = item
             try:
+                if sock is None:
+                    sock = service.connect(self._place, self._linger, self._log)
                 answer = sock.ask(Wait(generation))
                 copy.outcome.committed = answer.committed
                 copy.outcome.bytes = answer.bytes or copy.outcome.bytes
                 copy.outcome.why = answer.why
-            except OSError as error:
-                copy.outcome.why = copy.outcome.why or str(error)
+            except Exception as error:
+                copy.outcome.why = copy.outcome.why or str(error) or repr(error)
             self._report(copy)
-            with contextlib.suppress(OSError):
-                sock.ask(Pruned())
-        sock.close()
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    sock.ask(Pruned())
+        if sock is not None:
+            sock.close()
 
     def _report(self, copy: Copy) -> None:
         if copy.waits is not None:
-            copy.waits[1].synchronize()
-            copy.outcome.stall += copy.waits[0].elapsed_time(copy.waits[1]) / 1e3
+            try:
+                copy.waits[1].synchronize()
+                copy.outcome.stall += copy.waits[0].elapsed_time(copy.waits[1]) / 1e3
+            except RuntimeError as error:  # the device has failed, and every later call of it does
+                log.warning("how long step %d waited for its copy is unknown: %s", copy.outcome.step, error)
         copy.outcome.seconds = time.monotonic() - copy.started
         self._outcomes.put(copy.outcome)

@@ -129,12 +129,15 @@ class Filling:
             fill_pages(mapped, new=True, stop=self._stop, told=self._tell)
         except OSError as error:
             self.problem = error
-        with self._next:
-            self._waiting.remove(self._turn)
-            self._next.notify_all()
-        with self._lock:
-            self.left = 0
-        self._done.set()
+        except Exception as error:
+            self.problem = OSError(f"memory cannot be put in place: {error!r}")
+        finally:  # those whose turn is next, and whoever needs the memory, wait for this
+            with self._next:
+                self._waiting.remove(self._turn)
+                self._next.notify_all()
+            with self._lock:
+                self.left = 0
+            self._done.set()
 
     def _tell(self, length: int) -> None:
         with self._lock:

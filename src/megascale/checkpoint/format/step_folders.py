@@ -27,10 +27,12 @@ from megascale.checkpoint.format.coverage import check_cover
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
-from megascale.config.text_files import read_text
+from megascale.config.text_files import decode_text
+from megascale.core.untrusted_files import read_bounded
 from megascale.errors import DataError
 
 _IDENTITY = "ID"
+_MOST_SETTINGS = 1 << 20  # bytes of a config.toml
 _OWNER = "RUN"
 _DAMAGED = "DAMAGED"
 _STEP = re.compile(r"step-([0-9]{1,19})")
@@ -350,9 +352,9 @@ def find_steps(path: Place) -> tuple[Storage, list[int]]:
 def _location(run: Path) -> list[str]:
     """Where the configuration that a run folder keeps has put the checkpoints, if elsewhere."""
     try:
-        tree = tomllib.loads(read_text(run / "config.toml"))
-        return [tree["checkpoint"]["location"]]
-    except (OSError, KeyError, ValueError):
+        tree = tomllib.loads(decode_text(read_bounded(run / "config.toml", _MOST_SETTINGS)))
+        return [str(tree["checkpoint"]["location"])]
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return []
 
 

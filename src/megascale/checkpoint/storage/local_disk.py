@@ -278,6 +278,8 @@ class _FileSink:
                     self._put(memoryview(block)[:count], at)
             except OSError as error:
                 self._error = error
+            except Exception as error:  # whoever fills the next block would wait for ever
+                self._error = OSError(f"writing {self.path} failed: {error!r}")
             self._free.put(block)
 
     def _put(self, view: memoryview, at: int) -> None:

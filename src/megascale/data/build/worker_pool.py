@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from megascale.data.build.worker import EncodeJob
 from megascale.data.dataset.sources import InputPiece
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError, MegascaleError
+
+log = logging.getLogger(__name__)
 
 # Less input than this is encoded here: starting processes would take longer.
 WORKER = 30 << 20  # bytes that a process takes at least
@@ -113,7 +116,7 @@ def _serve(
             else:
                 raise BrokenPipeError
         process.stdin.close()
-    except (OSError, ValueError):
+    except OSError:
         if not failures:
             failures.append(
                 MegascaleError(
@@ -122,3 +125,11 @@ def _serve(
                     "if memory is short"
                 )
             )
+    except Exception as error:
+        log.exception("an answer of a worker of the data build cannot be read")
+        failures.append(
+            MegascaleError(
+                f"an answer of a worker of the data build cannot be read ({error!r}); run the same command again to "
+                "go on where it stopped"
+            )
+        )

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megascale.config import Config, DataConfig
+from megascale.core.untrusted_files import read_small_text
 from megascale.data.dataset.formats import is_text
 from megascale.data.dataset.manifest import Manifest, read_manifest, sha256_file
 from megascale.data.tokenizer.huggingface_file import CONFIG, configured_end
@@ -122,7 +123,7 @@ def remember(run: Path, config: Config) -> None:
 def remembered(run: Path) -> Identity | None:
     """What a run began with; None for one of an older version, or of which nothing is known."""
     try:
-        return Identity(**json.loads((run / RECORD).read_text()))
+        return Identity(**json.loads(read_small_text(run / RECORD)))
     except (OSError, ValueError, TypeError):
         return None
 

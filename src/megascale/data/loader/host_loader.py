@@ -280,6 +280,9 @@ class LoaderReader:
                 log.warning("rank %d reads from generation %d of the data loader", self.rank, self.generation)
             except MegascaleError as error:
                 self._failure = error
+            except Exception as error:  # a reader that nobody tells would wait for ever
+                log.exception("rank %d cannot join the data loader", self.rank)
+                self._failure = TrainingError(f"the data loader of this host cannot be joined again: {error!r}")
             os.eventfd_write(self._bell, 1)
             if self._failure is not None:
                 return

@@ -23,12 +23,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from megascale.core import strict_json
+from megascale.core.bounded_lines import RecordReader
+from megascale.core.strict_json import number
 from megascale.errors import ConfigError
 from megascale.observe.analysis import gpu_counters
 from megascale.observe.analysis.rank_parts import PARTS, RankParts
@@ -88,9 +88,22 @@ class Decline:
     series: tuple[Array, Array]
 
     @property
+    def verdict(self) -> Literal["declined", "uncertain", "unchanged"]:
+        """What the windows show: steps take longer beyond GROWTH and chance, beyond GROWTH only, or neither."""
+        if not self.growth > GROWTH:
+            return "unchanged"
+        is_certain = self.seconds[1] - self.seconds[0] > _CERTAIN * self.error
+        return "declined" if is_certain else "uncertain"
+
+    @property
     def declined(self) -> bool:
         """Whether steps take longer, beyond GROWTH and chance."""
-        return self.growth > GROWTH and self.seconds[1] - self.seconds[0] > _CERTAIN * self.error
+        return self.verdict == "declined"
+
+    @property
+    def chance(self) -> float:
+        """The growth that chance explains, as a share of the step before; infinite if the windows are too short."""
+        return _CERTAIN * self.error / self.seconds[0]
 
     @property
     def named(self) -> tuple[Cause, ...]:
@@ -364,15 +377,12 @@ def _standard_error(values: Array) -> float:
 
 def _mfu(tables: SpanTables, span: tuple[int, int]) -> float:
     """The median MFU of steps by the run's metrics, where those are beside the spans."""
-    file: Path = tables.folder.parent / "metrics.jsonl"
     found = []
     try:
-        with open(file) as lines:
-            for line in lines:
-                if '"mfu"' in line:
-                    one = strict_json.loads(line)
-                    if span[0] <= one["step"] <= span[1]:
-                        found.append(float(one["mfu"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        for record in RecordReader(tables.folder.parent / "metrics.jsonl"):
+            step, mfu = number(record.get("step")), number(record.get("mfu"))
+            if span[0] <= step <= span[1] and 0.0 < mfu < 10.0:
+                found.append(mfu)
+    except OSError:
         return float("nan")
     return float(np.median(found)) if found else float("nan")

@@ -44,7 +44,8 @@ def draw(found: Decline, path: Path) -> None:
     right.set(xlabel="ms of the growth")
     right.grid(axis="x", color="#00000018")
     right.set_axisbelow(True)
-    named = ", ".join(f"{one.name} ({one.share:.0%})" for one in found.named) or "no decline"
+    words = {"declined": "no cause stands out", "uncertain": "chance may explain it", "unchanged": "no decline"}
+    named = ", ".join(f"{one.name} ({one.share:.0%})" for one in found.named) or words[found.verdict]
     figure.suptitle(f"{found.growth:+.1%} a step: {named}", fontsize=10, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.events import Event
-from megascale.observe.dashboard.metric_columns import number
+from megascale.core.events import Event, is_plausible_time
+from megascale.core.strict_json import number
 
 TRAINING = "training"
 _STARTS = (Event.ATTEMPT_STARTED, Event.RUN_STARTED, Event.RESUMED)
@@ -51,6 +51,8 @@ _ENDS = {Event.DRIVER_ENDED, Event.RUN_FINISHED, Event.RUN_FAILED, Event.INTERRU
 _BEGINS = {Event.DRIVER_STARTED, Event.DRIVER_TOOK_OVER}
 _BEGINS_ALONE = _BEGINS | {Event.RUN_STARTED, Event.RESUMED}
 _CLOCKS = 1.0  # seconds by which hosts' clocks may differ
+_LONGEST = 1e9  # seconds; a longer step is damage
+_ACTIVITIES = {Event.EVALUATED: "evaluation", Event.CHECKPOINT_SAVED: "saving checkpoints"}  # what such an event ends
 # What says more than that a process ended or a node went.
 _VAGUE = {"process ended", "node lost", "process killed"}
 
@@ -69,30 +71,34 @@ class EffectiveTime:
 
 
 def effective_time(
-    columns: dict[str, np.ndarray[Any, Any]], events: Sequence[dict[str, Any]], now: float | None = None
+    columns: dict[str, np.ndarray[Any, Any]],
+    events: Sequence[dict[str, Any]],
+    now: float | None = None,
+    doing: str = "between steps",
 ) -> EffectiveTime:
-    """Args:
-    columns: of MetricColumns.
-    events: records of events.jsonl.
-    now: seconds since 1970 for a run that goes on; None: it ended with its last record.
+    """Return where the time of a run went.
+
+    Args:
+        columns: of MetricColumns.
+        events: records of events.jsonl.
+        now: seconds since 1970 for a run that goes on; None: it ended with its last record.
+        doing: what a run that goes on does now, after its last event.
     """
     told = sorted(
-        ((time, one) for one in events if np.isfinite(time := number(one.get("time")))), key=lambda each: each[0]
+        ((time, one) for one in events if is_plausible_time(time := number(one.get("time")))), key=lambda each: each[0]
     )
-    empty = np.zeros(0)
-    times, seconds = columns.get("time", empty), columns.get("seconds", empty)
-    if len(times) and len(seconds):
-        rows = np.flatnonzero(np.isfinite(times) & np.isfinite(seconds) & (seconds >= 0))
-        rows = rows[np.argsort(times[rows], kind="stable")]
-    else:
-        rows = np.zeros(0, np.int64)
+    rows = _usable_rows(columns)
     if not len(rows) and not told:
         return EffectiveTime(0.0, {})
-    ends, lasted = times[rows], seconds[rows]
-    start = min([float(ends[0] - lasted[0])] * bool(len(rows)) + [time for time, _ in told[:1]])
-    last = max(
-        [float(ends[-1])] * bool(len(rows)) + [time for time, _ in told[-1:]] + ([now] if now is not None else [])
-    )
+    empty = np.zeros(0)
+    ends, lasted = columns.get("time", empty)[rows], columns.get("seconds", empty)[rows]
+    starts, lasts = [time for time, _ in told[:1]], [time for time, _ in told[-1:]]
+    if len(rows):
+        starts.append(float(ends[0] - lasted[0]))
+        lasts.append(float(ends[-1]))
+    if now is not None:
+        lasts.append(now)
+    start, last = min(starts), max(lasts)
     # Step by step, and after the last one: what lies between the end of one and the begin of the next.
     before = np.maximum.accumulate(np.concatenate([[start], ends]))
     begins = np.append(np.maximum(before[:-1], ends - lasted), last)
@@ -101,14 +107,31 @@ def effective_time(
     found: dict[str, float] = defaultdict(float)
     found[TRAINING], found["steps done again"] = float(spent[~redone].sum()), float(spent[redone].sum())
     happened = _by_gap(told, before, begins)
+    final = len(gaps) - 1
     for gap, those in happened.items():
         if gaps[gap] > 0:
-            _explain(found, those, float(before[gap]), float(begins[gap]))
+            rest = doing if gap == final else ""
+            _explain(found, those, float(before[gap]), float(begins[gap]), rest)
     quiet = np.ones(len(gaps), bool)
     quiet[list(happened)] = False
+    if quiet[final]:
+        found[doing] += max(0.0, float(gaps[final]))
+        quiet[final] = False
     found["between steps"] += float(np.maximum(0.0, gaps[quiet]).sum())
     order = sorted((name for name in found if name != TRAINING), key=lambda name: -found[name])
     return EffectiveTime(last - start, {name: found[name] for name in (TRAINING, *order) if found[name] > 0})
+
+
+def _usable_rows(columns: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Return the rows that have a time and a duration, in the order of their times."""
+    if "time" not in columns or "seconds" not in columns:
+        return np.zeros(0, np.int64)
+    times, seconds = columns["time"], columns["seconds"]
+    with np.errstate(invalid="ignore"):
+        usable = np.array([is_plausible_time(time) for time in times.tolist()], bool)
+        usable &= (seconds >= 0) & (seconds <= _LONGEST)
+    rows = np.flatnonzero(usable)
+    return rows[np.argsort(times[rows], kind="stable")]
 
 
 def _by_gap(
@@ -133,8 +156,15 @@ def _by_gap(
     return {gap: those for gap, those in found.items() if those}
 
 
-def _explain(found: dict[str, float], happened: list[tuple[float, str]], begin: float, end: float) -> None:
-    """Give the time between two steps to what happened in it."""
+def _explain(found: dict[str, float], happened: list[tuple[float, str]], begin: float, end: float, rest: str) -> None:
+    """Give the time between two steps to what happened in it.
+
+    Args:
+        found: seconds by name, added to.
+        happened: (time, event) in order.
+        begin, end: of the gap.
+        rest: what follows the last evaluation or checkpoint; empty: the next step does, and what follows belongs to it.
+    """
     kinds = [kind for _, kind in happened]
     # Of a launched job the driver says when ranks were started; of attempts that came to no step the last counts.
     first = next((kind for kind in _STARTS if kind in kinds), "")
@@ -152,9 +182,19 @@ def _explain(found: dict[str, float], happened: list[tuple[float, str]], begin: 
         found["starting and loading"] += end - begin - off - max(0.0, starts[-1] - begin - off)
     elif causes:
         found[f"stopped: {causes[0]}"] += end - begin - off
-    elif Event.EVALUATED in kinds:
-        found["evaluation"] += end - begin - off
-    elif Event.CHECKPOINT_SAVED in kinds and end - begin > 0.001:
-        found["saving checkpoints"] += end - begin - off
+    elif any(kind in _ACTIVITIES for kind in kinds) and end - begin > 0.001:
+        _split(found, happened, begin, end - off, rest)
     else:
-        found["between steps"] += end - begin - off
+        found[rest or "between steps"] += end - begin - off
+
+
+def _split(found: dict[str, float], happened: list[tuple[float, str]], begin: float, end: float, rest: str) -> None:
+    """Give each part of a gap to the evaluation or the checkpoint whose event ends it, and what follows to `rest`."""
+    at, name = begin, ""
+    for time, kind in happened:
+        if kind in _ACTIVITIES:
+            name = _ACTIVITIES[Event(kind)]
+            upto = max(at, min(end, time))
+            found[name] += upto - at
+            at = upto
+    found[rest or name] += max(0.0, end - at)

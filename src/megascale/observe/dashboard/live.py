@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from megascale.core import strict_json
+from megascale.core.background import FailureLog
 from megascale.errors import MegascaleError
 
+log = logging.getLogger("megascale.dashboard")
 SECONDS = 0.5
 _QUIET = 15.0  # seconds after which a stream says that it is still there
 _STREAMS = 200
@@ -60,11 +63,15 @@ class Live:
 
     async def _look(self, name: str) -> None:
         before = b""
+        failures = FailureLog(log, f"the look at run {name}")
         while True:
             try:
                 told = await self._pulse(name)
             except MegascaleError as error:
                 told = strict_json.dumps({"error": str(error)}).encode()
+            except Exception as error:
+                failures.note(error, "pages are told, and it is tried again")
+                told = strict_json.dumps({"error": f"the run cannot be read: {type(error).__name__}"}).encode()
             if told != before:
                 before = told
                 text = b'event: pulse\ndata: {"run": ' + strict_json.dumps(name).encode() + b', "pulse": '

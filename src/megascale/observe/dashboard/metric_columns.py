@@ -9,21 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from megascale.core.strict_json import number
 from megascale.observe.dashboard.record_tail import RecordTail
 
 _MOST_KEYS = 300
 _MOST_STEP = 1 << 53
 Series = dict[str, list[float | None]]
-
-
-def number(value: Any) -> float:
-    """A metric's value; nan for what is no number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
 
 
 class MetricColumns:

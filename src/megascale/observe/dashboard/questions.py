@@ -5,6 +5,7 @@ Answers are kept as text until the run has written more.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import OrderedDict
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
-from megascale.errors import ConfigError, DataError
+from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.observe.dashboard import hang_answer, rank_values, straggler_answer, timeline_answer
 from megascale.observe.dashboard.run_reader import RunReader
 from megascale.observe.store.tables import SpanTables
 
+log = logging.getLogger("megascale.dashboard")
 _OPEN = 3  # runs whose tables are kept open
 _READERS = 64
 _KEPT = 64  # answers
@@ -58,7 +60,19 @@ class Questions:
         self._answers: OrderedDict[tuple[Any, ...], tuple[str, bytes]] = OrderedDict()
 
     def ask(self, question: str, run: Path, **given: Any) -> bytes:
-        """The answer as JSON. MegascaleError says what of the question or the run is wrong."""
+        """Return the answer as JSON. MegascaleError says what of the question or the run is wrong."""
+        try:
+            return self._ask(question, run, given)
+        except MegascaleError:
+            raise
+        except Exception as error:
+            log.exception("%s of %s failed", question, run)
+            raise DataError(
+                f"the files of {run.name} cannot be read for this view ({type(error).__name__}: {str(error)[:200]}); "
+                "the output of the dashboard has the details"
+            ) from error
+
+    def _ask(self, question: str, run: Path, given: dict[str, Any]) -> bytes:
         answer = getattr(self, f"_on_{question}")
         if not question.startswith("spans_"):
             return strict_json.dumps(answer(run, **given)).encode()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megascale.errors import ConfigError
-from megascale.observe.store.tables import SpanTables
+from megascale.observe.store.tables import NEWEST, SpanTables
 
 Array = np.ndarray[Any, Any]
 _PEERS = 8  # ranks of a stage from which on stages are compared each for itself
@@ -65,9 +65,13 @@ def figures(tables: SpanTables) -> list[Figure]:
 
 
 def known_steps(tables: SpanTables) -> tuple[int, int]:
-    """First and last step with roll-ups; (0, 0) if there are none."""
+    """Return the first step with roll-ups and the last one of the newest attempt; (0, 0) if there are none.
+
+    An earlier attempt may have come farther, before the run went back to a checkpoint.
+    """
     found = tables.query(
-        "SELECT min(step)::BIGINT AS first, max(step)::BIGINT AS last FROM rollups WHERE action = 'step'"
+        "SELECT min(step)::BIGINT AS first, max(step) FILTER (WHERE attempt = (SELECT max(attempt) FROM rollups WHERE "
+        "action = 'step'))::BIGINT AS last FROM rollups WHERE action = 'step'"
     )
     first, last = found["first"], found["last"]
     return (0, 0) if np.ma.is_masked(first) or not len(first) else (int(first[0]), int(last[0]))
@@ -119,11 +123,10 @@ def values_of(tables: SpanTables, figure: str, first: int, last: int, ranks: Ran
         return _counters(tables, what, first, last, ranks)
     amount, where, words = _measure(kind, what)
     found = tables.query(
-        f"WITH parts AS (SELECT attempt, rank, step, sum({amount})::DOUBLE AS v FROM rollups WHERE {where} "
-        "AND step BETWEEN ? AND ? GROUP BY ALL), "
-        "latest AS (SELECT rank, step, arg_max(v, attempt) AS v FROM parts GROUP BY ALL) "
-        "SELECT rank, avg(v) AS v FROM latest GROUP BY rank",
-        [*words, first, last],
+        f"WITH {NEWEST}, parts AS (SELECT rank, step, sum({amount})::DOUBLE AS v FROM rollups "
+        f"JOIN newest USING (step, attempt) WHERE {where} AND step BETWEEN ? AND ? GROUP BY ALL) "
+        "SELECT rank, avg(v) AS v FROM parts GROUP BY rank",
+        [first, last, *words, first, last],
     )
     return _placed(ranks.rank, found["rank"], found["v"])
 
@@ -152,9 +155,9 @@ def _placed(ranks: Array, found: Array, values: Array) -> Array:
 
 def _counters(tables: SpanTables, name: str, first: int, last: int, ranks: Ranks) -> Array:
     when = tables.query(
-        "SELECT min(nullif(first_ns, 0))::BIGINT AS first, max(last_ns)::BIGINT AS last FROM rollups "
-        "WHERE action = 'step' AND step BETWEEN ? AND ?",
-        [first, last],
+        f"WITH {NEWEST} SELECT min(nullif(first_ns, 0))::BIGINT AS first, max(last_ns)::BIGINT AS last FROM rollups "
+        "JOIN newest USING (step, attempt) WHERE action = 'step' AND step BETWEEN ? AND ?",
+        [first, last, first, last],
     )
     if np.ma.is_masked(when["first"]):
         return np.full(len(ranks.rank), np.nan)
@@ -281,12 +284,12 @@ def rank_history(tables: SpanTables, figure: str, rank: int, points: int = 400) 
     low, high = known_steps(tables)
     width = max(1, math.ceil((high - low + 1) / points))
     found = tables.query(
-        f"WITH parts AS (SELECT attempt, rank, step, sum({amount})::DOUBLE AS v FROM rollups WHERE {where} "
-        "GROUP BY ALL), latest AS (SELECT rank, step, arg_max(v, attempt) AS v FROM parts GROUP BY ALL), "
-        "bucketed AS (SELECT rank, step // ? AS bucket, avg(v) AS v, min(step) AS step FROM latest GROUP BY ALL) "
+        f"WITH {NEWEST}, parts AS (SELECT rank, step, sum({amount})::DOUBLE AS v FROM rollups "
+        f"JOIN newest USING (step, attempt) WHERE {where} AND step BETWEEN ? AND ? GROUP BY ALL), "
+        "bucketed AS (SELECT rank, step // ? AS bucket, avg(v) AS v, min(step) AS step FROM parts GROUP BY ALL) "
         "SELECT min(step)::BIGINT AS step, median(v) AS middle, min(v) AS low, max(v) AS high, "
         "max(v) FILTER (WHERE rank = ?) AS own FROM bucketed GROUP BY bucket ORDER BY bucket",
-        [*words, width, rank],
+        [low, high, *words, low, high, width, rank],
     )
     own = np.ma.filled(np.ma.asarray(found["own"], np.float64), np.nan)
     return {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import socket
 import time
 import tomllib
 from collections import deque
@@ -12,17 +14,29 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config.text_files import decode_text
+from megascale.core.calls import read_calls
+from megascale.core.events import is_plausible_time
+from megascale.core.status import read_status
+from megascale.core.strict_json import number
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import MegascaleError
 from megascale.observe.dashboard.effective_time import EffectiveTime, effective_time
-from megascale.observe.dashboard.metric_columns import MetricColumns, number
+from megascale.observe.dashboard.metric_columns import MetricColumns
 from megascale.observe.dashboard.record_tail import RecordTail
+from megascale.observe.hang.evidence import process_state
 
 JobOf = Callable[[Path], dict[str, Any] | None]
 _EVENTS = 20_000  # kept; of more the newest
 _CONFIG_BYTES = 1 << 20
 _MOST_CHECKPOINTS = 1000
 _QUIET = 30.0  # seconds without a record after which a run without a driver is not taken for alive
+_MOST_ATTEMPTS = 1 << 31  # a larger number of an attempt is damage
+_DOING = {
+    "start": "starting and loading",
+    "load": "starting and loading",
+    "evaluate": "evaluation",
+    "save": "saving checkpoints",
+}  # what a phase of rank 0 is called
 _STEPS_QUIET = 20  # or so many steps' time, whatever is longer
 TILES = ("loss", "valid_loss", "tokens_per_second", "mfu", "memory_gib", "grad_norm", "learning_rate", "seconds")
 
@@ -81,8 +95,8 @@ class RunReader:
     def now(self, job: dict[str, Any] | None) -> dict[str, Any]:
         """Whether the run is alive, in which phase, attempt and step."""
         kinds = [one["event"] for one in self.events]
-        last = self.metrics.latest.get("time", math.nan)
-        age = time.time() - last if math.isfinite(last) else math.inf
+        written = [self.metrics.latest.get("time", math.nan), *(number(one.get("time")) for one in self._newest(1))]
+        age = time.time() - max((at for at in written if is_plausible_time(at)), default=-math.inf)
         step = self.metrics.latest.get("step", 0.0)
         if job is not None:
             phase, alive = str(job["phase"]), bool(job["driver"])
@@ -96,12 +110,11 @@ class RunReader:
             if ended and kinds[::-1].index(ended) > (kinds[::-1].index(begun) if begun else len(kinds)):
                 ended = ""
             usual = self.metrics.latest.get("seconds", 0.0)
-            alive = not ended and age < max(_QUIET, _STEPS_QUIET * usual)
+            alive = not ended and (age < max(_QUIET, _STEPS_QUIET * usual) or self._process()[1])
             phase = {"run_finished": "done", "run_failed": "failed", "interrupted": "interrupted"}.get(ended, "")
             phase = phase or ("running" if alive else "silent")
-            attempt = max(
-                (int(number(one.get("attempt", 0)) or 0) for one in self.events if "attempt" in one), default=1
-            )
+            numbers = [number(one["attempt"]) for one in self.events if "attempt" in one]
+            attempt = max((int(each) for each in numbers if 0 <= each < _MOST_ATTEMPTS), default=1)
             why = "" if phase != "silent" else "nothing was written for a while, and no event says that it ended"
         settings = self.settings()[0].get("train", {})
         steps = number(settings.get("steps")) if isinstance(settings, dict) else math.nan
@@ -110,6 +123,19 @@ class RunReader:
             "why": why, "launched": job is not None,
             "world": job["world"] if job else None,
         }  # fmt: skip
+
+    def _newest(self, count: int) -> list[dict[str, Any]]:
+        """Return the newest events, newest first."""
+        return list(itertools.islice(reversed(self.events), count))
+
+    def _process(self) -> tuple[str, bool]:
+        """Return the phase of rank 0 by its status, and whether its process runs on this host."""
+        file = self.path / "status" / "rank-0.calls"
+        status, record = read_status(file.with_suffix(".status")), read_calls(file, history=False)
+        if status is None or record is None or status.pid != record.pid:
+            return "", False
+        is_here = record.host == socket.gethostname()[:40]
+        return status.phase, is_here and process_state(record.pid, str(file.resolve())) in ("running", "stopped")
 
     def settings(self) -> tuple[dict[str, Any], str]:
         """(config.toml as tables, what is wrong with it)."""
@@ -125,7 +151,8 @@ class RunReader:
         self.refresh()
         job, why = self.job()
         now = self.now(job)
-        spent = effective_time(self.metrics.columns(), list(self.events), time.time() if now["alive"] else None)
+        doing = _DOING.get(self._process()[0], "between steps") if now["alive"] else "between steps"
+        spent = effective_time(self.metrics.columns(), list(self.events), time.time() if now["alive"] else None, doing)
         return {
             "now": now,
             "tiles": {key: _plain(self.metrics.latest[key]) for key in TILES if key in self.metrics.latest},
@@ -147,7 +174,7 @@ class RunReader:
         if times is None or steps is None or not len(times):
             return []
         for one in self.events:
-            if one["event"] in ("attempt_started", "resumed") and math.isfinite(at := number(one.get("time"))):
+            if one["event"] in ("attempt_started", "resumed") and is_plausible_time(at := number(one.get("time"))):
                 later = int((times < at).sum())
                 if 0 < later < len(steps):
                     found.append({"step": float(steps[later]), "time": at, "event": one["event"]})
@@ -155,9 +182,7 @@ class RunReader:
 
     def event_page(self, count: int) -> list[dict[str, Any]]:
         """The newest events, newest first; texts and lists cut to what a page can show."""
-        return [
-            {str(key)[:60]: _cut(value) for key, value in one.items()} for one in list(self.events)[: -count - 1 : -1]
-        ]
+        return [{str(key)[:60]: _cut(value) for key, value in one.items()} for one in self._newest(count)]
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """Those in the run folder, newest first."""

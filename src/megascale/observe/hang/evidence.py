@@ -20,8 +20,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megascale.core.calls import READER, read_calls
+from megascale.core.calls import MOST_RANKS, READER, read_calls
 from megascale.core.status import read_status
+from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
 from megascale.observe.hang.flight import read_flight
 from megascale.observe.hang.scene import ProcessState, RankEvidence, Scene
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _ANSWER = 3.0  # seconds that the ranks of this host have to answer: inside a driver's call a signal may have to wait
 _FRAMES = 8
+_STACK_BYTES = 1 << 20  # of a rank's stack that are read
+_MOST_RANK = MOST_RANKS - 1
 
 
 def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5, only: frozenset[int] | None = None) -> Scene:
@@ -103,7 +106,8 @@ def _ranks(status: Path, flight: Path) -> list[int]:
     names = [p.name for folder in (status, flight) if folder.is_dir() for p in folder.iterdir()]
     pattern = re.compile(r"rank-(\d+)\.(?:status|calls|json|evidence)|nccl_trace_rank_(\d+)|rank-(\d+)")
     matches = (pattern.fullmatch(name) for name in names)
-    return sorted({int(next(g for g in m.groups() if g)) for m in matches if m})
+    ranks = {int(next(g for g in m.groups() if g)) for m in matches if m}
+    return sorted(rank for rank in ranks if rank <= _MOST_RANK)
 
 
 def _flight_files(folder: Path, rank: int) -> tuple[Path, ...]:
@@ -138,7 +142,7 @@ def _read(folder: Path, rank: int) -> RankEvidence:
 
 
 def _world(found: dict[int, RankEvidence]) -> int:
-    said = [e.record.world for e in found.values() if e.record]
+    said = [e.record.world for e in found.values() if e.record and e.record.world <= MOST_RANKS]
     return max([*said, max(found) + 1])
 
 
@@ -177,7 +181,8 @@ def _ask(status: Path, flight: Path, found: dict[int, RankEvidence]) -> dict[int
 
 def _text(stack: Path) -> str:
     try:
-        return stack.read_text(errors="replace")
+        with open(stack, "rb", opener=open_regular) as file:
+            return file.read(_STACK_BYTES).decode(errors="replace")
     except OSError:
         return ""
 

@@ -9,6 +9,7 @@ from typing import Any
 from megascale import config as configuration
 from megascale.core.calls import READER
 from megascale.core.layout import Layout, lay_out
+from megascale.core.untrusted_files import is_small_file
 from megascale.errors import MegascaleError
 from megascale.observe.hang.evidence import collect
 from megascale.observe.hang.scene import Scene
@@ -24,11 +25,11 @@ def examine(folder: Path, ask: bool = True, watch_seconds: float = 0.5) -> tuple
 def layout_of(folder: Path, world: int) -> Layout | None:
     """How the run in `folder` is laid over its ranks; None where its configuration is missing or fits no such world."""
     file = folder / "config.toml"
-    if not file.exists():
+    if not is_small_file(file):
         return None
     try:
         return lay_out(configuration.load(file, keep_unknown_parts=True), world)
-    except MegascaleError:
+    except (MegascaleError, ValueError, RecursionError):
         return None
 
 

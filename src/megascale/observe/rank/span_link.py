@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megascale.core.background import FailureLog
 from megascale.core.spans import SCHEMA
 from megascale.observe.store.span_messages import FROM_SPANS, TO_SPANS, Follow, launch, place
 from megascale.observe.store.span_ring import SpanRing
@@ -69,6 +70,7 @@ class SpanLink:
 
     def _run(self) -> None:
         pause = _AGAIN[0]
+        failures = FailureLog(log, f"the link of rank {self.ring.rank} to the span service")
         if self._closing.wait(self._wait):
             return
         while not self._closing.is_set():
@@ -79,6 +81,8 @@ class SpanLink:
                 if not self._closing.is_set():  # who hangs up is not told so
                     why = str(error) or "it ended"
                     log.warning("rank %d: the span service is not there: %s", self.ring.rank, why)
+            except Exception as error:
+                failures.note(error, "it is tried again; spans stay in the ring meanwhile")
             pause = _AGAIN[0] if time.monotonic() - begun > _AGAIN[1] else min(2 * pause, _AGAIN[1])
             self._closing.wait(pause)
 

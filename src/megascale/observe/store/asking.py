@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 
 from megascale.core import strict_json
+from megascale.core.untrusted_files import read_small_text
 from megascale.errors import DataError
 from megascale.observe.store.ingest import STATE
 from megascale.observe.store.span_service import ASKED
 from megascale.observe.store.tables import SpanTables
 
+_ATTEMPT = "(SELECT max(attempt) FROM rollups WHERE action = 'step')"
 _NOTICE = 2.0  # seconds within which every host's service has seen the file and told its ranks
 
 
@@ -20,9 +22,9 @@ def ask_for(run: Path, steps: int) -> tuple[int, int]:
     newest, seconds = 0, 0.0
     for state in (run / "spans").glob(f"host=*/{STATE}"):
         try:
-            told = strict_json.loads(state.read_text())
+            told = strict_json.loads(read_small_text(state))
             newest = max([newest, *(int(step) for step in told["steps"].values())])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             continue
     if not newest:
         raise DataError(
@@ -31,8 +33,9 @@ def ask_for(run: Path, steps: int) -> tuple[int, int]:
         )
     with SpanTables(run) as tables:
         found = tables.query(
-            "SELECT sum(total_ns)::DOUBLE / 1e9 / count(DISTINCT step) AS seconds FROM rollups "
-            "WHERE action = 'step' AND rank = (SELECT min(rank) FROM rollups) AND step > ?",
+            f"SELECT sum(total_ns)::DOUBLE / 1e9 / count(DISTINCT step) AS seconds FROM rollups WHERE action = 'step' "
+            f"AND attempt = {_ATTEMPT} AND rank = (SELECT min(rank) FROM rollups WHERE attempt = {_ATTEMPT}) "
+            "AND step > ?",
             [newest - 20],
         )
     if len(found["seconds"]) and found["seconds"][0] == found["seconds"][0]:
@@ -46,12 +49,12 @@ def ask_for(run: Path, steps: int) -> tuple[int, int]:
 
 
 def arrived(run: Path, first: int, last: int) -> int:
-    """Of how many of the steps spans are there, of every rank that has any."""
+    """Count the steps of which the newest attempt has the spans of all its ranks."""
     with SpanTables(run) as tables:
         found = tables.query(
             "SELECT step FROM (SELECT step, count(DISTINCT rank) AS ranks FROM spans WHERE action = 'step' AND "
-            "step BETWEEN ? AND ? GROUP BY step) WHERE ranks >= (SELECT count(DISTINCT rank) FROM rollups WHERE "
-            "action = 'step')",
+            f"attempt = {_ATTEMPT} AND step BETWEEN ? AND ? GROUP BY step) WHERE ranks >= (SELECT count(DISTINCT rank) "
+            f"FROM rollups WHERE action = 'step' AND attempt = {_ATTEMPT})",
             [first, last],
         )
         return len(found["step"])

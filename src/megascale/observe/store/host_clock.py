@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -19,8 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megascale.core import strict_json
+from megascale.core.background import FailureLog
+from megascale.core.untrusted_files import read_small_text
 from megascale.observe.clock_bounds import ClockBounds
 from megascale.services.shared_token import new_token, same
+
+log = logging.getLogger("megascale.observe.spans")
 
 FILE = "clock.json"
 UNKNOWN = -1  # the error of a clock that was never compared
@@ -71,6 +76,7 @@ class ClockServer:
         threading.Thread(target=self._answer, name="megascale-clock", daemon=True).start()
 
     def _answer(self) -> None:
+        failures = FailureLog(log, "telling other hosts the time")
         while True:
             try:
                 data, asker = self._socket.recvfrom(64)
@@ -80,6 +86,8 @@ class ClockServer:
             except OSError:
                 if self._socket.fileno() < 0:
                     return
+            except Exception as error:
+                failures.note(error, "the next question is answered again")
 
     def close(self) -> None:
         """Answer no more."""
@@ -105,13 +113,13 @@ class HostClock:
     def exchange(self) -> bool:
         """Ask host 0; False if it does not answer. Waits for half a second at most."""
         try:
-            told = strict_json.loads(self._file.read_text())
+            told = strict_json.loads(read_small_text(self._file))
             address, token = (str(told["address"]), int(told["port"])), str(told["token"]).encode()
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
                 sock.settimeout(_TIMEOUT)
                 sock.connect(address)
                 return sum([self._once(sock, token) for _ in range(_ROUNDS)]) > 0  # all of them
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return False
 
     def _once(self, sock: socket.socket, token: bytes) -> bool:

@@ -222,16 +222,24 @@ class Ingest:
         os.replace(temporary, self.folder / RINGS)
 
     def bound(self) -> None:
-        """Remove the oldest files of the folder until it keeps its limit: roll-ups if they have more than half of it,
-        else the others."""
+        """Remove files of the folder until it keeps its limit: first what is damaged, then the oldest roll-ups if they
+        have more than half of it, else the oldest of the others."""
         tables: dict[str, list[tuple[str, Path, int]]] = {table: [] for table in TABLES}
+        damaged: list[tuple[Path, int]] = []
         total = 0
         for path in self.folder.iterdir():
             size = _size(path)
             total += size
+            if path.suffix == ".damaged":
+                damaged.append((path, size))
             table, _, numbers = path.stem.partition("-")
             if path.suffix == ".parquet" and table in tables:
                 tables[table].append((numbers, path, size))
+        for path, size in damaged:
+            if total > self.limit:
+                path.unlink(missing_ok=True)
+                total -= size
+                self.removed += 1
         rollups = sorted(tables.pop("rollups"))
         others = sorted(one for found in tables.values() for one in found)
         share = sum(size for _, _, size in rollups)

@@ -9,6 +9,7 @@ rate is over the interval that it was.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import threading
@@ -19,7 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from megascale.core.background import FailureLog
 from megascale.observe.store.frames import COUNTER
+
+log = logging.getLogger("megascale.observe.spans")
 
 PERIOD = 0.001
 MOST_SECONDS = 5.0  # of a step
@@ -88,9 +92,13 @@ class NicRates:
         return records
 
     def _run(self) -> None:
+        failures = FailureLog(log, "the sampling of NICs")
         while not self._ending.wait(_IDLE):
-            if step := self._keeping():
-                self._sample(step)
+            try:
+                if step := self._keeping():
+                    self._sample(step)
+            except Exception as error:
+                failures.note(error, "the next step is sampled again")
 
     def _sample(self, step: int) -> None:
         """Read until the step has ended, and its rank is in no other that is sampled too."""

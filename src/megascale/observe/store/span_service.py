@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
+from megascale.core.untrusted_files import read_small_text
 from megascale.observe.store import network_settings
 from megascale.observe.store.counters import HostCounters
 from megascale.observe.store.frames import COUNTERS
@@ -131,6 +132,7 @@ class SpanService:
         self._thread.join()
 
     def _pump(self) -> None:
+        """Take over until the service ends. A failure ends the process: ranks would fill their rings for nobody."""
         try:
             self._take_over()
         except Exception:
@@ -214,10 +216,12 @@ class SpanService:
     def _look_for_asked(self) -> None:
         """Tell the ranks which steps somebody wants all spans of."""
         try:
-            told = strict_json.loads((self.out.parent / ASKED).read_text())
+            told = strict_json.loads(read_small_text(self.out.parent / ASKED))
             asked = (max(0, int(told["first"])), max(0, int(told["last"])))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return
+        if max(asked) >= 1 << 62:
+            return  # rings hold numbers of steps in 64 bits
         if asked != self._asked:
             self._asked = asked
             with self._lock:

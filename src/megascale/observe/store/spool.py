@@ -10,15 +10,15 @@ there it alone counts, and what may exist of its Parquet files does not.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megascale.core import strict_json
+from megascale.core.untrusted_files import open_regular, read_small_text
 from megascale.observe.store.frames import FrameHead, TornFrame, pack_bytes, scan
 
 LEFT = "left-"  # a file that a rank left whose frames no service took, in a segment's form
@@ -26,6 +26,8 @@ RINGS = "rings.json"  # the last frame's number of each ring in the segments tha
 _MAGIC = b"MSspool1"
 _LENGTH = struct.Struct("<I")
 _MOST_HEAD = 1 << 24
+_MOST_FRAMES = 1 << 30  # bytes of a segment; a service ends one at 16 MiB, or with what ranks left while it was away
+_BLOCK = 8 << 20  # bytes read at a time
 
 
 def segment_file(folder: Path, number: int) -> Path:
@@ -57,34 +59,65 @@ class Segment:
 
 
 def read_segment(file: Path, check: bool = True) -> Segment:
-    """All whole frames of a segment. FileNotFoundError if it is gone; ValueError if it is no segment.
+    """Return all whole frames of a segment: reading ends at the first frame that is damaged or cut.
 
-    check: whether checksums are compared; who wrote the segment need not.
+    Args:
+        check: whether checksums are compared; the process that wrote the segment need not.
+
+    Raises:
+        FileNotFoundError: the file is gone.
+        OSError: it cannot be read, or is a pipe or a device.
+        ValueError: it is not a segment.
     """
-    data = memoryview(file.read_bytes())
-    start = len(_MAGIC) + _LENGTH.size
-    if len(data) < start:
-        return Segment({}, {}, torn="the file's head is cut off")
-    if data[: len(_MAGIC)] != _MAGIC:
-        raise ValueError(f"{file} is no spool of spans")
-    (length,) = _LENGTH.unpack_from(data, len(_MAGIC))
-    if length > _MOST_HEAD:
-        raise ValueError(f"{file} is no spool of spans")
-    if len(data) < start + length:
-        return Segment({}, {}, torn="the file's head is cut off")
-    try:
-        about = strict_json.loads(bytes(data[start : start + length]).decode())
-        last = {int(ring): int(number) for ring, number in about.pop("rings", {}).items()}
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError, ValueError):
-        raise ValueError(f"{file} is no spool of spans") from None
-    segment = Segment(about, last)
-    try:
-        for head, body, _ in scan(data[start + length :], check):
-            segment.frames.append((head, body))
-            last[head.ring] = head.number  # a ring's frames lie in order
-    except TornFrame as torn:
-        segment.torn = str(torn)
+    with open(file, "rb", opener=open_regular) as data:
+        first = data.read(len(_MAGIC) + _LENGTH.size)
+        if len(first) < len(_MAGIC) + _LENGTH.size:
+            return Segment({}, {}, torn="the file's head is cut off")
+        (length,) = _LENGTH.unpack_from(first, len(_MAGIC))
+        if first[: len(_MAGIC)] != _MAGIC or length > _MOST_HEAD:
+            raise ValueError(f"{file} is not a spool of spans")
+        text = data.read(length)
+        if len(text) < length:
+            return Segment({}, {}, torn="the file's head is cut off")
+        try:
+            segment = Segment(*_read_about(text))
+        except (ValueError, AttributeError, TypeError, OverflowError):
+            raise ValueError(f"the head of {file} is damaged: it is not a spool of spans") from None
+        _read_frames(data, segment, check)
     return segment
+
+
+def _read_about(text: bytes) -> tuple[dict[str, Any], dict[int, int]]:
+    """Return whose a segment is, and the last frame of each ring before it. An error of any kind if it is damaged."""
+    about = strict_json.loads(text, most=_MOST_HEAD)
+    last = {int(ring): int(number) for ring, number in about.pop("rings", {}).items()}
+    about["ranks"] = [dict(rank) for rank in about.get("ranks", ())]
+    about["clock_ns"] = int(about.get("clock_ns", 0))
+    if abs(about["clock_ns"]) >= 1 << 62:
+        raise ValueError("a clock that is damaged")
+    return about, last
+
+
+def _read_frames(data: BinaryIO, segment: Segment, check: bool) -> None:
+    """Read frames block by block, so that a file of any length takes no more memory than its whole frames."""
+    rest, total = b"", 0
+    while True:
+        block = data.read(_BLOCK)
+        view = memoryview(rest + block)
+        try:
+            for head, body, _ in scan(view, check):
+                segment.frames.append((head, body))
+                segment.last[head.ring] = head.number  # a ring's frames lie in order
+            rest = b""
+        except TornFrame as torn:
+            if not torn.short or not block:
+                segment.torn = str(torn)
+                return
+            rest = bytes(view[torn.at :])
+        total += len(block)
+        if not block or total > _MOST_FRAMES:
+            segment.torn = f"it holds more than {_MOST_FRAMES:,} bytes" if block else ""
+            return
 
 
 def segment_head(about: dict[str, Any], last: dict[int, int]) -> bytes:
@@ -119,7 +152,7 @@ def last_numbers(folder: Path) -> dict[int, int]:
     """The last frame's number of each ring that a folder keeps."""
     last: dict[int, int] = {}
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-        told = strict_json.loads((folder / RINGS).read_text())
+        told = strict_json.loads(read_small_text(folder / RINGS))
         last = {int(ring): int(number) for ring, number in told.items()}
     for number in segments(folder):
         with contextlib.suppress(OSError, ValueError):

@@ -9,19 +9,25 @@ of a run is changed, and a run that goes on may be read: what it makes into file
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megascale.core import strict_json
+from megascale.core.bounded_lines import RecordReader
+from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
 from megascale.observe.store.columns import TABLES, by_table, columns
 from megascale.observe.store.parquet import select, sql_text, standing
 from megascale.observe.store.spool import Segment, held
 
 RANKS = "ranks.jsonl"
+# A step that a run did again counts as its newest attempt did it: a table for WITH of the steps from one to another,
+# which are its parameters; it is joined by step and attempt.
+NEWEST = (
+    "newest AS (SELECT step, max(attempt) AS attempt FROM rollups WHERE action = 'step' AND step BETWEEN ? AND ? "
+    "GROUP BY step)"
+)
 _TRIES = 5
 
 
@@ -94,7 +100,7 @@ class SpanTables:
     def _readable(self, path: Path) -> bool:
         """Whether a file is a Parquet file from beginning to end: what is torn is left out and named."""
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=open_regular) as file:
                 file.seek(-8, 2)
                 size, magic = int.from_bytes(file.read(4), "little"), file.read(4)
                 end = file.tell()
@@ -111,13 +117,9 @@ class SpanTables:
         kinds = TABLES[table]
         listed = ", ".join(kinds)
         parts = []
-        if files:
-            names = "[" + ", ".join(sql_text(str(path)) for path in files) + "]"
-            source = (
-                f"read_parquet({names}, hive_partitioning = true, hive_types_autocast = false, union_by_name = true)"
-            )
+        source, there = self._describe(files)
+        if there:
             # Files of a version that knew less have no such column.
-            there = {row[0] for row in self._database.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()}
             known = ", ".join(
                 f"CAST({name} AS {kind}) AS {name}" if name in there else f"NULL::{kind} AS {name}"
                 for name, kind in kinds.items()
@@ -137,6 +139,40 @@ class SpanTables:
         parts = parts or [f"SELECT {empty}, NULL::INTEGER AS host WHERE false"]
         self._database.execute(f"CREATE OR REPLACE VIEW {table} AS {' UNION ALL '.join(parts)}").fetchall()
 
+    def _describe(self, files: list[Path]) -> tuple[str, set[str]]:
+        """Return what DuckDB reads Parquet files from, and the names of its columns, none if no file can be read.
+
+        A file whose head is damaged is left out and named.
+        """
+        import duckdb
+
+        if not files:
+            return "", set()
+        source = _source(files)
+        try:
+            return source, {row[0] for row in self._database.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()}
+        except duckdb.IOException:
+            if any(not path.exists() for path in files):
+                raise FileNotFoundError from None
+            return self._describe(self._sound(files))
+        except duckdb.Error:
+            return self._describe(self._sound(files))
+
+    def _sound(self, files: list[Path]) -> list[Path]:
+        """Return the files that DuckDB can describe one by one; the others are named."""
+        import duckdb
+
+        sound = []
+        for path in files:
+            try:
+                self._database.execute(f"DESCRIBE SELECT * FROM {_source([path])}").fetchall()
+                sound.append(path)
+            except duckdb.Error as error:
+                self.skipped[str(path)] = str(error).splitlines()[0][:200]
+        if len(sound) == len(files):
+            raise DataError(f"the files {files[0].parent}/*{files[0].suffix} do not fit together")
+        return sound
+
     def _ranks(self, told: list[dict[str, Any]]) -> None:
         """The table `ranks`: who a rank was in each attempt."""
         kinds = {"attempt": np.int32, "rank": np.int32, "host": np.int32, "tensor": np.int32, "pipeline": np.int32}
@@ -145,7 +181,8 @@ class SpanTables:
         for name, kind in kinds.items():
             rows[name] = np.array([_whole(one.get(name)) for one in told], kind)
         for name in ("hostname", "device"):
-            rows[name] = np.array([str(one.get(name, ""))[:200] for one in told], object)
+            texts = (str(one.get(name, ""))[:200] for one in told)
+            rows[name] = np.array([text.encode(errors="replace").decode() for text in texts], object)
         self._database.register("rows", rows)
         self._database.execute(
             "CREATE OR REPLACE TABLE ranks AS SELECT DISTINCT "
@@ -187,24 +224,22 @@ def host_number(folder: Path) -> int:
 
 
 def rank_facts(host: Path) -> list[dict[str, Any]]:
-    """What `ranks.jsonl` of a host's folder says of its ranks; lines that say nothing are left out."""
+    """Return what `ranks.jsonl` of a host's folder says of its ranks; damaged lines are left out."""
     try:
-        lines = (host / RANKS).read_text(errors="replace").splitlines()
+        return list(RecordReader(host / RANKS))
     except OSError:
         return []
-    found = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            one = strict_json.loads(line)
-            if isinstance(one, dict):
-                found.append(one)
-    return found
+
+
+def _source(files: list[Path]) -> str:
+    names = "[" + ", ".join(sql_text(str(path)) for path in files) + "]"
+    return f"read_parquet({names}, hive_partitioning = true, hive_types_autocast = false, union_by_name = true)"
 
 
 def _whole(value: Any) -> int:
     """A number that a file of others says, -1 if it says none."""
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return -1
     return number if 0 <= number < 1 << 31 else -1

@@ -18,9 +18,11 @@ import secrets
 import sys
 import time
 from collections import deque
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from megascale.core.background import keep_running, log_failure
 from megascale.core.failure import errno_of, keep_no_bytecode
 from megascale.core.ports import free_port
 from megascale.core.terminal import end_signals, keep_working
@@ -78,8 +80,13 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in end_signals():
             loop.add_signal_handler(number, self.ended.set)
-        works = (self.link.talk, self.telemetry.beat, self.telemetry.watch, self._orphan)
-        tasks = [loop.create_task(work()) for work in works]
+        works = {
+            "the link to the driver": self.link.talk,
+            "the heartbeat": self.telemetry.beat,
+            "the look at logs and files": self.telemetry.watch,
+            "the look for a lost driver": self._orphan,
+        }
+        tasks = [loop.create_task(keep_running(work, name, log)) for name, work in works.items()]
         page = MetricsPage(lambda: self.telemetry.newest, lambda: self.link.channel is not None)
         served = await page.serve(self.config.agent_metrics) if self.config.agent_metrics else None
         await self.ended.wait()
@@ -140,19 +147,26 @@ class Agent:
             self.state = ""
             if self._doing is not None:
                 self._doing.cancel()
-            self._doing = asyncio.create_task(self._stop(order))
+            self._doing = self._spawn(self._stop(order), "the stop of the trainers")
         elif isinstance(order, Start):
             self._start(order)
         elif isinstance(order, Diagnose):
-            self._doing = asyncio.create_task(self._diagnose(order))
+            self._doing = self._spawn(self._diagnose(order), "the self-checks")
         elif isinstance(order, Explain):
-            self._explaining = asyncio.create_task(self._explain(order))
+            self._explaining = self._spawn(self._explain(order), "the look at ranks that stand still")
         elif isinstance(order, Kept):
             self.telemetry.kept(order)
         elif isinstance(order, Inject):
             self._inject(order)
         else:
             self.ended.set()
+
+    @staticmethod
+    def _spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Do what an order asks for in the background."""
+        task = asyncio.create_task(work)
+        log_failure(task, name, log)
+        return task
 
     async def _stop(self, order: Stop) -> None:
         """End the trainers, then say so with a port that is free for the next attempt's store."""
@@ -202,16 +216,21 @@ class Agent:
 
     async def _diagnose(self, order: Diagnose) -> None:
         """Run the self-checks in a process of their own and pass the report on."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "megascale.cli.main",
-            "diagnose",
-            "--json",
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "megascale.cli.main",
+                "diagnose",
+                "--json",
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:
+            said = fit(f"the self-checks cannot be started: {error}")
+            self.link.say(do="diagnosed", order=order.order, code=1, report="", said=said)
+            return
         try:
             async with asyncio.timeout(order.grace_period):
                 out, said = await process.communicate()

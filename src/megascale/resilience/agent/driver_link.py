@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from megascale.core.background import keep_running
 from megascale.errors import MegascaleError
 from megascale.resilience.agent.node_folder import known_epoch
 from megascale.resilience.agent.rank_lease import RankLease
@@ -139,7 +140,7 @@ class DriverLink:
         self._lease.opened(sent)
         log.info("driver of epoch %d at %s:%d", self.epoch, host, port)
         self._begun()
-        watch = asyncio.create_task(self._newer(channel))
+        watch = asyncio.create_task(keep_running(lambda: self._newer(channel), "the look for a newer driver", log))
         try:
             while True:
                 order = await channel.receive()

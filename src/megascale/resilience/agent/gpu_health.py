@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from megascale.core.background import FailureLog
 from megascale.core.gpu_names import gpu_names
 from megascale.core.xid import FATAL_XIDS, LOST, RECOVERY
 from megascale.resilience.protocol.heartbeat import GpuReport
@@ -188,6 +189,7 @@ class XidWatch:
 
     def _listen(self) -> None:
         n, failed = self._nvml, False
+        failures = FailureLog(log, "reading an Xid error")
         while not self._stopped.is_set():
             try:
                 event = n.nvmlEventSetWait_v2(self._set, WAIT_MS)
@@ -198,10 +200,16 @@ class XidWatch:
                     failed = True
                     self._stopped.wait(PAUSE)
                 continue
-            index = self._index(event.device)
-            if event.eventType & n.nvmlEventTypeXidCriticalError and index is not None:
-                log.warning("GPU %d reported Xid %d", index, event.eventData)
-                self.note(index, int(event.eventData))
+            try:
+                self._take(event)
+            except Exception as error:  # of a library's version, say; later errors must still be seen
+                failures.note(error, "the event is left out")
+
+    def _take(self, event: Any) -> None:
+        index = self._index(event.device)
+        if event.eventType & self._nvml.nvmlEventTypeXidCriticalError and index is not None:
+            log.warning("GPU %d reported Xid %d", index, event.eventData)
+            self.note(index, int(event.eventData))
 
     def _index(self, device: Any) -> int | None:
         """Which of our devices an event is about."""

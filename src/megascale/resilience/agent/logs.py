@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from megascale.core.untrusted_files import open_regular
 from megascale.resilience.protocol.heartbeat import LogMatch, fit
 
 _CHUNK = 256 * 1024  # most bytes of a log read at a time; a rank that writes more is skipped over
@@ -23,7 +24,7 @@ class Log:
     def read(self) -> list[str]:
         """Whole lines since the last call."""
         try:
-            with open(self.path, "rb") as file:
+            with open(self.path, "rb", opener=open_regular) as file:
                 size = file.seek(0, 2)
                 if size <= self.position:
                     return []

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
 from pathlib import Path
 from typing import BinaryIO
 
+from megascale.core import strict_json
+from megascale.core.untrusted_files import open_regular
 from megascale.resilience.protocol.agent_messages import StepFigures, Steps
 
 KEPT = 400
+_LONGEST = 1e9  # seconds; a longer step is damage
 _CHUNK = 1 << 20  # bytes read at a time; of a longer file only the end
 
 
@@ -31,7 +33,7 @@ class MetricsTail:
         """What is new since the last look, None if nothing is."""
         fresh: list[StepFigures] = []
         try:
-            with open(self.file, "rb") as file:
+            with open(self.file, "rb", opener=open_regular) as file:
                 fresh = self._read_new(file)
         except OSError:
             pass
@@ -47,17 +49,23 @@ class MetricsTail:
             self._anew = True
         file.seek(self._at)
         data = file.read(_CHUNK)
-        complete = data.rpartition(b"\n")[0]  # a last line without its end is still being written
-        self._at += len(complete) + 1 if complete else 0
-        fresh = [figures for line in complete.splitlines() if (figures := _figures(line)) is not None]
+        end = data.rfind(b"\n") + 1  # a last line without its end is still being written
+        if not end and len(data) == _CHUNK:
+            end = _CHUNK  # no record is as long: what follows is taken up at the next line
+        self._at += end
+        fresh = [figures for line in data[:end].split(b"\n") if (figures := _figures(line)) is not None]
         self._steps.extend(fresh)
         return fresh
 
 
 def _figures(line: bytes) -> StepFigures | None:
-    """What a training step gave; None for other lines, and for the piece of a line that reading began in."""
+    """Return the figures of a training step; None for other lines, damaged ones and pieces of lines."""
     try:
-        r = json.loads(line)
-        return StepFigures(max(0, int(r["step"])), float(r["loss"]), float(r["grad_norm"]), float(r["seconds"]))
+        record = strict_json.loads(line, most=_CHUNK)
+        step, seconds = strict_json.number(record["step"]), strict_json.number(record["seconds"])
+        loss, norm = float(record["loss"]), float(record["grad_norm"])
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
+    if not 0 <= step < 1 << 53 or not 0 <= seconds < _LONGEST:
+        return None
+    return StepFigures(int(step), loss, norm, seconds)

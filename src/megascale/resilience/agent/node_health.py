@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import platform
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 from megascale.core.gpu_names import gpu_names
 from megascale.resilience.protocol.heartbeat import NetworkTraffic
 
+log = logging.getLogger("megascale.agent")
 PERIOD = 0.01  # seconds between samples
 _COUNTERS = ("rx_bytes", "tx_bytes", "rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
 
@@ -83,12 +85,12 @@ class TrafficSampler:
             for interface in list(self._interfaces):
                 try:  # without the lock: an adapter that hangs answers late, and heartbeats must not wait for it
                     now, values = time.monotonic(), interface.read()
-                except (OSError, ValueError):  # taken away
+                    with self._lock:
+                        interface.add(values, now)
+                except Exception:  # taken away, or its counters are none
+                    log.debug("interface %s is not sampled any more", interface.name, exc_info=True)
                     with self._lock:
                         self._interfaces.remove(interface)
-                    continue
-                with self._lock:
-                    interface.add(values, now)
 
     def take(self) -> tuple[NetworkTraffic, ...]:
         """One summary an interface."""

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megascale.core import terminal
+from megascale.core.background import FailureLog
 from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.resilience.agent.join import join, parse_place
 from megascale.resilience.protocol.given import give, given, given_token
@@ -62,11 +63,12 @@ def follow(places: Places, home: Path) -> None:
 
 
 def _follow(places: Places, home: Path) -> None:
+    failures = FailureLog(log, "taking over the pod's annotations")
     while True:
         try:
             follow(places, home)
-        except (OSError, MegascaleError) as error:
-            log.warning("what the pod's annotations say was not taken over: %s", error)
+        except Exception as error:  # of the kubelet's half-written files, say
+            failures.note(error, f"it is tried again in {LOOK:g} s")
         time.sleep(LOOK)
 
 

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from megascale.core.background import FailureLog
+
 log = logging.getLogger("megascale.agent")
 LOOK = 0.05  # seconds between looks
 
@@ -102,7 +104,11 @@ class RankLease:
         self._why = f"no answer of the driver for resilience.agent_lease={self._seconds:g} s"
 
     def _watch(self) -> None:
+        failures = FailureLog(log, "the watch over the lease")
         while True:
-            if why := self.over():
-                self._end(why)
+            try:
+                if why := self.over():
+                    self._end(why)
+            except Exception as error:  # a lease that nobody watches would let ranks run twice
+                failures.note(error, f"it looks again in {LOOK:g} s")
             time.sleep(LOOK)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megascale.core.untrusted_files import open_regular
 from megascale.resilience.protocol.agent_messages import PIECE, FileData
 
 WINDOW = 1 << 20  # bytes of one file that the driver has not confirmed
@@ -129,7 +130,7 @@ class SentFiles:
     def _next(self, name: str, followed: _Followed) -> FileData | None:
         lines = name.endswith(".jsonl")
         try:
-            with open(self._run / name, "rb") as file:
+            with open(self._run / name, "rb", opener=open_regular) as file:
                 about = os.fstat(file.fileno())
                 if about.st_ino != followed.inode or about.st_size < followed.sent:  # a resumed run writes it anew
                     emptied = followed.sent > 0 and not about.st_size
@@ -152,7 +153,7 @@ class SentFiles:
                 data = file.read(room)
         except OSError:
             return None
-        if lines:
+        if lines and (b"\n" in data or len(data) < PIECE):  # a longer line than a piece is no record: it goes in parts
             data = data[: data.rfind(b"\n") + 1]  # a last line without its end is still being written
         if not data:
             return None
@@ -164,7 +165,7 @@ class SentFiles:
 
     def _whole(self, name: str) -> FileData | None:
         try:
-            with open(self._run / name, "rb") as file:
+            with open(self._run / name, "rb", opener=open_regular) as file:
                 about = os.fstat(file.fileno())
                 seen = (about.st_ino, about.st_mtime_ns)
                 if seen == self._replaced[name] or about.st_size > PIECE:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from megascale.core.background import FailureLog
 from megascale.resilience.agent import gpu_health, node_health
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.logs import LogFilter
@@ -69,6 +70,7 @@ class Telemetry:
         self.facts = (node_health.hardware(), node_health.versions())
         self._forward: int | None = None
         self.heard, self.leaving = 0, False
+        self._failures: dict[str, FailureLog] = {}
 
     def begin_session(self) -> None:
         """Another driver listens: it knows nothing yet."""
@@ -118,13 +120,22 @@ class Telemetry:
             if (took := time.monotonic() - begun) > SLOW:
                 log.warning("%s took %.1f s", what, took)
 
+    def _part(self, name: str, read: Callable[[], T], missing: T) -> T:
+        """Return a part of the heartbeat that the driver can do without, `missing` where reading it fails."""
+        try:
+            return self._timed(name, read)
+        except Exception as error:
+            failures = self._failures.setdefault(name, FailureLog(log, name))
+            failures.note(error, "heartbeats go on without it")
+            return missing
+
     def _send(self) -> int:
         """Send a heartbeat; its number, 0 where that was not possible."""
         channel = self._link.channel
         if channel is None:
             return 0
         try:
-            self._timed("new log lines", self._pass_lines)
+            self._part("new log lines", self._pass_lines, None)
             heartbeat = self.heartbeat()
             self._lease.sent(heartbeat.sequence)
             channel.send(heartbeat)
@@ -162,12 +173,12 @@ class Telemetry:
             hardware=self.facts[0],
             versions=self.facts[1],
             workers=self._timed("the state of the trainers", self._trainers.workers),
-            logs=self._timed("log lines", self._logs.take),
-            gpus=self._timed("what GPUs report", self._gpus.take),
-            traffic=self._timed("network counters", self._traffic.take),
-            checksums=self._timed("checksums of weights", self._trainers.checksums),
-            step_seconds=self._timed("step times", self._trainers.step_seconds),
-            disks=self._timed("room on disks", self._trainers.disks),
+            logs=self._part("log lines", self._logs.take, ()),
+            gpus=self._part("what GPUs report", self._gpus.take, ()),
+            traffic=self._part("network counters", self._traffic.take, ()),
+            checksums=self._part("checksums of weights", self._trainers.checksums, {}),
+            step_seconds=self._part("step times", self._trainers.step_seconds, {}),
+            disks=self._part("room on disks", self._trainers.disks, {}),
             leaving=self.leaving,
         )
         return self.newest

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megascale.core.background import FailureLog
 from megascale.core.failure import room
 from megascale.core.interfaces import interface_of
 from megascale.core.ports import is_loopback
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import read_status
+from megascale.core.untrusted_files import open_regular
 from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import (
     FROM_FORK_SERVER,
@@ -137,10 +139,18 @@ class Trainers:
 
     async def _listen(self, sock: socket.socket) -> None:
         loop, frames = asyncio.get_running_loop(), Frames(FROM_FORK_SERVER)
-        with contextlib.suppress(OSError):
+        try:
             while data := await loop.sock_recv(sock, 65536):
                 for message in frames.feed(data):
                     self._received(message)
+        except OSError as error:
+            log.warning("the connection to the fork server ended: %s", error)
+        except Exception as error:
+            # How the ranks of such a server end is unknown, so it is replaced.
+            FailureLog(log, "reading from the fork server").note(error, "the server and its ranks are ended")
+            self._cut = self._cut or f"the answers of its fork server cannot be read: {error}"
+            if self._server is not None:
+                self._server.kill()
         # The server is gone by itself, and its children with it. Have a new one ready, unless it cannot even start.
         self._reading = None
         self._server_ended()
@@ -169,7 +179,8 @@ class Trainers:
         elif isinstance(message, Broken):
             self._broken = message
         elif isinstance(message, Forked) and message.attempt == self.attempt:
-            self.trainers[message.rank].pid = message.pid
+            if message.rank in self.trainers:
+                self.trainers[message.rank].pid = message.pid
         elif isinstance(message, Ended):
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:
@@ -239,7 +250,9 @@ class Trainers:
     def cut_off(self, why: str) -> None:
         """End all ranks at once, from any thread: they may be started elsewhere from now on."""
         server = self._server
-        if server is not None and server.returncode is None and any(t.status is None for t in self.trainers.values()):
+        # A copy: the loop may begin an attempt meanwhile.
+        running = any(trainer.status is None for trainer in list(self.trainers.values()))
+        if server is not None and server.returncode is None and running:
             if not self._cut:
                 log.error("ending the ranks of this node: %s", why)
             self._cut = why
@@ -340,7 +353,7 @@ class Trainers:
     def _tail(self, t: TrainerProcess) -> str:
         """The end of what this attempt wrote into the rank's log."""
         try:
-            with open(t.log, "rb") as file:
+            with open(t.log, "rb", opener=open_regular) as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(t.log_start, size - TAIL))
                 return fit(file.read(TAIL).decode(errors="replace"), TAIL)

@@ -10,6 +10,7 @@ lease is over, never because an object was removed.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import time
@@ -19,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from megascale.config import Config
+from megascale.core.background import keep_running, log_failure
 from megascale.core.events import Event
 from megascale.core.interfaces import address_towards
 from megascale.errors import ConfigError, TrainingError
@@ -34,6 +36,8 @@ from megascale.resilience.cluster.kubernetes_view import STUCK, ClusterView
 from megascale.resilience.cluster.remote import make_marker
 from megascale.resilience.protocol.given import JobDescription
 from megascale.resilience.rules.verdicts import Verdict
+
+log = logging.getLogger("megascale.driver")
 
 LEASE = 8.0  # seconds: resilience.agent_lease where nobody says otherwise
 END = 20.0  # seconds for a pod that was deleted to be gone, after which it is removed by force
@@ -105,8 +109,8 @@ class KubernetesCluster:
         self._spawn(self._announce(token))
         if first:
             self.view.start(self._loop)
-            self._spawn(self._judge())
-            self._spawn(self._hold_lease())
+            self._spawn(keep_running(self._judge, "the look at pods", log))
+            self._spawn(keep_running(self._hold_lease, "the renewal of the Lease", log))
 
     def nodes(self) -> list[NodeInfo]:
         return self.view.infos()
@@ -344,6 +348,7 @@ class KubernetesCluster:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        log_failure(task, f"the cluster's task {getattr(work, '__qualname__', work)}", log)
 
 
 _FAILED = object()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
+from megascale.core.background import FailureLog
 from megascale.resilience.cluster.kubernetes_api import Json, KubernetesApi, KubernetesError
 
+log = logging.getLogger("megascale.driver")
 SILENCE = 75.0  # seconds without a word after which a watch is opened again; servers send bookmarks each minute
 PERIOD = 240  # seconds after which the server is to end a watch
 PAGE = 500  # objects of a list that come at once
@@ -69,6 +72,7 @@ class Watch:
 
     def _work(self) -> None:
         pause = _FIRST
+        failures = FailureLog(log, f"following {self._path}")
         while not self._end.is_set():
             try:
                 if not self.version:
@@ -92,9 +96,17 @@ class Watch:
                 elif error.status in (401, 403):
                     self.refused = str(error)
                 self.broken = str(error)
-                self._kick.clear()
-                self._kick.wait(pause * (0.5 + random.random()))
-                pause = min(_MOST if not self.refused else 60.0, 2 * pause)
+                pause = self._wait(pause)
+            except Exception as error:  # of an object that is not as it should be
+                failures.note(error, "everything is listed again")
+                self.version, self.broken = "", f"what the server says of {self._path} cannot be read: {error!r}"
+                pause = self._wait(pause)
+
+    def _wait(self, pause: float) -> float:
+        """Wait before the next try; return for how long after it."""
+        self._kick.clear()
+        self._kick.wait(pause * (0.5 + random.random()))
+        return min(_MOST if not self.refused else 60.0, 2 * pause)
 
     def _take(self, event: Json) -> None:
         kind, thing = str(event.get("type")), event.get("object") or {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import shlex
 import signal
@@ -21,12 +22,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megascale.core.background import keep_running, log_failure
 from megascale.core.interfaces import address_towards
 from megascale.core.secrets import PASSWORD_VARIABLE, REPLICA_VARIABLE
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.cluster.cluster_registry import ClusterRequest
 from megascale.resilience.cluster.hosts_file import Host
 from megascale.resilience.protocol.given import JobDescription, to_record
+
+log = logging.getLogger("megascale.driver")
 
 ATTACH = "megascale.resilience.agent.attach"
 RECORD = "host.json"
@@ -208,7 +212,7 @@ class RemoteCluster(ABC):
             (self._folder / machine.host.name / RECORD).write_text(json.dumps({"host": machine.host.host}))
         except OSError as error:
             self._say("driver", f"{machine.host.name}: the next driver will not find its agent: {error}")
-        self._spawn(machine, self._follow(machine))
+        self._spawn(machine, keep_running(lambda: self._follow(machine), f"following {machine.host.name}", log))
         return True
 
     async def _follow(self, machine: _Machine) -> None:
@@ -301,6 +305,7 @@ class RemoteCluster(ABC):
         task = asyncio.get_running_loop().create_task(work)
         machine.tasks.add(task)
         task.add_done_callback(machine.tasks.discard)
+        log_failure(task, f"a task about {machine.host.name}", log)
 
     def _towards(self, host: Host, driver: tuple[str, int]) -> tuple[str, int]:
         """Where a machine reaches the driver."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -22,6 +23,7 @@ import time
 from collections.abc import Sequence
 
 from megascale.config import Config
+from megascale.core.background import keep_running, log_failure
 from megascale.errors import EXIT_INTERRUPTED, ConfigError
 from megascale.resilience.cluster import slurm_standby
 from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
@@ -29,6 +31,8 @@ from megascale.resilience.cluster.hosts_file import Host
 from megascale.resilience.cluster.remote import REST, START, RemoteCluster, kill_command
 from megascale.resilience.protocol.contact import folder
 from megascale.resilience.protocol.given import JobDescription
+
+log = logging.getLogger("megascale.driver")
 
 LOOK = 2.0  # seconds between questions to Slurm's controller about the job
 DRAINS = 10.0  # seconds between those about its nodes, unless one seems gone
@@ -71,7 +75,8 @@ class SlurmCluster(RemoteCluster):
     def announce(self, job: JobDescription, token: bytes) -> None:
         super().announce(job, token)
         if self._looking is None:
-            self._looking = asyncio.get_running_loop().create_task(self._look())
+            look = keep_running(self._look, "the look at Slurm's job", log)
+            self._looking = asyncio.get_running_loop().create_task(look)
 
     async def close(self) -> None:
         tasks = [task for task in (self._looking, self._standing) if task is not None]
@@ -95,6 +100,7 @@ class SlurmCluster(RemoteCluster):
                 await self._look_for_drains()
             if self._standing is None or self._standing.done():
                 self._standing = asyncio.get_running_loop().create_task(self._keep_standby())
+                log_failure(self._standing, "the start of a standby driver", log)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK):
                     await self._wake.wait()

@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megascale.core.untrusted_files import read_small_text
 from megascale.errors import DataError
 from megascale.services import shared_token
 
@@ -40,7 +41,7 @@ def write_contact(run: Path, contact: Contact) -> None:
 def read_contact(run: Path) -> Contact:
     """DataError if there is none."""
     try:
-        record = json.loads((folder(run) / "contact.json").read_text())
+        record = json.loads(read_small_text(folder(run) / "contact.json"))
         record["agents"] = tuple(record["agents"])
         return Contact(**record)
     except (OSError, ValueError, TypeError, KeyError):

@@ -20,12 +20,15 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
 from megascale import __version__
+from megascale.core.background import log_failure
 from megascale.errors import MegascaleError
 from megascale.observe.prometheus.exposition import CONTENT_TYPE, expose
 from megascale.resilience.driver.api import metrics, settable, tls, tokens
 from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Door, Guard
 from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_piece
 from megascale.resilience.driver.process import descriptors
+
+log = logging.getLogger("megascale.driver")
 
 if TYPE_CHECKING:
     from megascale.resilience.driver.driver import Driver
@@ -376,6 +379,7 @@ async def serve(driver: Driver, host: str, port: int) -> tuple[str, Any]:
     )
     server = _Server(settings)
     task = asyncio.get_running_loop().create_task(server.serve([]))
+    log_failure(task, "the API's server", log)
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
     door = Door(listener, settings, server.server_state, context)

@@ -24,6 +24,7 @@ from uvicorn.config import Config as ServerConfig
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from megascale.core.background import keep_running, log_failure
 from megascale.resilience.driver.api.tokens import ApiTokens
 from megascale.services.shared_token import same
 
@@ -55,6 +56,7 @@ class Connection:
         self._transport: asyncio.BaseTransport | None = None
         self._timer = self._loop.call_later(HEAD_SECONDS, self.abort)
         self._task = self._loop.create_task(self._begin(sock))
+        log_failure(self._task, "the begin of a connection to the API", log)
 
     async def _begin(self, sock: socket.socket) -> None:
         secure = {"ssl_handshake_timeout": HEAD_SECONDS, "ssl_shutdown_timeout": 1.0} if self._door.context else {}
@@ -118,7 +120,7 @@ class Door:
         self._open: dict[Connection, None] = {}  # oldest first
         listener.setblocking(False)
         listener.listen(BACKLOG)
-        self._task = asyncio.get_running_loop().create_task(self._take())
+        self._task = asyncio.get_running_loop().create_task(keep_running(self._take, "the door of the API", log))
 
     def __len__(self) -> int:
         return len(self._open)

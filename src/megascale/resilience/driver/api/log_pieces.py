@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megascale.core.untrusted_files import open_regular
+
 LOG_PIECE = 64 << 10  # bytes of a log that are read at once
 
 
@@ -14,10 +16,10 @@ def read_piece(file: Path, after: int) -> tuple[int, bytes] | None:
     A position behind the end, of a log that was begun anew, is its begin.
     """
     try:
-        with open(file, "rb") as log:
+        with open(file, "rb", opener=open_regular) as log:
             size = log.seek(0, os.SEEK_END)
             start = max(0, size + after) if after < 0 else after if after <= size else 0
             log.seek(start)
             return start, log.read(LOG_PIECE)
-    except FileNotFoundError:
+    except OSError:  # none, or not a file
         return None

@@ -19,6 +19,9 @@ from typing import BinaryIO
 
 from msgspec import structs
 
+from megascale.core.background import FailureLog
+from megascale.core.bounded_lines import MOST_LINE
+from megascale.core.untrusted_files import open_regular
 from megascale.observe.hang.sent_evidence import file_of
 from megascale.resilience.protocol.agent_messages import Evidence, FileData
 
@@ -98,6 +101,7 @@ class ReceivedFiles:
             self._thread.join(10.0)
 
     def _work(self) -> None:
+        failures = FailureLog(log, "writing a received file")
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
@@ -105,10 +109,11 @@ class ReceivedFiles:
             piece, confirm = item
             try:
                 self._write(piece)
+                confirm(piece.name, piece.start + len(piece.data))
             except OSError as error:
                 log.warning("%s of the run folder was not written: %s", piece.name, error)
-                continue
-            confirm(piece.name, piece.start + len(piece.data))
+            except Exception as error:
+                failures.note(error, f"{piece.name} is not confirmed, so that its agent sends it again")
 
     def _write(self, piece: FileData) -> None:
         file = self._run / piece.name
@@ -206,12 +211,14 @@ def _position(there: BinaryIO, step: int | None, size: int) -> int:
     """Where the first line of this step or a later one begins; the end of the file if none does."""
     if step is None:
         return size
-    at = there.seek(0)
-    for line in there:
-        mine = _step(line)
-        if mine is not None and mine >= step:
+    at = begin = there.seek(0)
+    while line := there.readline(MOST_LINE):
+        line_step = _step(line) if begin == at else None  # a longer line comes in parts, and is no record
+        if line_step is not None and line_step >= step:
             return at
         at += len(line)
+        if line.endswith(b"\n"):
+            begin = at
     return size
 
 
@@ -222,7 +229,7 @@ def _replace(file: Path, data: bytes) -> None:
 
 
 def _step(line: bytes) -> int | None:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return int(json.loads(line)["step"])
     return None
 
@@ -230,7 +237,7 @@ def _step(line: bytes) -> int | None:
 def _new_lines(file: Path, data: bytes) -> bytes:
     """The lines that are not at the end of the file yet: a driver before may have written and not confirmed them."""
     try:
-        with open(file, "rb") as there:
+        with open(file, "rb", opener=open_regular) as there:
             there.seek(max(0, there.seek(0, os.SEEK_END) - _TAIL))
             known = set(there.read().splitlines(keepends=True))
     except OSError:

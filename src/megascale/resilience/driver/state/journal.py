@@ -210,7 +210,7 @@ class JournalReader:
 
     def __init__(self, run: Path) -> None:
         path = run / FILE
-        if not path.exists():
+        if not path.is_file():
             raise DataError(f"{run} has no {FILE}: it was not started with `megascale launch`")
         try:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
@@ -237,8 +237,11 @@ class JournalReader:
 
     def driver_alive(self) -> bool:
         """Whether the holder of the lease is a living process of this host."""
-        row = self._db.execute("SELECT host, pid, born FROM lease").fetchone()
-        return row is not None and row[0] == socket.gethostname() and row[1] > 0 and born(row[1]) == row[2]
+        try:
+            row = self._db.execute("SELECT host, pid, born FROM lease").fetchone()
+            return row is not None and row[0] == socket.gethostname() and row[1] > 0 and born(row[1]) == row[2]
+        except _UNREADABLE as error:
+            raise _damaged(error) from None
 
     def close(self) -> None:
         """Let go of the file."""

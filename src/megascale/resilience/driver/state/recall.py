@@ -7,13 +7,13 @@ the events back that it has lost. What then runs, the agents know (telemetry/ado
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.core import strict_json
-from megascale.core.events import Event
+from megascale.core.bounded_lines import read_bounded_lines
+from megascale.core.events import Event, is_plausible_time
 from megascale.resilience.driver.state.job_state import NodeState
 from megascale.resilience.driver.state.journal import Entry, Journal, NodeRow
 
@@ -65,34 +65,36 @@ def least_epoch(run: Path) -> int:
 
 def read(file: Path) -> list[Entry]:
     """The driver's events in an events.jsonl, oldest first; lines that cannot be read are left out."""
+    found: list[Entry] = []
     try:
-        data = file.read_bytes()
+        for line in read_bounded_lines(file):
+            if line is not None and b'"by": "driver"' in line and (entry := _entry(line)) is not None:
+                found.append(entry)
     except OSError:
-        return []
-    found = []
-    for line in data.splitlines():
-        if b'"by": "driver"' not in line:
-            continue
-        try:
-            record = strict_json.loads(line)
-            json.dumps(record, ensure_ascii=False).encode()  # half a character is none that SQLite holds
-            entry = Entry(
-                id=0,
-                time=float(record["time"]),
-                attempt=int(record["attempt"]),
-                kind=str(record["event"]),
-                action=str(record.get("action", "")),
-                nodes=tuple(str(node) for node in record.get("nodes", ())),
-                ranks=tuple(int(rank) for rank in record.get("ranks", ())),
-                evidence=tuple(str(text) for text in record.get("evidence", ())),
-                details={name: value for name, value in record.items() if name not in _OURS},
-            )
-            if not math.isfinite(entry.time) or not 0 <= entry.attempt < _MOST:
-                continue
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            continue  # garbled, or being written when the machine went down
-        found.append(entry)
+        return found
     return found
+
+
+def _entry(line: bytes) -> Entry | None:
+    """Return the event of a line, None if it is damaged or was being written when the machine went down."""
+    try:
+        record = strict_json.loads(line)
+        json.dumps(record, ensure_ascii=False).encode()  # half a character is none that SQLite holds
+        entry = Entry(
+            id=0,
+            time=float(record["time"]),
+            attempt=int(record["attempt"]),
+            kind=str(record["event"]),
+            action=str(record.get("action", "")),
+            nodes=tuple(str(node) for node in record.get("nodes", ())),
+            ranks=tuple(int(rank) for rank in record.get("ranks", ())),
+            evidence=tuple(str(text) for text in record.get("evidence", ())),
+            details={name: value for name, value in record.items() if name not in _OURS},
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return None
+    is_sound = is_plausible_time(entry.time) and 0 <= entry.attempt < _MOST
+    return entry if is_sound else None
 
 
 def _evicted(lost: Iterable[Entry], already: set[str]) -> dict[str, Entry]:

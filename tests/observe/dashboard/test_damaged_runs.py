@@ -1,0 +1,235 @@
+"""Run folders whose files are damaged in any way: each view answers with figures or a sentence, each command too."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from megascale.cli.main import app
+from megascale.core.calls import Calls
+from megascale.core.status import StatusFile
+from megascale.errors import MegascaleError
+from megascale.observe.dashboard import hang_answer
+from megascale.observe.dashboard.questions import Questions, Sources
+from megascale.observe.store.spool import leave
+from megascale.observe.store.tables import SpanTables
+from megascale.resilience.driver.api import job_view
+from megascale.resilience.driver.state.journal import Journal
+from megascale.simulate.run_plan import run_plan
+from tests.conftest import lines
+from tests.damaged_records import damaged_lines, json_values, limited_memory
+from tests.observe.dashboard.conftest import JOB, write_metrics, write_spans
+
+CURVES: dict[str, Any] = {"keys": ["loss", "valid_loss"], "points": 10, "low": None, "high": None}
+OF_FILES: list[tuple[str, dict[str, Any]]] = [
+    ("overview", {}),
+    ("pulse", {}),
+    ("events", {"count": 50}),
+    ("series", CURVES | {"x": "tokens"}),
+    ("series", CURVES | {"x": "time"}),
+    ("nodes", {}),
+]
+WINDOW = {"first": None, "last": None}
+OF_SPANS: list[tuple[str, dict[str, Any]]] = [
+    ("spans_heat", {"figure": "", "among": "", **WINDOW}),
+    ("spans_stragglers", WINDOW),
+    ("spans_history", {"figure": "own.step", "rank": 0}),
+    ("spans_rank", {"rank": 0, **WINDOW}),
+    ("spans_timeline", {"step": None, "ranks": "", "view": "pipeline"}),
+    ("plan", {"cluster": ""}),
+]
+WORLD = 8
+EVENTS = [
+    {"event": "run_started", "time": 1.7e9, "attempt": 1, "rank": 0},
+    {"event": "attempt_started", "time": 1.7e9 + 1, "attempt": 2, "by": "driver", "nodes": ["n0"], "ranks": [0]},
+    {"event": "evaluated", "time": 1.7e9 + 2, "attempt": 2, "loss": 2.0},
+    {"event": "run_finished", "time": 1.7e9 + 3, "attempt": 2, "evidence": ["\udcff"]},
+]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A launched run of eight ranks with all files that views read."""
+    run = tmp_path_factory.mktemp("sound") / "run"
+    run.mkdir()
+    write_metrics(run, 6)
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
+    (run / "config.toml").write_text("[model]\nvocab_size = 64\n[train]\nsteps = 500\nglobal_batch = 64\n")
+    write_spans(run, replace(JOB, tensor=1, virtual=1, data=4, microbatches=2))
+    shutil.copytree(run / "spans" / "host=0", run / "spans" / "host=1")
+    leave(run / "spans" / "host=1", {"ranks": [{"rank": 0, "attempt": 0}], "clock_ns": 5}, 7, b"")
+    (run / "spans" / "host=1" / "state.json").write_text('{"network": [], "steps": {"0": 12}}')
+    for rank in range(WORLD):
+        status, calls = StatusFile(run / "status", rank), Calls(run / "status", rank, WORLD)
+        calls.register("world", WORLD)
+        status.update("train", 3)
+        calls.wait(calls.begin("world", "all_reduce", 4))
+        calls.close()
+        status.close()
+    Journal.take(run, 1.0)[0].close()
+    return run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_hang() -> Iterator[None]:
+    """Looks at a hang once: nothing of these runs moves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hang_answer, "_WATCH", 0.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def copied(sound: Path) -> Callable[[], Path]:
+    """Makes a fresh copy of the run."""
+
+    def copy() -> Path:
+        run = sound.parent.parent / "damaged" / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        return Path(shutil.copytree(sound, run))
+
+    return copy
+
+
+def look(run: Path, questions: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Ask; anything but an answer or a sentence fails. Returns the answers."""
+    asked, answers = Questions(Sources(job_view.job, job_view.nodes, run_plan), "320MB"), {}
+    try:
+        for question, about in questions:
+            try:
+                answers[question] = json.loads(asked._ask(question, run, about))
+            except MegascaleError as error:
+                assert str(error)
+    finally:
+        for tables, _, _ in asked._tables.values():
+            tables.close()
+    return answers
+
+
+def command(*words: object) -> None:
+    """Run a command; anything but its end or a sentence fails."""
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    if not isinstance(done.exception, MegascaleError | SystemExit | None):
+        raise done.exception
+
+
+def test_a_sound_run_answers_all(sound):
+    answers = look(sound, [*OF_FILES, *OF_SPANS])
+    assert set(answers) == {question for question, _ in (*OF_FILES, *OF_SPANS)}
+    assert answers["overview"]["now"]["phase"] == "done"
+    assert answers["spans_heat"]["outliers"]
+
+
+@settings(max_examples=25)
+@given(metrics=st.data())
+def test_views_of_damaged_metrics_and_events(copied, sound, metrics):
+    run = copied()
+    (run / "metrics.jsonl").write_bytes(metrics.draw(damaged_lines(lines(sound / "metrics.jsonl"))))
+    (run / "events.jsonl").write_bytes(metrics.draw(damaged_lines(EVENTS)))
+    assert {"overview", "pulse", "events", "series"} <= set(look(run, OF_FILES))
+    command("events", run, "--all")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"event": "run_started", "time": 1.7e9, "attempt": 0}',
+        '{"event": "run_failed", "time": 1.7e9, "attempt": 1e400}',
+        '{"event": "resumed", "time": 1e300, "attempt": 1e300}\n{"event": ["a"], "time": "b"}\n{"time": {}}',
+        "",
+    ],
+    ids=["no step yet", "infinite attempt", "huge", "empty"],
+)
+def test_an_overview_before_the_first_step(tmp_path, text):
+    (tmp_path / "events.jsonl").write_text(text + "\n")
+    now = look(tmp_path, OF_FILES)["overview"]["now"]
+    assert 0 <= now["attempt"] <= 1
+    assert now["step"] == 0
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 1 << 32))
+def test_views_of_damaged_status_files(copied, seed):
+    run, draw = copied(), random.Random(seed)
+    for file in draw.sample(sorted((run / "status").iterdir()), 3):
+        damage(file, draw)
+    assert {"overview", "hang"} <= set(look(run, [*OF_FILES[:2], ("hang", {})]))
+    command("hang", run, "--no-ask", "--watch", 0)
+
+
+@settings(max_examples=8)
+@given(seed=st.integers(0, 1 << 32), ranks=st.data(), value=json_values)
+def test_views_of_damaged_spans(copied, sound, seed, ranks, value):
+    run, draw = copied(), random.Random(seed)
+    facts = run / "spans" / "host=0" / "ranks.jsonl"
+    if draw.random() < 0.5:
+        facts.write_bytes(ranks.draw(damaged_lines(lines(facts))))
+    (run / "spans" / "host=1" / "state.json").write_text(json.dumps({"network": value, "steps": value}))
+    leave(run / "spans" / "host=1", {"ranks": value, "clock_ns": value, "rings": value}, 7, b"MSpn" * 20)
+    files = sorted(file for file in (run / "spans").rglob("*") if file.suffix in (".parquet", ".bin"))
+    for file in draw.sample(files, 2):
+        damage(file, draw)
+    look(run, OF_SPANS)
+    for name in ("spans", "stragglers", "timeline", "whatif", "decline"):
+        command(name, run)
+
+
+def damage(file: Path, draw: random.Random) -> None:
+    """Change bytes of a file, cut it, or put a pipe in its place."""
+    if draw.random() < 0.1:
+        file.unlink()
+        return os.mkfifo(file)
+    data = bytearray(file.read_bytes())
+    for _ in range(draw.randrange(1, 5)):
+        at = draw.randrange(len(data) if draw.random() < 0.5 else min(len(data), 600))
+        kind = draw.random()
+        if kind < 0.4:
+            data[at] = draw.randrange(256)
+        elif kind < 0.7:
+            word = struct.pack("<Q", draw.choice((0, (1 << 64) - 1, 1 << 63, 1 << 31, (1 << 32) - 1, 1 << 53)))
+            data[at : at + 8] = word[: len(data) - at]
+        elif kind < 0.9 and at:
+            del data[at:]
+    file.write_bytes(data)
+    return None
+
+
+def test_a_pipe_in_place_of_any_file_blocks_no_view(copied):
+    run = copied()
+    for file in sorted(file for file in run.rglob("*") if file.is_file()):
+        file.unlink()
+        os.mkfifo(file)
+    assert "overview" in look(run, [*OF_FILES, *OF_SPANS, ("hang", {})])
+    for name in ("spans", "events", "plot", "jobs", "nodes"):
+        command(name, run)
+
+
+def test_files_of_any_length_take_bounded_memory(copied):
+    """All are sparse: they take no room on the disk, and would take all of the memory."""
+    run = copied()
+    host = run / "spans" / "host=1"
+    for name in ("spool-000009.bin", "left-0000000000000009.bin"):
+        shutil.copy(host / "left-0000000000000007.bin", host / name)
+    for file in sorted(file for file in run.rglob("*") if file.is_file() and file.name != "journal.sqlite"):
+        os.truncate(file, 1 << 33)
+    # Lines without an end are walked through: of these less.
+    for name in ("metrics.jsonl", "events.jsonl", "spans/host=0/ranks.jsonl", "spans/host=1/ranks.jsonl"):
+        os.truncate(run / name, 1 << 27)
+    with SpanTables(run) as tables:
+        assert str(host / "spool-000009.bin") not in tables.skipped  # its frames count, up to where it is torn
+    with limited_memory(1 << 29):
+        assert "overview" in look(run, [*OF_FILES, ("hang", {})])
+        command("spans", run)
+        command("events", run, "--all")
+        command("plot", run)

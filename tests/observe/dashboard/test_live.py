@@ -1,0 +1,34 @@
+"""The live stream: what fails while a run is looked at is told to its pages, and the look goes on."""
+
+from __future__ import annotations
+
+import asyncio
+
+from megascale.observe.dashboard import live
+from megascale.observe.dashboard.live import Live
+
+
+def test_a_look_that_fails_in_any_way_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr(live, "SECONDS", 0.0)
+    answers = iter([b'{"rows": 1}', ValueError("of no kind that was expected"), b'{"rows": 2}'])
+
+    async def pulse(name: str) -> bytes:
+        answer = next(answers, None)
+        if answer is None:
+            await asyncio.sleep(60.0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer or b""
+
+    async def watch() -> list[bytes]:
+        stream = Live(pulse).stream(["a"])
+        async with asyncio.timeout(30.0):
+            told = [await anext(stream) for _ in range(4)]
+        await stream.aclose()
+        return told
+
+    _, first, failed, then = asyncio.run(watch())
+    assert b'"rows": 1' in first
+    assert b"the run cannot be read: ValueError" in failed
+    assert b'"rows": 2' in then
+    assert "the look at run a failed (ValueError: of no kind that was expected)" in caplog.text

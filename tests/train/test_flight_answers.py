@@ -1,0 +1,39 @@
+"""Dumps of the flight recorder on request: a dump that fails leaves the next request answered."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+from megascale.train import telemetry
+from megascale.train.telemetry import Telemetry
+
+
+def test_a_dump_that_fails_does_not_end_the_answers(tmp_path, monkeypatch, caplog):
+    answers, failed = iter([RuntimeError("no recorder yet"), "[]"]), threading.Event()
+
+    def records() -> str:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            failed.set()
+            raise answer
+        return answer
+
+    monkeypatch.setattr(telemetry.torch_private, "flight_records", records)
+    rank = object.__new__(Telemetry)
+    rank._open, rank._pipe, rank._flight = True, tmp_path / "rank-0.ask", tmp_path / "rank-0.json"
+    os.mkfifo(rank._pipe)
+    thread = threading.Thread(target=rank._answer, daemon=True)
+    thread.start()
+    rank._pipe.write_text("")
+    assert failed.wait(30.0)
+    rank._pipe.write_text("")
+    while not rank._flight.exists():
+        assert thread.is_alive()
+    assert rank._flight.read_text() == "[]"
+    assert "a dump of the flight recorder failed (RuntimeError: no recorder yet)" in caplog.text
+    rank._open = False
+    while thread.is_alive():
+        with contextlib.suppress(OSError):  # it is not waiting yet
+            os.close(os.open(rank._pipe, os.O_WRONLY | os.O_NONBLOCK))
