@@ -12,6 +12,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
+from megascale.core.python_command import protect_children
+
 # Name of a bench -> its module of megascale.bench, which has `register(app)` and imports heavy packages only inside its
 # functions.
 BENCHES: dict[str, str] = {
@@ -79,6 +81,7 @@ def register(app: typer.Typer) -> None:
     @bench.callback()
     def _several() -> None:
         """Measure: each bench prints a table and writes JSON. Example: megascale bench kernels --out kernels.json"""
+        protect_children()
         signal.signal(signal.SIGTERM, _interrupt)  # so that a bench ends the processes that it has started
 
     app.add_typer(bench, name="bench")

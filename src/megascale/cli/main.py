@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import typer
 
+from megascale.core.python_command import leave_working_directory
 from megascale.core.secrets import hide_password
 from megascale.errors import EXIT_INTERRUPTED, MegascaleError
 
@@ -85,6 +86,7 @@ def _named() -> typer.Typer:
 
 def main() -> None:
     """Entry point: run a command; a MegascaleError prints its message and sets the exit code."""
+    leave_working_directory()
     try:
         hide_password()
         _named()()

@@ -65,7 +65,7 @@ class Batch:
             assert self.process.poll() is None
 
 
-START = "-m megascale launch job file.toml --nodes=2"
+START = "-P -m megascale launch job file.toml --nodes=2"
 
 
 def test_a_driver_that_is_killed_is_started_again_and_its_exit_code_is_the_jobs(tmp_path, monkeypatch):

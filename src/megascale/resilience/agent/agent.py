@@ -16,7 +16,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 from megascale.core.failure import errno_of, keep_no_bytecode
 from megascale.core.ports import free_port
+from megascale.core.python_command import module_command
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.metrics_page import MetricsPage
 from megascale.resilience.agent.rank_lease import RankLease
@@ -203,11 +203,7 @@ class Agent:
     async def _diagnose(self, order: Diagnose) -> None:
         """Run the self-checks in a process of their own and pass the report on."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "megascale.cli.main",
-            "diagnose",
-            "--json",
+            *module_command("megascale.cli.main", "diagnose", "--json"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

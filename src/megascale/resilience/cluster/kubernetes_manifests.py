@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from megascale.config import Config
+from megascale.core.python_command import module_command
 from megascale.errors import DataError
 from megascale.resilience.cluster.kubernetes_api import Json
 from megascale.resilience.cluster.kubernetes_objects import config_map, own_secrets, secret, taken_over
@@ -164,7 +165,7 @@ def _driver_pod(config: Config, run: str, words: Sequence[str]) -> Json:
         "name": "driver",
         "image": settings.image,
         "imagePullPolicy": settings.pull_policy,
-        "command": [settings.python, "-m", "megascale", "launch", f"{SETTINGS_FOLDER}/job.toml", *words],
+        "command": module_command("megascale", "launch", f"{SETTINGS_FOLDER}/job.toml", *words, python=settings.python),
         "env": [*env, *kept],
         "volumeMounts": [{"name": "settings", "mountPath": SETTINGS_FOLDER, "readOnly": True}, *mounts],
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}},
@@ -212,7 +213,7 @@ def jobset(config: Config, gpus: int, run: str) -> Json:
     driver["spec"]["containers"][0]["command"] = ["sh", "-c", begin + shlex.join(command)]
     node = pod(config, job, gpus, environment=taken_over(), patch=read_patch(settings))
     agent, place = node["spec"]["containers"][0], f"{name}-driver-0-0.{name}:{AGENTS_PORT}"
-    agent["command"] = [settings.python, "-m", "megascale", "agent", place, "--job", job]
+    agent["command"] = module_command("megascale", "agent", place, "--job", job, python=settings.python)
     agent["command"] += ["--node", "$(MEGASCALE_NODE)", "--folder", "/var/lib/megascale"]
     agent["env"].append({"name": "MEGASCALE_JOB_SECRET", "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}})
     node["spec"]["restartPolicy"] = "OnFailure"

@@ -16,7 +16,7 @@ _HEAD = """#!/bin/bash
 {options}
 
 cd {folder} || exit 2
-{path}launch() {{ exec {python} -m megascale launch {words} "$@"; }}
+{path}launch() {{ exec {python} -P -m megascale launch {words} "$@"; }}
 
 next=0 starts=0
 # Slurm says that the time limit is near: save, end, and go on in the next job.

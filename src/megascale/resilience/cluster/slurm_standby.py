@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megascale.core.python_command import module_command
 from megascale.errors import DataError
 from megascale.resilience.cluster.slurm_script import BEFORE
 from megascale.resilience.protocol.contact import ENDED_EPOCH, folder, read_contact
@@ -104,7 +105,7 @@ def _end(run: Path, job: str, starts: int, code: int) -> None:
         if about and not runs(about, starts):
             return
         time.sleep(_LOOK / 2)
-    complete = [sys.executable, "-m", "megascale.resilience.cluster.slurm_completion", job, str(code)]
+    complete = module_command("megascale.resilience.cluster.slurm_completion", job, str(code))
     if subprocess.run(complete).returncode:
         subprocess.run(["scancel", job])
 
