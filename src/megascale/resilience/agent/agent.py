@@ -92,7 +92,7 @@ class Agent:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if served is not None:
-            served.close()
+            await served.close()
         self.trainers.end_server()
         self.telemetry.close()
 

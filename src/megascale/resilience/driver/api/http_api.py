@@ -22,10 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from megascale import __version__
 from megascale.errors import MegascaleError
 from megascale.observe.prometheus.exposition import CONTENT_TYPE, expose
-from megascale.resilience.driver.api import metrics, settable, tls, tokens
-from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Door, Guard
+from megascale.resilience.driver.api import http_limits, metrics, settable, tls, tokens
+from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Guard
 from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_piece
 from megascale.resilience.driver.process import descriptors
+from megascale.services.door import Door, DoorLimits
+from megascale.services.http_protocol import http_protocol
 
 if TYPE_CHECKING:
     from megascale.resilience.driver.driver import Driver
@@ -378,7 +380,8 @@ async def serve(driver: Driver, host: str, port: int) -> tuple[str, Any]:
     task = asyncio.get_running_loop().create_task(server.serve([]))
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
-    door = Door(listener, settings, server.server_state, context)
+    door_limits = DoorLimits(http_limits.CONNECTIONS, http_limits.HEAD_SECONDS)
+    door = Door([listener], http_protocol(settings, server.server_state), door_limits, context)
     name = listener.getsockname()
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
