@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import typer
 
 from megascale.core.python_command import leave_working_directory
-from megascale.core.secrets import hide_password
+from megascale.core.secrets import hide_secrets
 from megascale.errors import EXIT_INTERRUPTED, MegascaleError
 
 # Command -> the module that registers it, in the order of --help. Each has `register(app)` and imports heavy packages
@@ -88,7 +88,7 @@ def main() -> None:
     """Entry point: run a command; a MegascaleError prints its message and sets the exit code."""
     leave_working_directory()
     try:
-        hide_password()
+        hide_secrets()
         _named()()
     except MegascaleError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
