@@ -136,8 +136,8 @@ def _read(file: Path) -> dict[str, object]:
 
 
 def fields(text: str | None) -> dict[str, str]:
-    """Of what `scontrol show job --oneliner` says."""
-    return dict(re.findall(r"(\w+)=(\S*)", text)) if text else {}
+    """Return the fields of what `scontrol show job --oneliner` says; values such as paths may hold blanks."""
+    return dict(re.findall(r"(\w+)=(.*?)(?=\s+[\w:/]+=|\s*$)", text, re.MULTILINE)) if text else {}
 
 
 def ask_about(job: str) -> dict[str, str]:
@@ -170,7 +170,7 @@ def seconds_left(about: Mapping[str, str], now: float) -> float:
 
 def seconds_before(script: str) -> int:
     """How long before the time limit a batch script wants its signal."""
-    found = re.findall(r"^#SBATCH .*--signal=B:USR1@(\d+)", script, re.MULTILINE)
+    found = re.findall(r"^#SBATCH .*--signal[= ]B:USR1@(\d+)", script, re.MULTILINE)
     return int(found[-1]) if found else BEFORE
 
 
