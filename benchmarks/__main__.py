@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from benchmarks.harness.clone import export_python_path
-from megascale.cli.bench import interrupt_on_end_signals
+from megascale.cli.bench import prepare_children
 from megascale.cli.lazy_group import lazy_group
 from megascale.cli.main import run_app
 
@@ -41,7 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Measure MegaScale: each benchmark prints a table and writes JSON. Example: python -m benchmarks schedules",
 )
-app.callback()(interrupt_on_end_signals)
+app.callback()(prepare_children)
 
 
 def main() -> None:

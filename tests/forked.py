@@ -193,8 +193,9 @@ class Forked:
 
 def popen(command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: Any) -> Forked:
     """In place of subprocess.Popen where code under test starts a command with its output in a file."""
-    assert command[:3] == [sys.executable, "-m", COMMAND]
-    return Forked(command[3:], env=env, output=Path(stdout.name))
+    module, words = _module_and_words(command)
+    assert module == COMMAND
+    return Forked(words, env=env, output=Path(stdout.name))
 
 
 def _command(module: str, words: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
@@ -263,12 +264,21 @@ def _run(module: str, words: list[str]) -> None:
 def _start_child(command: Any, *given: Any, **options: Any) -> subprocess.Popen[Any]:
     """In place of subprocess.Popen in a forked command: what loads torch is forked."""
     if not isinstance(command, str):
-        python, flag, module = [*map(str, command), "", "", ""][:3]
-        module = {"megascale": COMMAND, "benchmarks": BENCHMARKS}.get(module, module)
-        known = (python, flag) == (sys.executable, "-m") and module in MODULES + SCRIPTS
-        if known and options.get("stdin") in (None, subprocess.DEVNULL):
-            return _Child([python, flag, module, *map(str, command[3:])], *given, **options)
+        module, words = _module_and_words([str(word) for word in command])
+        if module in MODULES + SCRIPTS and options.get("stdin") in (None, subprocess.DEVNULL):
+            return _Child([module, *words], *given, **options)
     return _Popen(command, *given, **options)
+
+
+def _module_and_words(command: Sequence[str]) -> tuple[str, list[str]]:
+    """The module that a command of this interpreter runs, and its words; the module is empty for other commands."""
+    start, words = list(command[:2]), list(command[2:])
+    if start == [sys.executable, "-P"]:
+        start, words = [sys.executable, *words[:1]], words[1:]
+    if start != [sys.executable, "-m"] or not words:
+        return "", []
+    module = {"megascale": COMMAND, "benchmarks": BENCHMARKS}.get(words[0], words[0])
+    return module, words[1:]
 
 
 class _Child(subprocess.Popen[Any]):
@@ -334,7 +344,7 @@ class _Child(subprocess.Popen[Any]):
             variables = dict(os.environ if env is None else env)
             os.environ.clear()
             os.environ.update(variables)
-            _run(command[2], command[3:])
+            _run(command[0], command[1:])
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -2,9 +2,12 @@
 
 import sys
 
+from megascale.core.python_command import leave_working_directory
+
 
 def main() -> None:
     """Entry point. Loading takes some tenths of a second, in which people press Ctrl-C, too."""
+    leave_working_directory()
     try:
         from megascale.cli.main import main as run
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import typer
 
 from benchmarks.harness.clone import export_python_path
-from megascale.cli.bench import interrupt_on_end_signals
+from megascale.cli.bench import prepare_children
 from megascale.cli.lazy_group import lazy_group
 from megascale.cli.main import run_app
 
@@ -39,7 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Break real jobs and check what follows. Example: python -m tests.chaos faults --kind kill-rank --runs 1",
 )
-app.callback()(interrupt_on_end_signals)
+app.callback()(prepare_children)
 
 
 def main() -> None:

@@ -30,10 +30,9 @@ def test_what_tune_writes_means_the_same_in_a_shell(tmp_path):
         ("# so\nNCCL_DEBUG = INFO", "line 2"),
         ("NCCL_DEBUG='INFO'", "quotes"),
         ("NCCL_DEBUG=$HOME", "not NAME=VALUE"),
-        ("A=1\nA=2", "A stands there twice"),
-        ("LD_PRELOAD=/tmp/x.so", "LD_PRELOAD is the job's own"),
-        ("RANK=0", "RANK is the job's own"),
-        ("\n".join(f"A{i}=1" for i in range(257)), "at most 256"),
+        ("NCCL_A=1\nNCCL_A=2", "NCCL_A stands there twice"),
+        ("NCCL_IB_TC=1\nLD_PRELOAD=/tmp/x.so", "line 2: LD_PRELOAD is not taken from resilience.environment"),
+        ("\n".join(f"NCCL_A{i}=1" for i in range(257)), "at most 256"),
         ("A=" + "x" * 70000, "70,0"),
     ],
 )
@@ -47,3 +46,34 @@ def test_what_is_wrong_is_named(tmp_path, text, told):
 def test_no_file_names_the_setting(tmp_path):
     with pytest.raises(ConfigError, match=r"resilience\.environment=.*No such file"):
         read_environment(tmp_path / "none", "resilience.environment")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OPENSSL_CONF", "NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN", "NCCL_ENV_PLUGIN",
+        "NCCL_CONF_FILE", "NCCL_DEBUG_FILE", "NCCL_TOPO_DUMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "UCX_MODULE_DIR",
+        "UCX_MODULES", "UCX_GDB_COMMAND", "UCX_ERROR_MAIL_TO", "UCX_STATS_DEST", "FI_PROVIDER_PATH", "RDMAV_DRIVERS",
+        "OMP_TOOL", "OMP_TOOL_LIBRARIES", "CC", "CXX", "CUDA_HOME", "HOME", "PATH", "BASH_ENV", "ENV", "LD_PRELOAD",
+        "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONSTARTUP", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "XDG_CACHE_HOME",
+        "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR", "GCONV_PATH", "GIT_SSH", "AWS_CONFIG_FILE",
+        "WANDB__EXECUTABLE", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MEGASCALE_NODE", "CUDA_VISIBLE_DEVICES",
+        "nccl_debug", "XNCCL_DEBUG",
+    ],
+)  # fmt: skip
+def test_what_may_run_code_or_is_the_jobs_own_is_refused(tmp_path, name):
+    file = tmp_path / "x.env"
+    file.write_text(f"{name}=1\n")
+    with pytest.raises(DataError, match=f"{name} is not taken"):
+        read_environment(file, "resilience.environment")
+
+
+def test_figures_addresses_and_keys_are_taken(tmp_path):
+    names = [
+        "NCCL_DEBUG", "NCCL_IB_TIMEOUT", "NCCL_TOPO_FILE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "GLOO_SOCKET_IFNAME",
+        "UCX_NET_DEVICES", "UCX_IB_NUM_PATHS", "UCX_PROFILE_MODE", "FI_PROVIDER", "OMP_NUM_THREADS",
+        "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY",
+    ]  # fmt: skip
+    file = tmp_path / "x.env"
+    file.write_text("".join(f"{name}=1\n" for name in names))
+    assert list(read_environment(file, "resilience.environment")) == names

@@ -392,8 +392,8 @@ def test_job_names(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "h")
     monkeypatch.setenv("MASTER_PORT", "1")
     assert job_name(loaded) == ("big-@h:1", 0)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
-    assert job_name(loaded)[1] == 3
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")  # differs between nodes
+    assert job_name(loaded)[1] == 0
     monkeypatch.setenv("MEGASCALE_JOB", "j")
     monkeypatch.setenv("MEGASCALE_ATTEMPT", "7")
     assert job_name(loaded) == ("j", 7)

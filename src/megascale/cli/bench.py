@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from megascale.cli.lazy_group import lazy_group
+from megascale.core.python_command import protect_children
 from megascale.core.terminal import end_signals
 from megascale.errors import ConfigError
 
@@ -58,13 +59,17 @@ def register(app: typer.Typer) -> None:
     @bench.callback()
     def _several() -> None:
         """Measure this machine: each prints a table and writes JSON. Example: megascale bench kernels --out k.json"""
-        interrupt_on_end_signals()
+        prepare_children()
 
     app.add_typer(bench, name="bench")
 
 
-def interrupt_on_end_signals() -> None:
-    """Turn the signals that end a command into KeyboardInterrupt, so that it ends the processes that it started."""
+def prepare_children() -> None:
+    """Protect the processes that a measurement starts, and end them with it.
+
+    The signals that end a command become KeyboardInterrupt, so that it ends the processes that it started.
+    """
+    protect_children()
     for number in end_signals():
         signal.signal(number, _interrupt)
 

@@ -6,12 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import typer
+
+from megascale.core.python_command import module_command, protect_children
 
 PORT = 8265
 
@@ -65,6 +66,7 @@ def dashboard(
 
     if until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
+    protect_children()  # the processes that answer queries are started by multiprocessing
     at = Listening(host, port, token_file, certificate, key)
     check(at)
     outside = Outside(Sources(job_view.job, job_view.nodes, run_plan), job_view.order)
@@ -88,7 +90,7 @@ def serving(run: Path, port: int) -> Iterator[None]:
         while not (run / "driver" / "contact.json").exists():
             if over.wait(0.2):
                 return
-        words = [sys.executable, "-m", "megascale", "dashboard", str(run), f"--port={port}", "--no-browser"]
+        words = module_command("megascale", "dashboard", str(run), f"--port={port}", "--no-browser")
         words.append("--until-stdin-ends")
         try:
             started.append(subprocess.Popen(words, start_new_session=True, stdin=subprocess.PIPE))

@@ -12,7 +12,8 @@ from typing import NoReturn
 import typer
 
 from megascale.core import terminal
-from megascale.core.secrets import hide_password
+from megascale.core.python_command import leave_working_directory
+from megascale.core.secrets import hide_secrets
 from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, MegascaleError, missing_extra
 
 # Command -> the module that registers it, in the order of --help. Each has `register(app)` and imports heavy packages
@@ -113,6 +114,7 @@ def is_work(words: Sequence[str]) -> bool:
 
 def main() -> None:
     """Run the command that the command line names."""
+    leave_working_directory()
     terminal.open_streams()
     if is_work(sys.argv[1:]):
         terminal.ignore_lost_output()
@@ -129,7 +131,7 @@ def _exit_with(error: MegascaleError) -> NoReturn:
 def run_app(make_app: Callable[[], typer.Typer]) -> None:
     """Make a command line and run it. A MegascaleError prints its message and sets the exit code."""
     try:
-        hide_password()
+        hide_secrets()
         try:
             make_app()()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -116,6 +117,17 @@ class ResilienceConfig(Section):
     def _pair(self) -> ResilienceConfig:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("resilience.tls_certificate and resilience.tls_key belong together; give both or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _quotes(self) -> ResilienceConfig:
+        for key, value in (("ssh", self.ssh), ("sbatch", self.sbatch)):
+            try:
+                shlex.split(value)
+            except ValueError as error:
+                raise ValueError(
+                    f"resilience.{key}={value!r} is not quoted as a shell reads it ({error}); close each quotation"
+                ) from None
         return self
 
     @model_validator(mode="after")

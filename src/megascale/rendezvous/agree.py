@@ -21,12 +21,13 @@ from typing import TypeVar
 from torch.distributed import DistError, Store
 
 from megascale.errors import ConfigError, TrainingError
-from megascale.rendezvous.store_errors import StoreFault
+from megascale.rendezvous.store_errors import StoreFault, Superseded
 
 T = TypeVar("T")
 VERDICT = "start/verdict"
 _FAIL = "fail:"
 _ALARM = "!"
+_SUPERSEDED = "superseded:"
 # Ranks wait a little longer for rank 0's verdict than rank 0 waits for them, so that the verdict reaches them.
 _GRACE = 5.0
 _SEE_OFF = 10.0
@@ -39,7 +40,14 @@ def digest(facts: Mapping[str, str]) -> str:
 
 
 def agree(
-    store: Store, rank: int, world: int, facts: Mapping[str, str], timeout: float, named: float | None = None
+    store: Store,
+    rank: int,
+    world: int,
+    facts: Mapping[str, str],
+    timeout: float,
+    named: float | None = None,
+    *,
+    restarts: bool = False,
 ) -> None:
     """Return once `world` ranks with equal `facts` have come; else raise the same error on every rank that came.
 
@@ -48,10 +56,12 @@ def agree(
         facts: what must be equal everywhere, as text: settings by key, versions. No secrets.
         timeout: seconds to wait for the last rank.
         named: the setting of which `timeout` is what is left, as errors name it.
+        restarts: whether processes are restarted on this store, so that a greeting may be of a process that is gone.
 
     Raises:
         ConfigError: another world size, a rank twice, different settings or versions; names ranks and key.
         TrainingError: ranks that did not come within `timeout`; names them.
+        Superseded: a later rank 0 began another start on the same store; this rank is to join that one.
     """
     deadline = time.monotonic() + timeout
     named = timeout if named is None else named
@@ -60,9 +70,12 @@ def agree(
     hello = f"{mark} {socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
     if not 0 <= rank < world:
         _alarm(store, rank + 1, f"rank {rank} is outside a world of {world}; ranks count from 0 to {world - 1}")
-    before = store.compare_set(f"start/hello/{rank}", "", hello).decode()
-    if before != hello and before != _ALARM:
+    before = _claim(store, rank, hello, restarts)
+    if before not in (hello, _ALARM):
         _, host, pid, _ = before.split()
+        if restarts and host != socket.gethostname():
+            # The other process may have ended with its node: then rank 0 was restarted too, and supersedes this start.
+            _refuse_superseded(_await(store, VERDICT, deadline + _GRACE), rank)
         _alarm(
             store,
             world,
@@ -74,6 +87,7 @@ def agree(
     verdict = _await(store, VERDICT, deadline + _GRACE)
     if verdict is None:
         raise _missing(world, _came(store, world), named)
+    _refuse_superseded(verdict, rank)
     if verdict.startswith("explain:"):
         speakers = json.loads(verdict.removeprefix("explain:"))
         if rank in speakers:
@@ -102,6 +116,50 @@ def see_off(store: Store, rank: int, world: int) -> None:
         expected = [f"start/told/{r}" for r in range(1, world) if store.check([f"start/hello/{r}"])]
         with suppress(DistError):
             store.wait(expected, timedelta(seconds=_SEE_OFF))
+
+
+def supersede(store: Store, world: int, successor: str) -> None:
+    """End a start that has no verdict yet, so that its ranks join the start of `successor`, another rank 0."""
+    verdict = _SUPERSEDED + successor
+    if store.compare_set(VERDICT, "", verdict).decode() == verdict:
+        _fill_places(store, world)
+
+
+def _refuse_superseded(verdict: str | None, rank: int) -> None:
+    """Raise Superseded, or on rank 0 ConfigError, if `verdict` says that another rank 0 began a later start."""
+    if verdict is None or not verdict.startswith(_SUPERSEDED):
+        return
+    successor = verdict.removeprefix(_SUPERSEDED)
+    if rank == 0:
+        raise ConfigError(
+            f"two processes claim rank 0: process {os.getpid()} on {socket.gethostname()} and {successor}, which "
+            "came later; give each process its own RANK"
+        )
+    raise Superseded(f"{successor} began a later start as rank 0")
+
+
+def _claim(store: Store, rank: int, hello: str, restarts: bool) -> str:
+    """Write this process's greeting as `rank`, and return the greeting that stands.
+
+    With `restarts` the greeting of a process of this host that has ended is replaced.
+    """
+    key = f"start/hello/{rank}"
+    before = store.compare_set(key, "", hello).decode()
+    if restarts and before not in (hello, _ALARM):
+        _, host, pid, _ = before.split()
+        if host == socket.gethostname() and not _is_running(int(pid)):
+            before = store.compare_set(key, before, hello).decode()
+    return before
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _judge(store: Store, world: int, deadline: float, timeout: float) -> None:
@@ -172,11 +230,16 @@ def _others(ranks: list[int]) -> str:
 
 
 def _alarm(store: Store, places: int, message: str) -> None:
-    """Publish a failure at once. Empty places are filled so that rank 0, who waits for them, wakes."""
+    """Publish a failure at once."""
     store.compare_set(VERDICT, "", f"{_FAIL}config:{message}")
+    _fill_places(store, places)
+    raise ConfigError(message)
+
+
+def _fill_places(store: Store, places: int) -> None:
+    """Fill the empty places of greetings, so that rank 0, which waits for them, wakes."""
     for rank in range(places):
         store.compare_set(f"start/hello/{rank}", "", _ALARM)
-    raise ConfigError(message)
 
 
 def _await(store: Store, key: str, deadline: float) -> str | None:
@@ -200,7 +263,7 @@ def _within(store: Store, deadline: float, read: Callable[[], T]) -> T:
 
 
 def _missing(world: int, came: list[int], timeout: float) -> TrainingError:
-    absent = sorted(set(range(world)) - set(came))
+    absent = sorted(set(range(world)) - set(came)) or [0]  # all greeted, but rank 0 gave no verdict
     plural = "s" if len(absent) > 1 else ""
     return TrainingError(
         f"rank{plural} {ranges(absent)} of {world} did not come within rendezvous.timeout={timeout:g} "

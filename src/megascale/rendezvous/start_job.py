@@ -37,6 +37,7 @@ from megascale.rendezvous.group_plan import DIRECTIONS
 from megascale.rendezvous.groups import AFTERLIFE, Groups, lost_peer, make_groups
 from megascale.rendezvous.redis_store import RedisStore
 from megascale.rendezvous.resp import Address
+from megascale.rendezvous.restarts import has_agent_store, is_under_torchrun, open_start
 from megascale.rendezvous.store_errors import StoreFault, StoreFenced, Superseded
 
 if TYPE_CHECKING:
@@ -101,11 +102,14 @@ def _meet(config: Config, rank: int, world: int, lap: Callable[[str], None]) -> 
     deadline = time.monotonic() + settings.timeout
     facts = job_facts(config)
     while True:
-        left = max(0.1, deadline - time.monotonic())
-        store = connect(config, rank, world, left)
+        remaining = max(0.1, deadline - time.monotonic())
+        store = connect(config, rank, world, remaining)
         lap("connect")
         try:
-            agree(store, rank, world, facts, left, settings.timeout)
+            if has_agent_store() and not isinstance(store, RedisStore):
+                store = open_start(store, rank, world, remaining, settings.timeout)
+                remaining = max(0.1, deadline - time.monotonic())
+            agree(store, rank, world, facts, remaining, settings.timeout, restarts=is_under_torchrun())
             if isinstance(store, RedisStore):
                 store.seal()
             lap("agree")
@@ -235,12 +239,13 @@ def job_name(config: Config) -> tuple[str, int]:
     """What tells this job and this attempt of it from others on the same server, equal on all ranks.
 
     From MEGASCALE_JOB and MEGASCALE_ATTEMPT, which a launcher sets; else the run's name with torchrun's id and
-    MASTER_ADDR:MASTER_PORT, and torchrun's restart count.
+    MASTER_ADDR:MASTER_PORT, and attempt 0. torchrun's restart count differs between nodes: a node that is restarted
+    for another's failure does not count it. Rank 0 tells starts with the same attempt apart (RedisStore.open).
     """
     env = os.environ
     place = f"{env.get('TORCHELASTIC_RUN_ID', '')}@{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}"
     job = env.get("MEGASCALE_JOB") or f"{config.train.name}-{place}"
-    attempt = env.get("MEGASCALE_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    attempt = env.get("MEGASCALE_ATTEMPT") or "0"
     if not attempt.isdigit():
         raise ConfigError(f"MEGASCALE_ATTEMPT={attempt!r} is not a number; count attempts from 0")
     return job, int(attempt)
@@ -261,7 +266,7 @@ def _tcp_store(rank: int, world: int, timeout: float, named: float) -> dist.Stor
     if os.environ.get("USE_LIBUV") == "0":
         # That server does not wake ranks that wait for a key made by compare_set.
         raise ConfigError("USE_LIBUV=0 asks for torch's old TCPStore server, which loses wake-ups; unset USE_LIBUV")
-    serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serve = rank == 0 and not has_agent_store()
     loopback = is_loopback(host)
     if loopback:
         stay_on_loopback()

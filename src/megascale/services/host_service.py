@@ -17,12 +17,12 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megascale.core.python_command import module_command
 from megascale.services.conversation import Conversation, Done, ErrorReply, check_peer, peer
 from megascale.services.framing import HEAD, ProtocolError, head, read_head
 from megascale.services.messages import Count, Message, Name, Schema
@@ -205,7 +205,7 @@ class Launch:
             self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log or os.devnull, "ab") as out:
             return subprocess.Popen(
-                [sys.executable, "-m", self.module, *self.arguments, *words],
+                module_command(self.module, *self.arguments, *words),
                 pass_fds=tuple(files),
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -18,6 +18,7 @@ from megascale.config import Config
 from megascale.core import run_lock
 from megascale.core.ports import LISTENER
 from megascale.core.preflight import CAME, CHECKED, Share, preflight, wave
+from megascale.core.python_command import module_command
 from megascale.core.terminal import end_signals
 from megascale.data.loader import host_loader
 from megascale.errors import (
@@ -114,7 +115,7 @@ def launch(
     run_lock.check(config.run_folder)  # said once, before any process starts
     logs = config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", program, *words]
+    command = module_command(program, *words)
     # Rank 0 inherits it: a port that was only probed may be taken by the time of its use.
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = str(listener.getsockname()[1])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import stat
 import threading
 import time
@@ -135,6 +137,18 @@ def test_the_command_keeps_its_token_and_its_folder(serve, runs, tmp_path):
     for asked in ("timeline?run=calm&view=up", "heat?run=calm&figure=x", "series?run=calm&key=loss&x=loss"):
         assert get(f"{address}api/{asked}", **shown)[0] == 400, asked
     assert get(f"{address}api/heat?run=calm&first=-1", **shown)[0] == 422
+
+
+@pytest.mark.parametrize("half", [b"", b"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "])
+def test_half_sent_heads_shut_nobody_out(address, half):
+    port = int(address.rstrip("/").rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            sock.sendall(half)
+        assert get(f"{address}api/runs")[0] == 200
+        with urllib.request.urlopen(address, timeout=30) as page:
+            assert page.status == 200
 
 
 def test_wrong_words_on_the_command_line(megascale, runs, tmp_path):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
 import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from megascale.core.secrets import JOB_SECRET_VARIABLE
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.resilience.agent import join as joining
-from megascale.resilience.agent.join import SECRET_VARIABLE, join, parse_place, read_secret
+from megascale.resilience.agent.join import join, parse_place, read_secret
 
 SECRET = "5" * 64
 
@@ -25,13 +29,31 @@ def test_the_secret_comes_from_a_private_file_stdin_or_the_environment(tmp_path,
     assert read_secret(str(file)) == SECRET.encode()
     monkeypatch.setattr(sys, "stdin", io.StringIO(SECRET + "\nmore"))
     assert read_secret("-") == SECRET.encode()
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    monkeypatch.setenv(JOB_SECRET_VARIABLE, SECRET)
     assert read_secret(None) == SECRET.encode()
     with pytest.raises(ConfigError, match="secret is missing"):  # it was forgotten: no child inherits it
         read_secret(None)
     file.write_text("short")
     with pytest.raises(ConfigError, match="no job's secret"):
         read_secret(str(file))
+
+
+@pytest.mark.parametrize("words", [[], ["--secret-file", "/dev/stdin"]])
+def test_an_agent_keeps_no_secret_in_its_environment(words):
+    """It waits for a driver, where nobody listens, while other processes can read its environment."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        command = [sys.executable, "-m", "megascale", "agent", f"127.0.0.1:{port}", "--job", "job", *words]
+        environment = os.environ | {JOB_SECRET_VARIABLE: SECRET}
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        with process:
+            process.stdin.write(SECRET)
+            process.stdin.close()
+            silent.accept()[0].close()  # it has the secret, and asks
+            seen = Path(f"/proc/{process.pid}/environ").read_bytes()
+            process.kill()
+    assert b"MEGASCALE_JOB_SECRET=" not in seen
+    assert SECRET.encode() not in seen
 
 
 @pytest.mark.parametrize("text", ["head", "head:", ":1", "head:0", "head:70000", "::1:80", "head:http"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import shutil
 import subprocess
@@ -140,6 +141,41 @@ def test_the_driver_s_manifests_carry_the_files_that_settings_name(tmp_path: Pat
     assert not any("secrets" in rule["resources"] and {"get", "list", "watch"} & {*rule["verbs"]} for rule in role)
     assert not any("*" in rule["verbs"] + rule["resources"] for rule in [*role, *found["ClusterRole"]["rules"]])
     assert found["Job"]["spec"]["template"]["spec"]["serviceAccountName"] == "megascale-driver"
+
+
+def test_the_environment_of_trainers_is_a_secret(tmp_path: Path):
+    file = tmp_path / "network.env"
+    file.write_text("NCCL_IB_TIMEOUT=21\nAWS_SECRET_ACCESS_KEY=hunter2\n")
+    settings = config()
+    settings = settings.model_copy(
+        update={"resilience": settings.resilience.model_copy(update={"environment": str(file)})}
+    )
+    for form in ("driver", "jobset"):
+        objects = manifests(settings, form, 8, "/data/r")
+        shown = [each for each in objects if each["kind"] != "Secret"]
+        assert "hunter2" not in str(shown)
+        (secret,) = [
+            each for each in objects if each["metadata"]["name"] == "megascale-job-settings" and each not in shown
+        ]
+        assert base64.b64decode(secret["data"]["environment"]).decode() == file.read_text()
+    (settings_map,) = [each for each in shown if each["kind"] == "ConfigMap"]
+    assert 'environment = "/etc/megascale/job/environment"' in settings_map["data"]["job.toml"]
+    file.write_text("NCCL_NET_PLUGIN=evil\n")
+    with pytest.raises(DataError, match="NCCL_NET_PLUGIN is not taken"):
+        manifests(settings, "driver", 8, "/data/r")
+
+
+def test_an_agent_of_a_jobset_reads_the_secret_from_its_mounted_file(tmp_path: Path):
+    (tmp_path / "token").write_text("5" * 64)
+    jobset = manifests(config(), "jobset", 8, "/data/r")[-1]
+    agent = container(jobset["spec"]["replicatedJobs"][1]["template"]["spec"]["template"])
+    assert "token" not in str(agent["env"])
+    assert {"name": "secret", "mountPath": "/etc/megascale/secret", "readOnly": True} in agent["volumeMounts"]
+    words = [word.replace("/etc/megascale/secret", str(tmp_path)) for word in agent["command"]]
+    start = words.index("python3")
+    result = subprocess.run([*words[:start], "cat"], capture_output=True, text=True, check=True)
+    assert result.stdout == "5" * 64
+    assert words[-2:] == ["--secret-file", "-"]
 
 
 def test_the_base_says_what_the_command_prints():

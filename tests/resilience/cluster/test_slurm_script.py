@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megascale.cli.main import app
-from megascale.config import Config, ResilienceConfig
+from megascale.config import Config, ResilienceConfig, TrainConfig, load
 from megascale.errors import ConfigError
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.slurm import _each, gpus_of_a_node
@@ -42,6 +46,79 @@ def test_it_asks_for_one_allocation_with_spares_and_without_evicted_nodes():
     assert not [line for line in script(gpus=0, blocked=[]).splitlines() if "gpus" in line or "exclude" in line]
 
 
+def sbatch_words(text: str) -> list[str]:
+    """Return the words that sbatch reads in a script's options, as `_get_argument` of its sources does."""
+    words: list[str] = []
+    for line in text.split("\n"):
+        if not line.startswith("#SBATCH"):
+            if line and not line.startswith("#"):
+                break
+            continue
+        rest, word, quote, started = iter(line.removeprefix("#SBATCH")), "", "", False
+        for character in rest:
+            if character == "\\":
+                word, started = word + next(rest), True
+            elif quote:
+                quote, word = ("", word) if character == quote else (quote, word + character)
+            elif character in "'\"":
+                quote, started = character, True
+            elif character == "#":
+                break
+            elif character.isspace():
+                words += [word] if started else []
+                word, started = "", False
+            else:
+                word, started = word + character, True
+        assert not quote, line
+        words += [word] if started else []
+    return words
+
+
+WORD = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1)
+
+
+@given(st.lists(WORD, min_size=1), WORD)
+def test_sbatch_reads_every_option_as_it_was_given(values, comment):
+    options = [f"--option{number}={value}" for number, value in enumerate(values)]
+    given_words = ["-p", "gpu", "--comment", comment, *options]
+    limits = ResilienceConfig(cluster="slurm", sbatch=shlex.join(given_words))
+    text = batch_script(Config(resilience=limits), 0, [], [], "")
+    assert sbatch_words(text)[-len(given_words) :] == given_words
+
+
+@pytest.mark.parametrize("folder", ["my runs", "it's", 'say "so"', "100%", "%j", "a#b", "a\tb"])
+def test_the_log_is_next_to_the_run_whatever_its_folder_is_called(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    config = Config(train=TrainConfig(runs=folder, name="demo"), resilience=ResilienceConfig(cluster="slurm"))
+    text = batch_script(config, 0, [f"--train.runs={folder}"], [], "")
+    (output,) = [word for word in sbatch_words(text) if word.startswith("--output=")]
+    pattern = output.removeprefix("--output=")
+    # Slurm's replacements.
+    path = re.sub("%(.)", lambda found: {"%": "%", "j": "17"}[found[1]], pattern)
+    assert path == f"{tmp_path}/{folder}/demo.slurm-17.out"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"runs": "a\n#SBATCH --wrap=evil"},
+        {"runs": "a\rb"},
+        {"runs": "a\\b"},
+        {"sbatch": "--comment='a\nb'"},
+    ],
+)
+def test_what_a_batch_script_cannot_hold_is_refused(settings):
+    limits = ResilienceConfig(cluster="slurm", sbatch=settings.pop("sbatch", ""))
+    with pytest.raises(ConfigError, match=r"sbatch cannot hold|without a backslash"):
+        batch_script(Config(train=TrainConfig(**settings), resilience=limits), 0, [], [], "")
+
+
+@pytest.mark.parametrize("key", ["sbatch", "ssh"])
+def test_a_quotation_without_an_end_names_the_key(key):
+    with pytest.raises(ConfigError, match=rf"resilience\.{key}=.*close each quotation"):
+        load(None, [f"resilience.{key}=--comment='a"])
+
+
 class Batch:
     """The script at work in a folder, with a driver that ends as told and an sbatch that keeps what it is given."""
 
@@ -65,7 +142,7 @@ class Batch:
             assert self.process.poll() is None
 
 
-START = "-m megascale launch job file.toml --nodes=2"
+START = "-P -m megascale launch job file.toml --nodes=2"
 
 
 def test_a_driver_that_is_killed_is_started_again_and_its_exit_code_is_the_jobs(tmp_path, monkeypatch):

@@ -178,3 +178,14 @@ def slurm_completed(job: int, code: int) -> str:
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 1
     return done.stderr
+
+
+def test_fields_of_a_job_may_hold_blanks():
+    text = (
+        "JobId=17 JobName=demo JobState=RUNNING Restarts=0 ReqB:S:C:T=0:0:*:* Socks/Node=* "
+        "WorkDir=/home/me/my runs StdOut=/home/me/my runs/demo.slurm-17.out Power=\n"
+    )
+    fields = slurm_standby.fields(text)
+    assert (fields["JobId"], fields["JobState"], fields["WorkDir"]) == ("17", "RUNNING", "/home/me/my runs")
+    assert fields["StdOut"] == "/home/me/my runs/demo.slurm-17.out"
+    assert slurm_standby.fields(None) == {}

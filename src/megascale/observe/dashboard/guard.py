@@ -32,6 +32,8 @@ _HEADERS = (
     (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
 )
 BODY_BYTES = 16 << 10
+ANSWER_SECONDS = 120.0  # from the head of a request to the last byte of its answer; a stream has no end
+_STREAM = "/api/live"
 
 
 class Guard:
@@ -65,7 +67,21 @@ class Guard:
             await answer({"type": "http.response.start", "status": status, "headers": head})
             await answer({"type": "http.response.body", "body": body})
             return
+        self._allow_answer(scope)
         await self._app(scope, receive, answer)
+
+    def _allow_answer(self, scope: Scope) -> None:
+        """Tell the connection how long its answer may take, and whether it keeps its place until then.
+
+        Pages are for everybody and an order has shown no token yet: those make room when places are short.
+        """
+        connection = scope.get("state", {}).get("connection")
+        if connection is None:
+            return
+        if not scope["path"].startswith("/api/") or scope["method"] not in ("GET", "HEAD"):
+            connection.allow(ANSWER_SECONDS)
+        else:
+            connection.let_in(None if scope["path"] == _STREAM else ANSWER_SECONDS)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str]:
         host = headers.get(b"host", b"").decode("latin-1").lower()

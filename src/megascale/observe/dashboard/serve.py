@@ -21,11 +21,13 @@ from megascale.errors import ConfigError
 from megascale.observe.dashboard.application import Outside, build
 from megascale.observe.dashboard.guard import Guard
 from megascale.observe.dashboard.run_list import RunList
+from megascale.services.door import Door, DoorLimits
+from megascale.services.http_protocol import http_protocol
 from megascale.services.shared_token import make_token
 
 PORT = 8265
 _HEAD_BYTES = 16 << 10
-_CONNECTIONS = 256
+_LIMITS = DoorLimits(connections=256, head_seconds=5.0, backlog=256)
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,32 @@ def names(host: str) -> frozenset[str]:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which raises no signal again when it has ended by one: what it has is put away first."""
+    """uvicorn, whose connections come in by a Door.
+
+    It raises no signal again when it has ended by one: what it has is put away first.
+    """
 
     interrupted = False
 
-    def __init__(self, config: uvicorn.Config, ending: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        listener: socket.socket,
+        context: ssl.SSLContext | None,
+        ending: Callable[[], None],
+    ) -> None:
         super().__init__(config)
-        self._ending = ending
+        self._listener, self._context, self._ending = listener, context, ending
+        self._door: Door | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        self._door = Door([self._listener], http_protocol(self.config, self.server_state), _LIMITS, self._context)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._ending()  # streams never end by themselves
+        if self._door is not None:
+            await self._door.close()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
@@ -129,7 +147,7 @@ def serve(runs: RunList, outside: Outside, at: Listening, say: Callable[[str], N
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((at.host, at.port))
-        listener.listen(_CONNECTIONS)  # whoever comes before the application has begun waits
+        listener.listen(_LIMITS.backlog)  # whoever comes before the application has begun waits
     except OSError as error:
         listener.close()
         raise ConfigError(
@@ -140,13 +158,10 @@ def serve(runs: RunList, outside: Outside, at: Listening, say: Callable[[str], N
     shown = socket.gethostname() if everywhere else f"[{at.host}]" if family == socket.AF_INET6 else at.host
     url = f"{scheme}://{shown}:{listener.getsockname()[1]}/"
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, h11_max_incomplete_event_size=_HEAD_BYTES, lifespan="on",
-        limit_concurrency=_CONNECTIONS, server_header=False, timeout_graceful_shutdown=10, ws="none",
+        app, log_level="error", access_log=False, h11_max_incomplete_event_size=_HEAD_BYTES, lifespan="on",
+        http="h11", server_header=False, timeout_graceful_shutdown=10, ws="none",
     )  # fmt: skip
-    if context is not None:
-        config.ssl_certfile = str(at.certificate)  # marks the configuration as TLS; `load` makes no second context
-        config.ssl_keyfile = str(at.key)
-    server = _Server(config, application.state.live.close)
+    server = _Server(config, listener, context, application.state.live.close)
     say(f"dashboard of {runs.place}: {url}")
     if token is not None:
         say(f"pages ask for the token in {at.token_file}")
@@ -154,7 +169,7 @@ def serve(runs: RunList, outside: Outside, at: Listening, say: Callable[[str], N
     if open_browser:
         webbrowser.open(url)
     try:
-        server.run(sockets=[listener])
+        server.run()
     finally:
         listener.close()
     if server.interrupted:

@@ -15,7 +15,6 @@ import asyncio
 import logging
 import os
 import secrets
-import sys
 import time
 from collections import deque
 from collections.abc import Coroutine
@@ -25,6 +24,7 @@ from typing import Any
 from megascale.core.background import keep_running, log_failure
 from megascale.core.failure import errno_of, keep_no_bytecode
 from megascale.core.ports import free_port
+from megascale.core.python_command import module_command
 from megascale.core.terminal import end_signals, keep_working
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.metrics_page import MetricsPage
@@ -99,7 +99,7 @@ class Agent:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if served is not None:
-            served.close()
+            await served.close()
         self.trainers.end_server()
         self.telemetry.close()
 
@@ -218,11 +218,7 @@ class Agent:
         """Run the self-checks in a process of their own and pass the report on."""
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "megascale.cli.main",
-                "diagnose",
-                "--json",
+                *module_command("megascale.cli.main", "diagnose", "--json"),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

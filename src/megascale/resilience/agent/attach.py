@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.interfaces import address_of, address_towards
+from megascale.core.python_command import module_command
 from megascale.errors import MegascaleError
 from megascale.resilience.agent.node_folder import agent_process, default_folder, end_agent, prepare, remember
 from megascale.resilience.protocol.given import from_record
@@ -93,7 +94,7 @@ def _address(interface: str, driver: str) -> str:
 
 
 def _start(folder: Path, node: str, address: str, request: dict[str, Any]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "megascale.resilience.agent.agent", "--node", node, "--folder", str(folder)]
+    command = module_command("megascale.resilience.agent.agent", "--node", node, "--folder", str(folder))
     command += ["--address", address, "--pod", str(request.get("pod", ""))]
     environment = os.environ | {str(k): str(v) for k, v in request.get("environment", {}).items()}
     with open(folder / "agent.log", "ab") as out:

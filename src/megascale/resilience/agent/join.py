@@ -14,6 +14,7 @@ from typing import Any
 
 from megascale.config import ResilienceConfig
 from megascale.core.interfaces import address_of, address_towards
+from megascale.core.secrets import JOB_SECRET_VARIABLE, take_job_secret
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.resilience.agent import node_health
 from megascale.resilience.agent.agent import serve
@@ -24,21 +25,21 @@ from megascale.resilience.protocol.agent_messages import Described, Refuse
 from megascale.resilience.protocol.given import JobDescription
 from megascale.services.framing import ProtocolError
 
-SECRET_VARIABLE = "MEGASCALE_JOB_SECRET"
 _LEAST = 32  # characters of a secret
 _ANSWER = 10.0  # seconds for a driver to answer
 
 
 def read_secret(file: str | None) -> bytes:
     """The job's secret: from a private file, "-": the first line of stdin, None: the environment, which forgets it.
+    What the environment holds is forgotten in any case.
 
     Raises ConfigError where there is none, DataError for a file that others can read.
     """
+    text = take_job_secret()
     if file is None:
-        text = os.environ.pop(SECRET_VARIABLE, "")
         if not text:
             raise ConfigError(
-                f"the job's secret is missing: --secret-file FILE (- for stdin), or {SECRET_VARIABLE} in the "
+                f"the job's secret is missing: --secret-file FILE (- for stdin), or {JOB_SECRET_VARIABLE} in the "
                 "environment; it stands in RUN/driver/token on the driver's machine"
             )
     elif file == "-":

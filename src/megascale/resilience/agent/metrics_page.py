@@ -1,24 +1,24 @@
 """/metrics and /health of a node: answered by its agent where `resilience.agent_metrics` says.
 
-Whoever reaches the address may read, and nothing else: there is no token, no order and no body. Few connections at
-once, each with one request, few bytes and few seconds.
+Whoever reaches the address may read, and nothing else: there is no token, no order and no body. A Door keeps
+connections few, each with one request, few bytes and few seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import socket
 import time
 from collections.abc import Callable
 
 from megascale.observe.prometheus.exposition import CONTENT_TYPE, Family, expose
 from megascale.resilience.protocol.heartbeat import Heartbeat
+from megascale.services.door import Connection, Door, DoorLimits
 
 log = logging.getLogger("megascale.agent")
 
-CONNECTIONS = 16
-_SECONDS = 5.0
+LIMITS = DoorLimits(connections=16, head_seconds=5.0)
 _HEAD_BYTES = 8192
 
 
@@ -30,31 +30,15 @@ class MetricsPage:
 
     def __init__(self, newest: Callable[[], Heartbeat | None], connected: Callable[[], bool]) -> None:
         self._newest, self._connected = newest, connected
-        self._open = 0
 
-    async def serve(self, address: str) -> asyncio.Server | None:
+    async def serve(self, address: str) -> Door | None:
         """Begin to answer at "HOST:PORT"; None if it cannot listen there: that ends no agent."""
-        host, _, port = address.rpartition(":")
         try:
-            return await asyncio.start_server(self._talk, host.strip("[]"), int(port), limit=_HEAD_BYTES)
+            listeners = _bind(address)
         except OSError as error:
             log.warning("nobody can read this node's /metrics at %s: %s", address, error)
             return None
-
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
-        try:
-            if self._open <= CONNECTIONS:
-                async with asyncio.timeout(_SECONDS):
-                    words = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)[0].split()
-                    writer.write(self._answer(words))
-                    await writer.drain()
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass
-        finally:
-            self._open -= 1
-            with contextlib.suppress(OSError):
-                writer.close()
+        return Door(listeners, lambda connection: _Exchange(connection, self._answer), LIMITS)
 
     def _answer(self, words: list[bytes]) -> bytes:
         method, path = [*words, b"", b""][:2]
@@ -113,6 +97,53 @@ class MetricsPage:
         step = Family("megascale_agent_step", "gauge", "The step that this node's slowest rank is in.")
         step.add(min(steps) if steps else None)
         return [*found, ranks, step, compute, *families.values(), traffic, age]
+
+
+class _Exchange(asyncio.Protocol):
+    """One request and its answer, after which the connection ends."""
+
+    def __init__(self, connection: Connection, answer: Callable[[list[bytes]], bytes]) -> None:
+        self._connection, self._answer = connection, answer
+        self._transport: asyncio.Transport | None = None
+        self._head = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._connection.made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.lost()
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._head += data
+        if b"\r\n\r\n" in self._head:
+            self._transport.write(self._answer(self._head.split(b"\r\n", 1)[0].split()))
+            self._transport.close()
+        elif len(self._head) > _HEAD_BYTES:
+            self._transport.abort()
+
+
+def _bind(address: str) -> list[socket.socket]:
+    """Return a bound socket for each address of "HOST:PORT"."""
+    host, _, port = address.rpartition(":")
+    listeners: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, place in socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            listeners.append(socket.socket(family, kind, protocol))
+            listeners[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listeners[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listeners[-1].bind(place)
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
 
 
 def _response(code: int, text: str, kind: str = "text/plain; charset=utf-8") -> bytes:

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection
@@ -21,6 +20,7 @@ from megascale.core.background import FailureLog
 from megascale.core.failure import room
 from megascale.core.interfaces import interface_of
 from megascale.core.ports import is_loopback
+from megascale.core.python_command import module_command
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import read_status
 from megascale.core.untrusted_files import open_regular
@@ -113,7 +113,7 @@ class Trainers:
         server = "megascale.resilience.agent.fork_server"
         with open(self.folder / "forkserver.log", "ab") as out:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", server, str(theirs.fileno()), str(os.getpid()), *PRELOAD],
+                module_command(server, str(theirs.fileno()), str(os.getpid()), *PRELOAD),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -7,16 +7,27 @@ jobset: driver and nodes as one JobSet, which a queue such as Kueue admits as a 
 
 from __future__ import annotations
 
+import base64
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from megascale.config import Config
+from megascale.core.environment_file import read_environment
+from megascale.core.python_command import module_command
 from megascale.errors import DataError
 from megascale.resilience.cluster.kubernetes_api import Json
 from megascale.resilience.cluster.kubernetes_objects import config_map, own_secrets, secret, taken_over
-from megascale.resilience.cluster.kubernetes_pod import JOB, labels, merge, object_name, pod, read_patch
+from megascale.resilience.cluster.kubernetes_pod import (
+    JOB,
+    SECRET_FOLDER,
+    labels,
+    merge,
+    object_name,
+    pod,
+    read_patch,
+)
 
 Form = Literal["nodes", "driver", "jobset"]
 FORMS: tuple[Form, ...] = ("nodes", "driver", "jobset")
@@ -45,7 +56,7 @@ def manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json]:
             patch=read_patch(config.kubernetes),
         )
         return [config_map(job), secret(job, b"made-by-the-driver"), _in_namespace(config, node)]
-    kept = [settings_map(config), network_policy(job)]
+    kept = [*settings_objects(config), network_policy(job)]
     if form == "driver":
         found = [*rights(job, config.kubernetes.namespace), *kept, driver_job(config, run)]
     else:
@@ -125,8 +136,12 @@ def network_policy(job: str = "") -> Json:
 # the driver as a pod --------------------------------------------------------------------------------------------------
 
 
-def settings_map(config: Config) -> Json:
-    """The job's settings as its driver's pod reads them, with files that they name; DataError if one cannot be read."""
+def settings_objects(config: Config) -> list[Json]:
+    """Return what the driver's pod finds in SETTINGS_FOLDER: a ConfigMap with the settings and the files that they
+    name, and a Secret with the environment, which may hold keys.
+
+    Raises DataError if a file cannot be read or is wrong.
+    """
     limits, settings = config.resilience, config.kubernetes.model_copy(update={"kubeconfig": "", "context": ""})
     data = {}
     files = {"pod.yaml": settings.pod, "placement.json": limits.placement, "environment": limits.environment}
@@ -136,13 +151,20 @@ def settings_map(config: Config) -> Json:
                 data[name] = Path(path).read_text()
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{path}, which the settings name, cannot be read: {error}") from None
+    if limits.environment:
+        read_environment(Path(limits.environment), "resilience.environment")
     there = {name: f"{SETTINGS_FOLDER}/{name}" for name in data}
     settings = settings.model_copy(update={"pod": there.get("pod.yaml", "")})
     changes = {"placement": there.get("placement.json"), "environment": there.get("environment")}
     inside = {"kubernetes": settings, "resilience": limits.model_copy(update=changes)}
+    environment = data.pop("environment", None)
     data["job.toml"] = config.model_copy(update=inside).to_toml()
     about = {"name": f"{object_name(config.train.name)}-settings", "labels": labels(config.train.name, "job")}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
+    objects: list[Json] = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}]
+    if environment is not None:
+        secret_data = {"environment": base64.b64encode(environment.encode()).decode()}
+        objects.append({"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": about, "data": secret_data})
+    return objects
 
 
 def _driver_pod(config: Config, run: str, words: Sequence[str]) -> Json:
@@ -159,12 +181,14 @@ def _driver_pod(config: Config, run: str, words: Sequence[str]) -> Json:
     kept = [each for each in container["env"] if not each["name"].startswith("MEGASCALE_")]
     mounts = [each for each in container["volumeMounts"] if each["name"] not in own]
     volumes = [each for each in node["spec"]["volumes"] if each["name"] not in own]
-    job_toml = {"name": f"{object_name(job)}-settings"}
+    name = f"{object_name(job)}-settings"
+    # The Secret exists where resilience.environment names a file.
+    sources = [{"configMap": {"name": name}}, {"secret": {"name": name, "optional": True}}]
     driver: Json = {
         "name": "driver",
         "image": settings.image,
         "imagePullPolicy": settings.pull_policy,
-        "command": [settings.python, "-m", "megascale", "launch", f"{SETTINGS_FOLDER}/job.toml", *words],
+        "command": module_command("megascale", "launch", f"{SETTINGS_FOLDER}/job.toml", *words, python=settings.python),
         "env": [*env, *kept],
         "volumeMounts": [{"name": "settings", "mountPath": SETTINGS_FOLDER, "readOnly": True}, *mounts],
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}},
@@ -176,7 +200,7 @@ def _driver_pod(config: Config, run: str, words: Sequence[str]) -> Json:
         "serviceAccountName": "megascale-driver",
         "terminationGracePeriodSeconds": 30,
         "containers": [driver],
-        "volumes": [{"name": "settings", "configMap": job_toml}, *volumes],
+        "volumes": [{"name": "settings", "projected": {"sources": sources}}, *volumes],
     }
     spec |= {key: node["spec"][key] for key in kept_of_node if node["spec"].get(key)}
     return {"metadata": {"labels": labels(job, "driver")}, "spec": spec}
@@ -212,9 +236,10 @@ def jobset(config: Config, gpus: int, run: str) -> Json:
     driver["spec"]["containers"][0]["command"] = ["sh", "-c", begin + shlex.join(command)]
     node = pod(config, job, gpus, environment=taken_over(), patch=read_patch(settings))
     agent, place = node["spec"]["containers"][0], f"{name}-driver-0-0.{name}:{AGENTS_PORT}"
-    agent["command"] = [settings.python, "-m", "megascale", "agent", place, "--job", job]
-    agent["command"] += ["--node", "$(MEGASCALE_NODE)", "--folder", "/var/lib/megascale"]
-    agent["env"].append({"name": "MEGASCALE_JOB_SECRET", "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}})
+    agent["command"] = module_command("megascale", "agent", place, "--job", job, python=settings.python)
+    agent["command"] += ["--node", "$(MEGASCALE_NODE)", "--folder", "/var/lib/megascale", "--secret-file", "-"]
+    # On stdin: a variable would stand in /proc/PID/environ for as long as the agent runs.
+    agent["command"] = ["sh", "-c", f'exec "$@" < {SECRET_FOLDER}/token', "agent", *agent["command"]]
     node["spec"]["restartPolicy"] = "OnFailure"
     marks = labels(job, "job") | ({"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {})
     for thing in (node, driver):

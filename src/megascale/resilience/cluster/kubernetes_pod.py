@@ -9,6 +9,7 @@ from typing import Any
 
 from megascale.config import Config, KubernetesConfig
 from megascale.config.text_files import read_text
+from megascale.core.python_command import module_command
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.kubernetes_api import Json
 from megascale.resilience.cluster.kubernetes_table import SLOT
@@ -139,7 +140,7 @@ def _container(config: Config, gpus: int, slot: str, environment: Mapping[str, s
         "name": CONTAINER,
         "image": settings.image,
         "imagePullPolicy": settings.pull_policy,
-        "command": [settings.python, "-m", MODULE],
+        "command": module_command(MODULE, python=settings.python),
         "env": env,
         "volumeMounts": [
             {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megascale.core.python_command import module_command
 from megascale.resilience.agent.services import end_services
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.process_birth import born
@@ -90,7 +91,7 @@ class LocalCluster:
         except OSError as error:
             log.warning("no agent on %s: what it is given cannot be written: %s", name, error)
             return False
-        command = [sys.executable, "-m", "megascale.resilience.agent.agent", "--node", name]
+        command = module_command("megascale.resilience.agent.agent", "--node", name)
         command += ["--folder", str(own), "--address", _address(name), "--pod", f"local-{name}"]
         environment, devices = dict(os.environ), ""
         if self.devices:

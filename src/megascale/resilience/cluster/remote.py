@@ -14,7 +14,6 @@ import logging
 import os
 import shlex
 import signal
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 from megascale.core.background import keep_running, log_failure
 from megascale.core.interfaces import address_towards
+from megascale.core.python_command import module_command
 from megascale.core.secrets import PASSWORD_VARIABLE, REPLICA_VARIABLE
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.cluster.cluster_registry import ClusterRequest
@@ -331,7 +331,7 @@ def make_marker(folder: Path) -> str:
 
 
 def _attach(host: Host) -> list[str]:
-    words = [host.python or sys.executable, "-m", ATTACH]
+    words = module_command(ATTACH, python=host.python)
     path = os.environ.get("PYTHONPATH")
     return ["env", f"PYTHONPATH={path}", *words] if path else words
 

@@ -18,12 +18,12 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 
 from megascale.config import Config
 from megascale.core.background import keep_running, log_failure
+from megascale.core.python_command import module_command
 from megascale.errors import EXIT_INTERRUPTED, ConfigError
 from megascale.resilience.cluster import slurm_standby
 from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
@@ -143,7 +143,7 @@ class SlurmCluster(RemoteCluster):
         except OSError as error:
             self._say("driver", f"no standby: {error}")
             return
-        words = [sys.executable, "-m", _STANDBY, str(self.run), number, self._own]
+        words = module_command(_STANDBY, str(self.run), number, self._own)
         pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         command = self.command(Host(name, name), words, "standby")
         process = await asyncio.create_subprocess_exec(

@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megascale.core.python_command import module_command
 from megascale.errors import DataError
 from megascale.resilience.cluster.slurm_script import BEFORE
 from megascale.resilience.protocol.contact import ENDED_EPOCH, folder, read_contact
@@ -105,7 +106,7 @@ def _end(run: Path, job: str, starts: int, code: int) -> None:
         if about and not runs(about, starts):
             return
         time.sleep(_LOOK / 2)
-    complete = [sys.executable, "-m", "megascale.resilience.cluster.slurm_completion", job, str(code)]
+    complete = module_command("megascale.resilience.cluster.slurm_completion", job, str(code))
     if subprocess.run(complete).returncode:
         subprocess.run(["scancel", job])
 
@@ -136,8 +137,8 @@ def _read(file: Path) -> dict[str, object]:
 
 
 def fields(text: str | None) -> dict[str, str]:
-    """Of what `scontrol show job --oneliner` says."""
-    return dict(re.findall(r"(\w+)=(\S*)", text)) if text else {}
+    """Return the fields of what `scontrol show job --oneliner` says; values such as paths may hold blanks."""
+    return dict(re.findall(r"(\w+)=(.*?)(?=\s+[\w:/]+=|\s*$)", text, re.MULTILINE)) if text else {}
 
 
 def ask_about(job: str) -> dict[str, str]:
@@ -170,7 +171,7 @@ def seconds_left(about: Mapping[str, str], now: float) -> float:
 
 def seconds_before(script: str) -> int:
     """How long before the time limit a batch script wants its signal."""
-    found = re.findall(r"^#SBATCH .*--signal=B:USR1@(\d+)", script, re.MULTILINE)
+    found = re.findall(r"^#SBATCH .*--signal[= ]B:USR1@(\d+)", script, re.MULTILINE)
     return int(found[-1]) if found else BEFORE
 
 

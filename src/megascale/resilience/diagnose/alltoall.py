@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from megascale.core.python_command import module_command
 from megascale.resilience.diagnose.check import SelfCheck, absent
 
 _BYTES = 256 << 20  # that each process sends
@@ -34,7 +35,7 @@ def exchange(world: int, device: str = "cuda", bytes_: int = _BYTES) -> SelfChec
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    module = [sys.executable, "-m", "megascale.resilience.diagnose.alltoall"]
+    module = module_command("megascale.resilience.diagnose.alltoall")
     words = [str(world), str(port), device, str(bytes_)]
     processes = [
         subprocess.Popen([*module, str(r), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from megascale.core.python_command import module_command
 from megascale.resilience.diagnose.check import SelfCheck
 from megascale.resilience.diagnose.regroup import Inquiry, Pair, thresholds
 
@@ -165,7 +166,7 @@ def in_a_process(host: str, port: int, seconds: float = _MEASURE_SECONDS) -> Mea
 
     def measure(pair: Pair, node: int, number: int) -> float:
         words = [host, str(port), f"pair/{number}/{pair[0]}-{pair[1]}", str(pair.index(node)), str(seconds)]
-        module = [sys.executable, "-m", "megascale.resilience.diagnose.pairs"]
+        module = module_command("megascale.resilience.diagnose.pairs")
         done = subprocess.run([*module, *words], capture_output=True, text=True, timeout=seconds, check=True)
         return float(done.stdout.strip().splitlines()[-1])
 

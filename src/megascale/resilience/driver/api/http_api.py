@@ -23,10 +23,12 @@ from megascale import __version__
 from megascale.core.background import log_failure
 from megascale.errors import MegascaleError
 from megascale.observe.prometheus.exposition import CONTENT_TYPE, expose
-from megascale.resilience.driver.api import metrics, settable, tls, tokens
-from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Door, Guard
+from megascale.resilience.driver.api import http_limits, metrics, settable, tls, tokens
+from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Guard
 from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_piece
 from megascale.resilience.driver.process import descriptors
+from megascale.services.door import Door, DoorLimits
+from megascale.services.http_protocol import http_protocol
 
 log = logging.getLogger("megascale.driver")
 
@@ -382,7 +384,8 @@ async def serve(driver: Driver, host: str, port: int) -> tuple[str, Any]:
     log_failure(task, "the API's server", log)
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
-    door = Door(listener, settings, server.server_state, context)
+    door_limits = DoorLimits(http_limits.CONNECTIONS, http_limits.HEAD_SECONDS)
+    door = Door([listener], http_protocol(settings, server.server_state), door_limits, context)
     name = listener.getsockname()
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 

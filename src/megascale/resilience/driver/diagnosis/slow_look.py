@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
+from megascale.core.python_command import module_command
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import Phase
@@ -69,7 +69,7 @@ class SlowLook:
             self._next = time.monotonic() + max(EVERY, 10 * took)
 
     async def _ask(self, attempt: int) -> tuple[SlowFinding, ...]:
-        words = [sys.executable, "-m", "megascale", "stragglers", str(self._run), "--json"]
+        words = module_command("megascale", "stragglers", str(self._run), "--json")
         process = await asyncio.create_subprocess_exec(
             *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
         )

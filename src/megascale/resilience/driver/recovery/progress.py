@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megascale.core.python_command import module_command
 from megascale.core.status import FAILED_IN_STEP
 from megascale.resilience.driver.state.job_state import JobState
 from megascale.resilience.protocol.heartbeat import Worker
@@ -71,7 +71,7 @@ async def samples_of(run: Path, step: int) -> tuple[str, dict[str, Any]]:
     """The samples that a step trains: (a sentence, {"first", "count", "samples"}); looked up by a process of its own,
     as this package knows no data. Where it cannot find them, the sentence says why."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megascale.cli.main", "data", "samples", str(run), f"--step={step}", "--json"),
+        *module_command("megascale.cli.main", "data", "samples", str(run), f"--step={step}", "--json"),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
