@@ -128,6 +128,9 @@ class Shelf:
         for name in names:
             self._place(f"{path}/{name}").unlink(missing_ok=True)
 
+    def is_link(self, path):
+        return False
+
     def free(self):
         return None
 

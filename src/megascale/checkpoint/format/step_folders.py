@@ -231,15 +231,23 @@ def remove_step(storage: Storage, step: int, names: list[str]) -> None:
     storage.clear(place, [name for name in names if name != COMMIT])
 
 
-def prune(folder: Place, keep: int, whole: Callable[[Commit], bool] | None = None) -> list[int]:
+def linked_steps(storage: Storage) -> list[int]:
+    """Return the steps whose folder is a link to a folder elsewhere, ascending."""
+    return [step for step in step_folders(storage) if storage.is_link(step_name(step))]
+
+
+def prune(
+    folder: Place, keep: int, whole: Callable[[Commit], bool] | None = None, remove_links: bool = False
+) -> list[int]:
     """Remove all but the newest `keep` commits and the leftovers of saves before the newest; the steps removed.
 
     A commit whose files are cut short or gone, or that was found damaged when it was read, does not count among those
     kept. A COMMIT that cannot be read is left for a person to look at, and so is what a save with a higher number than
-    the newest commit writes just now.
+    the newest commit writes just now. No file of a linked step folder is ever removed: a person has put it elsewhere.
 
     Args:
         whole: a closer look at each commit that would be kept; default: the lengths of its files.
+        remove_links: remove the link of a superfluous step whose folder is elsewhere; default: leave it.
     """
     storage = open_storage(folder)
     sound = (c for c in survey(storage)[0] if _sizes_hold(storage, c) and not marked_damaged(storage, c))
@@ -253,7 +261,11 @@ def prune(folder: Place, keep: int, whole: Callable[[Commit], bool] | None = Non
         if not names:  # a save begins here just now
             continue
         newest = max((int(m.group(1)) for name in names if (m := GENERATION.match(name))), default=0)
-        if step in kept:
+        if storage.is_link(step_name(step)):
+            if remove_links and step not in kept and newest <= good[0].sequence:
+                storage.remove(step_name(step))
+                removed.append(step)
+        elif step in kept:
             _sweep(storage, kept[step], names, good[0].sequence)
         elif newest <= good[0].sequence:
             try:

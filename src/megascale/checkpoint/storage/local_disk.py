@@ -147,6 +147,9 @@ class LocalStorage:
             self.disk.drop_folder(folder)
             self.disk.sync_folder(folder.parent)
 
+    def is_link(self, path: str) -> bool:
+        return (self.root / path).is_symlink()
+
     def free(self) -> int | None:
         place = self.root.absolute()
         while not place.exists():

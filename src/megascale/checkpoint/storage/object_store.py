@@ -66,8 +66,12 @@ class FsspecStorage:
 
     def remove(self, path: str) -> None:
         self._fs.invalidate_cache()
+        is_link = self.is_link(path)
         with contextlib.suppress(FileNotFoundError):
-            self._fs.rm(self._path(path), recursive=True)
+            if is_link:
+                self._fs.rm_file(self._path(path))
+            else:
+                self._fs.rm(self._path(path), recursive=True)
 
     def clear(self, path: str, names: Iterable[str]) -> None:
         self._fs.invalidate_cache()
@@ -80,6 +84,15 @@ class FsspecStorage:
                         self._fs.rm(one)
         with contextlib.suppress(OSError):  # there is more in it, or there are no folders here
             self._fs.rmdir(self._path(path))
+
+    def is_link(self, path: str) -> bool:
+        self._fs.invalidate_cache()
+        try:
+            info = self._fs.info(self._path(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        # Only file systems that have links give one of these: fsspec's "local" the first, its "sftp" the second.
+        return bool(info.get("islink")) or info["type"] == "link"
 
     def free(self) -> int | None:
         return None
