@@ -7,9 +7,10 @@ from typing import Any
 
 from megascale.config import Config
 from megascale.core.events import Event
+from megascale.core.json_lines import append_record
 from megascale.errors import remedy
 from megascale.observe.metrics import JsonLines, MetricSink, SinkRequest, Terminal, has_tensorboard, open_sinks
-from megascale.train.run_folder import RunFolder, append
+from megascale.train.run_folder import RunFolder
 
 
 class Reporter:
@@ -50,7 +51,7 @@ class Reporter:
     def samples(self, step: int, first: int, count: int, ids: Any) -> None:
         """Which samples a step has trained."""
         if self.leader:
-            append(self.folder.samples, {"step": step, "first": first, "count": count, "ids": ids})
+            append_record(self.folder.samples, {"step": step, "first": first, "count": count, "ids": ids})
 
     def event(self, event: Event, **details: Any) -> None:
         """A line of events.jsonl, on disk before returning."""
