@@ -52,7 +52,7 @@ def test_a_stopped_writer_holds_up_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [b"", b'{"st'])
-def test_without_room_for_a_line_the_file_stays_as_it_was(tmp_path: Path, cut: bytes) -> None:
+def test_without_room_for_a_line_the_file_is_as_it_was(tmp_path: Path, cut: bytes) -> None:
     file = tmp_path / "events.jsonl"
     file.write_bytes(b'{"step": 1}\n' + cut)
     write: Callable[[int, bytes], int] = os.write
