@@ -292,11 +292,14 @@ def reshard(
 
 def _alone(what: str, *places: str) -> contextlib.ExitStack:
     """Keep trainings out of the runs whose checkpoints change, or ConfigError if one is there."""
+    from megascale.checkpoint.storage.opening import local_folder
+
     folders: set[Path] = set()
     for place in places:
-        if "://" in place:
+        folder = local_folder(place)
+        if folder is None:
             continue
-        path = Path(place).resolve()
+        path = folder.resolve()
         folders |= {folder for folder in (path, *path.parents[:2]) if (folder / "config.toml").is_file()}
         folders |= {path} if (path / run_lock.TRAINERS).is_file() else set()
     with contextlib.ExitStack() as undo:

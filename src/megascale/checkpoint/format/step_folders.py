@@ -10,10 +10,11 @@ the step says (a run that went back to an earlier step goes on from there).
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import secrets
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,7 @@ from megascale.checkpoint.format.coverage import check_cover
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
+from megascale.checkpoint.storage.save_errors import OtherOwner
 from megascale.errors import DataError
 
 _IDENTITY = "ID"
@@ -170,10 +172,40 @@ def _word(storage: Storage, name: str) -> str:
     raise DataError(f"'{storage.url}/{name}' holds no name, and so is none of this program's; move it away")
 
 
-def claim(storage: Storage, run: str) -> None:
-    """Give the folder to a run."""
-    if owner(storage) != run:
+def claim(storage: Storage, run: str, previous: str) -> bool:
+    """Give the folder to a run; return whether it is its own now.
+
+    Of several runs that start at the same moment one gets it. False if another run than `previous` has it.
+
+    Args:
+        previous: identity of the run whose folder it was when this start was judged, "" if it was given to none.
+    """
+    current = owner(storage)
+    if current not in (run, previous):
+        return False
+    if not current:
+        storage.create_exclusively(_OWNER, run.encode())
+    elif current != run:
         storage.write(_OWNER, run.encode())
+    return owner(storage) == run
+
+
+def check_owner(storage: Storage, state: Mapping[str, Any]) -> None:
+    """Refuse to save a state into a folder that was given to another run: OtherOwner.
+
+    Object storage has no locks, so a run that was accepted may still lose the folder to one that takes it over.
+
+    Args:
+        state: what the trainer saves beside tensors, which says of which run it is.
+    """
+    run = (state.get("run") or {}).get("id")
+    current = owner(storage)
+    if run and current and current != run:
+        raise OtherOwner(
+            errno.EBUSY,
+            f"{storage.url!r} was given to another run (identity {current[:16]}, this run's is {run}) after this "
+            "start: two runs would remove each other's checkpoints. Give each its own checkpoint.location",
+        )
 
 
 def mark_damaged(storage: Storage, commit: Commit) -> None:

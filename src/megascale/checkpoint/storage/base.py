@@ -46,6 +46,13 @@ class Storage(Protocol):
     def write(self, path: str, data: bytes) -> None:
         """Put a small file in place, whole and lasting."""
 
+    def create_exclusively(self, path: str, data: bytes) -> bool:
+        """Put a small file in place, whole and lasting, unless one is there; return whether it was put there.
+
+        Of several that try at once one succeeds. Storage that cannot promise this may let the last one succeed too:
+        read the file afterwards.
+        """
+
     def create(self, path: str) -> StorageWriter:
         """Begin a large file."""
 

@@ -60,6 +60,19 @@ class FsspecStorage:
         self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
         self._retry(lambda: self._fs.pipe_file(self._path(path), data))
 
+    def create_exclusively(self, path: str, data: bytes) -> bool:
+        self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
+        try:
+            # S3 and its like decide which of several comes first; other file systems look before they write.
+            self._fs.pipe_file(self._path(path), data, mode="create")
+        except FileExistsError:
+            return False
+        except OSError:  # so s3fs says that there is one
+            if self.size(path) is None:
+                raise
+            return False
+        return True
+
     def create(self, path: str) -> StorageWriter:
         self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
         return _ObjectSink(self._fs, self._path(path))
