@@ -7,6 +7,7 @@ Tests of how services start, and of what they do when their starter dies, start 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import signal
@@ -29,9 +30,18 @@ MODULES = (
 )
 
 
+@functools.cache
+def await_server() -> None:
+    """Wait until the fork server has loaded what it forks: who asks it for a service counts the seconds."""
+    process = context.Process(target=os.getpid)
+    process.start()
+    process.join()
+
+
 @contextmanager
 def forked_services() -> Iterator[None]:
     """Within, this process has services forked."""
+    await_server()
     with mock.patch.object(Launch, "spawn", _spawn):
         yield
 

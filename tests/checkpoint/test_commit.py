@@ -47,6 +47,42 @@ def test_keeps_newest_and_goes_by_commit_order(folder: Path) -> None:
     assert {p.name for p in folder.iterdir()} == {"step-25", "step-30"}
 
 
+@pytest.mark.parametrize("scheme", ["", "file://", "local://"])
+def test_a_linked_step_is_never_emptied(folder: Path, tmp_path: Path, scheme: str) -> None:
+    """A checkpoint that was moved to another disk, and linked, survives what saving and pruning remove."""
+    place = f"{scheme}{folder}"
+    for step in (1, 2):
+        save(place, step, whole(logical_state(step)), {"step": step}, keep=2)
+    (folder / "step-2" / "00000001-abcdabcd-00000.distcp").write_bytes(b"of a save that died")
+    archived = {}
+    for step in (1, 2):
+        (folder / f"step-{step}").rename(tmp_path / f"moved-{step}")
+        (folder / f"step-{step}").symlink_to(tmp_path / f"moved-{step}")
+        archived[step] = _contents(tmp_path / f"moved-{step}")
+    for step, keep in ((3, 2), (4, 1), (5, 1)):
+        save(place, step, whole(logical_state(step)), {"step": step}, keep=keep)
+    assert steps(place) == [1, 2, 5]
+    assert {step: _contents(tmp_path / f"moved-{step}") for step in (1, 2)} == archived
+    assert prune(place, keep=1, remove_links=True) == [1, 2]
+    assert steps(place) == [5]
+    assert {step: _contents(tmp_path / f"moved-{step}") for step in (1, 2)} == archived
+
+
+def test_a_linked_step_may_be_saved_again(folder: Path, tmp_path: Path) -> None:
+    save(folder, 1, whole(logical_state(1)), {}, keep=2)
+    (folder / "step-1").rename(tmp_path / "moved")
+    (folder / "step-1").symlink_to(tmp_path / "moved")
+    earlier = {name for name in _contents(tmp_path / "moved") if name[:8].isdecimal()}
+    save(folder, 1, whole(logical_state(7)), {"step": 1}, keep=1)
+    assert earlier < _contents(tmp_path / "moved").keys()
+    got, _ = _load(folder)
+    assert_same(got, logical_state(7))
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
 def test_saved_again_replaces(folder: Path) -> None:
     save(folder, 5, whole(logical_state(1)), {}, keep=1)
     files = {p.name for p in (folder / "step-5").iterdir()}

@@ -82,6 +82,16 @@ def test_prune_keeps_the_newest(run: Path) -> None:
     assert (run / "checkpoints" / "step-20").is_dir()
 
 
+def test_prune_removes_a_link_and_not_where_it_leads(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoints" / "step-10").rename(tmp_path / "moved")
+    (run / "checkpoints" / "step-10").symlink_to(tmp_path / "moved")
+    held = sorted(file.name for file in (tmp_path / "moved").iterdir())
+    said = call("prune", run, "--keep", "1")
+    assert "removed steps none; removed the links of steps [10], whose folders elsewhere stay; kept [20]" in said
+    assert not (run / "checkpoints" / "step-10").is_symlink()
+    assert sorted(file.name for file in (tmp_path / "moved").iterdir()) == held
+
+
 @pytest.mark.parametrize("form", ["folder", "shards", "file.pt"])
 def test_export_and_import_round_trip(run: Path, tmp_path: Path, form: str) -> None:
     out = tmp_path / form

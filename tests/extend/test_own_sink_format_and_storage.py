@@ -117,6 +117,14 @@ class Shelf:
         writer.write(data)
         writer.finish()
 
+    def create_exclusively(self, path, data):
+        try:
+            with open(self._place(path), "xb") as out:
+                out.write(data)
+        except FileExistsError:
+            return False
+        return True
+
     def create(self, path):
         return Writer(self._place(path))
 
@@ -127,6 +135,9 @@ class Shelf:
     def clear(self, path, names):
         for name in names:
             self._place(f"{path}/{name}").unlink(missing_ok=True)
+
+    def is_link(self, path):
+        return False
 
     def free(self):
         return None

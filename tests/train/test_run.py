@@ -47,6 +47,18 @@ def test_a_run_learns_and_leaves_its_story(tiny, tmp_path):
     assert [r["step"] for r in lines(run / "metrics.jsonl") if "valid_loss" in r] == [10, 20, 30, 40]
 
 
+def test_an_event_that_a_crash_has_cut_confuses_no_later_attempt(tiny, tmp_path):
+    run = tmp_path / "runs" / "tiny"
+    for attempt in range(4):
+        train(load_config(tiny, ["--train.steps=8", "--train.stop_after=1", "--train.eval_samples=1"]))
+        if attempt < 3:
+            text = (run / "events.jsonl").read_text()
+            (run / "events.jsonl").write_text(text[: -15 - attempt])
+    events = lines(run / "events.jsonl")
+    assert [e["attempt"] for e in events if e["event"] in ("run_started", "resumed")] == [0, 1, 2, 3]
+    assert [e["attempt"] for e in events] == sorted(e["attempt"] for e in events)
+
+
 def test_a_finished_run_says_so_and_goes_on_with_more_steps(tiny, megascale, tmp_path):
     assert megascale("train", tiny, "--train.steps=3").returncode == 0
     again = megascale("train", tiny, "--train.steps=3")

@@ -145,7 +145,7 @@ def test_a_training_is_alone_with_its_run(tiny, tmp_path):
         before = (run / "config.toml").read_bytes()
         alone = load_config(tiny, ["--train.steps=3", "--lr.peak=1e-3"])
         several = load_config(tiny, ["--parallel.tensor=2"])
-        sharer = load_config(tiny, ["--train.name=other", f"--checkpoint.location={place}"])
+        sharer = load_config(tiny, ["--train.name=other", f"--checkpoint.location=file://{place}"])
         for second in (
             lambda: train(alone),
             lambda: train(sharer),
@@ -153,6 +153,7 @@ def test_a_training_is_alone_with_its_run(tiny, tmp_path):
             lambda: start_driver.drive(*start_driver.prepare(several), lambda who, text: None),
             lambda: prune(str(run), 1),
             lambda: prune(str(place), 1),
+            lambda: prune(f"local://{place}", 1),
         ):
             with pytest.raises(Busy, match=str(ranks[0].pid)) as caught:
                 second()

@@ -28,7 +28,7 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.base import Storage, StorageWriter
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.checkpoint.storage.save_errors import explain
-from megascale.errors import TrainingError
+from megascale.errors import DataError, TrainingError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -154,7 +154,7 @@ def save_to(
 ) -> int:
     """As `save`; the checkpoint's bytes, the same on all."""
     part, plan = agree(peers, shards)
-    start = peers.share(_begin(storage, step, plan.size) if plan else None, tuple[str, int] | SaveFailure | None)
+    start = peers.share(_begin(storage, state, plan.size) if plan else None, tuple[str, int] | SaveFailure | None)
     if isinstance(start, SaveFailure):
         raise start.error()
     generation, needed = start
@@ -199,14 +199,15 @@ class SaveFailure:
         return failed
 
 
-def _begin(storage: Storage, step: int, needed: int) -> tuple[str, int] | SaveFailure:
+def _begin(storage: Storage, state: dict[str, Any], needed: int) -> tuple[str, int] | SaveFailure:
     """The save's generation and bytes, or why it cannot begin."""
     try:
+        folders.check_owner(storage, state)
         free = storage.free()
         if free is not None and free < needed:
             raise OSError(errno.ENOSPC, "No space left on device")
         return folders.new_generation(storage), needed
-    except OSError as error:
+    except (OSError, DataError) as error:
         return SaveFailure.of(explain(error, storage, needed))
 
 

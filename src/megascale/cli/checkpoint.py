@@ -182,25 +182,33 @@ def prune(
 ) -> None:
     """Remove old checkpoints and what saves that died have left. Refused (exit code 2) while the run is training.
 
-    Those kept are read whole first: one that is damaged does not count, and an older one is kept in its place.
+    Those kept are read whole first: one that is damaged does not count, and an older one is kept in its place. Of a
+    step-N that is a link the link is removed, and the folder that it leads to stays as it is.
 
     Example: megascale checkpoint prune runs/first --keep 1
     """
-    from megascale.checkpoint.format.step_folders import find_steps, steps
+    from megascale.checkpoint.format.step_folders import find_steps, linked_steps, step_folders, steps
     from megascale.checkpoint.format.step_folders import prune as remove
     from megascale.checkpoint.format.verify import verify as check
 
     storage, there = find_steps(path)
     with _alone("megascale checkpoint prune", path, storage.url):
-        removed = remove(storage, keep, whole=lambda commit: not check(storage, commit.step).problems)
+        linked = linked_steps(storage)
+        is_sound = lambda commit: not check(storage, commit.step).problems
+        removed = remove(storage, keep, whole=is_sound, remove_links=True)
         left = steps(storage)
+        remaining = step_folders(storage)
     if not left:
         raise DataError(
             f"no checkpoint in {path!r} is complete, so nothing was removed; see megascale checkpoint inspect"
         )
-    swept = sorted(set(there) - set(left) - set(removed))
+    unlinked = [step for step in removed if step in linked]
+    deleted = [step for step in removed if step not in linked]
+    swept = sorted(set(there) - set(remaining) - set(removed))
     also = f"; swept half-written steps {swept}" if swept else ""
-    typer.echo(f"removed steps {removed or 'none'}{also}; kept {left}")
+    if unlinked:
+        also += f"; removed the links of steps {unlinked}, whose folders elsewhere stay"
+    typer.echo(f"removed steps {deleted or 'none'}{also}; kept {left}")
 
 
 @commands.command(name="export")
@@ -289,11 +297,14 @@ def reshard(
 
 def _alone(what: str, *places: str) -> contextlib.ExitStack:
     """Keep trainings out of the runs whose checkpoints change, or ConfigError if one is there."""
+    from megascale.checkpoint.storage.opening import local_folder
+
     folders: set[Path] = set()
     for place in places:
-        if "://" in place:
+        folder = local_folder(place)
+        if folder is None:
             continue
-        path = Path(place).resolve()
+        path = folder.resolve()
         folders |= {folder for folder in (path, *path.parents[:2]) if (folder / "config.toml").is_file()}
         folders |= {path} if (path / run_lock.TRAINERS).is_file() else set()
     with contextlib.ExitStack() as undo:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 
+from megascale.checkpoint.storage.opening import local_folder
 from megascale.config import Config
 from megascale.core import run_lock
 from megascale.core.events import Event
@@ -25,8 +25,8 @@ def claim(config: Config) -> list[RunLock]:
     if run_lock.started_by_driver():
         grace_period = min(60.0, config.rendezvous.timeout / 2)  # ranks of the attempt before may be dying
     places, location = [config.run_folder], config.checkpoint.location
-    if location is not None and "://" not in location:
-        places.append(Path(location))
+    if location is not None and (folder := local_folder(location)) is not None:
+        places.append(folder)
     elif location is None and (shared := config.run_folder / "checkpoints").is_symlink():
         # A node with a run folder of its own: what it shares with the others, cut off ones too, is this.
         places.append(shared.resolve())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -64,12 +64,14 @@ class StepResult:
         stop: above 0 if any rank wants to stop after this step; the same on every rank.
         casts: float64 [3]: numbers clipped, flushed to zero and looked at by casts to float8, over all ranks; zeros
             where nothing was counted.
+        read: float64: what `take_read` of `Engine.step` gave, summed over all ranks; empty without it.
     """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     stop: torch.Tensor
     casts: torch.Tensor
+    read: torch.Tensor
 
 
 class Engine:
@@ -308,6 +310,7 @@ class Engine:
         before_update: Callable[[], None] = lambda: None,
         more: bool = False,
         count_casts: bool = False,
+        take_read: Callable[[], Sequence[float]] | None = None,
     ) -> StepResult:
         """Forward and backward over all micro-batches, then the update.
 
@@ -320,6 +323,7 @@ class Engine:
             more: whether another step follows: what it needs first is sent for while the rest is updated. If then
                 none follows after all, `synchronize` must be called.
             count_casts: whether casts to float8 count what they clip and flush.
+            take_read: gives the checksum of the samples that this rank has read in this step, as many numbers on each.
         """
         train = self.config.train
         first_sample = self.data_rank * (train.global_batch // self.layout.grid.data)
@@ -364,13 +368,17 @@ class Engine:
             look(step)
         # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
         # Filled there: a copy from the host's memory would wait for the whole step before the optimizer is launched.
-        piggybacked_scalars = torch.zeros(5, dtype=torch.float64, device=self.device)
+        read_checksum = take_read() if take_read is not None else ()
+        piggybacked_scalars = torch.zeros(5 + len(read_checksum), dtype=torch.float64, device=self.device)
         piggybacked_scalars[1].fill_(float(stop))
         if loss is not None and self.tensor.rank == 0:
             piggybacked_scalars[0] += loss
         for chunk in self.chunks:
             if (counted := chunk.linears.counted()) is not None:
-                piggybacked_scalars[2:] += counted
+                piggybacked_scalars[2:5] += counted
+        for index, number in enumerate(read_checksum, 5):
+            if number:  # ranks between the first and the last stage have read nothing
+                piggybacked_scalars[index].fill_(number)
         recorder.begin(SpanKind.CHECKPOINT_STALL)
         before_update()
         recorder.end()
@@ -385,7 +393,7 @@ class Engine:
         assert summed is not None
         for look in self.after_update:
             look(step)
-        return StepResult(summed[0], norm, summed[1], summed[2:])
+        return StepResult(summed[0], norm, summed[1], summed[2:5], summed[5:])
 
     def _compute(self, chunk: int, inputs: tuple[torch.Tensor, ...], where: ForwardContext) -> torch.Tensor:
         module = self.chunks[chunk]

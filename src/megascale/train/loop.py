@@ -18,6 +18,7 @@ from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
 from megascale.core.spans import SpanKind
+from megascale.data.dataset.read_checksum import ReadTotals, sums_of_step
 from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, kind_of, named
 from megascale.optim.learning_rate import learning_rate
@@ -61,6 +62,22 @@ class TrainResult:
     evaluation: Evaluation | None
 
 
+@dataclass(frozen=True)
+class _UnreadStep:
+    """A step whose numbers are still on the device.
+
+    Attributes:
+        record: what its metrics have beside them.
+        first: its first sample.
+        ids: hash of the ids of its samples (on rank 0).
+    """
+
+    record: dict[str, Any]
+    result: StepResult
+    first: int
+    ids: str
+
+
 class Trainer:
     """A run on this rank. `config` must be resolved (see api.resolve); nothing is held before `run`."""
 
@@ -79,7 +96,8 @@ class Trainer:
         self.groups: Groups | None = None
         self.reporter = Reporter(self.folder, self.leader)
         self.ending = Ending(config, place, self.folder)
-        self._unread: tuple[dict[str, Any], StepResult] | None = None
+        self._unread: _UnreadStep | None = None
+        self._read = ReadTotals()  # of all steps whose numbers were read
         self._load: dict[str, float] = {}  # what loading took, and this rank's bytes
         self._data_notes: list[str] = []
         self._skipped = 0  # steps of this process whose gradient was not finite
@@ -249,6 +267,7 @@ class Trainer:
             before_update=lambda: self.checkpointer.before_update(step),
             more=step < train.steps,
             count_casts=bool(counts := self.config.observe.float8_interval) and step % counts == 0,
+            take_read=self.feed.read.take,
         )
         self.clock.stop()
         self.pauses.tell(recorder)
@@ -281,10 +300,8 @@ class Trainer:
             "epoch": round(self.feed.epochs(self.consumed), 4),
             **self.feed.measures(),
         }
-        self._unread = (record, result)
+        self._unread = _UnreadStep(record, result, first, self.feed.ids(first) if self.leader else "")
         self.saves.poll()
-        if self.leader:
-            self.reporter.samples(step, first, train.global_batch, self.feed.ids(first))
         if self.place.device.type == "cpu":
             self._flush()  # nothing runs ahead on a CPU
 
@@ -307,7 +324,10 @@ class Trainer:
         """Read the last step's numbers, record them, and stop the run if they are no numbers."""
         if self._unread is None:
             return
-        (record, result), self._unread = self._unread, None
+        unread, self._unread = self._unread, None
+        record, result, count = unread.record, unread.result, self.config.train.global_batch
+        self._read.sums += sums_of_step(result.read.tolist(), count)
+        self.reporter.samples(record["step"], unread.first, count, unread.ids, self._read.to_record())
         loss, norm = float(result.loss), float(result.grad_norm)
         self._stopping = self._stopping or bool(result.stop > 0)
         if self.weights is not None:
@@ -362,8 +382,14 @@ class Trainer:
     def _save(self, persist: bool = True, last: bool = False) -> None:
         self._flush()
         self.status.update("save", self.step)
-        counts = {"step": self.step, "samples": self.consumed, "tokens": self.tokens}
-        state = {**counts, **self.origin.about, "attention": self.engine.attention}
+        state = {
+            "step": self.step,
+            "samples": self.consumed,
+            "tokens": self.tokens,
+            "read": self._read.to_record(),
+            **self.origin.about,
+            "attention": self.engine.attention,
+        }
         recorder = self.engine.runtime.recorder
         recorder.begin(SpanKind.CHECKPOINT_SAVE)
         self.saves.save(self.step, state, persist, last)
@@ -395,6 +421,9 @@ class Trainer:
         self.step = self.ending.step = state["step"]
         self.consumed = state.get("samples", 0)
         self.tokens = resume.trained_tokens(state, self.tokens_per_sample)
+        # Samples may mean other tokens after a change that was accepted: the totals begin anew.
+        known = None if self.config.checkpoint.accept_changes else ReadTotals.from_record(state.get("read"))
+        self._read = known or ReadTotals(since=self.consumed)
 
     def _weights(self) -> list[checkpoint.TensorShard]:
         return [shard for shard in self.checkpointer.shards if shard.name.startswith("model.")]

@@ -7,9 +7,10 @@ from typing import Any
 
 from megascale.config import Config
 from megascale.core.events import Event
+from megascale.core.json_lines import append_record
 from megascale.errors import remedy
 from megascale.observe.metrics import JsonLines, MetricSink, SinkRequest, Terminal, has_tensorboard, open_sinks
-from megascale.train.run_folder import RunFolder, append
+from megascale.train.run_folder import RunFolder
 
 
 class Reporter:
@@ -47,10 +48,11 @@ class Reporter:
         for sink in self._sinks:
             sink.write(record)
 
-    def samples(self, step: int, first: int, count: int, ids: Any) -> None:
-        """Which samples a step has trained."""
+    def samples(self, step: int, first: int, count: int, ids: str, read: dict[str, Any]) -> None:
+        """Write the step's line of the ledger: the samples that were due, and the totals of what ranks have read."""
         if self.leader:
-            append(self.folder.samples, {"step": step, "first": first, "count": count, "ids": ids})
+            line = {"step": step, "first": first, "count": count, "ids": ids, "read": read}
+            append_record(self.folder.samples, line)
 
     def event(self, event: Event, **details: Any) -> None:
         """A line of events.jsonl, on disk before returning."""

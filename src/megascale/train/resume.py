@@ -46,6 +46,7 @@ class Origin:
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self._identity: str | None = None
+        self._location_owner = ""  # when this start was judged
         self._facts: dict[str, Any] = {}
 
     @property
@@ -80,14 +81,29 @@ class Origin:
         """As `check`, for the weights of an imported model that a run begins with: model and tokenizer count."""
         self._tell(lambda: self._wrong_settings(state, name))
 
+    def _read_owner(self) -> None:
+        """Keep whose checkpoint.location is before anything there is judged: a claim since then is seen."""
+        if self.config.checkpoint.location is not None:
+            self._location_owner = step_folders.owner(self._storage)
+
     def accept(self) -> None:
-        """The start is accepted by all: keep the run's identity and configuration."""
+        """Keep the run's identity and configuration: all ranks have accepted the start.
+
+        DataError on all ranks if another run, which started at the same moment, was given checkpoint.location.
+        """
+        self._tell(self._claim_location)
         if self.peers.rank == 0:
-            self._identity = self._identity or secrets.token_hex(8)
+            assert self._identity is not None
             self.run.accept(self.config, self._identity)
             keep_tokenizer(self.run.path, self.config, self._facts.get("tokenizer"))
-            if self.config.checkpoint.location is not None:
-                step_folders.claim(self._storage, self._identity)
+
+    def _claim_location(self) -> str | None:
+        self._identity = self._identity or secrets.token_hex(8)
+        if self.config.checkpoint.location is None:
+            return None
+        if step_folders.claim(self._storage, self._identity, self._location_owner):
+            return None
+        return _of_another(self._storage.url, "started at the same moment", self.config)
 
     def _tell(self, judge: Callable[[], str | None]) -> None:
         problem = None
@@ -105,6 +121,7 @@ class Origin:
 
     def _judge(self, state: Mapping[str, Any], name: str) -> str | None:
         self.changes, self.notes = [], []
+        self._read_owner()
         return self._wrong_run(state, name) or self._wrong_settings(state, name)
 
     def _wrong_run(self, state: Mapping[str, Any], name: str) -> str | None:
@@ -123,9 +140,11 @@ class Origin:
         if mine is None and not elsewhere:
             self._identity = its["id"]  # checkpoints in a run folder are that run's, as when it was moved or copied
             return None
-        if its["id"] == mine:
-            return None
-        return _of_another(name, _called(its), self.config)
+        if its["id"] != mine:
+            return _of_another(name, _called(its), self.config)
+        if elsewhere and self._location_owner not in ("", mine):
+            return _of_another(self._storage.url, "which has taken it over", self.config)
+        return None
 
     def _wrong_name(self, state: Mapping[str, Any], name: str) -> str | None:
         """An older version's checkpoint in a place that several runs may share: only names can tell them apart."""
@@ -201,6 +220,7 @@ class Origin:
         )
 
     def _judge_nothing(self) -> str | None:
+        self._read_owner()
         if problem := self._wrong_owner():
             return problem
         self._facts, self._identity = facts(self.config), self.run.read_identity()
@@ -216,6 +236,7 @@ class Origin:
         )
 
     def _judge_anew(self) -> str | None:
+        self._read_owner()
         if problem := self._wrong_owner():
             return problem
         # What is begun anew is another run: the one before must not be gone on from by mistake.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import Config, load
-from megascale.core import strict_json
+from megascale.core import json_lines, strict_json
 from megascale.core.bounded_lines import parse_record, read_bounded_lines
 from megascale.core.events import Event, date_of
 from megascale.core.untrusted_files import is_small_file, read_small_text
@@ -44,23 +44,39 @@ class RunFolder:
         now = time.time()
         record = {"time": now, "date": date_of(now), "event": name.value, "attempt": self.started, "rank": 0, **details}
         # Messages and evidence are for this user, as the driver's journal is.
-        handle = os.open(self.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with open(handle, "a") as out:
+        handle = os.open(self.events, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
             about = os.fstat(handle)
             if about.st_mode & 0o077 and about.st_uid == os.geteuid():
                 os.fchmod(handle, 0o600)  # of an older version
-            out.write(strict_json.dumps(record) + "\n")
-            out.flush()
+            json_lines.append(handle, strict_json.dumps(record).encode() + b"\n")
             os.fsync(handle)
+        finally:
+            os.close(handle)
 
     def attempt(self) -> int:
-        """Number of this start of the run: the launcher's, or how often it was started before."""
+        """Number of this start of the run: the launcher's, or above those of all starts before.
+
+        The event of a start may be lost to a crash, so the numbers on other events of accepted starts count too.
+        """
         with contextlib.suppress(KeyError, ValueError):
             return max(0, int(os.environ["MEGASCALE_ATTEMPT"]))
         starts = (Event.RUN_STARTED.value, Event.RESUMED.value)
-        with contextlib.suppress(OSError, DataError):
-            return sum(line.get("event") in starts for line in read_lines(self.events))
-        return 0
+        not_of_starts = (Event.IMPORTED.value, Event.RUN_FAILED.value)
+        count, highest = 0, -1
+        for record in self.read_events():
+            count += record.get("event") in starts
+            number = record.get("attempt")
+            if isinstance(number, int) and record.get("event") not in not_of_starts and record.get("by") != "driver":
+                highest = max(highest, number)
+        return max(count, highest + 1)
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """Return the records of events.jsonl in order, an empty list if there is none; damaged lines are left out."""
+        try:
+            return json_lines.read_records(self.events)
+        except OSError:
+            return []
 
     def read_identity(self) -> str | None:
         """The random name that the run got at its first start, None before it (or in a folder of an older version)."""
@@ -86,7 +102,7 @@ class RunFolder:
     def saved_before(self) -> int | None:
         """Step of the last checkpoint that this run committed since it last began at step 0, as its events tell."""
         step = None
-        for line in read_lines(self.events) if self.events.exists() else ():
+        for line in self.read_events():
             if line.get("event") == Event.RUN_STARTED.value:
                 step = None
             elif line.get("event") == Event.CHECKPOINT_SAVED.value:
@@ -151,12 +167,6 @@ def _starting_folder(config: Config, run: Path) -> Path | None:
 def checkpoint_folder(run: Path, config: Config) -> Path | str:
     """Where a run's checkpoints are: checkpoint.location, else a folder in the run folder."""
     return config.checkpoint.location or run / "checkpoints"
-
-
-def append(file: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line."""
-    with open(file, "a") as out:
-        out.write(strict_json.dumps(record) + "\n")
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

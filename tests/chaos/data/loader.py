@@ -234,13 +234,12 @@ class _Run:
         return 0
 
     def story(self) -> list[tuple[Any, ...]]:
-        """Of each step: its samples as the ledger has them, loss and gradient norm."""
+        """Of each step: its samples as the ledger has them, what ranks have read, loss and gradient norm."""
         run = self.config.run_folder
         ledger = [json.loads(line) for line in (run / "samples" / "ledger.jsonl").read_text().splitlines()]
         losses = [strict_json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         return [
-            (a["step"], a["first"], a["count"], a["ids"], b["step"], b["loss"].hex(), b["grad_norm"].hex())
-            for a, b in zip(ledger, losses, strict=True)
+            (*a.values(), b["step"], b["loss"].hex(), b["grad_norm"].hex()) for a, b in zip(ledger, losses, strict=True)
         ]
 
     def restarts(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -10,18 +11,23 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from megascale.checkpoint import Checkpointer, TensorShard, inspect, latest, load, save, steps
+from megascale.checkpoint.format import step_folders
+from megascale.checkpoint.format.step_folders import claim, owner
 from megascale.checkpoint.format.verify import verify
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.local_disk import _BLOCK, Disk, LocalStorage
+from megascale.checkpoint.storage.object_store import FsspecStorage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
-from megascale.errors import DataError
+from megascale.errors import DataError, TrainingError
 from tests.checkpoint.conftest import assert_same, blank, logical_state, run_group, whole
+from tests.forked import Forked
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +100,15 @@ def test_storage_keeps_its_promises(place: str) -> None:
     abandoned.write(b"x" * 100)
     abandoned.abort()
     assert storage.list("a") == ["b", "large"]
+    assert not storage.create_exclusively("a/b", b"another")
+    assert bytes(storage.read("a/b")) == b"abcdefghij"
+    assert storage.create_exclusively("new/c", b"first")
+    assert not storage.create_exclusively("new/c", b"second")
+    assert bytes(storage.read("new/c")) == b"first"
+    assert storage.list("new") == ["c"]
+    storage.remove("new")
+    assert storage.list("a") == ["b", "large"]
+    assert not storage.is_link("a")
     storage.remove("a/b")
     storage.remove("a/never")
     assert storage.list("a") == ["large"]
@@ -153,9 +168,99 @@ def test_the_service_writes_to_s3(s3: str, tmp_path: Path) -> None:
     assert_same(got, logical_state(4))
 
 
+def test_of_two_runs_that_start_at_the_same_moment_one_gets_the_location(place: str) -> None:
+    """Both have seen that it belongs to none."""
+    storage = open_storage(place)
+    assert owner(storage) == ""
+    assert claim(storage, "first", previous="")
+    assert not claim(storage, "second", previous="")
+    assert owner(storage) == "first"
+    assert claim(storage, "first", previous="first")
+    # Taken over on purpose, by the one of two that comes first.
+    assert claim(storage, "third", previous="first")
+    assert not claim(storage, "fourth", previous="first")
+    assert owner(storage) == "third"
+
+
+class LastWins(FsspecStorage):
+    """A storage that lets everyone create an object who looked before it was there."""
+
+    def create_exclusively(self, path: str, data: bytes) -> bool:
+        self.write(path, data)
+        return True
+
+
+def test_where_storage_does_not_keep_two_apart_each_reads_whose_it_is(tmp_path: Path) -> None:
+    storage = LastWins(f"memory://{tmp_path.name}")
+    storage.write("RUN", b"")  # what both have seen
+    claims = {name: claim(storage, name, previous="") for name in ("first", "second")}
+    assert claims == {"first": True, "second": False}
+    with mock.patch(f"{step_folders.__name__}.owner", side_effect=["", "second"]):
+        assert not claim(storage, "first", previous="")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_whose_location_was_given_to_another_saves_no_more(tmp_path: Path, background: bool) -> None:
+    location = tmp_path / "shared"
+    config = CheckpointConfig(background=background, linger=1.0, location=str(location), keep=1)
+    tensors = whole(logical_state(1))
+    first = Checkpointer(config, tmp_path / "first", tensors)
+    first.save(1, {"run": {"id": "first"}}, wait=True)
+    assert [(o.committed, o.why) for o in first.finish(over=False)] == [(True, "")]
+    storage = open_storage(location)
+    storage.write("RUN", b"second")
+    save(location, 2, tensors, {"run": {"id": "second"}}, keep=2)
+    held = {name: storage.list(name) for name in storage.list() if name.startswith("step-")}
+    says = r"was given to another run \(identity second, this run's is first\)"
+    if background:
+        first.save(3, {"run": {"id": "first"}}, wait=True)
+        (outcome,) = first.finish()
+        assert re.search(says, outcome.why)
+    else:
+        with pytest.raises(TrainingError, match=says):
+            first.save(3, {"run": {"id": "first"}})
+    assert {name: storage.list(name) for name in storage.list() if name.startswith("step-")} == held
+
+
+# Python that has a start wait, once it is judged, until the other is judged too.
+OVERLAP = """
+import os, time
+from pathlib import Path
+from megascale.train.resume import Origin
+
+accept = Origin.accept
+
+def accept_together(origin):
+    folder = Path({folder!r})
+    (folder / f"judged-{{os.getpid()}}").touch()
+    while len(list(folder.glob("judged-*"))) < 2:
+        time.sleep(0.01)
+    accept(origin)
+
+Origin.accept = accept_together
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["--checkpoint.resume=false"]])
+def test_two_trainings_that_start_at_the_same_moment_on_one_url(s3: str, tiny: Path, tmp_path: Path, words) -> None:
+    location = f"{s3}/{tmp_path.name}"
+    command = ["train", tiny, "--train.steps=2", f"--checkpoint.location={location}", "--train.eval_samples=1", *words]
+    before = OVERLAP.format(folder=str(tmp_path))
+    started = {name: Forked([*command, f"--train.name={name}"], before=before) for name in ("one", "two")}
+    said = {name: process.communicate(timeout=200)[0] for name, process in started.items()}
+    codes = {name: process.wait() for name, process in started.items()}
+    assert sorted(codes.values()) == [0, 4], said
+    (refused,) = [name for name, code in codes.items() if code]
+    assert "is of another run (started at the same moment)" in " ".join(said[refused].split())
+    assert not (tmp_path / "runs" / refused / "config.toml").exists()
+    assert steps(location) == [2]
+    assert inspect(location).state["run"]["name"] != refused
+
+
 def test_paths_with_spaces_and_urls(tmp_path: Path) -> None:
     storage = open_storage(f"file://{tmp_path}/a b")
     assert isinstance(storage, LocalStorage)
+    assert isinstance(open_storage(f"local://{tmp_path}"), LocalStorage)
     storage.write("c d/e", b"1")
     assert (tmp_path / "a b" / "c d" / "e").read_bytes() == b"1"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import Result
 from rich.console import Console
@@ -14,12 +16,13 @@ from megascale.api import load_config, train
 from megascale.cli.main import app
 from megascale.core.events import Event
 from megascale.data.dataset.ledger import check
+from megascale.data.dataset.read_checksum import ReadChecksum, sum_of_numbers, sums_of, sums_of_step
 from megascale.data.dataset.samples import SampleSource, hash_ids
 from megascale.data.loader.data_watch import DataWatch, cause
 from megascale.data.loader.ring import MEASURES
 from megascale.errors import DataError
 from tests.chaos.data.loader import run_chaos
-from tests.conftest import lines
+from tests.conftest import TINY, lines
 from tests.data.loader.test_host_loader import configured
 from tests.exact.processes import Start, run_ranks
 
@@ -55,13 +58,139 @@ def test_training_through_the_loader(tiny: Path, tmp_path: Path) -> None:
     proof = cli("data", "ledger", runs / "shared")
     assert proof.exit_code == 0, proof.output
     assert "8 steps, 52 samples" in proof.output
+    assert "tokens of 8 steps read again" in proof.output
+    assert "each sample was trained once, as the seed and the files give it" in proof.output
+
+
+@pytest.fixture(scope="module")
+def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of six steps of four samples."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "tiny.toml").write_text(TINY.format(data=tokens, runs=folder / "runs"))
+    train(load_config(folder / "tiny.toml", ["--train.steps=6", "--checkpoint.interval=6", "--train.eval_samples=1"]))
+    return folder / "runs" / "tiny"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that run."""
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("lost", "says"),
+    [
+        ([0, 1], "steps 1 to 2 have no line; samples 0 to 7 were read"),
+        ([3], "step 4 has no line; samples 12 to 15 were read"),
+        ([1, 2, 4], "steps 2 to 3 have no line; samples 4 to 11 were read"),
+    ],
+)
+@pytest.mark.parametrize("words", [[], ["--no-draw"]])
+def test_lines_that_a_crash_took_are_named_as_such(run: Path, lost: list[int], says: str, words: list[str]) -> None:
+    file = run / "samples" / "ledger.jsonl"
+    text = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for number, line in enumerate(text) if number not in lost))
+    proof = cli("data", "ledger", run, *words)
+    assert proof.exit_code == 0
+    assert says in proof.output
     assert "each sample was trained once" in proof.output
-    file = runs / "shared" / "samples" / "ledger.jsonl"
-    text = file.read_text().splitlines()
-    file.write_text("\n".join(text[:4] + text[5:]) + "\n")
-    with pytest.raises(DataError, match="skips"):
-        cli("data", "ledger", runs / "shared", "--json")
-    assert DataError.exit_code == 4
+
+
+@pytest.mark.parametrize("cut", [1, 20, 1000, 10_000])
+def test_a_run_goes_on_from_a_ledger_that_was_cut(run: Path, cut: int) -> None:
+    file = run / "samples" / "ledger.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: max(0, len(whole) - cut)])
+    words = [f"--train.runs={run.parent}", "--train.name=run", "--train.steps=7", "--train.eval_samples=1"]
+    train(load_config(run / "config.toml", words))
+    proof = cli("data", "ledger", run)
+    assert proof.exit_code == 0
+    assert ("no line" in proof.output) == (cut > 1)
+    assert "each sample was trained once" in proof.output
+
+
+def test_what_ranks_have_read_is_compared_and_not_what_was_due(run: Path) -> None:
+    ledger = lines(run / "samples" / "ledger.jsonl")
+    source = SampleSource(load_config(run / "config.toml"))
+    assert check(ledger, source).faults == []
+    for field, fault in (("numbers", "the numbers that ranks read"), ("tokens", "the tokens that ranks read")):
+        # As if a sample of step 3 had come twice, in another one's place.
+        changed = [dict(line) for line in ledger]
+        for line in changed[2:]:
+            other = (int(line["read"][field], 16) + 1) % 2**64
+            line["read"] = line["read"] | {field: f"{other:016x}"}
+        found = check(changed, source, full=True)
+        assert [text[: text.index(":")] for text in found.faults] == ["samples 8 to 11 (up to step 3)"]
+        assert fault in found.faults[0]
+    older = [{name: value for name, value in line.items() if name != "read"} for line in ledger]
+    assert (check(older, source).recorded, check(older, source).faults) == (0, [])
+    assert check(older[:2] + older[3:], source).missing == [
+        "step 3 has no line; samples 8 to 11 are accounted for nowhere"
+    ]
+    assert check(older[:3] + ledger[3:], source).recorded == 3
+
+
+# Python that gives both loaders of two data-parallel ranks with two micro-batches a fault: attributes of LocalFeed and
+# of the plan from which the host's loader and its readers work.
+WRONG_SHARES = {
+    "the first share for all": ("_offset = 0", "streams=(0, 0)"),
+    "shares that overlap": ("_offset //= 2", "data_ranks=4"),
+    "samples between shares": ("_offset *= 3", "microbatches=1"),
+}
+FAULTY = """
+from dataclasses import replace
+from megascale.data.loader import feed
+
+class Faulty(feed.LocalFeed):
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.{local}
+
+right, feed.LocalFeed = feed.plan_host, Faulty
+feed.plan_host = lambda *given: replace(right(*given), {host})
+"""
+
+
+@pytest.mark.parametrize("loader", ["local", "host"])
+@pytest.mark.parametrize("fault", WRONG_SHARES)
+def test_a_loader_that_gives_the_wrong_share_is_seen_in_the_ledger(tiny, tmp_path, loader, fault) -> None:
+    """What was due is in the ledger all the same."""
+    local, host = WRONG_SHARES[fault]
+    words = ["--train.steps=2", "--train.micro_batch=1", "--parallel.data=2", f"--data.loader={loader}"]
+    words += ["--checkpoint.at_end=false", "--checkpoint.interval=0", "--train.eval_samples=1"]
+    before = FAULTY.format(local=local, host=host)
+    ended = run_ranks(tiny, words, [Start(rank, 2, before=before) for rank in (0, 1)])
+    assert [rank.code for rank in ended] == [0, 0], ended
+    for more in ([], ["--no-draw"]):
+        with pytest.raises(DataError, match=r"samples 0 to 3 .*did not train each sample once"):
+            cli("data", "ledger", tmp_path / "runs" / "tiny", *more)
+
+
+def test_the_checksum_of_a_world_is_that_of_its_samples(tokens: Path, tmp_path: Path) -> None:
+    """Whoever reads which sample, in whatever order, and however many ranks read each."""
+    source = SampleSource(configured(str(tokens / "train"), tmp_path))
+    rows = source.batch(5, 8)
+    expected = sums_of(5, rows.T)
+    assert expected.numbers == sum_of_numbers(5, 13)
+    for shares in ([(9, 13), (5, 9)], [(6, 13), (5, 6)], [(5, 13)]):
+        totals = np.zeros(5)
+        for order in (list, reversed, sorted):  # three readers of each share
+            for first, stop in shares:
+                rank = ReadChecksum()
+                for number in order(range(first, stop)):
+                    rank.add(number, rows[number - 5 : number - 4].T.astype(np.int32))
+                totals += rank.take()
+                assert rank.take() == [0.0] * 5
+        assert sums_of_step(totals.tolist(), 8) == expected
+    # One reader of the three has read a sample twice and another never.
+    wrong = ReadChecksum()
+    wrong.add(5, rows[:1].T)
+    right = ReadChecksum()
+    right.add(6, rows[1:2].T)
+    totals += np.array(wrong.take()) - np.array(right.take())
+    assert sums_of_step(totals.tolist(), 8).numbers != expected.numbers
+    assert sums_of_step(totals.tolist(), 8).tokens != expected.tokens
 
 
 def test_a_changed_file_is_refused_at_the_next_start(tiny: Path, tokens: Path, tmp_path: Path, megascale) -> None:
@@ -91,7 +220,8 @@ def test_ledger_faults_are_told(tmp_path: Path, tokens: Path) -> None:
     assert "repeats" in check([*good, line(6, 16)], source).faults[0]
     assert "(0, 0," in check([*good, line(6, 16)], source).faults[1]
     assert "skips" in check([*good, line(6, 24)], None).faults[0]
-    assert "follows step" in check([*good[:2], *good[3:]], None).faults[0]
+    assert "follows step" in check([*good[:2], line(2, 8)], None).faults[0]
+    assert "follows step" in check([*good[:2], line(4, 8)], None).faults[0]
     assert "other samples" in check([good[0] | {"ids": "0" * 16}], source).faults[0]
 
 

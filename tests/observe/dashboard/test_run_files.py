@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.core.calls import Calls
+from megascale.core.json_lines import append_record
 from megascale.core.status import StatusFile
 from megascale.errors import DataError
 from megascale.observe.dashboard.effective_time import TRAINING, effective_time
@@ -49,6 +50,18 @@ def test_each_whole_line_is_read_once_and_damage_is_counted(tmp_path):
     os.mkfifo(file)  # which would hold its reader for ever
     assert tail.read() == (False, [])
     assert tail.error
+
+
+def test_a_cut_line_that_the_next_writer_removes_costs_no_other_record(tmp_path):
+    file = tmp_path / "events.jsonl"
+    append_record(file, {"a": 1})
+    with open(file, "a") as out:
+        out.write('{"a": 2, "text": "cu')
+    tail = RecordTail(file)
+    assert tail.read() == (True, [{"a": 1}])
+    append_record(file, {"a": 3, "text": "longer than what was cut"})
+    assert [record["a"] for record in tail.read()[1]] == [3]
+    assert tail.damaged == 0
 
 
 def test_a_step_that_was_done_again_counts_once(tmp_path):

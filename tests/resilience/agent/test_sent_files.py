@@ -157,6 +157,22 @@ def test_a_node_that_dies_while_it_sends_its_rewritten_steps_again_takes_none_aw
     driver.close()
 
 
+def test_lines_that_a_crash_has_cut_in_the_run_folder_come_whole(tmp_path):
+    link = Link(tmp_path / "n0", tmp_path / "run")
+    link.agent.follow((0,))
+    names = (*STEPS, "events.jsonl")
+    for name in names:
+        write(link.here / name, "".join(line(n) for n in (1, 2)))
+    link.carry()
+    for name in names:
+        write(link.here / name, line(3) + line(4))
+        write(link.there / name, line(3)[:20])  # the driver's machine went down
+    link.agent.begin_session()
+    link.carry()
+    for name in names:
+        assert (link.there / name).read_text() == "".join(line(n) for n in (1, 2, 3, 4)), name
+
+
 def test_no_more_than_a_window_is_on_its_way_and_what_is_not_confirmed_comes_again(tmp_path, monkeypatch):
     link = Link(tmp_path / "n0", tmp_path / "run")
     link.agent.follow((3,))

@@ -122,6 +122,8 @@ class Writer:
             free = storage.free()
         if free is not None and free < message.needed:
             raise OSError(errno.ENOSPC, "No space left on device")
+        state = json.loads(message.state)
+        folders.check_owner(storage, state)
         plan, metadata = self.plans[message.plan]
         pending_saves.begin(
             storage,
@@ -129,7 +131,7 @@ class Writer:
             message.generation,
             message.ranks,
             message.keep,
-            json.loads(message.state),
+            state,
             plan,
             metadata,
         )

@@ -10,10 +10,11 @@ the step says (a run that went back to an earlier step goes on from there).
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import secrets
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,7 @@ from megascale.checkpoint.format.coverage import check_cover
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
+from megascale.checkpoint.storage.save_errors import OtherOwner
 from megascale.config.text_files import decode_text
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import DataError
@@ -195,10 +197,40 @@ def _word(storage: Storage, name: str) -> str:
     raise DataError(f"'{storage.url}/{name}' holds no name, and so is none of this program's; move it away")
 
 
-def claim(storage: Storage, run: str) -> None:
-    """Give the folder to a run."""
-    if owner(storage) != run:
+def claim(storage: Storage, run: str, previous: str) -> bool:
+    """Give the folder to a run; return whether it is its own now.
+
+    Of several runs that start at the same moment one gets it. False if another run than `previous` has it.
+
+    Args:
+        previous: identity of the run whose folder it was when this start was judged, "" if it was given to none.
+    """
+    current = owner(storage)
+    if current not in (run, previous):
+        return False
+    if not current:
+        storage.create_exclusively(_OWNER, run.encode())
+    elif current != run:
         storage.write(_OWNER, run.encode())
+    return owner(storage) == run
+
+
+def check_owner(storage: Storage, state: Mapping[str, Any]) -> None:
+    """Refuse to save a state into a folder that was given to another run: OtherOwner.
+
+    Object storage has no locks, so a run that was accepted may still lose the folder to one that takes it over.
+
+    Args:
+        state: what the trainer saves beside tensors, which says of which run it is.
+    """
+    run = (state.get("run") or {}).get("id")
+    current = owner(storage)
+    if run and current and current != run:
+        raise OtherOwner(
+            errno.EBUSY,
+            f"{storage.url!r} was given to another run (identity {current[:16]}, this run's is {run}) after this "
+            "start: two runs would remove each other's checkpoints. Give each its own checkpoint.location",
+        )
 
 
 def mark_damaged(storage: Storage, commit: Commit) -> None:
@@ -256,15 +288,23 @@ def remove_step(storage: Storage, step: int, names: list[str]) -> None:
     storage.clear(place, [name for name in names if name != COMMIT])
 
 
-def prune(folder: Place, keep: int, whole: Callable[[Commit], bool] | None = None) -> list[int]:
+def linked_steps(storage: Storage) -> list[int]:
+    """Return the steps whose folder is a link to a folder elsewhere, ascending."""
+    return [step for step in step_folders(storage) if storage.is_link(step_name(step))]
+
+
+def prune(
+    folder: Place, keep: int, whole: Callable[[Commit], bool] | None = None, remove_links: bool = False
+) -> list[int]:
     """Remove all but the newest `keep` commits and the leftovers of saves before the newest; the steps removed.
 
     A commit whose files are cut short or gone, or that was found damaged when it was read, does not count among those
     kept. A COMMIT that cannot be read is left for a person to look at, and so is what a save with a higher number than
-    the newest commit writes just now.
+    the newest commit writes just now. No file of a linked step folder is ever removed: a person has put it elsewhere.
 
     Args:
         whole: a closer look at each commit that would be kept; default: the lengths of its files.
+        remove_links: remove the link of a superfluous step whose folder is elsewhere; default: leave it.
     """
     storage = open_storage(folder)
     sound = (c for c in survey(storage)[0] if _sizes_hold(storage, c) and not marked_damaged(storage, c))
@@ -278,7 +318,11 @@ def prune(folder: Place, keep: int, whole: Callable[[Commit], bool] | None = Non
         if not names:  # a save begins here just now
             continue
         newest = max((int(m.group(1)) for name in names if (m := GENERATION.match(name))), default=0)
-        if step in kept:
+        if storage.is_link(step_name(step)):
+            if remove_links and step not in kept and newest <= good[0].sequence:
+                storage.remove(step_name(step))
+                removed.append(step)
+        elif step in kept:
             _sweep(storage, kept[step], names, good[0].sequence)
         elif newest <= good[0].sequence:
             try:

@@ -46,14 +46,24 @@ class Storage(Protocol):
     def write(self, path: str, data: bytes) -> None:
         """Put a small file in place, whole and lasting."""
 
+    def create_exclusively(self, path: str, data: bytes) -> bool:
+        """Put a small file in place, whole and lasting, unless one is there; return whether it was put there.
+
+        Of several that try at once one succeeds. Storage that cannot promise this may let the last one succeed too:
+        read the file afterwards.
+        """
+
     def create(self, path: str) -> StorageWriter:
         """Begin a large file."""
 
     def remove(self, path: str) -> None:
-        """Delete a file or a folder with all in it; nothing happens if there is none."""
+        """Delete a file or a folder with all in it, of a link the link alone; nothing happens if there is none."""
 
     def clear(self, path: str, names: Iterable[str]) -> None:
         """Delete these files in a folder, and it if nothing else is in it: what others put there just now stays."""
+
+    def is_link(self, path: str) -> bool:
+        """Return whether `path` is a link to a file or folder elsewhere; False on storage that has no links."""
 
     def free(self) -> int | None:
         """Bytes that still fit, None where nobody knows."""

@@ -12,7 +12,7 @@ import queue
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,6 +58,10 @@ class Disk:
     def replace(self, old: Path, new: Path) -> None:
         """Rename within a folder, in one piece."""
         os.replace(old, new)
+
+    def link(self, old: Path, new: Path) -> None:
+        """Give a file another name; FileExistsError if that is taken."""
+        os.link(old, new)
 
     def make_folder(self, path: Path) -> None:
         """A folder in one that exists."""
@@ -112,6 +116,31 @@ class LocalStorage:
 
     def write(self, path: str, data: bytes) -> None:
         target = self.root / path
+        with self._temporary(target, data) as temporary:
+            self.disk.replace(temporary, target)
+        self.disk.sync_folder(target.parent)
+
+    def create_exclusively(self, path: str, data: bytes) -> bool:
+        target = self.root / path
+        with self._temporary(target, data) as temporary:
+            try:
+                self.disk.link(temporary, target)
+            except FileExistsError:
+                self.disk.remove(temporary)
+                return False
+            except OSError:  # a file system without hard links: starts are kept apart by their lock there
+                if target.exists():
+                    self.disk.remove(temporary)
+                    return False
+                self.disk.replace(temporary, target)
+            else:
+                self.disk.remove(temporary)
+        self.disk.sync_folder(target.parent)
+        return True
+
+    @contextlib.contextmanager
+    def _temporary(self, target: Path, data: bytes) -> Iterator[Path]:
+        """Make a lasting file with `data` beside `target`, which is removed where the body fails."""
         # Two that write the same file at once (a commit) must not take each other's away.
         temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}{UNFINISHED}")
         handle, _ = self._in_folder(target.parent, lambda: self.disk.create(temporary, direct=False))
@@ -121,12 +150,11 @@ class LocalStorage:
                 self.disk.sync(handle)
             finally:
                 os.close(handle)
-            self.disk.replace(temporary, target)
+            yield temporary
         except OSError:
             with contextlib.suppress(OSError):
                 self.disk.remove(temporary)
             raise
-        self.disk.sync_folder(target.parent)
 
     def create(self, path: str) -> StorageWriter:
         target = self.root / path
@@ -146,6 +174,9 @@ class LocalStorage:
             self.disk.sync_folder(folder)
             self.disk.drop_folder(folder)
             self.disk.sync_folder(folder.parent)
+
+    def is_link(self, path: str) -> bool:
+        return (self.root / path).is_symlink()
 
     def free(self) -> int | None:
         place = self.root.absolute()

@@ -60,14 +60,31 @@ class FsspecStorage:
         self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
         self._retry(lambda: self._fs.pipe_file(self._path(path), data))
 
+    def create_exclusively(self, path: str, data: bytes) -> bool:
+        self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
+        try:
+            # S3 and its like decide which of several comes first; other file systems look before they write.
+            self._fs.pipe_file(self._path(path), data, mode="create")
+        except FileExistsError:
+            return False
+        except OSError:  # so s3fs says that there is one
+            if self.size(path) is None:
+                raise
+            return False
+        return True
+
     def create(self, path: str) -> StorageWriter:
         self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
         return _ObjectSink(self._fs, self._path(path))
 
     def remove(self, path: str) -> None:
         self._fs.invalidate_cache()
+        is_link = self.is_link(path)
         with contextlib.suppress(FileNotFoundError):
-            self._fs.rm(self._path(path), recursive=True)
+            if is_link:
+                self._fs.rm_file(self._path(path))
+            else:
+                self._fs.rm(self._path(path), recursive=True)
 
     def clear(self, path: str, names: Iterable[str]) -> None:
         self._fs.invalidate_cache()
@@ -80,6 +97,15 @@ class FsspecStorage:
                         self._fs.rm(one)
         with contextlib.suppress(OSError):  # there is more in it, or there are no folders here
             self._fs.rmdir(self._path(path))
+
+    def is_link(self, path: str) -> bool:
+        self._fs.invalidate_cache()
+        try:
+            info = self._fs.info(self._path(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        # Only file systems that have links give one of these: fsspec's "local" the first, its "sftp" the second.
+        return bool(info.get("islink")) or info["type"] == "link"
 
     def free(self) -> int | None:
         return None

@@ -18,10 +18,18 @@ def _file(url: str) -> Storage:
     return LocalStorage(Path(url.partition("://")[2]))
 
 
-# By the URL's scheme.
+# By the URL's scheme; "local" is fsspec's name of a folder.
 STORAGES: Registry[Callable[[str], Storage]] = Registry(
-    "checkpoint.location", {"file": _file}, home="megascale.checkpoint.storage"
+    "checkpoint.location", {"file": _file, "local": _file}, home="megascale.checkpoint.storage"
 )
+
+
+def local_folder(place: str) -> Path | None:
+    """Return the folder that a path or a URL of a folder names, None for other storage."""
+    scheme, separator, rest = place.partition("://")
+    if not separator:
+        return Path(place)
+    return Path(rest) if scheme in ("file", "local") else None
 
 
 def open_storage(place: Storage | Path | str) -> Storage:

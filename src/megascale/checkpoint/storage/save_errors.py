@@ -7,6 +7,10 @@ from megascale.core.failure import NO_ROOM
 from megascale.errors import TrainingError
 
 
+class OtherOwner(OSError):
+    """The folder of checkpoints was given to another run since this one started."""
+
+
 def explain(error: Exception, storage: Storage, needed: int) -> TrainingError:
     """A failed save in one paragraph."""
     if isinstance(error, OSError) and error.errno in NO_ROOM:
@@ -18,6 +22,8 @@ def explain(error: Exception, storage: Storage, needed: int) -> TrainingError:
         )
         full.errno = error.errno
         return full
+    if isinstance(error, OtherOwner):
+        return TrainingError(str(error.strerror))
     why = getattr(error, "strerror", None) or repr(error)
     return TrainingError(
         f"the checkpoint could not be written to {storage.url!r}: {why}; the previous checkpoint stays as it is. "

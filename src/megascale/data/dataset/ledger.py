@@ -1,18 +1,23 @@
 """The ledger of a run's samples: proof that each was trained once, and which ones they were. No torch.
 
-Rank 0 appends a line a step to `samples/ledger.jsonl`: the step, its first sample's number, how many, and a hash of
-their ids (epoch, file, window) as the loader drew them. A resumed run drops the lines of steps that it does again.
+Rank 0 appends a line per step to `samples/ledger.jsonl`: the step, its first sample's number, how many, a hash of
+their ids (epoch, file, window) as the loader drew them, and running totals of the checksums of what all ranks have
+read (read_checksum.py). A resumed run drops the lines of steps that it does again. Totals go on from the checkpoint,
+so a line that a crash has cut leaves no gap in the proof.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from megascale.data.dataset.read_checksum import ReadSums, ReadTotals, parts_of, sum_of_numbers, sums_of
 from megascale.data.dataset.samples import SampleSource, hash_ids
+
+_TOKENS = 1 << 26  # that are read again by default, of steps that lie evenly over the run
 
 
 @dataclass
@@ -23,6 +28,9 @@ class Checked:
         steps, samples: in it.
         distinct: different ids among them; equal to `samples` where no epoch was left unfinished and begun again.
         epochs: passes over the data.
+        recorded: steps whose lines say what ranks have read; those of older versions do not.
+        compared: steps whose tokens were read again and compared with what ranks had read.
+        missing: a sentence for each run of steps that have no line, as a crash leaves it.
         faults: a sentence each; empty where every sample from 0 on was trained once, in order, as the seed says.
     """
 
@@ -30,39 +38,129 @@ class Checked:
     samples: int = 0
     distinct: int = 0
     epochs: float = 0.0
+    recorded: int = 0
+    compared: int = 0
+    missing: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
 
-def check(lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: int = 10) -> Checked:
-    """Check a ledger's lines; with `source` the ids too, by drawing them again. At most `shown` faults are told."""
-    found = Checked()
-    faults = found.faults
+@dataclass(frozen=True)
+class _Stretch:
+    """Samples begin .. end - 1, of steps whose last is `step`, and the sums of what ranks read of them."""
+
+    step: int
+    begin: int
+    end: int
+    sums: ReadSums
+
+
+def check(lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: int = 10, full: bool = False) -> Checked:
+    """Check a ledger's lines; with `source` the ids too, by drawing them again, and the tokens, by reading them again.
+
+    Args:
+        source: None: numbers alone are compared.
+        shown: most faults that are told.
+        full: read the tokens of all steps; default: of at most _TOKENS tokens.
+    """
+    result = Checked()
+    stretches = _stretches(lines)
+    _check_order(lines, {stretch.step: stretch.begin for stretch in stretches}, result)
+    if source is not None:
+        _check_ids(lines, source, result)
+    result.recorded = len(stretches)
+    for stretch in stretches:
+        if sum_of_numbers(stretch.begin, stretch.end) != stretch.sums.numbers:
+            result.faults.append(f"{_named(stretch)}: the numbers that ranks read are others, or some came twice")
+    if source is not None:
+        chosen = stretches if full else _choose(stretches, source.sequence_length)
+        result.compared = len(chosen)
+        for stretch in chosen:
+            if _read_again(stretch, source).tokens != stretch.sums.tokens:
+                result.faults.append(f"{_named(stretch)}: the tokens that ranks read are not those of the files")
+    if len(result.faults) > shown:
+        result.faults[shown:] = [f"and {len(result.faults) - shown} more"]
+    return result
+
+
+def _check_order(lines: Sequence[dict[str, Any]], begins: Mapping[int, int], result: Checked) -> None:
+    """Compare each line's step and first sample with what is due after the line before.
+
+    Args:
+        begins: of each step whose line says what ranks have read, the first sample that it accounts for.
+    """
     step, due = 0, 0
-    ids: list[np.ndarray] = []
     for line in lines:
-        if line["step"] != step + 1:
-            faults.append(f"step {line['step']} follows step {step}")
-        if line["first"] != due:
-            what = "repeats" if line["first"] < due else "skips"
-            faults.append(f"step {line['step']} begins at sample {line['first']} where {due} is due: it {what} some")
-        if source is not None:
-            drawn = source.ids(line["first"], line["count"])
-            if f"{hash_ids(drawn):016x}" != line["ids"]:
-                faults.append(f"step {line['step']} trained other samples than the seed and the files give")
-            ids.append(drawn)
-        step, due = line["step"], line["first"] + line["count"]
-        found.steps += 1
-        found.samples += line["count"]
-    if source is not None and ids:
-        every = np.concatenate(ids)
-        unique, counts = np.unique(every, axis=0, return_counts=True)
-        found.distinct, found.epochs = len(unique), source.epochs(due)
-        faults += [
-            f"sample {tuple(unique[i].tolist())} was trained {counts[i]} times" for i in np.flatnonzero(counts > 1)
-        ]
-    if len(faults) > shown:
-        faults[shown:] = [f"and {len(faults) - shown} more"]
-    return found
+        first, end = line["first"], line["first"] + line["count"]
+        if line["step"] > step + 1 and first > due:
+            last = line["step"] - 1
+            lost = f"step {last} has" if last == step + 1 else f"steps {step + 1} to {last} have"
+            is_known = begins.get(line["step"], first) <= due
+            how = "were read, as the totals after them say" if is_known else "are accounted for nowhere"
+            result.missing.append(f"{lost} no line; samples {due} to {first - 1} {how}")
+        else:
+            if line["step"] != step + 1:
+                result.faults.append(f"step {line['step']} follows step {step}")
+            if first != due:
+                how = "repeats" if first < due else "skips"
+                result.faults.append(f"step {line['step']} begins at sample {first} where {due} is due: it {how} some")
+        step, due = line["step"], end
+        result.steps += 1
+        result.samples += line["count"]
+
+
+def _check_ids(lines: Sequence[dict[str, Any]], source: SampleSource, result: Checked) -> None:
+    """Draw the samples' ids again, compare those of each line, and look for one that comes twice."""
+    ids: list[np.ndarray] = []
+    end = 0
+    for line in lines:
+        drawn = source.ids(line["first"], line["count"])
+        if f"{hash_ids(drawn):016x}" != line["ids"]:
+            result.faults.append(f"step {line['step']} trained other samples than the seed and the files give")
+        ids.append(drawn)
+        end = line["first"] + line["count"]
+    if not ids:
+        return
+    unique, counts = np.unique(np.concatenate(ids), axis=0, return_counts=True)
+    result.distinct, result.epochs = len(unique), source.epochs(end)
+    for i in np.flatnonzero(counts > 1):
+        result.faults.append(f"sample {tuple(unique[i].tolist())} was trained {counts[i]} times")
+
+
+def _stretches(lines: Sequence[dict[str, Any]]) -> list[_Stretch]:
+    """Return what ranks read from one line's totals to the next; a line that is missing makes a stretch longer."""
+    stretches = []
+    totals, end = ReadTotals(), 0
+    for line in lines:
+        first, stop = line["first"], line["first"] + line["count"]
+        now = ReadTotals.from_record(line.get("read"))
+        if now is None:
+            totals, end = ReadTotals(since=stop), stop
+            continue
+        if now.since != totals.since:  # counted anew, as after a change of the data that was accepted
+            totals, end = ReadTotals(since=now.since), now.since
+        # Where lines are out of order, which _check_order tells, the totals say nothing of this line alone.
+        if end <= first:
+            stretches.append(_Stretch(line["step"], end, stop, now.sums - totals.sums))
+        totals, end = now, stop
+    return stretches
+
+
+def _choose(stretches: list[_Stretch], sequence_length: int) -> list[_Stretch]:
+    """Return stretches of at most _TOKENS tokens in all (but at least one), evenly over the run."""
+    tokens = sum(stretch.end - stretch.begin for stretch in stretches) * (sequence_length + 1)
+    count = min(len(stretches), max(1, int(len(stretches) * _TOKENS / max(tokens, 1))))
+    return [stretches[(i + 1) * len(stretches) // count - 1] for i in range(count)] if stretches else []
+
+
+def _read_again(stretch: _Stretch, source: SampleSource) -> ReadSums:
+    sums = ReadSums()
+    for first, count in parts_of(stretch.begin, stretch.end):
+        sums += sums_of(first, source.batch(first, count).T)
+    return sums
+
+
+def _named(stretch: _Stretch) -> str:
+    return f"samples {stretch.begin} to {stretch.end - 1} (up to step {stretch.step})"
 
 
 def of_step(lines: Sequence[dict[str, Any]], step: int, global_batch: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import torch
 from megascale.core.events import Event
 from megascale.core.layout import Layout
 from megascale.data.dataset import fingerprint
+from megascale.data.dataset.read_checksum import ReadChecksum
 from megascale.data.dataset.samples import SampleSource, hash_ids
 from megascale.data.loader import data_watch, host_loader
 from megascale.data.loader.host_layout import HostPlan, index_folder, plan_host
@@ -25,12 +26,17 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class LocalFeed:
-    """This rank reads for itself when it is asked: nothing is read ahead."""
+    """This rank reads for itself when it is asked: nothing is read ahead.
+
+    Attributes:
+        read: checksum of the samples that were handed to the engine.
+    """
 
     def __init__(self, layout: Layout, rank: int, local_rank: int, device: torch.device) -> None:
         self._rank, self._local_rank = rank, local_rank
         self.source = SampleSource(layout.config, index_folder(layout.config))
         self.device, self.config = device, layout.config
+        self.read = ReadChecksum()
         train = layout.config.train
         self._share = train.global_batch // layout.grid.data
         self._offset = layout.grid.coordinate(rank).data * self._share
@@ -49,8 +55,10 @@ class LocalFeed:
 
         def batch(i: int) -> Batch:
             started = time.perf_counter()
-            rows = torch.from_numpy(self.source.batch(first + self._offset + i * size, size))
-            columns = rows.t().contiguous().to(self.device, non_blocking=True)
+            number = first + self._offset + i * size
+            rows = self.source.batch(number, size)
+            columns = torch.from_numpy(rows).t().contiguous().to(self.device, non_blocking=True)
+            self.read.add(number, rows.T)
             self._seconds += time.perf_counter() - started
             return columns[:-1], columns[1:]
 
@@ -84,6 +92,9 @@ class HostFeed:
     """Micro-batches out of the host's ring, copied to the device without waiting for the copy.
 
     A slot is given back when its copy is done, which on a GPU is looked at when the next one is wanted.
+
+    Attributes:
+        read: checksum of the samples that were handed to the engine.
     """
 
     def __init__(self, plan: HostPlan, folder: Path, rank: int, local_rank: int, device: torch.device) -> None:
@@ -91,6 +102,7 @@ class HostFeed:
         self._local_rank = local_rank
         self._made = local_rank == 0 and host_loader.VARIABLE not in os.environ
         self.reader: LoaderReader | None = None
+        self.read = ReadChecksum()
         self._pinned: Any = None
         self._flying: deque[torch.cuda.Event] = deque()
         self._ids, self._epochs = 0, 0.0
@@ -145,6 +157,7 @@ class HostFeed:
         self._ids, self._epochs = taken.ids, taken.epochs
         if self.device.type == "cpu":
             columns = torch.from_numpy(taken.tokens).long()
+            self.read.add(taken.first, taken.tokens)
             reader.let_go()
         else:
             self._pin()
@@ -152,6 +165,7 @@ class HostFeed:
             done = torch.cuda.Event()
             done.record()
             self._flying.append(done)
+            self.read.add(taken.first, taken.tokens)  # under the copy, which must be done before the slot is let go
         return columns[:-1], columns[1:]
 
     def _land(self, reader: LoaderReader) -> None:

@@ -30,7 +30,7 @@ class RecordTail:
         self.error, self.missing = "", True
 
     def _forget(self) -> None:
-        self._at, self._inode, self._rest, self._skips = 0, -1, b"", False
+        self._at, self._inode, self._skips = 0, -1, False
         self.damaged = 0
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
@@ -53,18 +53,21 @@ class RecordTail:
             self.missing, self.error = False, str(error.strerror or error)
             return False, []
         self.missing, self.error = False, ""
-        self._at += len(data)
         return anew, list(self._records(data))
 
     def _records(self, data: bytes) -> Iterator[dict[str, Any]]:
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > _LINE:  # no end in sight: forgotten up to the next line's begin
+        lines = data.split(b"\n")
+        rest = lines.pop()
+        # A line that was cut by a crash is removed before the next is written: it is read once it is whole.
+        self._at += len(data) - len(rest)
+        skips, self._skips = self._skips, self._skips and not lines
+        if len(rest) > _LINE:  # no end in sight: forgotten up to the next line's begin
             self.damaged += not self._skips
-            self._rest, self._skips = b"", True
+            self._at += len(rest)
+            self._skips = True
         for line in lines:
-            if self._skips:
-                self._skips = False
+            if skips:
+                skips = False
                 continue
             if not line.strip():
                 continue

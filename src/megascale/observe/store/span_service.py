@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
+from megascale.core.json_lines import append_record
 from megascale.core.untrusted_files import read_small_text
 from megascale.observe.store import network_settings
 from megascale.observe.store.counters import HostCounters
@@ -107,8 +108,7 @@ class SpanService:
             raise
         who = {"attempt": message.attempt, "rank": message.rank, "time": time.time(), "hostname": socket.gethostname()}
         with self._lock:
-            with open(self.out / RANKS, "a") as out:
-                out.write(strict_json.dumps(who | dict(message.facts)) + "\n")
+            append_record(self.out / RANKS, who | dict(message.facts))
             ring.ask(*self._asked)
             self._rings[ring] = True
         log.info("following rank %d of attempt %d", message.rank, message.attempt)

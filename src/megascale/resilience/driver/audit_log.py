@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megascale.core import strict_json
+from megascale.core import json_lines, strict_json
 from megascale.core.events import Event, date_of
 from megascale.core.failure import NO_ROOM
 from megascale.resilience.driver.process.descriptors import SpareDescriptors
@@ -72,15 +72,10 @@ class AuditLog:
             self._said = 0
 
     def _write_late(self) -> None:
-        # One write a line, so that those of the driver and of rank 0 do not mix.
-        handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             while self._late:
-                data = self._late[0].encode()
-                size = os.fstat(handle).st_size
-                if os.write(handle, data) < len(data):  # a part of it had room
-                    os.truncate(handle, size)
-                    return
+                json_lines.append(handle, self._late[0].encode())
                 self._late.popleft()
         finally:
             os.close(handle)

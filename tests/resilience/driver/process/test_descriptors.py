@@ -15,6 +15,7 @@ import pytest
 from megascale.resilience.driver.audit_log import AuditLog
 from megascale.resilience.driver.process.descriptors import SpareDescriptors
 from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from tests.conftest import lines
 
 
 @pytest.fixture
@@ -61,6 +62,17 @@ def _lines(run: Path) -> list[str]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft + 1, hard))
     return (run / "events.jsonl").read_text().splitlines()
+
+
+def test_an_event_follows_a_line_that_a_crash_has_cut(run):
+    journal, _ = LastingJournal.take(run, 3.0)
+    log = AuditLog(run, journal, lambda who, text: None)
+    log.note("hang", attempt=0)
+    with open(run / "events.jsonl", "a") as out:
+        out.write('{"time": 3.0, "ev')
+    log.note("hang", attempt=1)
+    assert [record["attempt"] for record in lines(run / "events.jsonl")] == [0, 1]
+    journal.close()
 
 
 def test_an_event_that_cannot_be_written_ends_nothing(run):

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from msgspec import structs
 
+from megascale.core import json_lines
 from megascale.core.background import FailureLog
 from megascale.core.bounded_lines import MOST_LINE
 from megascale.core.untrusted_files import open_regular
@@ -132,8 +133,8 @@ class ReceivedFiles:
             return _write_spans(file, piece)
         if piece.name in _BY_STEP:
             return self._steps[piece.name].write(file, piece)
-        if piece.first and piece.name.endswith(".jsonl"):
-            data = _new_lines(file, data)
+        if piece.name.endswith(".jsonl"):
+            return _append_lines(file, piece)
         if piece.left_out:
             data = f"[{piece.left_out} bytes left out]\n".encode() + data
         # Records of bytes: a piece that comes again must change nothing.
@@ -148,6 +149,16 @@ class ReceivedFiles:
                 os.write(handle, data)
         finally:
             os.close(handle)
+
+
+def _append_lines(file: Path, piece: FileData) -> None:
+    """Append a piece of whole lines; of the first piece of a session, those that are not there yet."""
+    lines = _new_lines(file, piece.data) if piece.first else piece.data
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        json_lines.append(handle, lines)
+    finally:
+        os.close(handle)
 
 
 def _write_spans(file: Path, piece: FileData) -> None:
@@ -186,12 +197,13 @@ class _StepLines:
     def write(self, file: Path, piece: FileData) -> None:
         """Take a piece in."""
         with open(os.open(file, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as there:
-            size = there.seek(0, os.SEEK_END)
+            size = _end_of_lines(there)
             if piece.first and not piece.start and piece.data:
                 self._base = _position(there, _step(piece.data.partition(b"\n")[0]), size)
             if self._base is None or self._base + piece.start > size or (piece.first and piece.start):
                 # From the midst of a file that a driver before knew.
-                there.seek(0, os.SEEK_END)
+                there.seek(size)
+                there.truncate()
                 there.write(_new_lines(file, piece.data))
                 self._base = max(0, there.tell() - piece.start - len(piece.data))
                 return
@@ -205,6 +217,19 @@ class _StepLines:
                 there.truncate(at)  # first: whoever reads meanwhile sees whole lines
                 there.seek(at)
                 there.write(piece.data)
+
+
+def _end_of_lines(there: BinaryIO) -> int:
+    """Return where the last whole line ends: what follows was cut by a crash."""
+    size = there.seek(0, os.SEEK_END)
+    start = size
+    while start:
+        stop, start = start, max(0, start - _TAIL)
+        there.seek(start)
+        newline = there.read(stop - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+    return 0
 
 
 def _position(there: BinaryIO, step: int | None, size: int) -> int:

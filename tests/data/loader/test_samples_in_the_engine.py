@@ -1,0 +1,100 @@
+"""What the engine computes with, against the sample order: each window once, whoever reads it, is killed or comes anew.
+
+Ranks write down the tokens and targets of each micro-batch as the model gets them. What must come is drawn here, from
+the seed and the numbers of samples alone.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from megascale.api import load_config
+from megascale.core.layout import lay_out
+from megascale.data.dataset.ledger import check
+from megascale.data.dataset.samples import SampleSource
+from tests.conftest import lines
+from tests.exact.processes import Start, end, ranks
+
+# Python that has a rank write down what its chunks get, and end by SIGKILL in the middle of a step.
+RECORD = """
+import json, os, signal
+from megascale.train.engine import Engine
+
+step, compute = Engine.step, Engine._compute
+out = open(f"{file}-{{os.environ['RANK']}}", "a")
+seen = 0
+
+def numbered(engine, batches, number, *given, **more):
+    global seen
+    engine.number, seen = number, 0
+    return step(engine, batches, number, *given, **more)
+
+def recorded(engine, chunk, inputs, where):
+    global seen
+    module = engine.chunks[chunk]
+    if module.first:
+        print(json.dumps(["tokens", engine.number, inputs[0].T.tolist()]), file=out, flush=True)
+    if module.last:
+        print(json.dumps(["targets", engine.number, inputs[1].T.tolist()]), file=out, flush=True)
+    seen += 1
+    if engine.number == {dies} and seen == 2 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return compute(engine, chunk, inputs, where)
+
+Engine.step, Engine._compute = numbered, recorded
+"""
+
+
+def start(tiny: Path, file: Path, words: list[str], world: int, dies: int = 0) -> list[int]:
+    """Run the ranks of one start, which write to files named after `file`; their exit codes."""
+    before = RECORD.format(file=file, dies=dies)
+    with ranks(tiny, words, [Start(rank, world, before=before) for rank in range(world)]) as processes:
+        if dies:
+            return [processes[1].wait(100)]  # the others are ended with it, as a launcher does
+        ended = [end(process) for process in processes]
+    assert [rank.code for rank in ended] == [0] * world, ended
+    return [rank.code for rank in ended]
+
+
+def told(tiny: Path, file: Path, words: list[str], world: int, what: str, step: int) -> dict[int, list[list[int]]]:
+    """Rows of `what` that the engines of each tensor-parallel rank got in a step, over all data-parallel ranks."""
+    grid = lay_out(load_config(tiny, words), world).grid
+    rows: dict[int, list[list[int]]] = {}
+    for rank in range(world):
+        for kind, number, batch in lines(file.with_name(f"{file.name}-{rank}")):  # type: ignore[misc]
+            if (kind, number) == (what, step):
+                rows.setdefault(grid.coordinate(rank).tensor, []).extend(batch)
+    return rows
+
+
+@pytest.mark.parametrize(("loader", "axis"), [("local", "pipeline"), ("host", "tensor")])
+def test_the_engine_gets_each_sample_once(tiny: Path, tmp_path: Path, loader: str, axis: str) -> None:
+    """Two data-parallel ranks are killed in mid-step; four go on in another layout, with another batch."""
+    one, first_world = ["--parallel.data=2"], 2
+    other, second_world = ["--parallel.data=2", f"--parallel.{axis}=2"], 4
+    common = [f"--data.loader={loader}", "--train.micro_batch=1", "--train.steps=4"]
+    one = [*common, *one, "--train.global_batch=8"]
+    other = [*common, *other, "--train.global_batch=6"]
+    assert start(tiny, tmp_path / "one", one, first_world, dies=4) == [-signal.SIGKILL]
+    start(tiny, tmp_path / "other", other, second_world)
+    source = SampleSource(load_config(tiny, other))
+    resumed = json.loads((tmp_path / "runs" / "tiny" / "samples" / "ledger.jsonl").read_text().splitlines()[2])["count"]
+    assert resumed == 6  # from the checkpoint of step 2, and not of 3
+    for file, words, world, steps in (
+        ("one", one, first_world, {1: (0, 8), 2: (8, 8), 3: (16, 8)}),
+        ("other", other, second_world, {3: (16, 6), 4: (22, 6)}),
+    ):
+        for step, (first, count) in steps.items():
+            samples = source.batch(first, count)
+            for what, due in (("tokens", samples[:, :-1]), ("targets", samples[:, 1:])):
+                by_tensor_rank = told(tiny, tmp_path / file, words, world, what, step)
+                assert by_tensor_rank
+                for rows in by_tensor_rank.values():
+                    assert sorted(rows) == sorted(due.tolist()), (file, step, what)
+    ledger = lines(tmp_path / "runs" / "tiny" / "samples" / "ledger.jsonl")
+    proof = check(ledger, source, full=True)
+    assert (proof.faults, proof.missing, proof.recorded) == ([], [], 4)
