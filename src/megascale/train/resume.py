@@ -77,9 +77,10 @@ class Origin:
         """As `check`, where checkpoint.resume=false begins at step 0 whatever there is."""
         self._tell(self._judge_anew)
 
-    def check_imported(self, state: Mapping[str, Any], name: str) -> None:
-        """As `check`, for the weights of an imported model that a run begins with: model and tokenizer count."""
+    def check_imported(self, state: Mapping[str, Any], name: str) -> bool:
+        """Check the model and the tokenizer of imported weights; return False, since no optimizer state is loaded."""
         self._tell(lambda: self._wrong_settings(state, name))
+        return False
 
     def _read_owner(self) -> None:
         """Keep whose checkpoint.location is before anything there is judged: a claim since then is seen."""

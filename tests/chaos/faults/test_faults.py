@@ -9,6 +9,7 @@ import pytest
 from megascale.errors import ConfigError
 from tests.chaos.faults.command import SITES, load_site
 from tests.chaos.faults.report import show
+from tests.chaos.faults.site import Row
 
 
 def test_one_real_fault_is_injected_reported_and_not_repeated(chaos, tmp_path):
@@ -57,7 +58,7 @@ def test_unknown_sites_and_kinds_are_named(chaos):
 
 
 def test_the_table_counts_right_runs_and_shows_the_worst(capsys):
-    rows = [
+    rows: list[Row] = [
         {"kind": "a", "right": True, "same": True, "detect": 1.0, "lost": 0, "actions": ["retry"]},
         {"kind": "a", "right": False, "same": None, "detect": 3.0, "lost": 4},
         {"kind": "b", "skipped": "no redis"},

@@ -115,11 +115,11 @@ def matmul_into(
     """
     assert target.shape == (a.shape[0], b.shape[0]), (target.shape, a.shape, b.shape)
     if not _on_tensor_cores(a, a_scale, b, b_scale):
-        product = _reference(a, a_scale, b, b_scale, target.dtype)
+        result = _reference(a, a_scale, b, b_scale, target.dtype)
         if unset:
-            target.copy_(product)
+            target.copy_(result)
         else:
-            target.add_(product)
+            target.add_(result)
         return
     assert target.dtype == torch.float32, target.dtype
     assert all(t.is_contiguous() and t.data_ptr() % ALIGNED == 0 for t in (target, a, b)), "not aligned to 16 bytes"
