@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import typer
 
 from megascale.core import terminal
+from megascale.core.openmp import sleep_at_barriers
 from megascale.core.secrets import hide_password
 from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, MegascaleError
 
@@ -112,6 +113,7 @@ def is_work(words: Sequence[str]) -> bool:
 
 def main() -> None:
     """Entry point: run a command; a MegascaleError prints its message and sets the exit code."""
+    sleep_at_barriers()
     terminal.open_streams()
     if is_work(sys.argv[1:]):
         terminal.ignore_lost_output()
