@@ -12,6 +12,7 @@ from typing import NoReturn
 import typer
 
 from megascale.core import terminal
+from megascale.core.openmp import sleep_at_barriers
 from megascale.core.python_command import leave_working_directory
 from megascale.core.secrets import hide_secrets
 from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, MegascaleError, missing_extra
@@ -115,6 +116,7 @@ def is_work(words: Sequence[str]) -> bool:
 def main() -> None:
     """Run the command that the command line names."""
     leave_working_directory()
+    sleep_at_barriers()
     terminal.open_streams()
     if is_work(sys.argv[1:]):
         terminal.ignore_lost_output()

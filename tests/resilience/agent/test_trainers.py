@@ -142,7 +142,7 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
     marker, failed = tmp_path / "marker", tmp_path / "failed"
     (tmp_path / "early.py").write_text(
         "import os\n"
-        f"def fail():\n    open({str(failed)!r}, 'w').close()\n    raise OSError('no')\n"
+        f"def fail():\n    open({str(failed)!r}, 'w').write(os.environ['OMP_WAIT_POLICY'])\n    raise OSError('no')\n"
         "def fail_without_log():\n    os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n    raise OSError('lost')\n"
         f"def work():\n    with open({str(marker)!r}, 'w') as out:\n        out.write(str(os.getpid()))\n"
     )
@@ -172,7 +172,7 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             assert marker.read_text() == str(server.pid)
-            assert failed.exists()
+            assert failed.read_text() == "PASSIVE"
             mine.sendall(framed(TO_FORK_SERVER, Fork(0, 1, {}, ("--version",), str(tmp_path / "log"))))
             assert wait_for(Ended).status == 0
             assert wait_for(Forked).pid == wait_for(Ended).pid

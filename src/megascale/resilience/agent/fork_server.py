@@ -22,6 +22,7 @@ import sys
 
 from megascale.core import terminal
 from megascale.core.failure import errno_of, keep_no_bytecode, words_of
+from megascale.core.openmp import sleep_at_barriers
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
     FROM_FORK_SERVER,
@@ -194,6 +195,7 @@ def main() -> None:
     # processes of a job and the SIGHUP of a session that closes. The agent ends this one by SIGKILL.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    sleep_at_barriers()
     terminal.keep_working()  # its log may lie on a full disk
     with socket.socket(fileno=int(sys.argv[1])) as sock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         serve(sock, sys.argv[3:])
