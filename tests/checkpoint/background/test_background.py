@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megascale.checkpoint import Checkpointer, latest, load, steps
+from megascale.checkpoint import Checkpointer, TensorShard, latest, load, steps
 from megascale.checkpoint.background import pending_saves, service, service_protocol, snapshot
 from megascale.checkpoint.background.pending_saves import finish_pending
 from megascale.checkpoint.background.service_protocol import (
@@ -187,6 +187,95 @@ def test_full_disk_is_an_outcome_and_costs_nothing(run: Path, small_disk: Path) 
     assert not outcome.committed
     assert "is full: a checkpoint needs 4,198,400 bytes" in outcome.why
     assert sorted(p.name for p in (small_disk / "c").iterdir()) == ["ID", "step-1"]
+
+
+def test_a_commit_that_finds_the_disk_full_says_so(run: Path, small_disk: Path) -> None:
+    """There is room for the state, and none for the index."""
+    tensors = {"w": torch.zeros(1 << 18)}
+    checkpointer = Checkpointer(background(location=str(small_disk / "c")), run, whole(tensors))
+    needed = checkpointer.shards[0].tensor.nbytes
+    (small_disk / "filler").write_bytes(b"0" * ((2 << 20) - needed - (48 << 10)))
+    checkpointer.save(2, {"text": "x" * 20_000})
+    (outcome,) = checkpointer.finish()
+    assert "c' is full: a checkpoint needs" in outcome.why
+    assert sorted(p.name for p in (small_disk / "c").iterdir()) == ["ID"]
+
+
+def _save_after_the_first_failed(rank: int, size: int, run: Path, disk: Path, hosts: list[int]) -> str:
+    """Save more than the disk holds; others begin to write once the first process has learnt that it failed."""
+    torch.set_num_threads(1)
+    host, failed = run / f"host-{hosts[rank]}", run / "failed"
+    host.mkdir(exist_ok=True)
+    parts = {"w": torch.zeros(1 << 18 if rank == 0 else 1 << 15)}
+    shards = [TensorShard(f"w{rank}", tuple(t.shape), (0,), t) for t in parts.values()]
+    checkpointer = Checkpointer(background(location=str(disk / "c")), host, shards)
+    replace = snapshot.msgspec.structs.replace
+
+    def late(message: object, **changes: object) -> object:
+        if rank:
+            await_other(failed.exists)
+        return replace(message, **changes)
+
+    with mock.patch.object(snapshot.msgspec.structs, "replace", late):
+        checkpointer.save(2, {})
+        if rank:
+            checkpointer.before_update()
+            checkpointer.finish(over=False)
+            return ""
+        (outcome,) = await_other(checkpointer.poll)
+        failed.touch()
+    checkpointer.finish(over=False)
+    return outcome.why
+
+
+@pytest.mark.parametrize("hosts", [[0, 1], [0, 0], [0, 1, 1, 0]])
+def test_a_full_disk_leaves_no_half_of_a_step(run: Path, small_disk: Path, hosts: list[int]) -> None:
+    """Whatever the others write after the first process has given up goes, too."""
+    (small_disk / "filler").write_bytes(b"0" * (1 << 20))
+    why = run_group(len(hosts), _save_after_the_first_failed, run, small_disk, hosts)[0]
+    assert "is full: a checkpoint needs" in why
+    await_other(lambda: sorted(p.name for p in (small_disk / "c").iterdir()) == ["ID"])
+
+
+def test_a_part_that_fails_is_told_once_the_disk_has_room_for_the_word(run: Path, small_disk: Path) -> None:
+    filler = small_disk / "filler"
+    run_group(2, _fail_on_a_full_disk, run, small_disk, filler)
+    await_other(lambda: sorted(p.name for p in (small_disk / "c").iterdir()) == ["ID"])
+
+
+def _fail_on_a_full_disk(rank: int, size: int, run: Path, disk: Path, filler: Path) -> None:
+    """The second process finds the disk full to the last byte, which the first makes room on only then."""
+    torch.set_num_threads(1)
+    (run / f"host-{rank}").mkdir(exist_ok=True)
+    tensor = torch.zeros(1 << 15)
+    shards = [TensorShard(f"w{rank}", tuple(tensor.shape), (0,), tensor)]
+    checkpointer = Checkpointer(background(location=str(disk / "c")), run / f"host-{rank}", shards)
+    full, failed = run / "full", run / "failed"
+    replace = snapshot.msgspec.structs.replace
+
+    def late(message: object, **changes: object) -> object:
+        if rank:
+            await_other(full.exists)
+        return replace(message, **changes)
+
+    with mock.patch.object(snapshot.msgspec.structs, "replace", late):
+        checkpointer.save(2, {})
+        checkpointer.before_update()
+        if rank == 0:
+            await_other(lambda: list((disk / "c" / "step-2").glob("*-part-*")))
+            with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as out:
+                while out.write(b"0" * 4096):
+                    pass
+            full.touch()
+            await_other(failed.exists)
+            filler.unlink()
+            (outcome,) = await_other(checkpointer.poll)
+            assert "is full" in outcome.why
+        else:
+            (outcome,) = await_other(checkpointer.poll)
+            assert "is full" in outcome.why
+            failed.touch()
+    checkpointer.finish(over=False)
 
 
 def _without_memory(rank: int, size: int, run: Path) -> tuple[str, int]:

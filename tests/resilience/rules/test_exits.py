@@ -211,6 +211,19 @@ def test_a_full_disk_is_known_by_its_number_or_its_room_and_by_no_line_of_a_log(
                 assert "the disk of /runs/a has 0 bytes left" in one(found, kind).evidence
 
 
+def test_the_same_full_disk_ends_the_job_whatever_the_figures():
+    def fails(text: str, past: list[Verdict]) -> Verdict:
+        how = {"state": "exited", "code": 1, "message": text}
+        return one(ended(worker(1, **how), past=[(1.0, v) for v in past]), "disk_full")
+
+    first = fails("the disk of '/a' is full: a checkpoint needs 417,792 bytes and 212,992 are free", [])
+    assert first.action == "recover"
+    later = "the checkpoint of the last step, 12, failed: the disk of {} is full: a checkpoint needs 417,792 bytes"
+    again = fails(later.format("'/a'"), [first])
+    assert (again.action, again.person) == ("stop", True)
+    assert fails(later.format("'/b'"), [first]).action == "recover"
+
+
 def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
     """What one rank lacks it tells all, who end with its words."""
     words = "rank 1 on b7: staging memory for checkpoints could not be had ([Errno 12] 3 of 5 bytes are free)"

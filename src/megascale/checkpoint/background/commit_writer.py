@@ -32,16 +32,22 @@ log = logging.getLogger("megascale.checkpoint.background.service")
 
 _POLL = 0.02  # seconds between looks for other services' parts, growing to _POLL_MAX
 _POLL_MAX = 1.0
+_SWEEP_MAX = 10.0  # seconds between looks for what others still write of a save that was given up
 _RUN = 64 << 20  # bytes that are written at once while a snapshot is completed
 
 
 @dataclass
 class Saving:
-    """A save under way on this host."""
+    """A save under way on this host: of its processes `local`, those that have written and those that have ended."""
 
-    step: int
     local: set[int]
     written: dict[int, Written] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of them have ended."""
+        return self.ended >= self.local
 
 
 class Writer:
@@ -101,21 +107,26 @@ class Writer:
 
     def close(self, message: Staged, slot: Slot, crc: int | None, error: OSError | None) -> None:
         """What follows when a process's file is written, or was not (then without a checksum or with an error)."""
-        rank, step, generation = message.rank, message.step, message.generation
         storage = open_storage(message.storage)
+        failed = error is not None or crc is None
+        written = None if failed or crc is None else Written(message.size, crc, slot.crcs)
+        saving = self._end(message, written)
         try:
-            if error is not None or crc is None:
+            if written is None:
                 raise error or OSError("its state could not be completed")
-            self._part(storage, message, Written(message.size, crc, slot.crcs))
+            if saving.is_over:
+                pending_saves.add_part(storage, message.step, message.generation, saving.written)
         except OSError as error:
             why = str(explain(error, storage, message.needed))
-            with contextlib.suppress(OSError):
-                pending_saves.add_failure(storage, step, generation, rank, why)
             if message.leader:
-                self._finish(storage, step, generation, Outcome(False, why=why[:2000]), withdraw=True)
+                self._forget(message, saving)
+                self._finish(storage, message, Outcome(False, why=why[:2000]), withdraw=True)
+            else:
+                self._spawn(self._tell_failure, storage, message, saving, why)
             raise TrainingError(why) from None
+        self._forget(message, saving)
         if message.leader:
-            self._watch(storage, step, generation)
+            self._spawn(self._commit, storage, message)
 
     def _begin(self, storage: Storage, message: Staged) -> None:
         with self._pruning:  # what is being removed counts as free
@@ -136,22 +147,44 @@ class Writer:
             metadata,
         )
 
-    def _part(self, storage: Storage, message: Staged, written: Written) -> None:
-        """Note that a process's file is written; the last of this host's processes writes the part record."""
+    def _end(self, message: Staged, written: Written | None) -> Saving:
+        """Note that a process's file is written, or will not be; return what is known of its host's since."""
         with self._changed:
-            saving = self._saving.setdefault(message.generation, Saving(message.step, set(message.local)))
-            saving.written[message.rank] = written
-            last = saving.written.keys() >= saving.local
-            if last:
-                del self._saving[message.generation]
-        if last:
-            pending_saves.add_part(storage, message.step, message.generation, saving.written)
+            saving = self._saving.setdefault(message.generation, Saving(set(message.local)))
+            saving.ended.add(message.rank)
+            if written is not None:
+                saving.written[message.rank] = written
+            return Saving(saving.local, dict(saving.written), set(saving.ended))
 
-    def _watch(self, storage: Storage, step: int, generation: str) -> None:
-        threading.Thread(target=self._commit, args=(storage, step, generation), daemon=True).start()
+    def _forget(self, message: Staged, saving: Saving) -> None:
+        """Forget a save of which this host writes nothing more, its records included."""
+        if saving.is_over:
+            with self._changed:
+                self._saving.pop(message.generation, None)
 
-    def _commit(self, storage: Storage, step: int, generation: str) -> None:
+    def _spawn(self, function: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=function, args=args, daemon=True).start()
+
+    def _tell_failure(self, storage: Storage, message: Staged, saving: Saving, why: str) -> None:
+        """Tell the first process's service that this part will not come, as soon as the disk has room for the word."""
+        pause = _POLL
+        with self._work():
+            while True:
+                try:
+                    pending_saves.add_failure(
+                        storage, message.step, message.generation, message.rank, why, ended=saving.ended
+                    )
+                    break
+                except OSError:
+                    if self._given_up():
+                        break
+                    time.sleep(pause)
+                    pause = min(pause * 1.5, _POLL_MAX)
+            self._forget(message, saving)
+
+    def _commit(self, storage: Storage, message: Staged) -> None:
         """Commit once all services' parts are there; give up when one failed or a later save has overtaken it."""
+        step, generation = message.step, message.generation
         pause = _POLL
         with self._work():
             while True:
@@ -159,41 +192,79 @@ class Writer:
                     with self._pruning:  # an older commit of this step may just be on its way out
                         found = pending_saves.try_commit(storage, step, generation)
                     if found is not None:
-                        return self._committed(storage, step, generation, *found)
+                        return self._committed(storage, message, *found)
                 except Exception as error:  # whoever waits for the outcome must be told one
-                    if not isinstance(error, Failed | OSError | ValueError):
-                        log.exception("the commit of step %d failed", step)
-                    why = str(error) if isinstance(error, Failed) else f"the commit failed: {error or repr(error)}"
-                    return self._finish(storage, step, generation, Outcome(False, why=why[:2000]), withdraw=True)
-                if max((g for g, r in list(self._results.items()) if r.committed), default="") > generation:
+                    why = self._explain_failure(error, storage, message)
+                    return self._finish(storage, message, Outcome(False, why=why[:2000]), withdraw=True)
+                if self._is_overtaken(generation):
                     result = Outcome(False, why="a later save was committed first")
-                    return self._finish(storage, step, generation, result, withdraw=True)
+                    return self._finish(storage, message, result, withdraw=True)
                 if self._given_up():
                     # What is there stays: the next start commits it if the rest has come by then.
                     result = Outcome(False, why="other hosts' parts did not come")
-                    return self._finish(storage, step, generation, result, withdraw=False)
+                    return self._finish(storage, message, result, withdraw=False)
                 time.sleep(pause)
                 pause = min(pause * 1.5, _POLL_MAX)
 
-    def _committed(self, storage: Storage, step: int, generation: str, commit: Commit, keep: int) -> None:
+    def _is_overtaken(self, generation: str) -> bool:
+        """Return whether a later save was committed."""
+        return max((g for g, r in list(self._results.items()) if r.committed), default="") > generation
+
+    def _committed(self, storage: Storage, message: Staged, commit: Commit, keep: int) -> None:
         """Say so, then remove older checkpoints: that takes a while, and nobody need wait for it."""
         with self._pruning:
             result = Outcome(True, bytes=commit.size)
-            self._finish(storage, step, generation, result, withdraw=False)
+            self._finish(storage, message, result, withdraw=False)
             try:
                 folders.prune(storage, keep)
             except Exception as error:
                 log.warning("older checkpoints could not be removed: %s", error or repr(error))
 
-    def _finish(self, storage: Storage, step: int, generation: str, result: Outcome, withdraw: bool) -> None:
+    def _explain_failure(self, error: Exception, storage: Storage, message: Staged) -> str:
+        """Return why a commit failed, for the ranks; log the traceback of a failure that is not expected."""
+        if isinstance(error, Failed):
+            return str(error)
+        if isinstance(error, OSError):
+            return str(explain(error, storage, message.needed))
+        if not isinstance(error, ValueError):
+            log.exception("the commit of step %d failed", message.step)
+        return f"the commit failed: {error or repr(error)}"
+
+    def _finish(self, storage: Storage, message: Staged, result: Outcome, withdraw: bool) -> None:
         if withdraw:
+            writing = set(range(message.ranks)) - set(message.local)
+            with contextlib.suppress(OSError, ValueError):
+                writing -= pending_saves.ended_ranks(storage, message.step, message.generation)
             try:
-                folders.withdraw(storage, step, generation)
+                folders.withdraw(storage, message.step, message.generation)
             except Exception as error:
-                log.warning("what was written of step %d could not be removed: %s", step, error or repr(error))
+                log.warning("the files of step %d could not be removed: %s", message.step, error or repr(error))
+            self._spawn(self._sweep, storage, message, writing)
         with self._changed:
-            self._results[generation] = result
+            self._results[message.generation] = result
             self._changed.notify_all()
+
+    def _sweep(self, storage: Storage, message: Staged, writing: set[int]) -> None:
+        """Remove what others still write of a save that was withdrawn, until all have ended.
+
+        Else a half of it would fill the disk until the next commit, for which there may be no room then.
+
+        Args:
+            writing: processes of other hosts that have not ended; those of this host are in `_saving`.
+        """
+        step, generation = message.step, message.generation
+        pause = _POLL
+        with self._work():
+            while True:
+                has_local = generation in self._saving  # what ends from here on is removed by the next pass
+                with contextlib.suppress(OSError, ValueError):
+                    writing -= pending_saves.ended_ranks(storage, step, generation)
+                    folders.withdraw(storage, step, generation, late=True)
+                # What is older than a commit goes with the next pruning.
+                if not (writing or has_local) or self._given_up() or self._is_overtaken(generation):
+                    return
+                time.sleep(pause)
+                pause = min(pause * 1.5, _SWEEP_MAX)
 
 
 class Writing:

@@ -8,6 +8,7 @@ all that a commit needs lies in the step's folder (begin record, plan, parts).
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,9 +68,27 @@ def add_part(storage: Storage, step: int, generation: str, written: dict[int, Wr
     storage.write(f"{folders.step_name(step)}/{generation}-part-{min(written):05d}.json", _sealed(record))
 
 
-def add_failure(storage: Storage, step: int, generation: str, rank: int, why: str) -> None:
-    """Say that a process's file could not be written, so that nobody waits for it."""
-    storage.write(f"{folders.step_name(step)}/{generation}-failed-{rank:05d}.json", _sealed({"why": why}))
+def add_failure(storage: Storage, step: int, generation: str, rank: int, why: str, ended: Iterable[int] = ()) -> None:
+    """Say that a process's file could not be written, so that nobody waits for it.
+
+    Args:
+        ended: processes of its host that write nothing more of this save.
+    """
+    record = {"why": why, "ended": sorted({rank, *ended})}
+    storage.write(f"{folders.step_name(step)}/{generation}-failed-{rank:05d}.json", _sealed(record))
+
+
+def ended_ranks(storage: Storage, step: int, generation: str) -> set[int]:
+    """Return the processes that write nothing more of a save, as part and failure records tell."""
+    place = folders.step_name(step)
+    ended: set[int] = set()
+    for name in storage.list(place):
+        if not name.startswith(generation) or name.endswith(UNFINISHED):
+            continue
+        if "-failed-" in name or "-part-" in name:
+            record = _opened(bytes(storage.read(f"{place}/{name}"))) or {}
+            ended.update(int(rank) for rank in record.get("ended", record))
+    return ended
 
 
 def _sealed(record: dict[str, Any]) -> bytes:

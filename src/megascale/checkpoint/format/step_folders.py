@@ -266,17 +266,23 @@ def commit_save(
     return commit
 
 
-def withdraw(storage: Storage, step: int, generation: str) -> None:
+def withdraw(storage: Storage, step: int, generation: str, late: bool = False) -> None:
     """Remove what an unfinished save left. A commit that the step's folder holds from before stays, and so does the
-    save itself if another has committed it meanwhile."""
+    save itself if another has committed it meanwhile.
+
+    Args:
+        late: the save was withdrawn before, and another may be under way in the folder by now.
+    """
     place = step_name(step)
     with contextlib.suppress(Damaged):
         commit = read_commit(storage, step)
         if commit is not None and commit.generation == generation:
             return
     names = storage.list(place)
-    alone = all(name.startswith(generation) or name == METADATA for name in names)
-    storage.clear(place, names if alone else [name for name in names if name.startswith(generation)])
+    own = [name for name in names if name.startswith(generation)]
+    # torch's copy of the index does not say of which save it is.
+    alone = not late and set(names) - set(own) <= {METADATA}
+    storage.clear(place, names if alone else own)
 
 
 def remove_step(storage: Storage, step: int, names: list[str]) -> None:

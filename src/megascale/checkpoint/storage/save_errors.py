@@ -16,6 +16,8 @@ def explain(error: Exception, storage: Storage, needed: int) -> TrainingError:
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         free = storage.free()
         room = f"{free:,} are free" if free is not None else "less is free"
+        if free is not None and free >= needed:
+            room = f"its index, and {room}"
         full = TrainingError(
             f"the disk of {storage.url!r} is full: a checkpoint needs {needed:,} bytes and {room}; the previous "
             "checkpoint stays as it is. Make room, lower checkpoint.keep, or put train.runs on a larger disk"

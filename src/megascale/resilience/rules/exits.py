@@ -297,7 +297,9 @@ def _before(view: View, cause: Cause, nodes: tuple[str, ...], words: list[str]) 
 
 
 def _plain(text: str) -> str:
-    """Words without the numbers that differ from rank to rank: addresses, ranks, sizes."""
+    """Return words without what differs from rank to rank (addresses, ranks, sizes); of a full disk which one it is."""
+    if disk := _DISK.search(text):
+        return disk[0]
     return re.sub(r"0x[0-9a-f]+|\brank \d+|\b\d+(\.\d+)? ?([KMGT]i?B|bytes)\b", "#", text)
 
 
