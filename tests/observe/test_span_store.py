@@ -407,3 +407,18 @@ def test_small_files_are_merged_and_count_once(out, monkeypatch):
     ParquetWriter(out).close()
     assert not left.exists()
     assert counted(out) == expected(19)
+
+
+def test_a_damaged_segment_goes_before_tables_do(out):
+    """It is kept for a look at it, but not at the cost of what can be read."""
+    mine, ring = ingest(out, limit=1 << 20), SpanRing(body=1 << 20)
+    step_of(ring, 1)
+    mine.take(ring)
+    mine.tick(end=True)
+    segment_file(out, 7).write_bytes(b"no spool")
+    os.truncate(segment_file(out, 7), 1 << 40)  # sparse
+    again = ingest(out, limit=1 << 20)
+    again.tick(end=True)
+    assert not list(out.glob("spool-*")) + list(out.glob("*.damaged"))
+    assert again.removed == 1
+    assert counted(out)["spans"] == {1: 3}

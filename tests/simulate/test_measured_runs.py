@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megascale import config as configuration
@@ -22,6 +24,7 @@ from megascale.simulate.series import parse_vary
 from megascale.simulate.software import MEGASCALE, stack, switch
 from megascale.simulate.step import Scenario, own_software, run
 from megascale.simulate.validation.validation_report import check_runs
+from tests.damaged_records import damaged_lines
 
 EXAMPLE = "examples/gpt-175b.toml"
 SMALL = ["model.preset=gpt-1.3b", "train.micro_batch=4", "train.global_batch=64"]
@@ -387,3 +390,21 @@ def test_predictions_are_written_before_and_read_after(tmp_path):
     plan.write_text("[[run]]\nname = 'first'\n")
     with pytest.raises(ConfigError, match="gpus"):
         invoke("predict", str(plan))
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_damaged_records_are_measured_or_refused(tmp_path_factory, data):
+    folder = tmp_path_factory.getbasetemp() / "damaged"
+    if not folder.exists():
+        write_run(folder, SMALL, 2.0, 1)
+    sound = [{"step": step, "seconds": 2.0, "mfu": 0.5} for step in range(12)]
+    (folder / "metrics.jsonl").write_bytes(data.draw(damaged_lines(sound)))
+    (folder / "events.jsonl").write_bytes(data.draw(damaged_lines([{"event": "run_started", "world": 4}])))
+    try:
+        measured = measure(folder)
+    except DataError as error:
+        assert "steps after" in str(error) or "how many GPUs" in str(error)
+        return
+    assert 0 < measured.seconds < 1e9
+    assert measured.gpus > 0

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from megascale.core.schedule import ActionKind
+from megascale.core.untrusted_files import read_small_text
 from megascale.data.loader.feed import Feed
 from megascale.parallel.collectives import Axis, all_reduce
 from megascale.train.engine import Engine
@@ -56,11 +57,11 @@ class FaultInjector:
 
     def _consider(self, file: Path, step: int) -> None:
         try:
-            fault = json.loads(file.read_text())
-            kind, meant = str(fault["kind"]), self._meant(fault)
-        except (OSError, ValueError, KeyError, TypeError):
-            return  # half-written, or taken by another rank
-        if not meant or step < int(fault.get("step") or 0):
+            fault = json.loads(read_small_text(file))
+            kind, meant, due = str(fault["kind"]), self._meant(fault), int(fault.get("step") or 0)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return  # half-written, damaged, or taken by another rank
+        if not meant or step < due:
             return
         inject: Callable[[dict[str, Any]], None] | None = getattr(self, "_" + kind.replace("-", "_"), None)
         if inject is None or kind not in KINDS:

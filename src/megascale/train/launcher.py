@@ -20,6 +20,7 @@ from megascale.core.ports import LISTENER
 from megascale.core.preflight import CAME, CHECKED, Share, preflight, wave
 from megascale.core.python_command import module_command
 from megascale.core.terminal import end_signals
+from megascale.core.untrusted_files import read_end
 from megascale.data.loader import host_loader
 from megascale.errors import (
     EXIT_BAD_DATA,
@@ -239,7 +240,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interruptions: list
         return EXIT_INTERRUPTED
     # Ranks that are told of the same mistake print the same; the terminal has it from rank 0 then.
     if code < 0 or (rank > 0 and ranks[0].returncode != code):
-        tail = (logs / f"rank-{rank}.log").read_text(errors="replace").splitlines()[-15:] if rank > 0 else []
+        tail = read_end(logs / f"rank-{rank}.log").splitlines()[-15:] if rank > 0 else []
         said = [f"; the end of {logs / f'rank-{rank}.log'}:", *(f"\n  {line}" for line in tail)] if tail else []
         print(f"rank {rank} was the first to end, with {_named(code)}", *said, sep="", file=sys.stderr)
     if deaf:  # gloo does not always notice that its peer has gone

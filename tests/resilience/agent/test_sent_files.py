@@ -21,6 +21,7 @@ from megascale.resilience.agent.metrics_tail import MetricsTail
 from megascale.resilience.agent.sent_files import SentFiles
 from megascale.resilience.driver.nodes.received_files import ReceivedFiles
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, FileData
+from tests.damaged_records import damaged_lines
 
 
 def line(step: int, loss: float = 1.0) -> str:
@@ -352,3 +353,42 @@ def test_a_piece_that_cannot_be_taken_in_keeps_no_later_one_out(tmp_path: Path, 
     assert confirmed[-1] == ("logs/rank-0.log", 6)
     assert "identity" not in dict(confirmed)  # its agent sends it again
     assert "writing a received file failed (ZeroDivisionError" in caplog.text
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_figures_of_damaged_records_can_be_sent(tmp_path_factory, data) -> None:
+    """What cannot would end the look at files, and with it all that the driver hears of steps."""
+    run = tmp_path_factory.getbasetemp() / "damaged"
+    run.mkdir(exist_ok=True)
+    sound = [json.loads(line(step)) for step in range(4)]
+    (run / "metrics.jsonl").write_bytes(data.draw(damaged_lines(sound)))
+    steps = MetricsTail(run).look()
+    assert steps is not None
+    for figures in FROM_AGENT.decode(FROM_AGENT.encode(steps)).steps:
+        assert 0 <= figures.step < 1 << 53
+        assert 0 <= figures.seconds <= 1e9
+
+
+def test_a_line_without_end_and_a_pipe_hold_nothing_up(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail, files = MetricsTail(tmp_path), SentFiles(tmp_path)
+    file.write_text(line(1))
+    assert [s.step for s in tail.look().steps] == [1]
+    with open(file, "a") as out:
+        out.write("x" * (3 << 20) + "\n" + line(2))
+    found: list[int] = []
+    for _ in range(5):
+        steps = tail.look()
+        found += [s.step for s in steps.steps] if steps is not None else []
+    assert found == [2]
+    files.follow([0])
+    sent = b""
+    while pieces := [piece for piece in files.take() if piece.name == "metrics.jsonl"]:
+        sent += b"".join(piece.data for piece in pieces)
+        files.kept("metrics.jsonl", len(sent))
+    assert sent == file.read_bytes()
+    file.unlink()
+    os.mkfifo(file)
+    assert tail.look() is None
+    assert not [piece for piece in files.take() if piece.name == "metrics.jsonl"]

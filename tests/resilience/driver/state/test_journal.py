@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale.config import Config
+from megascale.core.events import date_of
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver import start_driver
@@ -24,6 +25,7 @@ from megascale.resilience.driver.state.journal import FILE, Journal, JournalFenc
 from megascale.resilience.driver.state.lasting_journal import LastingJournal
 from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.contact import make_token, read_token
+from tests.damaged_records import damaged_lines
 
 
 def test_what_is_written_is_there_for_the_next_driver(tmp_path):
@@ -260,6 +262,32 @@ def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, kept, evicte
     assert [row.state for row in again.nodes()] == (["evicted"] if back else [])
     assert recall.restore(again, run).events == 0
     again.close()
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_damaged_events_come_back_as_events_or_not_at_all(tmp_path_factory, data):
+    run = tmp_path_factory.mktemp("run")
+    sound = [
+        {
+            "time": 1e9 + i,
+            "event": "hang",
+            "by": "driver",
+            "attempt": i,
+            "nodes": ["n0"],
+            "ranks": [1],
+            "evidence": [""],
+        }
+        for i in range(4)
+    ]
+    (run / "events.jsonl").write_bytes(data.draw(damaged_lines(sound)))
+    journal, _ = Journal.take(run, 0.05)
+    recall.restore(journal, run)
+    for entry in journal.events():
+        assert date_of(entry.time)
+        assert 0 <= entry.attempt < 1 << 63
+    journal.close()
+    assert recall.least_epoch(run) == 0
 
 
 # network file systems ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import ACCEPTABLE, Config, ResilienceConfig, load
+from megascale.core.untrusted_files import read_small_text
 from megascale.errors import ConfigError
 from megascale.resilience.protocol.contact import folder
 
@@ -42,8 +43,8 @@ class RunningSettings:
     def identity(self) -> str:
         """The run's random name, as the trainers of rank 0 made it; "" before."""
         try:
-            return (self._run / "identity").read_text().strip()[:200]
-        except (OSError, UnicodeDecodeError):
+            return read_small_text(self._run / "identity").strip()[:200]
+        except (OSError, ValueError):
             return ""
 
     def change(self, settings: Sequence[str]) -> tuple[str, ...]:
