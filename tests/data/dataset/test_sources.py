@@ -266,12 +266,13 @@ LONG = json.dumps({"text": "y" * 900}).encode()
     [
         ("a.jsonl", jsonl(TEXTS) + LONG),
         ("a.jsonl", LONG + b"\n" + jsonl(TEXTS)),
-        ("a.jsonl.gz", gzip.compress(jsonl(TEXTS) + LONG)),
+        ("a.jsonl.gz", gzip.compress(jsonl(TEXTS) + LONG, mtime=0)),
         ("a.json", b"[" + LONG + b"]"),
         ("a.json", b'[{"text": "a"},\n' + LONG + b"]"),
-        ("a.json.gz", gzip.compress(LONG)),
+        ("a.json.gz", gzip.compress(LONG, mtime=0)),
         ("a.json", b'{"text": "' + b"y" * 900),
     ],
+    ids=range(7),
 )
 def test_a_record_beyond_the_limit_is_refused(tmp_path: Path, name: str, data: bytes, monkeypatch) -> None:
     """A few kilobytes may unpack to gigabytes without a line's end: what is held in memory has a limit."""
