@@ -228,8 +228,8 @@ class Agent:
                 stderr=asyncio.subprocess.PIPE,
             )
         except OSError as error:
-            said = fit(f"the self-checks cannot be started: {error}")
-            self.link.say(do="diagnosed", order=order.order, code=1, report="", said=said)
+            why = fit(f"the self-checks cannot be started: {error}")
+            self.link.say(do="diagnosed", order=order.order, code=1, report="", said=why)
             return
         try:
             async with asyncio.timeout(order.grace_period):
