@@ -14,7 +14,6 @@ from megascale.core import strict_json
 
 if TYPE_CHECKING:
     from megascale.config import Config
-    from megascale.simulate.software import Software
     from megascale.simulate.step import Scenario, StepEstimate
 
 TOKENS = 300e9
@@ -86,7 +85,8 @@ def _scenario(config: Config, gpus: int, cluster: str, calibration: str | None, 
     machine = load_cluster(cluster)
     name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
     constants = load_calibration(calibration, machine.name)
-    return Scenario(config, gpus, machine, constants, own_software(config, stack(name)), name)
+    base = stack(name)
+    return Scenario(config, gpus, machine, constants, own_software(config, base), name, base=base)
 
 
 def _baseline(scenario: Scenario, name: str | None) -> Scenario:
@@ -98,8 +98,9 @@ def _baseline(scenario: Scenario, name: str | None) -> Scenario:
 
     if name is None:
         name = "megatron-2023" if "flash1" in scenario.cluster.kernels.attention else "megatron-core-h200"
-    software: Software = baseline_software(scenario.config, stack(name))
-    return replace(scenario, software=software, label=name)
+    base = stack(name)
+    software = baseline_software(scenario.config, base)
+    return replace(scenario, software=software, label=name, base=base, baseline=True)
 
 
 def _level(name: str) -> Any:

@@ -133,7 +133,8 @@ def load_cluster(name: str) -> ClusterSpec:
 def with_figure(cluster: ClusterSpec, part: str, key: str, value: Any) -> ClusterSpec:
     """The cluster with one figure replaced; ConfigError naming it where a cluster file with that value is refused.
 
-    A link's bandwidths move together: another `gbs` scales the link's collectives and transfers by as much.
+    A link's bandwidths move together: another `gbs` scales the link's collectives and transfers by as much. So do a
+    GPU's peaks: another `peak_tflops` scales `float8_tflops`.
     """
     section = getattr(cluster, part, None)
     if not isinstance(section, _Part) or key not in type(section).model_fields:
@@ -149,6 +150,8 @@ def with_figure(cluster: ClusterSpec, part: str, key: str, value: Any) -> Cluste
     if isinstance(section, LinkSpec) and key == "gbs" and isinstance(value, int | float):
         tree["bus"] = [[ranks, gbs * value / now] for ranks, gbs in section.bus]
         tree["p2p_gbs"] = section.p2p_gbs * value / now
+    if key == "peak_tflops" and tree["float8_tflops"] is not None and isinstance(value, int | float):
+        tree["float8_tflops"] *= value / now
     try:
         return cluster.model_copy(update={part: type(section).model_validate(tree)})
     except ValidationError as error:

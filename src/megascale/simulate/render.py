@@ -72,6 +72,7 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
         soft_wrap=True,
     )
     rows = [
+        ["linear layers in", *(r.scenario.software.precision for r in results)],
         ["step, s", *(f"[bold]{r.seconds:.3f}[/bold]" for r in results)],
         ["P10 to P90", *(f"{r.low:.3f} to {r.high:.3f}" for r in results)],
         ["tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results)],

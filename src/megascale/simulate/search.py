@@ -209,7 +209,7 @@ def fewest(
     )
 
 
-# Figures whose influence a tornado shows: name -> (cluster part, key).
+# Figures whose influence the sensitivities show: name -> (cluster part, key).
 FIGURES = {
     "GPU peak": ("gpu", "peak_tflops"),
     "HBM bandwidth": ("gpu", "memory_gbs"),
@@ -223,7 +223,7 @@ FIGURES = {
 
 
 def scaled(cluster: ClusterSpec, part: str, key: str, factor: float) -> ClusterSpec:
-    """The cluster with one figure multiplied; link bandwidths of a link move together."""
+    """Return the cluster with one figure multiplied. A link's bandwidths move together, and a GPU's peaks."""
     section = getattr(cluster, part)
     change: dict[str, object] = {}
     if part in ("inside", "between") and key in ("gbs", "bus"):
@@ -232,17 +232,31 @@ def scaled(cluster: ClusterSpec, part: str, key: str, factor: float) -> ClusterS
             "bus": [[ranks, gbs * factor] for ranks, gbs in section.bus],
             "p2p_gbs": section.p2p_gbs * factor,
         }
+    elif key == "peak_tflops":
+        change = {key: section.peak_tflops * factor}
+        if section.float8_tflops is not None:
+            change["float8_tflops"] = section.float8_tflops * factor
     else:
         change = {key: getattr(section, key) * factor}
     return cluster.model_copy(update={part: section.model_copy(update=change)})
 
 
+def scale_figure(scenario: Scenario, part: str, key: str, factor: float) -> Scenario:
+    """Return the scenario with a figure multiplied: the calibration's where it replaces the cluster's."""
+    calibration = scenario.calibration
+    fitted = getattr(calibration.constants, key, None)
+    if fitted is None:
+        return replace(scenario, cluster=scaled(scenario.cluster, part, key, factor))
+    constants = replace(calibration.constants, **{key: fitted * factor})
+    return replace(scenario, calibration=replace(calibration, constants=constants))
+
+
 def sensitivities(scenario: Scenario, by: float = 0.2) -> dict[str, tuple[float, float]]:
-    """Relative change of the step when a figure falls and rises by `by`: name -> (lower, higher), largest first."""
+    """Return name -> relative change of the step when a figure falls and when it rises by `by`, largest first."""
     base = run(scenario, check_memory=False).seconds
     out = {}
     for name, (part, key) in FIGURES.items():
-        changed = [replace(scenario, cluster=scaled(scenario.cluster, part, key, f)) for f in (1 - by, 1 + by)]
+        changed = [scale_figure(scenario, part, key, factor) for factor in (1 - by, 1 + by)]
         lower, higher = (run(one, check_memory=False).seconds / base - 1 for one in changed)
         out[name] = (lower, higher)
     return dict(sorted(out.items(), key=lambda item: -max(abs(x) for x in item[1])))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from megascale.config import Config, from_tree
+from megascale.config import from_tree
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.cluster import with_figure
 from megascale.simulate.software import switch
@@ -105,8 +105,7 @@ def varied(scenario: Scenario, key: str, value: Any) -> Scenario:
         raise ConfigError(f"--vary {key}: there is no section {parts[0]!r}")
     tree["model"].pop("preset", None)
     tree[parts[0]][parts[1]] = value
-    config: Config = from_tree(tree)
-    return replace(scenario, config=config)
+    return scenario.with_config(from_tree(tree))
 
 
 def sweep_rows(

@@ -46,7 +46,8 @@ class Software:
         region_host_us: host time to enter or leave a tensor-parallel region, beside its kernels.
         region_gap_us: what a collective of such a region takes on the device beyond what it takes alone: ranks that
             come late to it, waits between streams. HOST_SOURCES says where these three come from for each stack.
-        float8: linear layers multiply in float8 where the GPU has it.
+        float8: linear layers multiply in float8.
+        has_float8: the stack can multiply in float8 where the GPU can.
         bf16_weight_gradients: of their three GEMMs that of the weight's gradient does not.
         fused_loss: cross-entropy by kernels that keep 16-bit logits, instead of one a step in float32.
         fused_accumulation: weight gradients are added to by their GEMM; False is a kernel of its own (autograd's).
@@ -72,10 +73,18 @@ class Software:
     region_host_us: float = 60.0
     region_gap_us: float = 145.0
     float8: bool = False
+    has_float8: bool = True
     bf16_weight_gradients: bool = False
     fused_loss: bool = False
     fused_accumulation: bool = True
     tp_backward_under: bool = True
+
+    @property
+    def precision(self) -> str:
+        """What linear layers multiply in, as a user reads it."""
+        if not self.float8:
+            return "bfloat16"
+        return "float8, weight gradients in bfloat16" if self.bf16_weight_gradients else "float8"
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION_KERNELS:
@@ -110,7 +119,7 @@ HOST_SOURCES = {
     "graphs": "assumed: one launch replays a layer's kernels",
 }
 
-MEGATRON_2023 = Software()
+MEGATRON_2023 = Software(has_float8=False)
 MEGASCALE = Software(
     parallel_block=True,
     window=PAPER_WINDOW,
@@ -135,6 +144,7 @@ MEGASCALE_H200_GRAPHS = replace(MEGASCALE_H200, launch_us=1.0, region_host_us=2.
 # column-parallel linear (megatron.mpu.layers) is PyTorch's own with an all-reduce after backward: nothing hides
 # that, and autograd adds weight gradients with a kernel of its own.
 MEGATRON_DEEPSPEED = Software(
+    has_float8=False,
     attention="unfused",
     sequence_parallel=False,
     distributed_optimizer=False,

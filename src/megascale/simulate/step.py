@@ -30,7 +30,13 @@ Level = Literal["closed", "event"]
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is asked: this configuration on so many GPUs of that cluster, under this software."""
+    """A configuration on a number of GPUs of a cluster, under a software stack.
+
+    Attributes:
+        software: the stack with what the configuration decides, see `own_software` and `baseline_software`.
+        base: the named stack that `software` was made from; None if it was given as it is.
+        baseline: `software` was made by `baseline_software`.
+    """
 
     config: Config
     gpus: int
@@ -42,6 +48,15 @@ class Scenario:
     experts: int = 1
     top_k: int = 1
     expert_parallel: int = 1
+    base: Software | None = None
+    baseline: bool = False
+
+    def with_config(self, config: Config) -> Scenario:
+        """Return the scenario with another configuration, and what that decides of the software."""
+        if self.base is None:
+            return replace(self, config=config)
+        derive = baseline_software if self.baseline else own_software
+        return replace(self, config=config, software=derive(config, self.base))
 
     @property
     def layout(self) -> Layout:
@@ -161,6 +176,8 @@ class StepEstimate:
             "data": scenario.layout.grid.data,
             "micro_batch": train.micro_batch,
             "global_batch": train.global_batch,
+            "precision": scenario.software.precision,
+            "recompute": scenario.software.recompute,
             "seconds": self.seconds,
             "p10": self.low,
             "p90": self.high,
@@ -214,14 +231,22 @@ def _launches(software: Software) -> tuple[float, float]:
 
 
 def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Software:
-    """A stack without MegaScale's algorithmic changes, with the configuration's sharding and recomputation."""
+    """Return `base` with the configuration's sharding, recomputation and float8, and no algorithmic change of ours.
+
+    A stack multiplies all three GEMMs of a linear layer in float8 if it has float8 at all.
+    """
     parallel = config.parallel
     return replace(
         base,
         distributed_optimizer=parallel.zero > 0,
         reduce_each=parallel.zero == 2,
+        float8=base.has_float8 and _asks_float8(config),
         recompute=parallel.recompute,
     )
+
+
+def _asks_float8(config: Config) -> bool:
+    return LINEAR_PRECISIONS[config.train.linear_precision].float8 != "none"
 
 
 def run(
@@ -266,6 +291,12 @@ def run(
             "lower train.micro_batch, or set parallel.recompute=full"
         )
     scenario.layout.schedule()  # what is priced must run
+    if scenario.software.float8 and scenario.cluster.gpu.float8_tflops is None:
+        raise ConfigError(
+            f"train.linear_precision={scenario.config.train.linear_precision}: cluster {scenario.cluster.name} gives "
+            f"{scenario.cluster.gpu.name} no float8 rate (gpu.float8_tflops); set --train.linear_precision=default or "
+            "name another --cluster"
+        )
     if scenario.software.attention not in ("unfused", *scenario.cluster.kernels.attention):
         raise ConfigError(
             f"cluster {scenario.cluster.name} gives no rate for attention kernel {scenario.software.attention!r}; "
@@ -298,6 +329,8 @@ def run(
     width = band_width(scenario.cluster, case, scenario.calibration)
     low, high = (float(x) for x in width.around(seconds))
     said = cautions(scenario.cluster, case, scenario.calibration)
+    if _asks_float8(scenario.config) and not scenario.software.float8:
+        said = (*said, f"{scenario.label} has no float8: it is priced in bfloat16")
     if scenario.beyond_training:
         said = (*said, "context parallelism and experts: no step was held against this, and memory does not count them")
     return StepEstimate(scenario, level, seconds, low, high, shares, memory, event, said)

@@ -56,7 +56,7 @@ def check_runs(runs: Path | None) -> list[AnchorCheck]:
 
 def _check_predictions(runs: Path | None, predictions: str) -> list[AnchorCheck]:
     made, said = load_predictions(predictions)
-    what = f"own runs on H200 against predictions {predictions} made {made}"
+    what = f"own runs against predictions {predictions} made {made}"
     shipped = anchor_file("own-runs").get(predictions, {}).get("seconds", {})
     found = [(p, m.seconds) for p, m in matching(said, runs)] if runs is not None else []
     found = found or [(p, float(shipped[p.name])) for p in said if p.name in shipped]
