@@ -36,7 +36,7 @@ GPUS = typer.Option(..., "--gpus", min=1, metavar="N", help="GPUs to lay the mod
 CLUSTER = typer.Option(
     DEFAULT_CLUSTER,
     "--cluster",
-    help="Shipped: a100-roce, a100-hdr, a800, h100-dgx, h800, h200-host, b200-dgx; or a TOML file.",
+    help="Shipped: a100-roce, a100-hdr, a800, h100-dgx, h100-host, h800, h200-host, b200-dgx; or a TOML file.",
 )
 LEVEL = typer.Option("closed", "--level", help="closed (formula) or event (schedule's actions, jitter, slow hosts).")
 CSV = typer.Option(None, "--csv", metavar="FILE", help="Write the rows as CSV too.")

@@ -27,7 +27,11 @@ def calibrate(
     run: list[Path] = typer.Option(
         [], "--run", metavar="RUN", help="Run folder, or a file of `bench train` or `bench targets`, to fit to; repeat."
     ),
-    anchor: str | None = typer.Option(None, "--anchor", help="Fit to a shipped table instead: paper or h200-peers."),
+    anchor: str | None = typer.Option(
+        None,
+        "--anchor",
+        help="Fit to a shipped table: paper, h200-peers, h100-peers, own-first, own-h100 or nemo-h100.",
+    ),
     cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that the runs ran on."),
     software: str | None = SOFTWARE,
     fit: str = typer.Option("compute", "--fit", help="Constants, comma-separated: compute, overhead, fixed, ..."),

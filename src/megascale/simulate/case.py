@@ -68,6 +68,7 @@ class Case:
     region_host_us: Any = 0.0
     region_gap_us: Any = 0.0
     float8: Any = False
+    float8_agrees: Any = False
     bf16_weight_gradients: Any = False
     fused_loss: Any = False
     fused_accumulation: Any = True
@@ -107,6 +108,7 @@ class Case:
         else:
             own = model.model_copy(update={"window": software.window})
             share = float(np.mean([window_share(own.sequence_length, own.layer_window(i)) for i in range(own.layers)]))
+        slower = software.float8_host if software.float8 else 1.0
         return cls(
             layers=model.layers,
             hidden=model.hidden,
@@ -141,10 +143,11 @@ class Case:
             gather_bytes=software.gather_bytes,
             reduce_each=software.reduce_each,
             micro_batch_group_size=micro_batch_group_size,
-            launch_us=software.launch_us,
-            region_host_us=software.region_host_us,
+            launch_us=software.launch_us * slower,
+            region_host_us=software.region_host_us * slower,
             region_gap_us=software.region_gap_us,
             float8=software.float8,
+            float8_agrees=software.float8_agrees,
             bf16_weight_gradients=software.bf16_weight_gradients,
             fused_loss=software.fused_loss,
             fused_accumulation=software.fused_accumulation,

@@ -52,6 +52,9 @@ EXPONENTIALS, HEAD = 2.0 / 9.0, 128.0
 # the largest magnitude (2.3 each), which the makers of other tensors collect. One scale a row: read once, written once.
 FLOAT8_CAST_BYTES = 4.6 + 2.3 / 4
 FLOAT8_ROW_CAST_BYTES = 3.0
+# With one scale per tensor, what a tensor-parallel group gathers is cast by shards and travels as bytes; each rank then
+# transposes all of it: one byte read and one written per value.
+FLOAT8_TRANSPOSE_BYTES = 2.0
 # Of weights, once a step: read, written in both orientations.
 FLOAT8_WEIGHT_BYTES = 4.0
 # Bytes moved a parameter by the optimizer: gradient, master, two moments read, three written, weight written.
@@ -132,6 +135,12 @@ def gemm_seconds(
     return np.where(fused, added, apart)
 
 
+def gathers_bytes(case: Case) -> Any:
+    """Return where tensor-parallel groups gather float8 instead of bfloat16: one scale per tensor, cut sequences."""
+    tensorwise = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
+    return tensorwise & np.asarray(case.sequence_parallel, dtype=bool) & (np.asarray(case.tensor) > 1)
+
+
 def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     """Forward and backward seconds of a layer's GEMMs."""
     tokens = case.tokens
@@ -139,12 +148,17 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     qkv = (case.query + 2 * case.kv) / t
     inner = case.ffn / t
     up = inner * np.where(case.gated, 2, 1)
-    cast = np.where(case.bf16_weight_gradients, FLOAT8_ROW_CAST_BYTES, FLOAT8_CAST_BYTES)
-    cast = np.where(case.float8, cast, 0.0) / (cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory)
+    bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
+    whole = np.where(case.bf16_weight_gradients, FLOAT8_ROW_CAST_BYTES, FLOAT8_CAST_BYTES)
+    shared = np.where(gathers_bytes(case), FLOAT8_CAST_BYTES / t + FLOAT8_TRANSPOSE_BYTES, whole)
+    whole = np.where(case.float8, whole, 0.0) / bandwidth
+    shared = np.where(case.float8, shared, 0.0) / bandwidth
 
-    def both(columns: Any, depth: Any, rows: Any = tokens, times: Any = 1.0) -> tuple[Any, Any]:
-        forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8) + cast * rows * depth
-        backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8) + cast * rows * columns
+    def both(columns: Any, depth: Any, rows: Any = tokens, times: Any = 1.0, enters: bool = True) -> tuple[Any, Any]:
+        """Return forward and backward of a linear layer that `enters` a tensor-parallel region or leaves it."""
+        of_input, of_gradient = (shared, whole) if enters else (whole, shared)
+        forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8) + of_input * rows * depth
+        backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8) + of_gradient * rows * columns
         weight_gradient = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
         backward = backward + gemm_seconds(
             cluster, depth, columns, rows, case.gradient_bytes, cap, weight_gradient, fused=case.fused_accumulation
@@ -154,9 +168,14 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     # A rank's experts share the tokens that its group sends it, evenly; a dense MLP is one expert that sees all.
     own = case.experts / case.expert_parallel
     seen = tokens * case.top_k / own
-    serial = [both(qkv, h), both(h, case.query / t), both(up, h, seen, own), both(h, inner, seen, own)]
+    serial = [
+        both(qkv, h),
+        both(h, case.query / t, enters=False),
+        both(up, h, seen, own),
+        both(h, inner, seen, own, enters=False),
+    ]
     # The parallel block feeds [QKV | MLP-in] from one GEMM and sums both results in one.
-    parallel = [both(qkv + up, h), both(h, case.query / t + inner)]
+    parallel = [both(qkv + up, h), both(h, case.query / t + inner, enters=False)]
     # Experts see other tokens than attention, so their GEMMs stay their own.
     choose = np.asarray(case.parallel_block, dtype=bool) & (np.asarray(case.experts) == 1)
     totals = [np.where(choose, sum(p[i] for p in parallel), sum(s[i] for s in serial)) for i in (0, 1)]

@@ -42,12 +42,16 @@ class Software:
         gradient_bytes: bytes of a gradient in the accumulator; reduce_bytes: as communicated.
         gather_bytes: bytes of a parameter of a layer as gathered; embeddings are gathered in 2.
         reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step.
-        launch_us: host time to launch one kernel; a layer takes at least this for each of its kernels.
-        region_host_us: host time to enter or leave a tensor-parallel region, beside its kernels.
+        launch_us: time of a DGX host to launch one kernel, with the Python around it. A cluster's host.slowness
+            multiplies it.
+        region_host_us: time of a DGX host to enter or leave a tensor-parallel region, beside its kernels, likewise.
+        float8_host: how many times as long the host takes where linear layers multiply in float8.
         region_gap_us: what a collective of such a region takes on the device beyond what it takes alone: ranks that
-            come late to it, waits between streams. HOST_SOURCES says where these three come from for each stack.
+            come late to it, waits between streams. HOST_SOURCES says where these four come from for each stack.
         float8: linear layers multiply in float8.
         has_float8: the stack can multiply in float8 where the GPU can.
+        float8_agrees: ranks of a tensor-parallel group agree on each operand's scale before they cast it (current
+            scaling); False where the scale comes from earlier steps.
         bf16_weight_gradients: of their three GEMMs that of the weight's gradient does not.
         fused_loss: cross-entropy by kernels that keep 16-bit logits, instead of one a step in float32.
         fused_accumulation: weight gradients are added to by their GEMM; False is a kernel of its own (autograd's).
@@ -71,9 +75,11 @@ class Software:
     reduce_each: bool = False
     launch_us: float = 15.0
     region_host_us: float = 60.0
+    float8_host: float = 1.0
     region_gap_us: float = 145.0
     float8: bool = False
     has_float8: bool = True
+    float8_agrees: bool = False
     bf16_weight_gradients: bool = False
     fused_loss: bool = False
     fused_accumulation: bool = True
@@ -109,12 +115,16 @@ HOST_SOURCES = {
         "simulator (its predictor looks them up), and 47 us more in Calculon (180 GB/s): between the two, for each half"
     ),
     "megatron-core": (
-        "measured on the H200 host, 2026-11-20: layers of GPT 13B in TP2 at micro-batch 1 take 7.3 ms with "
-        "TransformerEngine, less 31 kernels, over 8 regions"
+        "measured on rented hosts: layers of GPT 13B in TP2 at micro-batch 1 take 6.8 (two H100, 2026-11-26), 7.3 "
+        "(H200, 2026-11-20) and 8.9 ms (four H100, 2026-11-26) with TransformerEngine; in float8 11.3 where bfloat16 "
+        "takes 8.9. A third for modules (31 kernels) and two thirds for 8 regions is assumed: no layer without tensor "
+        "parallelism was bound by its launches. Halved for a DGX host: see host.slowness. Gap: 60 us, between "
+        "Megatron-LM's of 2022 and this engine's, by the peers' steps in TP2 against those in DP (development)"
     ),
     "megascale": (
-        "measured on an H200 (docs/log.md): gpt2-124m at micro-batch 1 takes 25 ms a micro-batch, 12 layers of 31 "
-        "kernels and as much again around them; regions are copies of the same stream of launches"
+        "measured on a rented H200 host (docs/log.md): gpt2-124m at micro-batch 1 takes 25 ms per micro-batch, 12 "
+        "layers of 31 kernels and as much again around them; regions are copies of the same stream of launches. "
+        "Halved for a DGX host: see host.slowness"
     ),
     "graphs": "assumed: one launch replays a layer's kernels",
 }
@@ -130,16 +140,33 @@ MEGASCALE = Software(
     async_data=True,
     attention="flash2",
 )
-# Megatron-core of today: overlaps and fused operators on, serial block, full attention.
+# Megatron-Core of today: overlaps and fused operators on, serial block, full attention; tensor-parallel transfers are
+# exposed, since its user buffers need what rented hosts do not have.
 MEGATRON_CORE = replace(
-    MEGASCALE, parallel_block=False, window=None, tp_overlap=False, launch_us=15.0, region_host_us=850.0
+    MEGASCALE,
+    parallel_block=False,
+    window=None,
+    tp_overlap=False,
+    launch_us=40.0,
+    region_host_us=300.0,
+    region_gap_us=60.0,
+    float8_host=1.27,
 )
 MEGATRON_CORE_H200 = replace(MEGATRON_CORE, attention="cudnn")
+# NeMo and Megatron-Bridge as NVIDIA publishes them: Megatron-Core with tensor-parallel transfers under the GEMMs (user
+# buffers) and gradients reduced in bfloat16 (grad_sync_dtype of its recipes).
+NEMO = replace(MEGATRON_CORE_H200, tp_overlap=True, reduce_bytes=2)
 # This project's engine: every overlap, cuDNN attention where the GPU has it.
 MEGASCALE_H200 = replace(
-    MEGASCALE, attention="cudnn", launch_us=40.0, region_host_us=80.0, region_gap_us=10.0, fused_loss=True
+    MEGASCALE,
+    attention="cudnn",
+    launch_us=20.0,
+    region_host_us=40.0,
+    region_gap_us=10.0,
+    fused_loss=True,
+    float8_agrees=True,
 )
-MEGASCALE_H200_GRAPHS = replace(MEGASCALE_H200, launch_us=1.0, region_host_us=2.0)
+MEGASCALE_H200_GRAPHS = replace(MEGASCALE_H200, launch_us=0.5, region_host_us=1.0)
 # vTrain's measurements: Megatron-DeepSpeed with full recomputation, all-reduced 16-bit gradients, softmax kernels. Its
 # column-parallel linear (megatron.mpu.layers) is PyTorch's own with an all-reduce after backward: nothing hides
 # that, and autograd adds weight gradients with a kernel of its own.
@@ -161,6 +188,7 @@ STACKS = {
     "megatron-core": MEGATRON_CORE,
     "megascale": MEGASCALE,
     "megatron-core-h200": MEGATRON_CORE_H200,
+    "nemo": NEMO,
     "megascale-h200": MEGASCALE_H200,
     "megascale-h200-graphs": MEGASCALE_H200_GRAPHS,
     "megatron-deepspeed": MEGATRON_DEEPSPEED,

@@ -15,6 +15,7 @@ from megascale.simulate.validation.anchors import (
     ablation,
     h200_peers,
     own_first,
+    own_h100,
     paper_development,
     vtrain,
     vtrain_development,
@@ -48,6 +49,13 @@ def another_series() -> float:
         errors(host, peers, _all_of(host, own, ("compute", "tp_residual"))),
     ]
     return conformal(np.concatenate(found)) / Z90
+
+
+def without_power() -> float:
+    """Return P90 of ln(measured / predicted) of steps on H100s whose cluster gives no sustained GEMM rate."""
+    limited = load_cluster("h100-host")
+    unlimited = limited.model_copy(update={"power": None})
+    return -ends(errors(unlimited, own_h100()))[0]
 
 
 def each_gpu_doubling(folder: Path) -> float:
