@@ -349,7 +349,13 @@ def test_validate_prints_pass_or_miss():
         (["step", EXAMPLE, "--gpus", "256", "--level", "deep"], 2, "closed or event"),
         (["search", EXAMPLE, "--gpus", "7"], 3, "no layout"),
         (["sweep", EXAMPLE, "--vary", "gpus"], 2, "KEY=VALUES"),
+        (["sweep", EXAMPLE, "--vary", "gpus=1:inf"], 2, "finite"),
         (["compare"], 2, "give two JSON files"),
+        (["step", EXAMPLE, "--gpus", "256", "--top-k", "9"], 3, "--top-k=9"),
+        *((["step", EXAMPLE, "--gpus", "256", f"--{option}", value], 2, f"'--{option}'")
+          for option in ("tokens", "price", "watts") for value in ("inf", "nan")),
+        (["search", EXAMPLE, "--gpus", "256", "--days", "inf"], 2, "'--days'"),
+        (["effective", EXAMPLE, "--gpus", "256", "--host-mtbf", "nan"], 2, "'--host-mtbf'"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_exits_with_the_reason(words, code, says, megascale):

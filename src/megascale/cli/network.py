@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import OVERRIDES, load_for_gpus
+from megascale.cli.common import OVERRIDES, finite, load_for_gpus
 from megascale.cli.network_packets import packets, tune, validate
 from megascale.core import strict_json
 
@@ -224,7 +224,9 @@ def ecmp(
     fabric: str = FABRIC,
     changes: list[str] = SET,
     queue_pairs: str = typer.Option("1,2,4,8,16", "--queue-pairs", help="Connections a flow is spread over."),
-    same_leaf: float = typer.Option(0.0, "--same-leaf", min=0, max=1, help="Share of flows under their own switch."),
+    same_leaf: float = typer.Option(
+        0.0, "--same-leaf", min=0, max=1, callback=finite, help="Share of flows under their own switch."
+    ),
     polarised: bool = typer.Option(False, "--polarised", help="One hash seed in all switches."),
     pair_entropy: bool = typer.Option(False, "--pair-entropy", help="NICs that give all queue pairs one UDP port."),
     draws: int = typer.Option(400, "--draws", min=2, help="Starts of the job to draw."),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.cli import simulate_network
-from megascale.cli.common import DEFAULT_CLUSTER, OVERRIDES, load_for_gpus
+from megascale.cli.common import DEFAULT_CLUSTER, OVERRIDES, finite, load_for_gpus
 from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, measure, predict, validate
 from megascale.core import strict_json
 
@@ -41,9 +41,18 @@ CLUSTER = typer.Option(
 LEVEL = typer.Option("closed", "--level", help="closed (formula) or event (schedule's actions, jitter, slow hosts).")
 CSV = typer.Option(None, "--csv", metavar="FILE", help="Write the rows as CSV too.")
 PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.")
-PRICE = typer.Option(None, "--price", min=0, help="Price of one GPU for one hour: prints what the run costs.")
-WATTS = typer.Option(None, "--watts", min=0, help="Power of one GPU with its part of host and cooling: prints energy.")
-HOW_MANY = typer.Option(TOKENS, "--tokens", min=1, help="Tokens of the whole run, for days.")
+PRICE = typer.Option(
+    None, "--price", min=0, max=1e9, callback=finite, help="Price of one GPU for one hour: prints what the run costs."
+)
+WATTS = typer.Option(
+    None,
+    "--watts",
+    min=0,
+    max=1e7,
+    callback=finite,
+    help="Power of one GPU with its part of host and cooling: prints energy.",
+)
+HOW_MANY = typer.Option(TOKENS, "--tokens", min=1, max=1e20, callback=finite, help="Tokens of the whole run, for days.")
 
 
 def register(app: typer.Typer) -> None:
@@ -146,7 +155,12 @@ def step(
     ),
     level: str = LEVEL,
     slow_hosts: float | None = typer.Option(
-        None, "--slow-hosts", min=0, max=1, help="Share of hosts that are slow; default: the cluster's figure."
+        None,
+        "--slow-hosts",
+        min=0,
+        max=1,
+        callback=finite,
+        help="Share of hosts that are slow; default: the cluster's figure.",
     ),
     seed: int = typer.Option(0, "--seed", help="Event level: which hosts are slow, and the jitter."),
     tokens: float = HOW_MANY,
@@ -365,10 +379,17 @@ def search(
     context: typer.Context,
     file: Path | None = FILE,
     gpus: str = typer.Option(..., "--gpus", metavar="N|A:B", help="GPUs, or the range to look in."),
-    days: float | None = typer.Option(None, "--days", min=0, help="Deadline: the fewest GPUs that meet it."),
+    days: float | None = typer.Option(
+        None, "--days", min=0, max=1e9, callback=finite, help="Deadline: the fewest GPUs that meet it."
+    ),
     tokens: float = HOW_MANY,
     share: float | None = typer.Option(
-        None, "--effective", min=0.01, max=1, help="Share of time spent stepping; default 1 (see --faults)."
+        None,
+        "--effective",
+        min=0.01,
+        max=1,
+        callback=finite,
+        help="Share of time spent stepping; default 1 (see --faults).",
     ),
     faults: bool = typer.Option(
         False, "--faults", help="Share of time spent stepping by faults of hosts, for each number of GPUs."
@@ -497,16 +518,26 @@ def effective(
     calibration: str | None = CALIBRATION,
     software: str | None = SOFTWARE,
     tokens: float = HOW_MANY,
-    host_mtbf: float | None = typer.Option(None, "--host-mtbf", min=0.1, help="Days between faults of one host."),
-    detect: float | None = typer.Option(None, "--detect", min=0, help="Seconds to detect a fault and name the host."),
-    restart: float | None = typer.Option(None, "--restart", min=0, help="Seconds from there to the first step."),
-    spares: int | None = typer.Option(None, "--spares", min=0, help="Hosts that stand by."),
-    repair: float | None = typer.Option(None, "--repair", min=0, help="Days until a faulty host is a spare again."),
-    save_stall: float | None = typer.Option(None, "--save-stall", min=0, help="Seconds a checkpoint holds the step."),
-    interval: float | None = typer.Option(
-        None, "--interval", min=1, help="Seconds between checkpoints; else the best."
+    host_mtbf: float | None = typer.Option(
+        None, "--host-mtbf", min=0.1, max=1e9, callback=finite, help="Days between faults of one host."
     ),
-    trials: int = typer.Option(400, "--trials", min=10, help="Simulated runs."),
+    detect: float | None = typer.Option(
+        None, "--detect", min=0, max=1e9, callback=finite, help="Seconds to detect a fault and name the host."
+    ),
+    restart: float | None = typer.Option(
+        None, "--restart", min=0, max=1e9, callback=finite, help="Seconds from there to the first step."
+    ),
+    spares: int | None = typer.Option(None, "--spares", min=0, help="Hosts that stand by."),
+    repair: float | None = typer.Option(
+        None, "--repair", min=0, max=1e9, callback=finite, help="Days until a faulty host is a spare again."
+    ),
+    save_stall: float | None = typer.Option(
+        None, "--save-stall", min=0, max=1e9, callback=finite, help="Seconds a checkpoint holds the step."
+    ),
+    interval: float | None = typer.Option(
+        None, "--interval", min=1, max=1e9, callback=finite, help="Seconds between checkpoints; else the best."
+    ),
+    trials: int = typer.Option(400, "--trials", min=10, max=100_000, help="Simulated runs."),
     seed: int = typer.Option(0, "--seed"),
     as_json: bool = JSON,
     plot: Path | None = PLOT,

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from megascale.cli.common import finite
 from megascale.core import strict_json
 
 CALIBRATION = typer.Option(None, "--calibration", help="Shipped calibration or TOML file; default: the cluster's own.")
@@ -77,7 +78,9 @@ def calibrate(
 def measure(
     like: str = typer.Option("h200-host", "--like", help="Shipped cluster that gives what is not measured."),
     name: str = typer.Option("this-machine", "--name", help="Name of the cluster and of the calibration."),
-    seconds: float = typer.Option(4.0, "--seconds", min=0.01, help="Seconds for each kind of kernel."),
+    seconds: float = typer.Option(
+        4.0, "--seconds", min=0.01, max=3600, callback=finite, help="Seconds for each kind of kernel."
+    ),
     processes: int | None = typer.Option(None, "--processes", min=1, help="For collectives; default: the GPUs here."),
     device: str = typer.Option("auto", "--device", help="auto, cuda or cpu."),
     out: Path = typer.Option(Path("."), "--out", metavar="FOLDER", help="Folder for NAME.toml, NAME-calibration.toml."),

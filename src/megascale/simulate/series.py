@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -67,6 +68,8 @@ def parse_vary(text: str) -> tuple[str, list[Any]]:
             low, high = (float(x) for x in values.split(":"))
         except ValueError:
             raise ConfigError(f"--vary {text!r}: a range is LOW:HIGH, such as 256:12288") from None
+        if not math.isfinite(low + high):
+            raise ConfigError(f"--vary {text!r}: the ends of a range are finite numbers, such as 256:12288")
         if low <= 0 or high < low:
             raise ConfigError(f"--vary {text!r}: a range rises from a positive number, doubling each time")
         points = [low]

@@ -68,7 +68,7 @@ class Scenario:
     @property
     def beyond_training(self) -> bool:
         """Whether a sequence is cut or there are experts, which training has not and memory is not counted for."""
-        return self.context * self.experts * self.expert_parallel > 1
+        return max(self.context, self.experts, self.top_k, self.expert_parallel) > 1
 
     def case(self) -> Case:
         """Numbers for the levels; FitError if sizes do not divide."""
