@@ -72,6 +72,12 @@ SETS = {
         "the rise of the 340B float8 rows from 128 to 2,048 GPUs and a mean error of all were told by others",
         share=0.4,
     ),
+    "fsdp": MeasuredSet(
+        BY_HASH,
+        "published steps of fully sharded data parallelism, fixed on 2026-11-26 before any row was scored",
+        "that such rows were priced 6 to 38% too fast was told by others",
+        share=0.4,
+    ),
     "h100-own": MeasuredSet(DEVELOPMENT, "own runs on H100 before the fifth round", "all, 2026-11-26; not fitted"),
     "h100-peers": MeasuredSet(DEVELOPMENT, "Megatron-Core measured here on H100", "all, 2026-11-26; not fitted"),
     "vtrain-other": MeasuredSet(HELD_OUT, "vTrain's other multi-node rows, for others to check", "nothing"),
