@@ -37,6 +37,12 @@ from megascale.simulate.validation.band_evidence import (
     conformal,
     each_gpu_doubling,
     nothing_fitted,
+    other_both,
+    other_machine,
+    other_stack,
+    unseen,
+    vtrain_unfitted,
+    without_power,
 )
 from megascale.simulate.validation.score import (
     TABLE_CONSTANTS,
@@ -116,12 +122,23 @@ def test_bands_are_scored_with_their_width(cluster):
 
 def test_widths_of_bands_are_what_development_rows_give():
     """Nobody sets one by hand, or after a look at held-out rows."""
-    assert pytest.approx(another_series(), abs=6e-4) == prediction_band.LEAST
+    widths = {
+        prediction_band.LEAST: another_series(),
+        prediction_band.OTHER_STACK: other_stack(),
+        prediction_band.OTHER_MACHINE: other_machine(),
+        prediction_band.OTHER_BOTH: other_both(),
+        prediction_band.NO_POWER: without_power(),
+    }
+    for shipped_width, found in widths.items():
+        assert found == pytest.approx(shipped_width, abs=6e-4)
     folder = data_folder()
     if folder is None or not (folder / VTRAIN_FILE).is_file():
         pytest.skip("vTrain's rows are not here")
     assert pytest.approx(each_gpu_doubling(folder), abs=6e-4) == prediction_band.EACH_GPU_DOUBLING
-    assert nothing_fitted(folder) == pytest.approx(prediction_band.UNCALIBRATED, abs=6e-4)
+    assert nothing_fitted(folder) == pytest.approx(prediction_band.NOTHING_FITTED, abs=6e-4)
+    assert unseen(folder) == pytest.approx(prediction_band.UNSEEN, abs=6e-4)
+    pair = prediction_band.KNOWN_PAIRS[("a100-hdr", "megatron-deepspeed")]
+    assert ends(vtrain_unfitted(folder)) == pytest.approx(pair, abs=6e-4)
 
 
 def test_quantiles_of_errors():

@@ -52,6 +52,9 @@ WATTS = typer.Option(
     callback=finite,
     help="Power of one GPU with its part of host and cooling: prints energy.",
 )
+MEMORY = typer.Option(
+    True, "--memory/--no-memory", help="Refuse what does not fit this engine's memory; other stacks need another."
+)
 HOW_MANY = typer.Option(TOKENS, "--tokens", min=1, max=1e20, callback=finite, help="Tokens of the whole run, for days.")
 
 
@@ -93,15 +96,16 @@ def _scenario(config: Config, gpus: int, cluster: str, calibration: str | None, 
 
     machine = load_cluster(cluster)
     name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
-    constants = load_calibration(calibration, machine.name)
     base = stack(name)
+    constants = load_calibration(calibration, machine.name, base.family)
     return Scenario(config, gpus, machine, constants, own_software(config, base), name, base=base)
 
 
-def _baseline(scenario: Scenario, name: str | None) -> Scenario:
-    """The same layout under a stack without MegaScale's techniques."""
+def _baseline(scenario: Scenario, name: str | None, calibration: str | None) -> Scenario:
+    """Return the same layout under a stack without MegaScale's techniques, with that stack's constants."""
     from dataclasses import replace
 
+    from megascale.simulate.calibration import load_calibration
     from megascale.simulate.software import stack
     from megascale.simulate.step import baseline_software
 
@@ -109,7 +113,8 @@ def _baseline(scenario: Scenario, name: str | None) -> Scenario:
         name = "megatron-2023" if "flash1" in scenario.cluster.kernels.attention else "megatron-core-h200"
     base = stack(name)
     software = baseline_software(scenario.config, base)
-    return replace(scenario, software=software, label=name, base=base, baseline=True)
+    constants = load_calibration(calibration, scenario.cluster.name, base.family)
+    return replace(scenario, software=software, label=name, base=base, baseline=True, calibration=constants)
 
 
 def _level(name: str) -> Any:
@@ -166,6 +171,7 @@ def step(
     tokens: float = HOW_MANY,
     price: float | None = PRICE,
     watts: float | None = WATTS,
+    memory: bool = MEMORY,
     context_ranks: int = typer.Option(1, "--context", min=1, help="Ranks that a sequence is cut over (closed form)."),
     experts: int = typer.Option(1, "--experts", min=1, help="Experts of each layer, each as wide as the MLP."),
     top_k: int = typer.Option(1, "--top-k", min=1, help="Experts that see a token."),
@@ -213,16 +219,16 @@ def step(
         raise ConfigError("--context and experts are priced in closed form only; leave out --level event and --trace")
     if slow_hosts is not None:
         scenario = replace(scenario, cluster=with_figure(scenario.cluster, "stragglers", "slow_hosts", slow_hosts))
-    scenarios = [scenario] if against == "none" else [_baseline(scenario, against), scenario]
+    scenarios = [scenario] if against == "none" else [_baseline(scenario, against, calibration), scenario]
     network = simulate_network.chosen(fabric, changes, placement, queue_pairs, starts, outages, at, seed)
     on_network = []
     if network is None:
-        results: list[StepEstimate] = [run(s, how, fleet=seed, seed=seed) for s in scenarios]
+        results: list[StepEstimate] = [run(s, how, fleet=seed, seed=seed, check_memory=memory) for s in scenarios]
     else:
         from megascale.simulate.fabric_study import step_on_network
 
         with simulate_network.working(network, gpus):
-            on_network = step_on_network(scenarios, network, how, fleet=seed, seed=seed)
+            on_network = step_on_network(scenarios, network, how, fleet=seed, seed=seed, check_memory=memory)
         results = [each.median for each in on_network]
     if as_json:
         bills = [run_cost(r, tokens, 1.0, price, watts).as_dict() for r in results]
@@ -282,13 +288,17 @@ def ablate(
 
       megascale simulate ablate examples/gpt-175b.toml --gpus 256 --train.global_batch=256 --plot ablation.png
     """
+    from dataclasses import replace
+
     from megascale.simulate import render, simulation_plots
     from megascale.simulate.series import cumulative, leave_one_out
     from megascale.simulate.software import TECHNIQUES
 
     scenario = _scenario(_config(context, file), gpus, cluster, calibration, None)
     names = [n.strip() for n in off.split(",")] if off else list(TECHNIQUES)
-    up = cumulative(_baseline(scenario, None), scenario, names, _level(level))
+    # One machine with one set of constants, on which techniques are switched.
+    baseline = replace(_baseline(scenario, None, calibration), calibration=scenario.calibration)
+    up = cumulative(baseline, scenario, names, _level(level))
     down = leave_one_out(scenario, names, _level(level))
     if as_json:
         both = {"cumulative": up, "leave_one_out": down}
@@ -322,6 +332,7 @@ def sweep(
     software: str | None = SOFTWARE,
     against: str | None = typer.Option("none", "--against", help="Stack to set beside it; none: only the one."),
     level: str = LEVEL,
+    memory: bool = MEMORY,
     as_json: bool = JSON,
     csv: Path | None = CSV,
     plot: Path | None = PLOT,
@@ -340,7 +351,9 @@ def sweep(
     base = _scenario(_config(context, file), gpus, cluster, calibration, software)
     axes = [parse_vary(text) for text in vary]
     stacks = [None] if against == "none" else [against or "megatron-2023", None]
-    rows, left_out = sweep_rows(base, axes, [_baseline(base, s) if s else base for s in stacks], _level(level))
+    rows, left_out = sweep_rows(
+        base, axes, [_baseline(base, s, calibration) if s else base for s in stacks], _level(level), memory
+    )
     keys = [key for key, _ in axes]
     if as_json:
         typer.echo(strict_json.dumps({"rows": rows, "left_out": left_out}, indent=2))

@@ -28,14 +28,14 @@ from megascale.simulate.validation.anchors import (
     paper_development,
 )
 
-# Shipped development rows that a calibration may be fitted to, by the name that --anchor takes.
-TABLES: dict[str, Callable[[], Rows]] = {
-    "paper": paper_development,
-    "h200-peers": h200_peers,
-    "h100-peers": lambda: later_peers("peers"),
-    "own-first": own_first,
-    "own-h100": own_h100,
-    "nemo-h100": nemo_development,
+# Shipped development rows that a calibration may be fitted to, by the name that --anchor takes, with their stacks.
+TABLES: dict[str, tuple[Callable[[], Rows], tuple[str, ...]]] = {
+    "paper": (paper_development, ("megatron-2023", "megascale")),
+    "h200-peers": (h200_peers, ("megatron-core",)),
+    "h100-peers": (lambda: later_peers("peers"), ("megatron-core",)),
+    "own-first": (own_first, ("megascale",)),
+    "own-h100": (own_h100, ("megascale",)),
+    "nemo-h100": (nemo_development, ("nemo",)),
 }
 
 
@@ -59,7 +59,8 @@ def calibrate(
     if anchor is not None:
         if anchor not in TABLES:
             raise ConfigError(f"--anchor={anchor!r} is unknown; known: {', '.join(TABLES)}")
-        rows = TABLES[anchor]()
+        table, stacks = TABLES[anchor]
+        rows = table()
         labels, cases, seconds = list(rows.names), rows.cases, rows.seconds
         how = f"--anchor {anchor}"
     elif runs:
@@ -74,6 +75,7 @@ def calibrate(
         labels = [f"{m.folder.name}, {m.gpus} GPUs, {m.steps} steps, ±{m.spread:.1%}" for m in measured]
         cases = Case.stack([s.case() for s in scenarios])
         seconds = np.array([m.seconds for m in measured])
+        stacks = (stack(base).family,)
         how = " ".join(f"--run {folder.name}" for folder in runs)
     else:
         raise ConfigError(
@@ -93,6 +95,7 @@ def calibrate(
         tuple(warnings),
         f"{datetime.date.today()}, megascale simulate calibrate {how} --cluster {cluster} --fit {','.join(names)}",
         ranges_of(cases),
+        stacks,
     )
     predicted = seconds * np.exp(result.residuals)
     return calibration, list(zip(labels, seconds.tolist(), predicted.tolist(), strict=True))

@@ -27,7 +27,8 @@ class Case:
         middle, last: layers of the fullest stage but the last, and of the last.
         parallel_block ... gradient_bytes: see Software; `attention` is an index into ATTENTION_KERNELS, `recompute`
             one into RECOMPUTE.
-        reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step. micro_batch_group_size:
+        reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step. tied: the output layer
+        is the embedding. micro_batch_group_size:
         micro-batches that a chunk takes in turn (parallel.micro_batch_group_size); 0: as many as there are stages.
     """
 
@@ -63,6 +64,10 @@ class Case:
     reduce_bytes: Any
     gather_bytes: Any = 2
     reduce_each: Any = False
+    full_sharding: Any = False
+    shard_copies: Any = False
+    tied: Any = False
+    tied_shards: Any = False
     micro_batch_group_size: Any = 0
     launch_us: Any = 0.0
     region_host_us: Any = 0.0
@@ -142,6 +147,10 @@ class Case:
             reduce_bytes=software.reduce_bytes,
             gather_bytes=software.gather_bytes,
             reduce_each=software.reduce_each,
+            full_sharding=software.full_sharding,
+            shard_copies=software.shard_copies,
+            tied=model.tied_embeddings,
+            tied_shards=software.tied_shards,
             micro_batch_group_size=micro_batch_group_size,
             launch_us=software.launch_us * slower,
             region_host_us=software.region_host_us * slower,

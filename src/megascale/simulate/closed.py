@@ -28,6 +28,9 @@ EULER = 0.5772
 # How sharply a layer's time turns from what the GPU needs to what the host needs: 1 would be their sum, infinity the
 # larger of them. Megatron-Core in TP2 at micro-batch 2 (docs/log.md, peers) lies between.
 HOST_SHARPNESS = 12.0
+# Bytes moved per parameter and micro-batch between shards and layers: gathered parameters are copied out for forward
+# and for backward (read and written in 2 bytes), gradients are copied in (read in 2, written in 4).
+SHARD_COPY_BYTES = 14.0
 # Buckets into which gradients of a stage with one chunk are cut so that they can hide.
 BUCKETS = 8
 
@@ -87,6 +90,9 @@ class StageTimes:
         exchanges: blocking exchanges a micro-batch.
         residual: exposed part of overlapped transfers a micro-batch.
         scatter, gather: whole gradient reduction and parameter gathering of a stage.
+        tied: sum of the embedding's gradient over first and last stage.
+        sharded: what a micro-batch waits for parameters and gradients of fully sharded layers; sharded_ends: what a
+            step waits for those of its first and last layer, and of the embeddings.
         forward_kernels: what runs on the GPU in a stage's forward, without communication.
         parts: kernel and communication parts of forward + backward, for the waterfall.
     """
@@ -105,6 +111,9 @@ class StageTimes:
     residual: Any
     scatter: Any
     gather: Any
+    tied: Any
+    sharded: Any
+    sharded_ends: Any
     optimizer: Any
     forward_kernels: Any
     parts: dict[str, Any]
@@ -191,6 +200,10 @@ def stage_times(
     narrower = (2 - case.gather_bytes) * (parameters - embedding) / parameters
     once = np.where(case.distributed_optimizer, everywhere(2.0 - narrower), scatter)
     scatter = scatter * np.where(case.reduce_each, case.microbatches, 1)
+    whole_shards = np.asarray(case.full_sharding, dtype=bool)
+    sharded, sharded_ends = full_sharding(cluster, case, network, local, layer_forward, layer_backward)
+    embedding_bytes = embedding * case.reduce_bytes / np.where(case.tied_shards, case.replicas, 1)
+    tied = np.where(piped & np.asarray(case.tied, dtype=bool), network.p2p(embedding_bytes, all_near), 0.0)
     return StageTimes(
         forward=layers * layer_forward,
         backward=layers * layer_backward,
@@ -204,8 +217,11 @@ def stage_times(
         exchange=exchange,
         exchanges=exchanges,
         residual=residual,
-        scatter=scatter,
-        gather=once,
+        scatter=np.where(whole_shards, 0.0, scatter),
+        gather=np.where(whole_shards, 0.0, once),
+        tied=tied,
+        sharded=np.where(whole_shards, layers * sharded, 0.0),
+        sharded_ends=np.where(whole_shards, sharded_ends, 0.0),
         optimizer=optimizer_seconds(cluster, case, parameters),
         forward_kernels=layers * scale * layer.forward,
         parts={
@@ -218,6 +234,30 @@ def stage_times(
             "exchange": layers * (swap_forward + swap_backward),
         },
     )
+
+
+def full_sharding(
+    cluster: ClusterSpec, case: Case, network: Network, local: Any, forward: Any, backward: Any
+) -> tuple[Any, Any]:
+    """Return the exposed seconds of fully sharded data parallelism: (per layer and micro-batch, once per step).
+
+    Each micro-batch gathers a layer's parameters for its forward and again for its backward, and reduces its
+    gradients, under the layer before and after. `forward` and `backward` are the layer's own seconds, `local` the
+    replicas per host. What cannot hide is the first gather, the last reduction and, where the layers cannot hide
+    more, the embeddings.
+    """
+    weights = case.layer_parameters / case.tensor
+    tables = np.where(case.tied, 1.0, 2.0) * case.vocab * case.hidden / case.tensor
+    gather = network.collective(weights * case.gather_bytes, case.replicas, local)
+    reduce = network.collective(weights * case.reduce_bytes, case.replicas, local)
+    slowdown = cluster.overlap.slowdown
+    ahead = np.maximum(gather - forward, slowdown * np.minimum(gather, forward))
+    behind = np.maximum(gather + reduce - backward, slowdown * np.minimum(gather + reduce, backward))
+    bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
+    copies = np.where(case.shard_copies, SHARD_COPY_BYTES * weights / bandwidth, 0.0)
+    ends = network.collective(tables * 2.0, case.replicas, local)
+    ends = ends + network.collective(tables * case.reduce_bytes, case.replicas, local)
+    return ahead + behind + copies, gather + reduce + case.microbatches * ends / 2.0
 
 
 def exposed_launches(launches: Any, busy: Any) -> Any:
@@ -412,7 +452,8 @@ def data_exposed(cluster: ClusterSpec, case: Case, constants: Constants, times: 
     behind = rounds_back * times.backward / pieces + hops
     late = (pieces - 1) * _overlapped(scatter, behind, slowed, hops, case.pipeline)
     early = (pieces - 1) * _overlapped(gather, rounds * times.forward / pieces + hops, slowed, hops, case.pipeline)
-    return np.where(case.dp_overlap, tail + late + gather + early, plain)
+    exposed = np.where(case.dp_overlap, tail + late + gather + early, plain)
+    return exposed + times.tied + case.microbatches * times.sharded + times.sharded_ends
 
 
 def pieces_of(case: Case) -> Any:

@@ -16,6 +16,10 @@ from megascale.simulate.software import ATTENTION_KERNELS
 
 # GEMM tiles a library may choose from: rows, columns, share of the best tile's speed.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8))
+# Share of its speed that a GEMM keeps whose widths are multiples of 1, 2, 4 or 8 values: tensor cores are fed 16 bytes
+# at a time. 1: padding a vocabulary of 50,257 to 50,304 made training of GPT-2 124M, a third of whose time are the
+# logits, about 25% faster (Karpathy, nanoGPT). Between that and 8 it is assumed.
+ALIGNMENT = {1: 0.55, 2: 0.7, 4: 0.85, 8: 1.0}
 # Share of a copy's bandwidth that batched GEMMs reach where memory bounds them: scores of 32 heads, 2,048 x 2,048,
 # times head dimensions of 64 to 128 on an H200 (docs/log.md, 2026-11-24).
 BATCHED_MEMORY = 0.82
@@ -97,6 +101,12 @@ def wave_efficiency(rows: Any, columns: Any, processors: int, batch: Any = 1) ->
     return best
 
 
+def alignment_efficiency(columns: Any, depth: Any) -> Any:
+    """Return the share of a GEMM's speed that its widths leave: by the largest power of two, up to 8, in both."""
+    divisor = np.gcd(np.gcd(np.rint(columns).astype(np.int64), np.rint(depth).astype(np.int64)), 8)
+    return np.select([divisor == width for width in ALIGNMENT], list(ALIGNMENT.values()), default=1.0)
+
+
 def gemm_seconds(
     cluster: ClusterSpec,
     rows: Any,
@@ -116,7 +126,7 @@ def gemm_seconds(
     """
     kernels, gpu = cluster.kernels, cluster.gpu
     waves = wave_efficiency(rows, columns, gpu.processors, batch)
-    burst = kernels.gemm * depth / (depth + kernels.gemm_half_depth) * waves
+    burst = kernels.gemm * depth / (depth + kernels.gemm_half_depth) * waves * alignment_efficiency(columns, depth)
     # GEMMs that fill the processors better draw more power and clock down: none holds more than the cap.
     peak = np.where(float8, gpu.float8_tflops or gpu.peak_tflops, gpu.peak_tflops)
     # The multipliers of float8 reach the power limit at another share of their peak.

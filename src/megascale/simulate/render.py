@@ -71,6 +71,8 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
         f"{train.global_batch:,} sequences of {first.config.model.sequence_length:,}, micro-batch {train.micro_batch}",
         soft_wrap=True,
     )
+    own = all(r.scenario.software.own_memory for r in results)
+    whose = "memory of the fullest rank" if own else "memory of the fullest rank, this engine's"
     rows = [
         ["linear layers in", *(r.scenario.software.precision for r in results)],
         ["step, s", *(f"[bold]{r.seconds:.3f}[/bold]" for r in results)],
@@ -78,16 +80,20 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
         ["tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results)],
         ["MFU", *(f"{100 * r.mfu:.1f}%" for r in results)],
         [f"days for {tokens:.3g} tokens", *(f"{r.days(tokens):.2f}" for r in results)],
-        ["memory of the fullest rank", *(f"{r.memory_gib:.1f} GiB" for r in results)],
+        [whose, *(f"{r.memory_gib:.1f} GiB" for r in results)],
     ]
     if len(results) > 1:
         rows.append(["time against the first", *(f"{results[0].seconds / r.seconds:.3f}x" for r in results)])
     show_rows(["", *(r.scenario.label for r in results)], rows, console)
-    scenario = results[0].scenario
+    constants = {r.scenario.label: r.scenario.calibration for r in results}
+    described = "; ".join(
+        f"{label}: calibration {one.name}"
+        + (f" ({len(one.rows)} rows, spread {one.spread:.1%})" if one.fitted else ", nothing fitted")
+        for label, one in constants.items()
+    )
     console.print(
-        f"[dim]{results[0].level} level, calibration {scenario.calibration.name} "
-        f"({len(scenario.calibration.rows)} rows, spread {scenario.calibration.spread:.1%}); MFU: {flops.CONVENTION}; "
-        "days without failures (see `simulate effective`)[/dim]",
+        f"[dim]{results[0].level} level; {described}; MFU: {flops.CONVENTION}; days without failures "
+        "(see `simulate effective`)[/dim]",
         soft_wrap=True,
     )
     for text in dict.fromkeys(text for r in results for text in r.cautions):

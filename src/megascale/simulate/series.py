@@ -112,7 +112,11 @@ def varied(scenario: Scenario, key: str, value: Any) -> Scenario:
 
 
 def sweep_rows(
-    base: Scenario, axes: Sequence[tuple[str, list[Any]]], scenarios: Sequence[Scenario], level: Level
+    base: Scenario,
+    axes: Sequence[tuple[str, list[Any]]],
+    scenarios: Sequence[Scenario],
+    level: Level,
+    check_memory: bool = True,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """(a row a point and stack, why others were left out)."""
     rows, left_out = [], []
@@ -124,7 +128,7 @@ def sweep_rows(
                 for key, value in here:
                     point = varied(point, key, value)
                 # On the event level one random fleet, the same for every point.
-                result = run(point, level, fleet=0)
+                result = run(point, level, fleet=0, check_memory=check_memory)
             except FitError as error:
                 left_out.append(f"{', '.join(f'{k}={v}' for k, v in here)}: {str(error).splitlines()[0]}")
                 continue

@@ -21,12 +21,16 @@ RECOMPUTE = ("none", "norms", "activation", "selective", "full", "core-attention
 RECOMPUTED = (0.0, 0.5, 0.5, 1.0, 1.0, 0.0)
 RECOMPUTED_ATTENTION = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
 
+# Family of this project's engine, and of the paper's, which it follows.
+MEGASCALE_FAMILY = "megascale"
+
 
 @dataclass(frozen=True)
 class Software:
     """How a training step is carried out.
 
     Attributes:
+        family: the code base, by which constants and errors of one stack are told from another's.
         parallel_block: x + Attn(LN x) + MLP(LN x) instead of the serial block (paper section 3.1).
         window: sliding-window attention of this many tokens, None for full attention.
         tp_overlap: tensor-parallel all-gather and reduce-scatter run under the GEMMs they feed (section 3.2).
@@ -42,6 +46,10 @@ class Software:
         gradient_bytes: bytes of a gradient in the accumulator; reduce_bytes: as communicated.
         gather_bytes: bytes of a parameter of a layer as gathered; embeddings are gathered in 2.
         reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step.
+        full_sharding: parameters of a layer are gathered for each forward and each backward, and gradients reduced
+            after every micro-batch (ZeRO-3, FSDP).
+        shard_copies: what is gathered and reduced for full sharding is copied to and from the layer's own tensors.
+        tied_shards: first and last stage sum their shards of a tied embedding's gradient, not all of it.
         launch_us: time of a DGX host to launch one kernel, with the Python around it. A cluster's host.slowness
             multiplies it.
         region_host_us: time of a DGX host to enter or leave a tensor-parallel region, beside its kernels, likewise.
@@ -58,6 +66,7 @@ class Software:
         tp_backward_under: the collective of an input's gradient runs under the GEMM of the weight's; False waits.
     """
 
+    family: str = "megatron-2023"
     parallel_block: bool = False
     window: int | None = None
     tp_overlap: bool = False
@@ -73,6 +82,9 @@ class Software:
     reduce_bytes: int = 4
     gather_bytes: int = 2
     reduce_each: bool = False
+    full_sharding: bool = False
+    shard_copies: bool = False
+    tied_shards: bool = False
     launch_us: float = 15.0
     region_host_us: float = 60.0
     float8_host: float = 1.0
@@ -91,6 +103,11 @@ class Software:
         if not self.float8:
             return "bfloat16"
         return "float8, weight gradients in bfloat16" if self.bf16_weight_gradients else "float8"
+
+    @property
+    def own_memory(self) -> bool:
+        """Whether `core/rank_memory.py` describes what this stack keeps on a GPU: it knows this engine only."""
+        return self.family == MEGASCALE_FAMILY
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION_KERNELS:
@@ -131,6 +148,7 @@ HOST_SOURCES = {
 
 MEGATRON_2023 = Software(has_float8=False)
 MEGASCALE = Software(
+    family=MEGASCALE_FAMILY,
     parallel_block=True,
     window=PAPER_WINDOW,
     tp_overlap=True,
@@ -144,6 +162,7 @@ MEGASCALE = Software(
 # exposed, since its user buffers need what rented hosts do not have.
 MEGATRON_CORE = replace(
     MEGASCALE,
+    family="megatron-core",
     parallel_block=False,
     window=None,
     tp_overlap=False,
@@ -155,7 +174,7 @@ MEGATRON_CORE = replace(
 MEGATRON_CORE_H200 = replace(MEGATRON_CORE, attention="cudnn")
 # NeMo and Megatron-Bridge as NVIDIA publishes them: Megatron-Core with tensor-parallel transfers under the GEMMs (user
 # buffers) and gradients reduced in bfloat16 (grad_sync_dtype of its recipes).
-NEMO = replace(MEGATRON_CORE_H200, tp_overlap=True, reduce_bytes=2)
+NEMO = replace(MEGATRON_CORE_H200, family="nemo", tp_overlap=True, reduce_bytes=2)
 # This project's engine: every overlap, cuDNN attention where the GPU has it.
 MEGASCALE_H200 = replace(
     MEGASCALE,
@@ -171,6 +190,7 @@ MEGASCALE_H200_GRAPHS = replace(MEGASCALE_H200, launch_us=0.5, region_host_us=1.
 # column-parallel linear (megatron.mpu.layers) is PyTorch's own with an all-reduce after backward: nothing hides
 # that, and autograd adds weight gradients with a kernel of its own.
 MEGATRON_DEEPSPEED = Software(
+    family="megatron-deepspeed",
     has_float8=False,
     attention="unfused",
     sequence_parallel=False,
@@ -182,6 +202,22 @@ MEGATRON_DEEPSPEED = Software(
     tp_backward_under=False,
     region_gap_us=12.0,
 )
+# Fully sharded data parallelism. PyTorch's own with eager layers; with compiled ones, as torchtitan runs it; and
+# Megatron-Core's. PyTorch's gradients of a micro-batch leave at once, so that none are accumulated, and parameters and
+# gradients are copied between shards and layers.
+FSDP = replace(
+    MEGATRON_CORE,
+    family="fsdp",
+    fused_operators=False,
+    attention="flash2",
+    full_sharding=True,
+    shard_copies=True,
+    gradient_bytes=2,
+    launch_us=15.0,
+    region_host_us=100.0,
+)
+TORCHTITAN = replace(FSDP, family="torchtitan", fused_operators=True, attention="cudnn")
+MEGATRON_FSDP = replace(NEMO, family="megatron-fsdp", full_sharding=True)
 
 STACKS = {
     "megatron-2023": MEGATRON_2023,
@@ -189,6 +225,9 @@ STACKS = {
     "megascale": MEGASCALE,
     "megatron-core-h200": MEGATRON_CORE_H200,
     "nemo": NEMO,
+    "fsdp": FSDP,
+    "torchtitan": TORCHTITAN,
+    "megatron-fsdp": MEGATRON_FSDP,
     "megascale-h200": MEGASCALE_H200,
     "megascale-h200-graphs": MEGASCALE_H200_GRAPHS,
     "megatron-deepspeed": MEGATRON_DEEPSPEED,

@@ -285,11 +285,16 @@ def run(
             "over their ranks, replicas over them, and no more than all experts see a token"
         )
     if check_memory and not scenario.beyond_training and memory > scenario.cluster.gpu.memory_gib:
+        whose = (
+            "" if scenario.software.own_memory else f", which is this engine's need: that of {scenario.label} differs"
+        )
         raise FitError(
             f"{scenario.label}: the fullest rank needs {memory:.1f} GiB and a {scenario.cluster.gpu.name} has "
-            f"{scenario.cluster.gpu.memory_gib:g}; raise parallel.tensor, parallel.pipeline or the number of GPUs, "
-            "lower train.micro_batch, or set parallel.recompute=full"
+            f"{scenario.cluster.gpu.memory_gib:g}{whose}; raise parallel.tensor, parallel.pipeline or the number of "
+            "GPUs, lower train.micro_batch, set parallel.recompute=full, or price it all the same with --no-memory"
         )
+    if level == "event" and scenario.software.full_sharding:
+        raise ConfigError(f"{scenario.label}: full sharding is priced in closed form only; leave out --level event")
     scenario.layout.schedule()  # what is priced must run
     if scenario.software.float8 and scenario.cluster.gpu.float8_tflops is None:
         raise ConfigError(
@@ -326,9 +331,12 @@ def run(
         shares["stragglers"] = event.seconds - healthy
         shares["interplay"] = healthy - sum(v for k, v in shares.items() if k != "stragglers")
         seconds = event.seconds
-    width = band_width(scenario.cluster, case, scenario.calibration)
+    family, launches = scenario.software.family, shares["host"] / seconds
+    width = band_width(scenario.cluster, case, scenario.calibration, family, launches)
     low, high = (float(x) for x in width.around(seconds))
-    said = cautions(scenario.cluster, case, scenario.calibration)
+    said = cautions(scenario.cluster, case, scenario.calibration, family, launches)
+    if not scenario.software.own_memory:
+        said = (*said, f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)")
     if _asks_float8(scenario.config) and not scenario.software.float8:
         said = (*said, f"{scenario.label} has no float8: it is priced in bfloat16")
     if scenario.beyond_training:

@@ -247,8 +247,10 @@ def _run_interruptibly(
     worker = threading.Thread(target=work, name="packet-kernel", daemon=True)
     worker.start()
     try:
-        while worker.is_alive():
+        running = True
+        while running:
             worker.join(PROGRESS_SECONDS)
+            running = worker.is_alive()
             if progress is not None:
                 progress(min(1.0, float(found.totals[tables.DELIVERED]) / packets))
     except BaseException:

@@ -248,6 +248,36 @@ def nemo_h100() -> tuple[Rows, np.ndarray]:
     return _rows(names, cases, seconds, [True] * len(names), source), np.array(development)
 
 
+@dataclass(frozen=True)
+class ShardedRows:
+    """Published steps of full sharding on one machine: its cluster, the rows, and which may be developed on."""
+
+    cluster: str
+    rows: Rows
+    development: np.ndarray
+
+
+def full_sharding_rows() -> list[ShardedRows]:
+    """Published steps of fully sharded data parallelism, one entry per table."""
+    tree = anchor_file("published")
+    tables = []
+    for table_name, table in tree["fsdp"].items():
+        base = stack(table["software"])
+        names, cases, seconds, development = [], [], [], []
+        for *configuration_, step in table["rows"]:
+            name, precision, gpus, length, micro, batch, recompute = configuration_
+            model = ModelConfig(**{**tree["models"][name], "sequence_length": length})
+            software = replace(base, float8=precision == "float8", recompute=recompute)
+            layout = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": gpus}
+            cases.append(Case.of(model, software, micro=micro, batch=batch, **layout))
+            names.append(f"{name} {precision} {gpus} GPUs, {length:,} tokens, recompute {recompute}")
+            seconds.append(step)
+            development.append(is_development("fsdp", " ".join([table_name, *map(str, configuration_)])))
+        rows = _rows(names, cases, seconds, [True] * len(names), table["source"])
+        tables.append(ShardedRows(table["cluster"], rows, np.array(development)))
+    return tables
+
+
 def nemo_development() -> Rows:
     """The rows of `nemo_h100` that may be developed and fitted on."""
     rows, development = nemo_h100()
