@@ -206,7 +206,7 @@ def validate(
     as_json: bool = JSON,
     plot: Path | None = typer.Option(None, "--plot", metavar="FOLDER", help="Draw measured against predicted."),
 ) -> None:
-    """How well the simulator predicts: checks A1 to A10, reached beside target, pass or miss. Exit 1 if one misses.
+    """How well the simulator predicts: checks A1 to A13, reached beside target, pass or miss. Exit 1 if one misses.
 
     Each names what was fitted on which rows and what could not be identified. Checks whose data are not here are
     skipped, and say so.

@@ -64,6 +64,7 @@ class Case:
     reduce_bytes: Any
     gather_bytes: Any = 2
     reduce_each: Any = False
+    passes: Any = 1.0
     full_sharding: Any = False
     shard_copies: Any = False
     tied: Any = False
@@ -147,6 +148,7 @@ class Case:
             reduce_bytes=software.reduce_bytes,
             gather_bytes=software.gather_bytes,
             reduce_each=software.reduce_each,
+            passes=software.passes,
             full_sharding=software.full_sharding,
             shard_copies=software.shard_copies,
             tied=model.tied_embeddings,

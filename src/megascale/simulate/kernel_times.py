@@ -257,7 +257,7 @@ def _elementwise(cluster: ClusterSpec, case: Case) -> tuple[Any, Any, Any]:
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
 
     def seconds(eager: dict[str, float], tight: dict[str, float], launches: tuple[int, int]) -> Any:
-        moved = {key: np.where(fused, tight[key], eager[key]) for key in eager}
+        moved = {key: np.where(fused, tight[key], eager[key] * case.passes) for key in eager}
         volume = (moved["norm"] + moved["residual"]) * blocks * stream + moved["qkv"] * 3 * qkv + moved["mlp"] * inner
         return volume / bandwidth + np.where(fused, launches[1], launches[0]) * cluster.kernels.launch_us * 1e-6
 

@@ -113,14 +113,19 @@ def own_rounds() -> list[str]:
     return list(anchor_file("own-runs"))
 
 
+def own_cluster(name: str) -> str:
+    """Return the cluster on which the runs of a prediction file were measured."""
+    return str(anchor_file("own-runs")[name].get("cluster", "h200-host"))
+
+
 def own_runs(name: str) -> Rows:
     """Measured steps of this project's engine for the predictions of one file, as cases under the stack assumed.
 
-    Without those that ran on another machine than h200-host or in another layout than predicted.
+    Without those that ran on other links than the cluster's or in another layout than predicted.
     """
     table, (_, said) = anchor_file("own-runs")[name], load_predictions(name)
     apart = {*table.get("moved", ()), *table.get("host_memory", ())}
-    cluster = load_cluster("h200-host")
+    cluster = load_cluster(own_cluster(name))
     names, cases, seconds = [], [], []
     for one in said:
         if one.name in table["seconds"] and one.name not in apart:
@@ -282,6 +287,23 @@ def nemo_development() -> Rows:
     """The rows of `nemo_h100` that may be developed and fitted on."""
     rows, development = nemo_h100()
     return rows.subset(development)
+
+
+def korthikanti() -> Rows:
+    """Megatron-LM's steps of Korthikanti et al. 2022: full recomputation, and sequence parallelism with recomputed
+    core attention."""
+    tree = anchor_file("published")["korthikanti-2022"]
+    names, cases, seconds = [], [], []
+    for name, layers, hidden, heads, gpus, pipeline, virtual, micro, batch, full, selective in tree["rows"]:
+        model = ModelConfig(layers=layers, hidden=hidden, heads=heads, vocab_size=51200, sequence_length=2048)
+        layout = {"tensor": 8, "pipeline": pipeline, "virtual": virtual, "data": gpus // 8 // pipeline, "micro": micro}
+        older = replace(stack("megatron-2023"), attention="unfused", sequence_parallel=False, recompute="full")
+        newer = replace(stack("megatron-2023"), attention="unfused", recompute="core-attention")
+        for how, software, step in (("full", older, full), ("core attention", newer, selective)):
+            cases.append(Case.of(model, software, batch=batch, **layout))
+            names.append(f"{name}, {gpus} GPUs, {how} recomputed")
+            seconds.append(step)
+    return _rows(names, cases, seconds, [True] * len(names), tree["source"])
 
 
 def vtrain_development(rows: Rows) -> np.ndarray:
