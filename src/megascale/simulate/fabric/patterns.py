@@ -92,7 +92,8 @@ def traffic(topology: Topology, pattern: str, size: float, senders: int, seed: i
         raise ConfigError(f"--pattern={pattern!r} is unknown; {', '.join(PATTERNS)}")
     if not 0 < size < np.inf:
         raise ConfigError(f"--mb={size / 1e6:g}: flows have more than 0 bytes")
-    flows = PATTERNS[pattern](topology, size, seed, senders)
+    # One of the fabric's planes carries its share.
+    flows = PATTERNS[pattern](topology, size / topology.spec.planes, seed, senders)
     return Traffic(topology, flows, route(topology, flows, five_tuple_keys(flows, seed), seed))
 
 
