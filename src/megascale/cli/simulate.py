@@ -408,7 +408,13 @@ def search(
         False, "--faults", help="Share of time spent stepping by faults of hosts, for each number of GPUs."
     ),
     batches: str | None = typer.Option(None, "--batches", metavar="A,B", help="Batches to try; default: the file's."),
-    precisions: str = typer.Option("bfloat16", "--precisions", help="bfloat16, float8 or both, comma-separated."),
+    precisions: str | None = typer.Option(
+        None, "--precisions", help="bfloat16, float8 or both, comma-separated; default: the file's."
+    ),
+    recompute: str = typer.Option(
+        "none,norms,activation,selective,full", "--recompute", help="What backward may recompute, comma-separated."
+    ),
+    memory: bool = MEMORY,
     price: float | None = PRICE,
     watts: float | None = WATTS,
     cluster: str = CLUSTER,
@@ -435,7 +441,11 @@ def search(
     from megascale.simulate import render, simulation_plots
     from megascale.simulate import search as finder
     from megascale.simulate.run_cost import run_cost
+    from megascale.simulate.software import ENGINE_RECOMPUTE
 
+    kinds = recompute.split(",")
+    if unknown := [kind for kind in kinds if kind not in ENGINE_RECOMPUTE]:
+        raise ConfigError(f"--recompute={recompute}: {unknown[0]!r} is unknown; known: {', '.join(ENGINE_RECOMPUTE)}")
     low, _, high = gpus.partition(":")
     try:
         ends = (int(low), int(high or low))
@@ -456,13 +466,13 @@ def search(
     refused: list[str] = []
     for scenario in _variants(machine, batches, precisions):
         config = scenario.config
-        found = finder.search(config, scenario.cluster, scenario.calibration, scenario.software, *ends)
+        found = finder.search(config, scenario.cluster, scenario.calibration, scenario.software, *ends, kinds)
         try:
             if days is not None:
-                least = finder.fewest(found, config, scenario, tokens, days, stepping)
-                results += [least, *finder.best(found, config, scenario, least.scenario.gpus, 4)[1:]]
+                least = finder.fewest(found, config, scenario, tokens, days, stepping, memory)
+                results += finder.best(found, config, scenario, least.scenario.gpus, 4, memory)
             else:
-                results += finder.best(found, config, scenario, int(found.gpus.max()))
+                results += finder.best(found, config, scenario, int(found.gpus.max()), 4, memory)
         except FitError as error:
             refused.append(f"{scenario.label}, batch {config.train.global_batch:,}: {str(error).splitlines()[0]}")
     if not results:
@@ -474,7 +484,7 @@ def search(
         results.sort(key=lambda r: r.days(tokens))
         title = f"fastest layouts on {results[0].scenario.gpus:,} GPUs"
     shares = [float(stepping(r.scenario.gpus)) for r in results]
-    title += f", {shares[0]:.0%} of the time stepping"
+    title += f", {shares[0]:.0%} of the time stepping; recompute of {', '.join(kinds)}"
     bills = [run_cost(r, tokens, s, price, watts) for r, s in zip(results, shares, strict=True)]
     changes = finder.sensitivities(results[0].scenario)
     if as_json:
@@ -496,8 +506,8 @@ def search(
         )
 
 
-def _variants(machine: Scenario, batches: str | None, precisions: str) -> list[Scenario]:
-    """The scenario with each batch and each precision; ConfigError for what cannot be."""
+def _variants(machine: Scenario, batches: str | None, precisions: str | None) -> list[Scenario]:
+    """Return the scenario with each batch and each precision; ConfigError for what cannot be."""
     from dataclasses import replace
 
     from megascale.errors import ConfigError
@@ -507,20 +517,21 @@ def _variants(machine: Scenario, batches: str | None, precisions: str) -> list[S
         sizes = [int(n) for n in batches.split(",")] if batches else [machine.config.train.global_batch]
     except ValueError:
         raise ConfigError(f"--batches={batches!r} are not whole numbers such as 1536,3072,6144") from None
-    found = []
-    for precision in precisions.split(","):
-        if precision not in ("bfloat16", "float8"):
+    scenarios = []
+    for precision in precisions.split(",") if precisions else [None]:
+        if precision not in (None, "bfloat16", "float8"):
             raise ConfigError(f"--precisions={precisions!r}: {precision!r} is unknown; bfloat16 or float8")
         if precision == "float8" and machine.cluster.gpu.float8_tflops is None:
             raise ConfigError(
                 f"--precisions=float8: cluster {machine.cluster.name} gives {machine.cluster.gpu.name} no float8 rate "
                 "(gpu.float8_tflops)"
             )
-        software = replace(machine.software, float8=precision == "float8")
-        for size in sizes:
-            one = varied(machine, "train.global_batch", size)
-            found.append(replace(one, software=software, label=precision))
-    return found
+        chosen = machine
+        if precision is not None:
+            chosen = varied(machine, "train.linear_precision", "float8" if precision == "float8" else "default")
+        label = precision or machine.software.precision
+        scenarios += [replace(varied(chosen, "train.global_batch", size), label=label) for size in sizes]
+    return scenarios
 
 
 def effective(

@@ -154,7 +154,22 @@ def layouts(
     sizes = {r.scenario.config.train.global_batch for r in results}
     labels = {r.scenario.label for r in results}
     more = [n for n, differ in (("batch", len(sizes) > 1), ("in", len(labels) > 1)) if differ]
-    names = (*more, "GPUs", "TP", "PP", "v", "round", "DP", "MBS", "step, s", "P10-P90", "MFU", "GiB", "days")
+    names = (
+        *more,
+        "GPUs",
+        "TP",
+        "PP",
+        "v",
+        "round",
+        "DP",
+        "MBS",
+        "recompute",
+        "step, s",
+        "P10-P90",
+        "MFU",
+        "GiB",
+        "days",
+    )
     rows = []
     for r, share in zip(results, shares, strict=True):
         p, t = r.scenario.config.parallel, r.scenario.config.train
@@ -168,6 +183,7 @@ def layouts(
                 str(p.micro_batch_group_size or p.pipeline) if p.virtual_stages > 1 else "",
                 str(r.scenario.layout.grid.data),
                 str(t.micro_batch),
+                p.recompute,
                 f"{r.seconds:.3f}",
                 f"{r.low:.2f}-{r.high:.2f}",
                 f"{100 * r.mfu:.1f}%",

@@ -17,6 +17,8 @@ ATTENTION_KERNELS = ("unfused", "flash1", "flash2", "cudnn")
 # Activations done again in backward: norms and the activation alone, or whole layers.
 # ("core-attention" is what Megatron-LM calls selective: scores, softmax and their product with the values).
 RECOMPUTE = ("none", "norms", "activation", "selective", "full", "core-attention")
+# Those of them that the engine has (parallel.recompute).
+ENGINE_RECOMPUTE = RECOMPUTE[:5]
 # Part of a layer's elementwise work, and of its attention, that is done again.
 RECOMPUTED = (0.0, 0.5, 0.5, 1.0, 1.0, 0.0)
 RECOMPUTED_ATTENTION = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
