@@ -56,7 +56,7 @@ FLOAT8 += ["--parallel.tensor=2", "--train.micro_batch=4", "--train.global_batch
 FLOAT8 += ["--train.linear_precision=float8"]
 
 
-def test_the_stack_beside_ours_is_priced_in_the_same_precision():
+def test_the_stack_compared_with_is_priced_in_the_same_precision():
     """Megatron-Core with TransformerEngine took 1.10 to 1.12 times our step in float8 on H200 and H100."""
     first, second = step_json(*FLOAT8, "--against", "megatron-core-h200")
     assert first["precision"] == second["precision"] == "float8"

@@ -37,7 +37,7 @@ def test_dual_plane_pods_are_the_paper_s():
     # A plane has half of each NIC and of all cables.
     assert built.bandwidth[built.tier == 0].sum() == pytest.approx(2 * 15360 * 25e9)
     assert built.cable_counts()["leaf to aggregation"] == 2 * 120 * 60
-    found, _, passed = dual_plane()
+    found, _, passed = dual_plane(256)
     assert passed, found
 
 
@@ -47,7 +47,7 @@ def test_under_subscribed_leaves_have_more_up_than_down():
     assert built.spec.gpus == 3072
     up, down = (built.bandwidth[built.tier == tier].sum() for tier in (1, 0))
     assert up == pytest.approx(2 * down)
-    found, _, passed = under_subscribed()
+    found, _, passed = under_subscribed(64)
     assert passed, found
 
 
