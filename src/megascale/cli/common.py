@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,13 @@ def need(module: str, extra: str) -> None:
     """ConfigError with the remedy if an optional package is not installed."""
     if importlib.util.find_spec(module) is None:
         raise ConfigError(f"this command needs the package {module}; {remedy(extra)}")
+
+
+def finite(value: float | None) -> float | None:
+    """Return an option's value; typer.BadParameter for NaN and infinity, which its bounds let pass."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number; give one such as 2.5")
+    return value
 
 
 def write_text(path: Path, text: str, option: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import OVERRIDES, check_picture, load_for_gpus
+from megascale.cli.common import OVERRIDES, check_picture, finite, load_for_gpus
 from megascale.cli.network_packets import packets, tune, validate
 from megascale.core import strict_json
 
@@ -27,7 +27,7 @@ other and with what papers print.
   megascale network tune --flaps 3 --out network.env
 """
 
-FABRIC = typer.Option("megascale", "--fabric", help="Shipped fabric (megascale) or TOML file.")
+FABRIC = typer.Option("megascale", "--fabric", help="Shipped fabric (megascale, hpn, meta) or TOML file.")
 SET = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a key of the fabric, such as hosts=128; repeatable.")
 FILE = typer.Argument(..., metavar="FILE.toml", help="Configuration; settings follow as --section.key=value.")
 GPUS = typer.Option(..., "--gpus", min=1, metavar="N", help="GPUs to lay the model over.")
@@ -93,12 +93,14 @@ def topology(
     whole = {
         "gpus": spec.gpus,
         "hosts": spec.hosts,
+        "planes": spec.planes,
         "pods": built.pods,
         "switches": built.switch_counts(),
         "cables": built.cable_counts(),
         "links_up_a_leaf_switch": built.uplinks.shape[1],
         "failed_links": int((built.bandwidth == 0).sum() // 2),
-        "bisection_gbs": float(built.bandwidth[built.tier == (2 if built.cores else 1)].sum() / 2 / 2 / 1e9),
+        "bisection_gbs": spec.planes
+        * float(built.bandwidth[built.tier == (2 if built.cores else 1)].sum() / 2 / 2 / 1e9),
         "path_links": {"same leaf switch": 2, "same pod": 4, "other pod": 6 if built.pods > 1 else None},
         "buffer_mb": spec.buffer_mb,
         "sources": spec.sources,
@@ -114,7 +116,8 @@ def topology(
             own = built.bandwidth[built.tier == tier].sum() / 2
             share = f"{down / own:.2f} : 1" if own else "-"
             rows.append([f"{name} switches", f"{built.switch_counts()[name]:,}", f"{cables:,} {kind}", share])
-        _table(f"{spec.name}: {built.pods} pods", ["", "count", "cables below", "NICs over these links"], rows)
+        planes = f", each of {spec.planes} planes" if spec.planes > 1 else ""
+        _table(f"{spec.name}: {built.pods} pods{planes}", ["", "count", "cables below", "NICs over these links"], rows)
         dead = np.flatnonzero(built.bandwidth == 0)
         typer.echo(
             "paths: 2 links under one leaf switch, 4 in a pod" + (", 6 between pods" if built.pods > 1 else "")
@@ -225,7 +228,9 @@ def ecmp(
     fabric: str = FABRIC,
     changes: list[str] = SET,
     queue_pairs: str = typer.Option("1,2,4,8,16", "--queue-pairs", help="Connections a flow is spread over."),
-    same_leaf: float = typer.Option(0.0, "--same-leaf", min=0, max=1, help="Share of flows under their own switch."),
+    same_leaf: float = typer.Option(
+        0.0, "--same-leaf", min=0, max=1, callback=finite, help="Share of flows under their own switch."
+    ),
     polarised: bool = typer.Option(False, "--polarised", help="One hash seed in all switches."),
     pair_entropy: bool = typer.Option(False, "--pair-entropy", help="NICs that give all queue pairs one UDP port."),
     draws: int = typer.Option(400, "--draws", min=2, help="Starts of the job to draw."),

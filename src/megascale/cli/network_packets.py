@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from megascale.cli.common import check_picture, write_text
+from megascale.cli.common import check_picture, finite, write_text
 from megascale.core import strict_json
 
 
@@ -17,11 +17,13 @@ def packets(
         "dcqcn,swift,hybrid-both,hybrid-cut", "--control", help="none, dcqcn, swift, hybrid-both, hybrid-cut."
     ),
     dcqcn: str = typer.Option("fast", "--dcqcn", help="Parameter set: paper, hpcc, hpcc-paper, fast."),
-    target_us: float | None = typer.Option(None, "--swift-base-us", help="Swift's base target delay."),
+    target_us: float | None = typer.Option(
+        None, "--swift-base-us", min=0.1, max=1e6, callback=finite, help="Swift's base target delay."
+    ),
     hosts: int = typer.Option(64, "--hosts", min=2, help="Hosts of one NIC each, leaf switches of 8."),
     changes: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a key of the fabric; repeatable."),
     tiers: int = typer.Option(3, "--tiers", help="2 or 3."),
-    mb: float = typer.Option(2.0, "--mb", help="10^6 bytes of a flow."),
+    mb: float = typer.Option(2.0, "--mb", max=1e6, callback=finite, help="10^6 bytes of a flow."),
     senders: int = typer.Option(32, "--senders", help="Of incast and all-to-all."),
     pfc: bool = typer.Option(True, "--pfc/--no-pfc", help="Whether switches pause their neighbours."),
     tuned: bool = typer.Option(False, "--tuned", help="Tune DCQCN and Swift on this traffic first, by a grid."),
@@ -40,6 +42,8 @@ def packets(
       megascale network packets --pattern all-to-all --senders 64 --mb 0.25 --tuned --plot all-to-all.png
     """
     from dataclasses import replace
+
+    from rich.console import Console
 
     from megascale.cli.common import need
     from megascale.errors import ConfigError
@@ -65,7 +69,16 @@ def packets(
         from megascale.simulate.fabric.fair_tuning import tuned_parents
 
         settings, about = tuned_parents(traffic, settings)
-    found = compare_controls(built, traffic.flows, traffic.paths, settings, tuple(control.split(",")))
+    controls_named = tuple(control.split(","))
+    with Console(stderr=True).status("packets") as status:
+        found = compare_controls(
+            built,
+            traffic.flows,
+            traffic.paths,
+            settings,
+            controls_named,
+            lambda name, share: status.update(f"{name}: {share:.0%} of the packets have arrived"),
+        )
     rows = {name: patterns.summary(result, traffic) for name, result in found.items()}
     fluid = finish_times(traffic.paths, traffic.flows.size, patterns.fluid_bandwidth(built, settings)) * 1e6
     if as_json:
@@ -101,10 +114,16 @@ def _show(rows: dict[str, dict[str, float]], fluid: Any, title: str) -> None:
 
 def tune(
     flaps: str = typer.Option(..., "--flaps", help="Median seconds of a flap, or a file of seconds, one a line."),
-    sigma: float = typer.Option(1.0, "--sigma", min=0, help="Spread of ln(seconds) where a median is given: assumed."),
-    per_day: float = typer.Option(1.0, "--per-day", min=0, help="Flaps of the whole job a day."),
+    sigma: float = typer.Option(
+        1.0, "--sigma", min=0, max=100, callback=finite, help="Spread of ln(seconds) where a median is given: assumed."
+    ),
+    per_day: float = typer.Option(
+        1.0, "--per-day", min=0, max=1e9, callback=finite, help="Flaps of the whole job a day."
+    ),
     restart: float = typer.Option(600.0, "--restart", min=0, help="Seconds the job loses if NCCL gives up: assumed."),
-    dead: float = typer.Option(0.02, "--dead", min=0, max=1, help="Share of losses that never come back: assumed."),
+    dead: float = typer.Option(
+        0.02, "--dead", min=0, max=1, callback=finite, help="Share of losses that never come back: assumed."
+    ),
     adaptive: str = typer.Option("either", "--adaptive", help="NIC's adaptive retransmission: on, off or either."),
     out: Path | None = typer.Option(
         None, "--out", metavar="FILE.env", help="Write the file for launch's resilience.environment."

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.cli import simulate_network
-from megascale.cli.common import DEFAULT_CLUSTER, OVERRIDES, check_picture, load_for_gpus
+from megascale.cli.common import DEFAULT_CLUSTER, OVERRIDES, check_picture, finite, load_for_gpus
 from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, measure, predict, validate
 from megascale.core import strict_json
 
 if TYPE_CHECKING:
     from megascale.config import Config
-    from megascale.simulate.software import Software
     from megascale.simulate.step import Scenario, StepEstimate
 
 TOKENS = 300e9
@@ -37,14 +36,26 @@ GPUS = typer.Option(..., "--gpus", min=1, metavar="N", help="GPUs to lay the mod
 CLUSTER = typer.Option(
     DEFAULT_CLUSTER,
     "--cluster",
-    help="Shipped: a100-roce, a100-hdr, a800, h100-dgx, h800, h200-host, b200-dgx; or a TOML file.",
+    help="Shipped: a100-roce, a100-hdr, a800, h100-dgx, h100-host, h800, h200-host, b200-dgx; or a TOML file.",
 )
 LEVEL = typer.Option("closed", "--level", help="closed (formula) or event (schedule's actions, jitter, slow hosts).")
 CSV = typer.Option(None, "--csv", metavar="FILE", help="Write the rows as CSV too.")
 PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.", callback=check_picture)
-PRICE = typer.Option(None, "--price", min=0, help="Price of one GPU for one hour: prints what the run costs.")
-WATTS = typer.Option(None, "--watts", min=0, help="Power of one GPU with its part of host and cooling: prints energy.")
-HOW_MANY = typer.Option(TOKENS, "--tokens", min=1, help="Tokens of the whole run, for days.")
+PRICE = typer.Option(
+    None, "--price", min=0, max=1e9, callback=finite, help="Price of one GPU for one hour: prints what the run costs."
+)
+WATTS = typer.Option(
+    None,
+    "--watts",
+    min=0,
+    max=1e7,
+    callback=finite,
+    help="Power of one GPU with its part of host and cooling: prints energy.",
+)
+MEMORY = typer.Option(
+    True, "--memory/--no-memory", help="Refuse what does not fit this engine's memory; other stacks need another."
+)
+HOW_MANY = typer.Option(TOKENS, "--tokens", min=1, max=1e20, callback=finite, help="Tokens of the whole run, for days.")
 
 
 def register(app: typer.Typer) -> None:
@@ -85,21 +96,25 @@ def _scenario(config: Config, gpus: int, cluster: str, calibration: str | None, 
 
     machine = load_cluster(cluster)
     name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
-    constants = load_calibration(calibration, machine.name)
-    return Scenario(config, gpus, machine, constants, own_software(config, stack(name)), name)
+    base = stack(name)
+    constants = load_calibration(calibration, machine.name, base.family)
+    return Scenario(config, gpus, machine, constants, own_software(config, base), name, base=base)
 
 
-def _baseline(scenario: Scenario, name: str | None) -> Scenario:
-    """The same layout under a stack without MegaScale's techniques."""
+def _baseline(scenario: Scenario, name: str | None, calibration: str | None) -> Scenario:
+    """Return the same layout under a stack without MegaScale's techniques, with that stack's constants."""
     from dataclasses import replace
 
+    from megascale.simulate.calibration import load_calibration
     from megascale.simulate.software import stack
     from megascale.simulate.step import baseline_software
 
     if name is None:
         name = "megatron-2023" if "flash1" in scenario.cluster.kernels.attention else "megatron-core-h200"
-    software: Software = baseline_software(scenario.config, stack(name))
-    return replace(scenario, software=software, label=name)
+    base = stack(name)
+    software = baseline_software(scenario.config, base)
+    constants = load_calibration(calibration, scenario.cluster.name, base.family)
+    return replace(scenario, software=software, label=name, base=base, baseline=True, calibration=constants)
 
 
 def _level(name: str) -> Any:
@@ -145,12 +160,18 @@ def step(
     ),
     level: str = LEVEL,
     slow_hosts: float | None = typer.Option(
-        None, "--slow-hosts", min=0, max=1, help="Share of hosts that are slow; default: the cluster's figure."
+        None,
+        "--slow-hosts",
+        min=0,
+        max=1,
+        callback=finite,
+        help="Share of hosts that are slow; default: the cluster's figure.",
     ),
     seed: int = typer.Option(0, "--seed", help="Event level: which hosts are slow, and the jitter."),
     tokens: float = HOW_MANY,
     price: float | None = PRICE,
     watts: float | None = WATTS,
+    memory: bool = MEMORY,
     context_ranks: int = typer.Option(1, "--context", min=1, help="Ranks that a sequence is cut over (closed form)."),
     experts: int = typer.Option(1, "--experts", min=1, help="Experts of each layer, each as wide as the MLP."),
     top_k: int = typer.Option(1, "--top-k", min=1, help="Experts that see a token."),
@@ -198,16 +219,16 @@ def step(
         raise ConfigError("--context and experts are priced in closed form only; leave out --level event and --trace")
     if slow_hosts is not None:
         scenario = replace(scenario, cluster=with_figure(scenario.cluster, "stragglers", "slow_hosts", slow_hosts))
-    scenarios = [scenario] if against == "none" else [_baseline(scenario, against), scenario]
+    scenarios = [scenario] if against == "none" else [_baseline(scenario, against, calibration), scenario]
     network = simulate_network.chosen(fabric, changes, placement, queue_pairs, starts, outages, at, seed)
     on_network = []
     if network is None:
-        results: list[StepEstimate] = [run(s, how, fleet=seed, seed=seed) for s in scenarios]
+        results: list[StepEstimate] = [run(s, how, fleet=seed, seed=seed, check_memory=memory) for s in scenarios]
     else:
         from megascale.simulate.fabric_study import step_on_network
 
         with simulate_network.working(network, gpus):
-            on_network = step_on_network(scenarios, network, how, fleet=seed, seed=seed)
+            on_network = step_on_network(scenarios, network, how, fleet=seed, seed=seed, check_memory=memory)
         results = [each.median for each in on_network]
     if as_json:
         bills = [run_cost(r, tokens, 1.0, price, watts).as_dict() for r in results]
@@ -267,13 +288,17 @@ def ablate(
 
       megascale simulate ablate examples/gpt-175b.toml --gpus 256 --train.global_batch=256 --plot ablation.png
     """
+    from dataclasses import replace
+
     from megascale.simulate import render, simulation_plots
     from megascale.simulate.series import cumulative, leave_one_out
     from megascale.simulate.software import TECHNIQUES
 
     scenario = _scenario(_config(context, file), gpus, cluster, calibration, None)
     names = [n.strip() for n in off.split(",")] if off else list(TECHNIQUES)
-    up = cumulative(_baseline(scenario, None), scenario, names, _level(level))
+    # One machine with one set of constants, on which techniques are switched.
+    baseline = replace(_baseline(scenario, None, calibration), calibration=scenario.calibration)
+    up = cumulative(baseline, scenario, names, _level(level))
     down = leave_one_out(scenario, names, _level(level))
     if as_json:
         both = {"cumulative": up, "leave_one_out": down}
@@ -307,6 +332,7 @@ def sweep(
     software: str | None = SOFTWARE,
     against: str | None = typer.Option("none", "--against", help="Stack to set beside it; none: only the one."),
     level: str = LEVEL,
+    memory: bool = MEMORY,
     as_json: bool = JSON,
     csv: Path | None = CSV,
     plot: Path | None = PLOT,
@@ -325,7 +351,9 @@ def sweep(
     base = _scenario(_config(context, file), gpus, cluster, calibration, software)
     axes = [parse_vary(text) for text in vary]
     stacks = [None] if against == "none" else [against or "megatron-2023", None]
-    rows, left_out = sweep_rows(base, axes, [_baseline(base, s) if s else base for s in stacks], _level(level))
+    rows, left_out = sweep_rows(
+        base, axes, [_baseline(base, s, calibration) if s else base for s in stacks], _level(level), memory
+    )
     keys = [key for key, _ in axes]
     if as_json:
         typer.echo(strict_json.dumps({"rows": rows, "left_out": left_out}, indent=2))
@@ -364,16 +392,29 @@ def search(
     context: typer.Context,
     file: Path | None = FILE,
     gpus: str = typer.Option(..., "--gpus", metavar="N|A:B", help="GPUs, or the range to look in."),
-    days: float | None = typer.Option(None, "--days", min=0, help="Deadline: the fewest GPUs that meet it."),
+    days: float | None = typer.Option(
+        None, "--days", min=0, max=1e9, callback=finite, help="Deadline: the fewest GPUs that meet it."
+    ),
     tokens: float = HOW_MANY,
     share: float | None = typer.Option(
-        None, "--effective", min=0.01, max=1, help="Share of time spent stepping; default 1 (see --faults)."
+        None,
+        "--effective",
+        min=0.01,
+        max=1,
+        callback=finite,
+        help="Share of time spent stepping; default 1 (see --faults).",
     ),
     faults: bool = typer.Option(
         False, "--faults", help="Share of time spent stepping by faults of hosts, for each number of GPUs."
     ),
     batches: str | None = typer.Option(None, "--batches", metavar="A,B", help="Batches to try; default: the file's."),
-    precisions: str = typer.Option("bfloat16", "--precisions", help="bfloat16, float8 or both, comma-separated."),
+    precisions: str | None = typer.Option(
+        None, "--precisions", help="bfloat16, float8 or both, comma-separated; default: the file's."
+    ),
+    recompute: str = typer.Option(
+        "none,norms,activation,selective,full", "--recompute", help="What backward may recompute, comma-separated."
+    ),
+    memory: bool = MEMORY,
     price: float | None = PRICE,
     watts: float | None = WATTS,
     cluster: str = CLUSTER,
@@ -402,7 +443,11 @@ def search(
     from megascale.simulate import render, simulation_plots
     from megascale.simulate import search as finder
     from megascale.simulate.run_cost import run_cost
+    from megascale.simulate.software import ENGINE_RECOMPUTE
 
+    kinds = recompute.split(",")
+    if unknown := [kind for kind in kinds if kind not in ENGINE_RECOMPUTE]:
+        raise ConfigError(f"--recompute={recompute}: {unknown[0]!r} is unknown; known: {', '.join(ENGINE_RECOMPUTE)}")
     low, _, high = gpus.partition(":")
     try:
         ends = (int(low), int(high or low))
@@ -423,13 +468,13 @@ def search(
     refused: list[str] = []
     for scenario in _variants(machine, batches, precisions):
         config = scenario.config
-        found = finder.search(config, scenario.cluster, scenario.calibration, scenario.software, *ends)
+        found = finder.search(config, scenario.cluster, scenario.calibration, scenario.software, *ends, kinds)
         try:
             if days is not None:
-                least = finder.fewest(found, config, scenario, tokens, days, stepping)
-                results += [least, *finder.best(found, config, scenario, least.scenario.gpus, 4)[1:]]
+                least = finder.fewest(found, config, scenario, tokens, days, stepping, memory)
+                results += finder.best(found, config, scenario, least.scenario.gpus, 4, memory)
             else:
-                results += finder.best(found, config, scenario, int(found.gpus.max()))
+                results += finder.best(found, config, scenario, int(found.gpus.max()), 4, memory)
         except FitError as error:
             refused.append(f"{scenario.label}, batch {config.train.global_batch:,}: {str(error).splitlines()[0]}")
     if not results:
@@ -441,7 +486,7 @@ def search(
         results.sort(key=lambda r: r.days(tokens))
         title = f"fastest layouts on {results[0].scenario.gpus:,} GPUs"
     shares = [float(stepping(r.scenario.gpus)) for r in results]
-    title += f", {shares[0]:.0%} of the time stepping"
+    title += f", {shares[0]:.0%} of the time stepping; recompute of {', '.join(kinds)}"
     bills = [run_cost(r, tokens, s, price, watts) for r, s in zip(results, shares, strict=True)]
     changes = finder.sensitivities(results[0].scenario)
     if as_json:
@@ -463,8 +508,8 @@ def search(
         )
 
 
-def _variants(machine: Scenario, batches: str | None, precisions: str) -> list[Scenario]:
-    """The scenario with each batch and each precision; ConfigError for what cannot be."""
+def _variants(machine: Scenario, batches: str | None, precisions: str | None) -> list[Scenario]:
+    """Return the scenario with each batch and each precision; ConfigError for what cannot be."""
     from dataclasses import replace
 
     from megascale.errors import ConfigError
@@ -474,20 +519,21 @@ def _variants(machine: Scenario, batches: str | None, precisions: str) -> list[S
         sizes = [int(n) for n in batches.split(",")] if batches else [machine.config.train.global_batch]
     except ValueError:
         raise ConfigError(f"--batches={batches!r} are not whole numbers such as 1536,3072,6144") from None
-    found = []
-    for precision in precisions.split(","):
-        if precision not in ("bfloat16", "float8"):
+    scenarios = []
+    for precision in precisions.split(",") if precisions else [None]:
+        if precision not in (None, "bfloat16", "float8"):
             raise ConfigError(f"--precisions={precisions!r}: {precision!r} is unknown; bfloat16 or float8")
         if precision == "float8" and machine.cluster.gpu.float8_tflops is None:
             raise ConfigError(
                 f"--precisions=float8: cluster {machine.cluster.name} gives {machine.cluster.gpu.name} no float8 rate "
                 "(gpu.float8_tflops)"
             )
-        software = replace(machine.software, float8=precision == "float8")
-        for size in sizes:
-            one = varied(machine, "train.global_batch", size)
-            found.append(replace(one, software=software, label=precision))
-    return found
+        chosen = machine
+        if precision is not None:
+            chosen = varied(machine, "train.linear_precision", "float8" if precision == "float8" else "default")
+        label = precision or machine.software.precision
+        scenarios += [replace(varied(chosen, "train.global_batch", size), label=label) for size in sizes]
+    return scenarios
 
 
 def effective(
@@ -498,16 +544,26 @@ def effective(
     calibration: str | None = CALIBRATION,
     software: str | None = SOFTWARE,
     tokens: float = HOW_MANY,
-    host_mtbf: float | None = typer.Option(None, "--host-mtbf", min=0.1, help="Days between faults of one host."),
-    detect: float | None = typer.Option(None, "--detect", min=0, help="Seconds to detect a fault and name the host."),
-    restart: float | None = typer.Option(None, "--restart", min=0, help="Seconds from there to the first step."),
-    spares: int | None = typer.Option(None, "--spares", min=0, help="Hosts that stand by."),
-    repair: float | None = typer.Option(None, "--repair", min=0, help="Days until a faulty host is a spare again."),
-    save_stall: float | None = typer.Option(None, "--save-stall", min=0, help="Seconds a checkpoint holds the step."),
-    interval: float | None = typer.Option(
-        None, "--interval", min=1, help="Seconds between checkpoints; else the best."
+    host_mtbf: float | None = typer.Option(
+        None, "--host-mtbf", min=0.1, max=1e9, callback=finite, help="Days between faults of one host."
     ),
-    trials: int = typer.Option(400, "--trials", min=10, help="Simulated runs."),
+    detect: float | None = typer.Option(
+        None, "--detect", min=0, max=1e9, callback=finite, help="Seconds to detect a fault and name the host."
+    ),
+    restart: float | None = typer.Option(
+        None, "--restart", min=0, max=1e9, callback=finite, help="Seconds from there to the first step."
+    ),
+    spares: int | None = typer.Option(None, "--spares", min=0, help="Hosts that stand by."),
+    repair: float | None = typer.Option(
+        None, "--repair", min=0, max=1e9, callback=finite, help="Days until a faulty host is a spare again."
+    ),
+    save_stall: float | None = typer.Option(
+        None, "--save-stall", min=0, max=1e9, callback=finite, help="Seconds a checkpoint holds the step."
+    ),
+    interval: float | None = typer.Option(
+        None, "--interval", min=1, max=1e9, callback=finite, help="Seconds between checkpoints; else the best."
+    ),
+    trials: int = typer.Option(400, "--trials", min=10, max=100_000, help="Simulated runs."),
     seed: int = typer.Option(0, "--seed"),
     as_json: bool = JSON,
     plot: Path | None = PLOT,

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from megascale.cli.common import finite
 from megascale.core import strict_json
 
 CALIBRATION = typer.Option(None, "--calibration", help="Shipped calibration or TOML file; default: the cluster's own.")
@@ -30,7 +31,11 @@ def calibrate(
         metavar="RUN",
         help="Run folder, or a file of `bench train` or `python -m benchmarks targets`, to fit to; repeat.",
     ),
-    anchor: str | None = typer.Option(None, "--anchor", help="Fit to a shipped table instead: paper or h200-peers."),
+    anchor: str | None = typer.Option(
+        None,
+        "--anchor",
+        help="Fit to a shipped table: paper, h200-peers, h100-peers, own-first, own-h100 or nemo-h100.",
+    ),
     cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that the runs ran on."),
     software: str | None = SOFTWARE,
     fit: str = typer.Option("compute", "--fit", help="Constants, comma-separated: compute, overhead, fixed, ..."),
@@ -76,7 +81,9 @@ def calibrate(
 def measure(
     like: str = typer.Option("h200-host", "--like", help="Shipped cluster that gives what is not measured."),
     name: str = typer.Option("this-machine", "--name", help="Name of the cluster and of the calibration."),
-    seconds: float = typer.Option(4.0, "--seconds", min=0.01, help="Seconds for each kind of kernel."),
+    seconds: float = typer.Option(
+        4.0, "--seconds", min=0.01, max=3600, callback=finite, help="Seconds for each kind of kernel."
+    ),
     processes: int | None = typer.Option(None, "--processes", min=1, help="For collectives; default: the GPUs here."),
     device: str = typer.Option("auto", "--device", help="auto, cuda or cpu."),
     out: Path = typer.Option(Path("."), "--out", metavar="FOLDER", help="Folder for NAME.toml, NAME-calibration.toml."),
@@ -199,7 +206,7 @@ def validate(
     as_json: bool = JSON,
     plot: Path | None = typer.Option(None, "--plot", metavar="FOLDER", help="Draw measured against predicted."),
 ) -> None:
-    """How well the simulator predicts: checks A1 to A10, reached beside target, pass or miss. Exit 1 if one misses.
+    """How well the simulator predicts: checks A1 to A13, reached beside target, pass or miss. Exit 1 if one misses.
 
     Each names what was fitted on which rows and what could not be identified. Checks whose data are not here are
     skipped, and say so.

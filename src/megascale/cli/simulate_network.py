@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.cli.common import finite
 from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ OUTAGE = typer.Option(
     [], "--outage", metavar="PART@FROM:TO", rich_help_panel=_PANEL,
     help="A switch or link that is down for these seconds of the run; repeatable.",
 )  # fmt: skip
-AT = typer.Option(0.0, "--at", min=0, rich_help_panel=_PANEL, help="Second of the run, for outages.")
+AT = typer.Option(
+    0.0, "--at", min=0, max=1e12, callback=finite, rich_help_panel=_PANEL, help="Second of the run, for outages."
+)
 
 
 def chosen(

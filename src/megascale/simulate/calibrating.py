@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,25 @@ from megascale.simulate.measured_runs import measures, refuse_other_device
 from megascale.simulate.prediction_band import ranges_of
 from megascale.simulate.software import stack
 from megascale.simulate.step import Scenario, own_software
-from megascale.simulate.validation.anchors import h200_peers, own_first, paper_development
+from megascale.simulate.validation.anchors import (
+    Rows,
+    h200_peers,
+    later_peers,
+    nemo_development,
+    own_first,
+    own_h100,
+    paper_development,
+)
+
+# Shipped development rows that a calibration may be fitted to, by the name that --anchor takes, with their stacks.
+TABLES: dict[str, tuple[Callable[[], Rows], tuple[str, ...]]] = {
+    "paper": (paper_development, ("megatron-2023", "megascale")),
+    "h200-peers": (h200_peers, ("megatron-core",)),
+    "h100-peers": (lambda: later_peers("peers"), ("megatron-core",)),
+    "own-first": (own_first, ("megascale",)),
+    "own-h100": (own_h100, ("megascale",)),
+    "nemo-h100": (nemo_development, ("nemo",)),
+}
 
 
 def calibrate(
@@ -39,10 +57,10 @@ def calibrate(
         raise ConfigError(f"--fit={fitted}: {unknown[0]!r} is no constant; known: {', '.join(BOUNDS)}")
     begin = load_calibration(start, machine.name).constants if start else Calibration("", "").constants
     if anchor is not None:
-        tables = {"paper": paper_development, "h200-peers": h200_peers, "own-first": own_first}
-        if anchor not in tables:
-            raise ConfigError(f"--anchor={anchor!r} is unknown; known: {', '.join(tables)}")
-        rows = tables[anchor]()
+        if anchor not in TABLES:
+            raise ConfigError(f"--anchor={anchor!r} is unknown; known: {', '.join(TABLES)}")
+        table, stacks = TABLES[anchor]
+        rows = table()
         labels, cases, seconds = list(rows.names), rows.cases, rows.seconds
         how = f"--anchor {anchor}"
     elif runs:
@@ -57,10 +75,11 @@ def calibrate(
         labels = [f"{m.folder.name}, {m.gpus} GPUs, {m.steps} steps, ±{m.spread:.1%}" for m in measured]
         cases = Case.stack([s.case() for s in scenarios])
         seconds = np.array([m.seconds for m in measured])
+        stacks = (stack(base).family,)
         how = " ".join(f"--run {folder.name}" for folder in runs)
     else:
         raise ConfigError(
-            "nothing to fit to: give --run FOLDER or FILE.json (once or more) or --anchor paper|h200-peers|own-first"
+            f"nothing to fit to: give --run FOLDER or FILE.json (once or more) or --anchor {'|'.join(TABLES)}"
         )
     result = fit(names, lambda k: np.asarray(step_parts(machine, cases, k).total), seconds, begin)
     warnings = list(result.warnings)
@@ -76,6 +95,7 @@ def calibrate(
         tuple(warnings),
         f"{datetime.date.today()}, megascale simulate calibrate {how} --cluster {cluster} --fit {','.join(names)}",
         ranges_of(cases),
+        stacks,
     )
     predicted = seconds * np.exp(result.residuals)
     return calibration, list(zip(labels, seconds.tolist(), predicted.tolist(), strict=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
@@ -79,6 +80,7 @@ class Calibration:
         warnings: what the rows could not decide.
         made: date and command.
         ranges: feature of the rows (prediction_band.FEATURES) -> smallest and largest.
+        stacks: families of software (software.Software.family) that the rows are of; empty: not recorded.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Calibration:
     warnings: tuple[str, ...] = ()
     made: str = ""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    stacks: tuple[str, ...] = ()
 
     @property
     def spread(self) -> float:
@@ -106,6 +109,7 @@ class Calibration:
             f"name = {_text(self.name)}",
             f"cluster = {_text(self.cluster)}",
             f"made = {_text(self.made)}",
+            f"stacks = {_text(list(self.stacks))}",
             "",
             "[constants]",
         ]
@@ -127,7 +131,7 @@ class Calibration:
         return "\n".join(lines)
 
 
-def _text(value: str) -> str:
+def _text(value: str | list[str]) -> str:
     return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
 
 
@@ -137,14 +141,36 @@ def shipped_calibrations() -> list[str]:
     return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
 
 
-def load_calibration(name: str | None, cluster: str) -> Calibration:
-    """A shipped calibration or a TOML file. None: the shipped one of the cluster's name, else the cluster's figures.
+@cache
+def find_calibration(cluster: str, family: str) -> str | None:
+    """Return the name of the shipped calibration of a cluster and a family of software, None if there is none."""
+    for name in shipped_calibrations():
+        found = load_calibration(name, cluster)
+        if found.cluster == cluster and family in found.stacks:
+            return name
+    return None
 
-    ConfigError naming key and value if the file is wrong.
+
+@cache
+def known_machines_and_stacks() -> tuple[frozenset[str], frozenset[str]]:
+    """Return the clusters, and the families of software, whose steps some shipped calibration was fitted on."""
+    found = [load_calibration(name, "") for name in shipped_calibrations()]
+    return frozenset(one.cluster for one in found), frozenset(family for one in found for family in one.stacks)
+
+
+def load_calibration(name: str | None, cluster: str, family: str | None = None) -> Calibration:
+    """Return a shipped calibration or that of a TOML file.
+
+    Without a name it is the shipped one of the cluster and the family of software; without a family, that of the
+    cluster's name. Where there is none, the cluster's own figures. ConfigError naming key and value if the file is
+    wrong.
     """
     if name is None:
-        name = cluster if cluster in shipped_calibrations() else ""
-        if not name:
+        if family is not None:
+            name = find_calibration(cluster, family)
+        elif cluster in shipped_calibrations():
+            name = cluster
+        if name is None:
             return Calibration("uncalibrated", cluster)
     path = Path(name)
     if name in shipped_calibrations():
@@ -168,6 +194,7 @@ def load_calibration(name: str | None, cluster: str) -> Calibration:
             warnings=tuple(map(str, evidence.get("warnings", []))),
             made=str(tree.get("made", "")),
             ranges={str(k): (float(a), float(b)) for k, (a, b) in tree.get("ranges", {}).items()},
+            stacks=tuple(map(str, tree.get("stacks", []))),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(

@@ -27,7 +27,8 @@ class Case:
         middle, last: layers of the fullest stage but the last, and of the last.
         parallel_block ... gradient_bytes: see Software; `attention` is an index into ATTENTION_KERNELS, `recompute`
             one into RECOMPUTE.
-        reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step. micro_batch_group_size:
+        reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step. tied: the output layer
+        is the embedding. micro_batch_group_size:
         micro-batches that a chunk takes in turn (parallel.micro_batch_group_size); 0: as many as there are stages.
     """
 
@@ -63,11 +64,17 @@ class Case:
     reduce_bytes: Any
     gather_bytes: Any = 2
     reduce_each: Any = False
+    passes: Any = 1.0
+    full_sharding: Any = False
+    shard_copies: Any = False
+    tied: Any = False
+    tied_shards: Any = False
     micro_batch_group_size: Any = 0
     launch_us: Any = 0.0
     region_host_us: Any = 0.0
     region_gap_us: Any = 0.0
     float8: Any = False
+    float8_agrees: Any = False
     bf16_weight_gradients: Any = False
     fused_loss: Any = False
     fused_accumulation: Any = True
@@ -107,6 +114,7 @@ class Case:
         else:
             own = model.model_copy(update={"window": software.window})
             share = float(np.mean([window_share(own.sequence_length, own.layer_window(i)) for i in range(own.layers)]))
+        slower = software.float8_host if software.float8 else 1.0
         return cls(
             layers=model.layers,
             hidden=model.hidden,
@@ -140,11 +148,17 @@ class Case:
             reduce_bytes=software.reduce_bytes,
             gather_bytes=software.gather_bytes,
             reduce_each=software.reduce_each,
+            passes=software.passes,
+            full_sharding=software.full_sharding,
+            shard_copies=software.shard_copies,
+            tied=model.tied_embeddings,
+            tied_shards=software.tied_shards,
             micro_batch_group_size=micro_batch_group_size,
-            launch_us=software.launch_us,
-            region_host_us=software.region_host_us,
+            launch_us=software.launch_us * slower,
+            region_host_us=software.region_host_us * slower,
             region_gap_us=software.region_gap_us,
             float8=software.float8,
+            float8_agrees=software.float8_agrees,
             bf16_weight_gradients=software.bf16_weight_gradients,
             fused_loss=software.fused_loss,
             fused_accumulation=software.fused_accumulation,

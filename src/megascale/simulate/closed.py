@@ -15,7 +15,7 @@ import numpy as np
 from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import ClusterSpec
-from megascale.simulate.kernel_times import layer_times, logits_seconds, optimizer_seconds
+from megascale.simulate.kernel_times import gathers_bytes, layer_times, logits_seconds, optimizer_seconds
 from megascale.simulate.network import Network, RingNetwork, flow_slowdown
 from megascale.simulate.software import RECOMPUTE, RECOMPUTED, RECOMPUTED_ATTENTION
 from megascale.simulate.token_exchange import expert_exchange, ring_attention
@@ -25,6 +25,12 @@ from megascale.simulate.token_exchange import expert_exchange, ring_attention
 COUPLING = 0.45
 # Mean of the largest of n exponential delays: ln n + EULER.
 EULER = 0.5772
+# How sharply a layer's time turns from what the GPU needs to what the host needs: 1 would be their sum, infinity the
+# larger of them. Megatron-Core in TP2 at micro-batch 2 (docs/log.md, peers) lies between.
+HOST_SHARPNESS = 12.0
+# Bytes moved per parameter and micro-batch between shards and layers: gathered parameters are copied out for forward
+# and for backward (read and written in 2 bytes), gradients are copied in (read in 2, written in 4).
+SHARD_COPY_BYTES = 14.0
 # Buckets into which gradients of a stage with one chunk are cut so that they can hide.
 BUCKETS = 8
 
@@ -84,6 +90,9 @@ class StageTimes:
         exchanges: blocking exchanges a micro-batch.
         residual: exposed part of overlapped transfers a micro-batch.
         scatter, gather: whole gradient reduction and parameter gathering of a stage.
+        tied: sum of the embedding's gradient over first and last stage.
+        sharded: what a micro-batch waits for parameters and gradients of fully sharded layers; sharded_ends: what a
+            step waits for those of its first and last layer, and of the embeddings.
         forward_kernels: what runs on the GPU in a stage's forward, without communication.
         parts: kernel and communication parts of forward + backward, for the waterfall.
     """
@@ -102,6 +111,9 @@ class StageTimes:
     residual: Any
     scatter: Any
     gather: Any
+    tied: Any
+    sharded: Any
+    sharded_ends: Any
     optimizer: Any
     forward_kernels: Any
     parts: dict[str, Any]
@@ -139,9 +151,9 @@ def stage_times(
     swap_forward, swap_backward = (r + s for r, s in zip(ring, sent, strict=True))
     # A block enters and leaves a tensor-parallel region forward and backward, and once more forward if recomputed.
     regions = np.where(case.tensor > 1, 4.0, 0.0) * np.where(case.parallel_block, 1.0, 2.0)
-    floor = (layer.kernels * case.launch_us + regions * case.region_host_us) * 1e-6
+    launches = (layer.kernels * case.launch_us + regions * case.region_host_us) * 1e-6 * cluster.host_slowness
     busy = scale * (layer.forward + layer.backward) + again + tp_forward + tp_backward + tp_again
-    host = np.maximum(0.0, floor * np.where(whole, 1.5, 1.0) - busy)
+    host = exposed_launches(launches * np.where(whole, 1.5, 1.0), busy)
     layer_forward = scale * layer.forward + tp_forward + swap_forward + host / 3
     layer_backward = scale * layer.backward + tp_backward + swap_backward + again + tp_again + host * 2 / 3
 
@@ -188,6 +200,10 @@ def stage_times(
     narrower = (2 - case.gather_bytes) * (parameters - embedding) / parameters
     once = np.where(case.distributed_optimizer, everywhere(2.0 - narrower), scatter)
     scatter = scatter * np.where(case.reduce_each, case.microbatches, 1)
+    whole_shards = np.asarray(case.full_sharding, dtype=bool)
+    sharded, sharded_ends = full_sharding(cluster, case, network, local, layer_forward, layer_backward)
+    embedding_bytes = embedding * case.reduce_bytes / np.where(case.tied_shards, case.replicas, 1)
+    tied = np.where(piped & np.asarray(case.tied, dtype=bool), network.p2p(embedding_bytes, all_near), 0.0)
     return StageTimes(
         forward=layers * layer_forward,
         backward=layers * layer_backward,
@@ -201,8 +217,11 @@ def stage_times(
         exchange=exchange,
         exchanges=exchanges,
         residual=residual,
-        scatter=scatter,
-        gather=once,
+        scatter=np.where(whole_shards, 0.0, scatter),
+        gather=np.where(whole_shards, 0.0, once),
+        tied=tied,
+        sharded=np.where(whole_shards, layers * sharded, 0.0),
+        sharded_ends=np.where(whole_shards, sharded_ends, 0.0),
         optimizer=optimizer_seconds(cluster, case, parameters),
         forward_kernels=layers * scale * layer.forward,
         parts={
@@ -215,6 +234,41 @@ def stage_times(
             "exchange": layers * (swap_forward + swap_backward),
         },
     )
+
+
+def full_sharding(
+    cluster: ClusterSpec, case: Case, network: Network, local: Any, forward: Any, backward: Any
+) -> tuple[Any, Any]:
+    """Return the exposed seconds of fully sharded data parallelism: (per layer and micro-batch, once per step).
+
+    Each micro-batch gathers a layer's parameters for its forward and again for its backward, and reduces its
+    gradients, under the layer before and after. `forward` and `backward` are the layer's own seconds, `local` the
+    replicas per host. What cannot hide is the first gather, the last reduction and, where the layers cannot hide
+    more, the embeddings.
+    """
+    weights = case.layer_parameters / case.tensor
+    tables = np.where(case.tied, 1.0, 2.0) * case.vocab * case.hidden / case.tensor
+    gather = network.collective(weights * case.gather_bytes, case.replicas, local)
+    reduce = network.collective(weights * case.reduce_bytes, case.replicas, local)
+    slowdown = cluster.overlap.slowdown
+    ahead = np.maximum(gather - forward, slowdown * np.minimum(gather, forward))
+    behind = np.maximum(gather + reduce - backward, slowdown * np.minimum(gather + reduce, backward))
+    bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
+    copies = np.where(case.shard_copies, SHARD_COPY_BYTES * weights / bandwidth, 0.0)
+    ends = network.collective(tables * 2.0, case.replicas, local)
+    ends = ends + network.collective(tables * case.reduce_bytes, case.replicas, local)
+    return ahead + behind + copies, gather + reduce + case.microbatches * ends / 2.0
+
+
+def exposed_launches(launches: Any, busy: Any) -> Any:
+    """Return the seconds that a layer takes beyond its `busy` ones, since the host needs `launches` to start it.
+
+    The longer of the two bounds the layer, but neither runs at an even pace: where they are alike, each waits for the
+    other at times.
+    """
+    longer = np.maximum(np.maximum(launches, busy), 1e-30)
+    shorter = np.minimum(launches, busy)
+    return longer * (1.0 + (shorter / longer) ** HOST_SHARPNESS) ** (1.0 / HOST_SHARPNESS) - busy
 
 
 def slowest_of(ranks: Any) -> Any:
@@ -276,24 +330,34 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
 
     With sequence parallelism a block's forward is an all-gather and a reduce-scatter; its backward exposes the
     gather of the output gradient, while the scatter of the input gradient and the second gather of the input run
-    under weight-gradient and data-gradient GEMMs and only slow them. Without, forward ends in an all-reduce, and
+    under weight-gradient and data-gradient GEMMs and only slow them. What is gathered in float8 has half the bytes.
+    Without, forward ends in an all-reduce, and
     the all-reduce of the input gradient runs under the weight-gradient GEMM or, in older stacks, after both.
     """
     overlap = cluster.overlap
     left = overlap.tp_residual if constants.tp_residual is None else constants.tp_residual
     one = _tensor_collective(cluster, case, network)
+    gather = _tensor_collective(cluster, case, network, np.where(gathers_bytes(case), 1.0, 2.0))
     blocks = np.where(case.parallel_block, 1.0, 2.0)
     share = np.where(case.tp_overlap, left, 1.0)
-    forward = blocks * 2.0 * one * share
-    backward = blocks * one * (share + 2.0 * overlap.slowdown)
+    forward = blocks * (gather + one) * share
+    backward = blocks * (gather * share + (gather + one) * overlap.slowdown)
+    # Four operands forward and four gradients backward, each an all-reduce of one number.
+    agreed = np.where(gathers_bytes(case) & np.asarray(case.float8_agrees, dtype=bool), 4.0, 0.0)
+    agreed = agreed * np.where(case.parallel_block, 0.5, 1.0) * _scale_agreement(cluster, case, network)
     under = np.where(case.tp_backward_under, overlap.slowdown, 1.0)
     backward = np.where(case.sequence_parallel, backward, blocks * 2.0 * one * under)
-    return forward, backward
+    return forward + agreed, backward + agreed
 
 
-def _tensor_collective(cluster: ClusterSpec, case: Case, network: Network) -> Any:
-    """Seconds of one all-gather or reduce-scatter of a micro-batch's hidden states over the tensor group."""
-    whole = 2.0 * case.tokens * case.hidden
+def _scale_agreement(cluster: ClusterSpec, case: Case, network: Network) -> Any:
+    """Return the seconds in which a tensor group agrees on one number."""
+    return network.collective(4.0, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host))
+
+
+def _tensor_collective(cluster: ClusterSpec, case: Case, network: Network, value_bytes: Any = 2.0) -> Any:
+    """Return the seconds of one all-gather or reduce-scatter of a micro-batch's hidden states over the tensor group."""
+    whole = value_bytes * case.tokens * case.hidden
     gap = np.where(case.tensor > 1, case.region_gap_us * 1e-6, 0.0)
     return network.collective(whole, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host)) + gap
 
@@ -388,7 +452,8 @@ def data_exposed(cluster: ClusterSpec, case: Case, constants: Constants, times: 
     behind = rounds_back * times.backward / pieces + hops
     late = (pieces - 1) * _overlapped(scatter, behind, slowed, hops, case.pipeline)
     early = (pieces - 1) * _overlapped(gather, rounds * times.forward / pieces + hops, slowed, hops, case.pipeline)
-    return np.where(case.dp_overlap, tail + late + gather + early, plain)
+    exposed = np.where(case.dp_overlap, tail + late + gather + early, plain)
+    return exposed + times.tied + case.microbatches * times.sharded + times.sharded_ends
 
 
 def pieces_of(case: Case) -> Any:

@@ -91,6 +91,14 @@ class Stragglers(_Part):
     jitter: float = Field(ge=0, description="relative standard deviation of one chunk's time, independent noise")
 
 
+class Host(_Part):
+    """The processors that launch kernels."""
+
+    slowness: float = Field(
+        gt=0, le=20, description="how many times as long as a DGX host this one takes to launch kernels from Python"
+    )
+
+
 class ClusterSpec(_Part):
     """A machine to plan for."""
 
@@ -100,11 +108,17 @@ class ClusterSpec(_Part):
     gpu: GpuSpec
     kernels: Kernels
     power: Power | None = Field(None, description="absent where nobody measured it")
+    host: Host | None = Field(None, description="absent: launches take as long as on a DGX host")
     inside: LinkSpec = Field(description="within a host")
     between: LinkSpec = Field(description="between hosts")
     overlap: Overlap
     stragglers: Stragglers
     sources: dict[str, str] = Field(description="key -> where its value comes from; every figure has one")
+
+    @property
+    def host_slowness(self) -> float:
+        """How many times as long as on a DGX host launches take."""
+        return 1.0 if self.host is None else self.host.slowness
 
 
 def shipped() -> list[str]:
@@ -131,7 +145,8 @@ def load_cluster(name: str) -> ClusterSpec:
 def with_figure(cluster: ClusterSpec, part: str, key: str, value: Any) -> ClusterSpec:
     """The cluster with one figure replaced; ConfigError naming it where a cluster file with that value is refused.
 
-    A link's bandwidths move together: another `gbs` scales the link's collectives and transfers by as much.
+    A link's bandwidths move together: another `gbs` scales the link's collectives and transfers by as much. So do a
+    GPU's peaks: another `peak_tflops` scales `float8_tflops`.
     """
     section = getattr(cluster, part, None)
     if not isinstance(section, _Part) or key not in type(section).model_fields:
@@ -147,6 +162,8 @@ def with_figure(cluster: ClusterSpec, part: str, key: str, value: Any) -> Cluste
     if isinstance(section, LinkSpec) and key == "gbs" and isinstance(value, int | float):
         tree["bus"] = [[ranks, gbs * value / now] for ranks, gbs in section.bus]
         tree["p2p_gbs"] = section.p2p_gbs * value / now
+    if key == "peak_tflops" and tree["float8_tflops"] is not None and isinstance(value, int | float):
+        tree["float8_tflops"] *= value / now
     try:
         return cluster.model_copy(update={part: type(section).model_validate(tree)})
     except ValidationError as error:
@@ -164,7 +181,7 @@ def cluster_of(tree: Mapping[str, Any]) -> ClusterSpec:
         raise ConfigError(f"cluster key {key}={first['input']!r} is wrong: {first['msg']}") from None
     figures = {
         f"{part}.{key}"
-        for part in ("gpu", "kernels", "power", "inside", "between", "overlap", "stragglers")
+        for part in ("gpu", "kernels", "power", "host", "inside", "between", "overlap", "stragglers")
         if getattr(cluster, part) is not None
         for key in type(getattr(cluster, part)).model_fields
         if key != "name" and getattr(getattr(cluster, part), key) is not None

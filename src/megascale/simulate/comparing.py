@@ -57,8 +57,9 @@ def explain_run(
     measured, machine = measure(folder, gpus), load_cluster(cluster)
     refuse_other_device(measured, machine)
     name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
-    fitted = load_calibration(calibration, machine.name)
-    scenario = Scenario(measured.config, measured.gpus, machine, fitted, own_software(measured.config, stack(name)))
+    base = stack(name)
+    fitted = load_calibration(calibration, machine.name, base.family)
+    scenario = Scenario(measured.config, measured.gpus, machine, fitted, own_software(measured.config, base))
     result = run(scenario, check_memory=False)
     gap = result.seconds / measured.seconds - 1.0
     inside = "inside" if result.low <= measured.seconds <= result.high else "outside"

@@ -103,7 +103,7 @@ def simulate(
     last = int(makespan.argmax())
     one = Timeline(graph, timeline.start[:, last], timeline.end[:, last], timeline.moving[:, last])
     tail = float(times.optimizer) + (0.0 if case.dp_overlap else float(times.gather))
-    seconds = float(reduced.max()) + tail + float(late_seconds(cluster, case, constants))
+    seconds = float(reduced.max()) + tail + float(times.tied) + float(late_seconds(cluster, case, constants))
     return SimulatedEvent(seconds, one, makespan[which], reduced, times, slow)
 
 

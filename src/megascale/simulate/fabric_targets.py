@@ -11,7 +11,14 @@ import numpy as np
 from megascale.errors import ConfigError
 from megascale.simulate.fabric import patterns
 from megascale.simulate.fabric.control_settings import SETS, SwiftSettings
-from megascale.simulate.fabric.ecmp import Flows, expected_conflicts, leaf_uplink_counts, measured_conflicts
+from megascale.simulate.fabric.ecmp import (
+    Flows,
+    expected_conflicts,
+    five_tuple_keys,
+    leaf_uplink_counts,
+    measured_conflicts,
+    route,
+)
 from megascale.simulate.fabric.ecmp_study import neighbours
 from megascale.simulate.fabric.fabric_spec import load_fabric
 from megascale.simulate.fabric.fair_tuning import tuned_parents
@@ -273,9 +280,61 @@ def whole_step() -> Finding:
     return f"{spent:.1f} s CPU; slowest ring x{slow:.2f}", "< 60 s", spent < 60
 
 
+def _ring_times(
+    topology: Topology, queue_pairs: int, polarised: bool = False, draws: int = 3, hosts: int | None = None
+) -> float:
+    """Return the mean over draws of the slowest flow's time over that at full rate: every NIC to the next leaf set.
+
+    `hosts`: the first so many send; default: all.
+    """
+    flows = neighbours(topology, 0.0)
+    sends = flows.source < (topology.spec.hosts if hosts is None else hosts) * topology.spec.nics
+    flows = Flows(flows.source[sends], flows.target[sends], flows.size[sends], flows.group[sends]).split(queue_pairs)
+    slowest = []
+    for draw in range(draws):
+        keys = five_tuple_keys(flows, draw, queue_pairs)
+        done = finish_times(route(topology, flows, keys, draw, polarised), flows.size, topology.bandwidth, 0.02)
+        slowest.append(float(done.max()) * topology.bandwidth[0])
+    return float(np.mean(slowest))
+
+
+def dual_plane(hosts: int = 512) -> Finding:
+    """HPN's paper: a pod of 15,360 GPUs in two tiers, 60 paths between segments, no hash polarisation.
+
+    `hosts` of the pod send, and as many of the three tiers that it is compared with.
+    """
+    topology = build(load_fabric("hpn"))
+    paths = topology.uplinks.shape[1]
+    three = build(load_fabric("megascale"))
+    ratios = [
+        _ring_times(one, 4, polarised=True, hosts=hosts) / _ring_times(one, 4, hosts=hosts) for one in (topology, three)
+    ]
+    switches = topology.switch_counts()
+    found = (
+        f"{topology.spec.gpus:,} GPUs, {switches['leaf']} leaf and {switches['aggregation']} aggregation switches, "
+        f"{paths} paths; one hash in all switches: slowest flow x{ratios[0]:.2f}, in three tiers x{ratios[1]:.2f}"
+    )
+    passed = topology.spec.gpus == 15360 and paths == 60 and abs(ratios[0] - 1) < 0.1 < ratios[1] - 1
+    return found, "paper: 15K GPUs, 60 paths, x1.00 within 0.1", passed
+
+
+def under_subscribed(hosts: int = 384) -> Finding:
+    """Meta's paper: leaf switches with twice the bandwidth up relieve hash conflicts, and queue pairs do."""
+    wide = build(load_fabric("meta", {"hosts": hosts}))
+    even = build(load_fabric("meta", {"hosts": hosts, "leaf_oversubscription": 1.0}))
+    times = {name: [_ring_times(one, pairs) for pairs in (1, 16)] for name, one in (("1:2", wide), ("1:1", even))}
+    found = ", ".join(f"{name} x{one:.2f}, 16 queue pairs x{many:.2f}" for name, (one, many) in times.items())
+    narrower = times["1:2"][0] < 0.9 * times["1:1"][0]
+    # Up to 40% in a whole all-reduce, of which flows are a part.
+    spread = all(many < one / 1.4 for one, many in times.values())
+    return f"slowest flow: {found}", "1:2 at least 10% faster, queue pairs 40%", narrower and spread
+
+
 TARGETS: dict[str, tuple[Callable[[], Finding], bool]] = {
     "hashing against the binomial form": (hashing, False),
     "split ports and placement": (split_ports, False),
+    "HPN: two planes, two tiers": (dual_plane, False),
+    "Meta: under-subscribed leaf switches": (under_subscribed, False),
     "topology and placement, 1,536 hosts": (built_fast, False),
     "permutation, flow against packet level": (permutation_levels, False),
     "incast 32 to 1, flow against packet level": (incast_levels, False),

@@ -16,6 +16,10 @@ from megascale.simulate.software import ATTENTION_KERNELS
 
 # GEMM tiles a library may choose from: rows, columns, share of the best tile's speed.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8))
+# Share of its speed that a GEMM keeps whose widths are multiples of 1, 2, 4 or 8 values: tensor cores are fed 16 bytes
+# at a time. 1: padding a vocabulary of 50,257 to 50,304 made training of GPT-2 124M, a third of whose time are the
+# logits, about 25% faster (Karpathy, nanoGPT). Between that and 8 it is assumed.
+ALIGNMENT = {1: 0.55, 2: 0.7, 4: 0.85, 8: 1.0}
 # Share of a copy's bandwidth that batched GEMMs reach where memory bounds them: scores of 32 heads, 2,048 x 2,048,
 # times head dimensions of 64 to 128 on an H200 (docs/log.md, 2026-11-24).
 BATCHED_MEMORY = 0.82
@@ -52,6 +56,9 @@ EXPONENTIALS, HEAD = 2.0 / 9.0, 128.0
 # the largest magnitude (2.3 each), which the makers of other tensors collect. One scale a row: read once, written once.
 FLOAT8_CAST_BYTES = 4.6 + 2.3 / 4
 FLOAT8_ROW_CAST_BYTES = 3.0
+# With one scale per tensor, what a tensor-parallel group gathers is cast by shards and travels as bytes; each rank then
+# transposes all of it: one byte read and one written per value.
+FLOAT8_TRANSPOSE_BYTES = 2.0
 # Of weights, once a step: read, written in both orientations.
 FLOAT8_WEIGHT_BYTES = 4.0
 # Bytes moved a parameter by the optimizer: gradient, master, two moments read, three written, weight written.
@@ -94,6 +101,12 @@ def wave_efficiency(rows: Any, columns: Any, processors: int, batch: Any = 1) ->
     return best
 
 
+def alignment_efficiency(columns: Any, depth: Any) -> Any:
+    """Return the share of a GEMM's speed that its widths leave: by the largest power of two, up to 8, in both."""
+    divisor = np.gcd(np.gcd(np.rint(columns).astype(np.int64), np.rint(depth).astype(np.int64)), 8)
+    return np.select([divisor == width for width in ALIGNMENT], list(ALIGNMENT.values()), default=1.0)
+
+
 def gemm_seconds(
     cluster: ClusterSpec,
     rows: Any,
@@ -113,7 +126,7 @@ def gemm_seconds(
     """
     kernels, gpu = cluster.kernels, cluster.gpu
     waves = wave_efficiency(rows, columns, gpu.processors, batch)
-    burst = kernels.gemm * depth / (depth + kernels.gemm_half_depth) * waves
+    burst = kernels.gemm * depth / (depth + kernels.gemm_half_depth) * waves * alignment_efficiency(columns, depth)
     # GEMMs that fill the processors better draw more power and clock down: none holds more than the cap.
     peak = np.where(float8, gpu.float8_tflops or gpu.peak_tflops, gpu.peak_tflops)
     # The multipliers of float8 reach the power limit at another share of their peak.
@@ -132,6 +145,12 @@ def gemm_seconds(
     return np.where(fused, added, apart)
 
 
+def gathers_bytes(case: Case) -> Any:
+    """Return where tensor-parallel groups gather float8 instead of bfloat16: one scale per tensor, cut sequences."""
+    tensorwise = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
+    return tensorwise & np.asarray(case.sequence_parallel, dtype=bool) & (np.asarray(case.tensor) > 1)
+
+
 def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     """Forward and backward seconds of a layer's GEMMs."""
     tokens = case.tokens
@@ -139,12 +158,17 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     qkv = (case.query + 2 * case.kv) / t
     inner = case.ffn / t
     up = inner * np.where(case.gated, 2, 1)
-    cast = np.where(case.bf16_weight_gradients, FLOAT8_ROW_CAST_BYTES, FLOAT8_CAST_BYTES)
-    cast = np.where(case.float8, cast, 0.0) / (cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory)
+    bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
+    whole = np.where(case.bf16_weight_gradients, FLOAT8_ROW_CAST_BYTES, FLOAT8_CAST_BYTES)
+    shared = np.where(gathers_bytes(case), FLOAT8_CAST_BYTES / t + FLOAT8_TRANSPOSE_BYTES, whole)
+    whole = np.where(case.float8, whole, 0.0) / bandwidth
+    shared = np.where(case.float8, shared, 0.0) / bandwidth
 
-    def both(columns: Any, depth: Any, rows: Any = tokens, times: Any = 1.0) -> tuple[Any, Any]:
-        forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8) + cast * rows * depth
-        backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8) + cast * rows * columns
+    def both(columns: Any, depth: Any, rows: Any = tokens, times: Any = 1.0, enters: bool = True) -> tuple[Any, Any]:
+        """Return forward and backward of a linear layer that `enters` a tensor-parallel region or leaves it."""
+        of_input, of_gradient = (shared, whole) if enters else (whole, shared)
+        forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8) + of_input * rows * depth
+        backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8) + of_gradient * rows * columns
         weight_gradient = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
         backward = backward + gemm_seconds(
             cluster, depth, columns, rows, case.gradient_bytes, cap, weight_gradient, fused=case.fused_accumulation
@@ -154,9 +178,14 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     # A rank's experts share the tokens that its group sends it, evenly; a dense MLP is one expert that sees all.
     own = case.experts / case.expert_parallel
     seen = tokens * case.top_k / own
-    serial = [both(qkv, h), both(h, case.query / t), both(up, h, seen, own), both(h, inner, seen, own)]
+    serial = [
+        both(qkv, h),
+        both(h, case.query / t, enters=False),
+        both(up, h, seen, own),
+        both(h, inner, seen, own, enters=False),
+    ]
     # The parallel block feeds [QKV | MLP-in] from one GEMM and sums both results in one.
-    parallel = [both(qkv + up, h), both(h, case.query / t + inner)]
+    parallel = [both(qkv + up, h), both(h, case.query / t + inner, enters=False)]
     # Experts see other tokens than attention, so their GEMMs stay their own.
     choose = np.asarray(case.parallel_block, dtype=bool) & (np.asarray(case.experts) == 1)
     totals = [np.where(choose, sum(p[i] for p in parallel), sum(s[i] for s in serial)) for i in (0, 1)]
@@ -228,7 +257,7 @@ def _elementwise(cluster: ClusterSpec, case: Case) -> tuple[Any, Any, Any]:
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
 
     def seconds(eager: dict[str, float], tight: dict[str, float], launches: tuple[int, int]) -> Any:
-        moved = {key: np.where(fused, tight[key], eager[key]) for key in eager}
+        moved = {key: np.where(fused, tight[key], eager[key] * case.passes) for key in eager}
         volume = (moved["norm"] + moved["residual"]) * blocks * stream + moved["qkv"] * 3 * qkv + moved["mlp"] * inner
         return volume / bandwidth + np.where(fused, launches[1], launches[0]) * cluster.kernels.launch_us * 1e-6
 

@@ -57,11 +57,14 @@ def cluster_from(figures: dict[str, Any], base: ClusterSpec, name: str) -> Clust
     tree.pop("power", None)
     for key in Power.model_fields:
         sources.pop(f"power.{key}", None)
-    if held < best:
-        tree["power"] = {"idle": ASSUMED_IDLE, "exponent": ASSUMED_EXPONENT}
-        watts = f" at {figures['watts']:.0f} W" if figures["watts"] else ""
-        put("power", "gemm_sustained", held, f"8,192^3 for seconds on end{watts}" if not cpu else "for a while")
-        sources["power.idle"] = sources["power.exponent"] = "assumed"
+    tree["power"] = {"idle": ASSUMED_IDLE, "exponent": ASSUMED_EXPONENT}
+    watts = f" at {figures['watts']:.0f} W" if figures["watts"] else ""
+    put("power", "gemm_sustained", held, f"8,192^3 for seconds on end{watts}" if not cpu else "for a while")
+    sources["power.idle"] = sources["power.exponent"] = "assumed"
+    if base.power is not None and base.power.float8_sustained is not None and not cpu:
+        share = base.power.float8_sustained / base.power.gemm_sustained
+        tree["power"]["float8_sustained"] = min(1.0, held * share)
+        sources["power.float8_sustained"] = f"not measured, in proportion to the bfloat16 rates of {base.name}"
     if figures["collectives"]:
         put("inside", "bus", [[n, bus] for n, bus, *_ in figures["collectives"]], "all-gather over this host")
         put("inside", "p2p_gbs", figures["collectives"][0][2], "send and receive in a pair")

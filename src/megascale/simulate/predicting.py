@@ -21,8 +21,8 @@ def predict(plan: Path, cluster: str, calibration: str | None, software: str, no
     """The text of a predictions file for the runs of `plan`; ConfigError if it is damaged, FitError for a run that
     does not fit."""
     machine = load_cluster(cluster)
-    constants = load_calibration(calibration, machine.name)
     chosen = stack(software)
+    constants = load_calibration(calibration, machine.name, chosen.family)
     try:
         wanted = [(str(r["name"]), int(r["gpus"]), list(map(str, r["settings"]))) for r in _tree(plan)["run"]]
     except (KeyError, TypeError, ValueError) as error:

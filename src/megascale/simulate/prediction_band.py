@@ -1,9 +1,10 @@
-"""How wide a prediction's P10-P90 band is: the calibration's own residuals, wider for every step outside what it saw.
+"""How wide a prediction's P10-P90 band is, by what is known of its stack and its machine.
 
-Each width below is a quantile of errors on development rows, by group of conditions (`validation/band_evidence.py`
-computes them, a test holds the two together). A quantile speaks for rows that could be exchanged for those it came
-from: of the same series where rows of it are known, else of another series than the constants were fitted on.
-`validate` prints how many held-out steps lie inside.
+A calibration's own residuals say how steps of its series scatter. A band is wider for each of: another series, another
+stack or another machine than the calibration's, no calibration at all, a stack or a machine of which no step was ever
+compared with the model, sizes outside the fitted ranges. Each width below is a quantile of errors on development rows,
+by group of conditions (`validation/band_evidence.py` computes them, a test holds the two together). `validate` prints
+how many held-out steps lie inside.
 """
 
 from __future__ import annotations
@@ -13,23 +14,32 @@ from typing import Any
 
 import numpy as np
 
-from megascale.simulate.calibration import Z90, Calibration
+from megascale.simulate.calibration import Z90, Calibration, known_machines_and_stacks
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import ClusterSpec
 
-# Nothing fitted: P10 and P90 of ln(predicted / measured) over all development rows, of three machines and four software
-# stacks. Steps take longer than physics alone says.
-UNCALIBRATED = (-0.102, 0.021)
-# Relative standard deviations. With constants of another cluster: assumed.
-FOREIGN = 0.09
-# Least spread of a calibrated prediction: rows of one series agree better with a fit than the next series will. Four of
-# five steps of another series (another software stack, another technique) on the same machine lie within 1.28 of it.
-LEAST = 0.027
+# Least relative standard deviation of a calibrated prediction: steps of another series of the same machine and stack.
+LEAST = 0.0302
+# The same with constants of another stack on the same machine, of another machine under the same stack, of both.
+OTHER_STACK, OTHER_MACHINE, OTHER_BOTH = 0.0338, 0.0351, 0.0374
+# Nothing fitted: P10 and P90 of ln(predicted / measured), of the group of development rows (one machine, one stack)
+# that is predicted worst to either side. Steps take longer than physics alone says. NOTHING_FITTED is for known
+# machines and stacks; UNSEEN, with full sharding's and vTrain's groups, for those of which no step was ever compared.
+NOTHING_FITTED = (-0.0956, 0.0252)
+UNSEEN = (-0.2212, 0.0377)
+# The same of machines and stacks that have development rows and no calibration: (cluster, family of software).
+KNOWN_PAIRS = {("a100-hdr", "megatron-deepspeed"): (-0.2212, 0.0377)}
 # For each doubling of GPUs beyond the fitted ones: how errors of one series drift with the number of GPUs under
-# constants of another. Four series, none beyond 1,024 GPUs.
-EACH_GPU_DOUBLING = 0.018
+# constants of another.
+EACH_GPU_DOUBLING = 0.0177
 # For each doubling of size, micro-batches or sequence, and each other kind of layout, outside the fitted rows: assumed.
 EACH_DOUBLING, EACH_KIND = 0.01, 0.01
+# A GPU whose sustained GEMM rate under its power limit nobody measured: ln of measured over predicted, P90 of steps on
+# H100s priced without that rate.
+NO_POWER = 0.19
+# Relative standard deviation of the time in which hosts launch the same layer (6.8, 7.3 and 8.9 ms, software.py), and
+# the share of a step spent waiting for launches from which on it counts.
+HOST_SPREAD, LAUNCH_BOUND = 0.14, 0.02
 
 # Share of steps that a band is to hold.
 COVERED = 0.8
@@ -87,24 +97,16 @@ def ranges_of(case: Case) -> dict[str, tuple[float, float]]:
     return {name: (float(np.min(v)), float(np.max(v))) for name, v in features(case).items()}
 
 
-def band_width(cluster: ClusterSpec, case: Case, calibration: Calibration) -> BandWidth:
-    """Width of the band around predictions of `case` (scalar or arrays) with `calibration` on `cluster`."""
-    reasons = []
-    foreign = calibration.cluster != cluster.name
-    below: Any
-    above: Any
-    if foreign:
-        below = above = Z90 * FOREIGN
-        reasons.append(f"calibration {calibration.name} is of cluster {calibration.cluster}, not {cluster.name}")
-    elif not calibration.residuals:
-        # Measured steps that were shorter than predicted make the lower end, longer ones the upper.
-        below, above = UNCALIBRATED[1], -UNCALIBRATED[0]
-    elif not calibration.fitted:
-        # Rows that nothing was fitted to say themselves where others of their kind lie.
-        low, high = ends(np.asarray(calibration.residuals))
-        below, above = high, -low
-    else:
-        below = above = Z90 * max(LEAST, calibration.spread)
+def band_width(
+    cluster: ClusterSpec, case: Case, calibration: Calibration, family: str | None = None, launches: Any = 0.0
+) -> BandWidth:
+    """Return the width of the band around predictions of `case` (scalar or arrays) with `calibration` on `cluster`.
+
+    Args:
+        family: of the software that is priced; None: that of the calibration.
+        launches: share of the step in which the GPU waits for launches.
+    """
+    below, above, reasons = _base_width(cluster, calibration, family)
     variance: Any = 0.0
     for name, value in features(case).items():
         if name not in calibration.ranges:
@@ -121,13 +123,77 @@ def band_width(cluster: ClusterSpec, case: Case, calibration: Calibration) -> Ba
         if value.ndim == 0 and doublings > 0.01:
             shown = [f"{x:,.0f}" if abs(x) < 1e7 else f"{x:.3g}" for x in (float(value), low, high)]
             reasons.append(f"{name} {shown[0]} lies outside what was fitted ({shown[1]} to {shown[2]})")
+    bound = np.asarray(launches) > LAUNCH_BOUND
+    variance = np.add(variance, np.where(bound, HOST_SPREAD**2, 0.0))
+    if bound.ndim == 0 and bound:
+        reasons.append("kernel launches bound this step, and hosts launch the same layer in times that differ by 14%")
     outside: Any = Z90 * np.sqrt(variance)
-    return BandWidth(np.hypot(below, outside), np.hypot(above, outside), tuple(reasons))
+    held = 0.0
+    if cluster.power is None:
+        held = NO_POWER
+        reasons.append(
+            f"cluster {cluster.name} has no [power]: the rate that GEMMs of {cluster.gpu.name} sustain under its power "
+            "limit is unknown, and steps may take a sixth longer; `megascale simulate measure` writes it"
+        )
+    return BandWidth(np.hypot(below, outside), np.hypot(above, outside) + held, tuple(reasons))
 
 
-def cautions(cluster: ClusterSpec, case: Case, calibration: Calibration) -> tuple[str, ...]:
+def _base_width(cluster: ClusterSpec, calibration: Calibration, family: str | None) -> tuple[float, float, list[str]]:
+    """Return the ends of the band inside the fitted ranges, and why they are wider than the calibration's own."""
+    if calibration.residuals and not calibration.fitted:
+        # Rows that nothing was fitted to say themselves where others of their kind lie.
+        low, high = ends(np.asarray(calibration.residuals))
+        return high, -low, []
+    if calibration.residuals:
+        return _fitted_width(cluster, calibration, family)
+    machines, stacks = known_machines_and_stacks()
+    pair = KNOWN_PAIRS.get((cluster.name, family or ""))
+    unseen = []
+    if pair is None and cluster.name not in machines:
+        unseen.append(f"machine {cluster.name}")
+    if pair is None and family is not None and family not in stacks:
+        unseen.append(f"stack {family}")
+    low, high = pair or (UNSEEN if unseen else NOTHING_FITTED)
+    reasons = []
+    if unseen:
+        reasons.append(f"no step of {' or of '.join(unseen)} was ever compared with the model: the band is a guess")
+    # Measured steps that were shorter than predicted make the lower end, longer ones the upper.
+    return high, -low, reasons
+
+
+def _fitted_width(cluster: ClusterSpec, calibration: Calibration, family: str | None) -> tuple[float, float, list[str]]:
+    """Return the ends of the band of fitted constants, wider where they are of another machine or stack."""
+    other_machine = calibration.cluster != cluster.name
+    other_stack = family is not None and bool(calibration.stacks) and family not in calibration.stacks
+    spread, reasons = LEAST, []
+    if other_machine and other_stack:
+        spread = OTHER_BOTH
+    elif other_machine:
+        spread = OTHER_MACHINE
+    elif other_stack:
+        spread = OTHER_STACK
+    if other_machine:
+        reasons.append(f"calibration {calibration.name} is of cluster {calibration.cluster}, not {cluster.name}")
+    if other_stack:
+        reasons.append(f"calibration {calibration.name} is of stack {', '.join(calibration.stacks)}, not {family}")
+    machines, stacks = known_machines_and_stacks()
+    unseen = []
+    if other_machine and cluster.name not in machines:
+        unseen.append(f"machine {cluster.name}")
+    if other_stack and family not in stacks:
+        unseen.append(f"stack {family}")
+    width = Z90 * max(spread, calibration.spread)
+    if not unseen:
+        return width, width, reasons
+    reasons.append(f"no step of {' or of '.join(unseen)} was ever compared with the model: the band is a guess")
+    return max(width, UNSEEN[1]), max(width, -UNSEEN[0]), reasons
+
+
+def cautions(
+    cluster: ClusterSpec, case: Case, calibration: Calibration, family: str | None = None, launches: float = 0.0
+) -> tuple[str, ...]:
     """What a reader of a prediction should know: extrapolation, foreign constants, figures that nobody measured."""
-    said = list(band_width(cluster, case, calibration).reasons)
+    said = list(band_width(cluster, case, calibration, family, launches).reasons)
     if case.gpus > cluster.gpus_per_host:
         guessed = [k for k in ("gbs", "bus", "p2p_gbs") if cluster.sources[f"between.{k}"].startswith("assumed")]
         if guessed:

@@ -71,22 +71,29 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
         f"{train.global_batch:,} sequences of {first.config.model.sequence_length:,}, micro-batch {train.micro_batch}",
         soft_wrap=True,
     )
+    own = all(r.scenario.software.own_memory for r in results)
+    whose = "memory of the fullest rank" if own else "memory of the fullest rank, this engine's"
     rows = [
+        ["linear layers in", *(r.scenario.software.precision for r in results)],
         ["step, s", *(f"[bold]{r.seconds:.3f}[/bold]" for r in results)],
         ["P10 to P90", *(f"{r.low:.3f} to {r.high:.3f}" for r in results)],
         ["tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results)],
         ["MFU", *(f"{100 * r.mfu:.1f}%" for r in results)],
         [f"days for {tokens:.3g} tokens", *(f"{r.days(tokens):.2f}" for r in results)],
-        ["memory of the fullest rank", *(f"{r.memory_gib:.1f} GiB" for r in results)],
+        [whose, *(f"{r.memory_gib:.1f} GiB" for r in results)],
     ]
     if len(results) > 1:
         rows.append(["time against the first", *(f"{results[0].seconds / r.seconds:.3f}x" for r in results)])
     show_rows(["", *(r.scenario.label for r in results)], rows, console)
-    scenario = results[0].scenario
+    constants = {r.scenario.label: r.scenario.calibration for r in results}
+    described = "; ".join(
+        f"{label}: calibration {one.name}"
+        + (f" ({len(one.rows)} rows, spread {one.spread:.1%})" if one.fitted else ", nothing fitted")
+        for label, one in constants.items()
+    )
     console.print(
-        f"[dim]{results[0].level} level, calibration {scenario.calibration.name} "
-        f"({len(scenario.calibration.rows)} rows, spread {scenario.calibration.spread:.1%}); MFU: {flops.CONVENTION}; "
-        "days without failures (see `simulate effective`)[/dim]",
+        f"[dim]{results[0].level} level; {described}; MFU: {flops.CONVENTION}; days without failures "
+        "(see `simulate effective`)[/dim]",
         soft_wrap=True,
     )
     for text in dict.fromkeys(text for r in results for text in r.cautions):
@@ -147,7 +154,22 @@ def layouts(
     sizes = {r.scenario.config.train.global_batch for r in results}
     labels = {r.scenario.label for r in results}
     more = [n for n, differ in (("batch", len(sizes) > 1), ("in", len(labels) > 1)) if differ]
-    names = (*more, "GPUs", "TP", "PP", "v", "round", "DP", "MBS", "step, s", "P10-P90", "MFU", "GiB", "days")
+    names = (
+        *more,
+        "GPUs",
+        "TP",
+        "PP",
+        "v",
+        "round",
+        "DP",
+        "MBS",
+        "recompute",
+        "step, s",
+        "P10-P90",
+        "MFU",
+        "GiB",
+        "days",
+    )
     rows = []
     for r, share in zip(results, shares, strict=True):
         p, t = r.scenario.config.parallel, r.scenario.config.train
@@ -161,6 +183,7 @@ def layouts(
                 str(p.micro_batch_group_size or p.pipeline) if p.virtual_stages > 1 else "",
                 str(r.scenario.layout.grid.data),
                 str(t.micro_batch),
+                p.recompute,
                 f"{r.seconds:.3f}",
                 f"{r.low:.2f}-{r.high:.2f}",
                 f"{100 * r.mfu:.1f}%",

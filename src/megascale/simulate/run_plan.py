@@ -62,7 +62,8 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
             software = own_software(
                 config, stack("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
             )
-            scenario = Scenario(config, world, machine, load_calibration(None, machine.name), software, "megascale")
+            calibration = load_calibration(None, machine.name, software.family)
+            scenario = Scenario(config, world, machine, calibration, software, "megascale")
             told = price(scenario, check_memory=False)
             predicted = {
                 "seconds": told.seconds, "low": told.low, "high": told.high, "mfu": told.mfu,

@@ -14,12 +14,14 @@ from megascale.simulate.calibration import Calibration, Constants
 from megascale.simulate.case import Case
 from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import ClusterSpec
-from megascale.simulate.software import Software
+from megascale.simulate.software import RECOMPUTE, Software
 from megascale.simulate.step import Scenario, StepEstimate, run
 
 # Layouts priced in one pass of array arithmetic: arrays that stay in the caches.
 BLOCK = 16384
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+# What a row of a layout is made of, in the order of `layouts`.
+LAYOUT = ("tensor", "pipeline", "virtual", "micro_batch_group_size", "data", "micro")
 # Long rounds of a pipeline count only where they save this share: what transfers that wait longer take from compute
 # (7% measured on two GPUs over NVLink) is in no formula.
 WORTH = 0.1
@@ -31,6 +33,7 @@ class Found:
 
     Attributes:
         gpus, tensor, pipeline, virtual, micro_batch_group_size, data, micro: arrays [layouts].
+        recompute: [layouts] positions in RECOMPUTE.
         seconds: of a step.
     """
 
@@ -41,6 +44,7 @@ class Found:
     micro_batch_group_size: np.ndarray
     data: np.ndarray
     micro: np.ndarray
+    recompute: np.ndarray
     seconds: np.ndarray
 
     def __len__(self) -> int:
@@ -53,11 +57,14 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // i for i in small)})
 
 
-def layouts(config: Config, cluster: ClusterSpec, low: int, high: int) -> dict[str, np.ndarray]:
-    """All layouts of `config` on low to high GPUs that divide, whole hosts only: arrays by name.
+def layouts(
+    config: Config, cluster: ClusterSpec, low: int, high: int, recompute: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Return all layouts of `config` on low to high GPUs that divide, whole hosts only: arrays by name.
 
-    Where there are replicas to talk to, several chunks a stage come in rounds of the pipeline's length
-    (`micro_batch_group_size` 0) and in one long round of all micro-batches."""
+    Each comes with each kind of `recompute`. Where there are replicas to talk to, several chunks a stage come in rounds
+    of the pipeline's length (`micro_batch_group_size` 0) and in one long round of all micro-batches.
+    """
     model, batch = config.model, config.train.global_batch
     long_rounds = config.parallel.zero < 2  # which sends after every micro-batch
     tensors = [t for t in divisors(model.heads) if t <= cluster.gpus_per_host]
@@ -85,7 +92,9 @@ def layouts(config: Config, cluster: ClusterSpec, low: int, high: int) -> dict[s
             f"{high:,} GPUs in whole hosts of {cluster.gpus_per_host}; change --gpus or train.global_batch"
         )
     columns = np.array(rows, dtype=np.int64).T
-    return dict(zip(("tensor", "pipeline", "virtual", "micro_batch_group_size", "data", "micro"), columns, strict=True))
+    kinds = np.array([RECOMPUTE.index(kind) for kind in recompute])
+    arrays = {name: np.tile(column, len(kinds)) for name, column in zip(LAYOUT, columns, strict=True)}
+    return arrays | {"recompute": np.repeat(kinds, len(rows))}
 
 
 def price(case_of: Callable[[slice], Case], count: int, cluster: ClusterSpec, constants: Constants) -> np.ndarray:
@@ -98,15 +107,25 @@ def price(case_of: Callable[[slice], Case], count: int, cluster: ClusterSpec, co
 
 
 def search(
-    config: Config, cluster: ClusterSpec, calibration: Calibration, software: Software, low: int, high: int
+    config: Config,
+    cluster: ClusterSpec,
+    calibration: Calibration,
+    software: Software,
+    low: int,
+    high: int,
+    recompute: Sequence[str] | None = None,
 ) -> Found:
-    """Every layout that divides, priced in closed form, sorted by GPUs and then by time. Memory is not looked at."""
-    arrays = layouts(config, cluster, low, high)
+    """Price every layout that divides in closed form, sorted by GPUs and then by time. Memory is not looked at.
+
+    `recompute`: what backward may recompute, of the engine's kinds; default: the configuration's.
+    """
+    arrays = layouts(config, cluster, low, high, recompute or [config.parallel.recompute])
     count = len(arrays["tensor"])
 
     def case_of(part: slice) -> Case:
         chosen = {k: v[part] for k, v in arrays.items()}
-        return Case.of(config.model, software, batch=config.train.global_batch, **chosen)
+        kind = chosen.pop("recompute")
+        return replace(Case.of(config.model, software, batch=config.train.global_batch, **chosen), recompute=kind)
 
     everything = case_of(slice(0, count))
     fits = np.asarray(everything.fits()) & np.ones(count, dtype=bool)
@@ -129,11 +148,19 @@ def search(
 
 
 def with_layout(
-    config: Config, tensor: int, pipeline: int, virtual: int, micro_batch_group_size: int, data: int, micro: int
+    config: Config,
+    tensor: int,
+    pipeline: int,
+    virtual: int,
+    micro_batch_group_size: int,
+    data: int,
+    micro: int,
+    recompute: str,
 ) -> Config:
-    """The configuration with another layout; `micro_batch_group_size` 0: the pipeline's length."""
+    """Return the configuration with another layout; `micro_batch_group_size` 0: the pipeline's length."""
     tree = config.model_dump(exclude_none=True)
-    own = {"tensor": tensor, "pipeline": pipeline, "virtual_stages": virtual, "data": data}
+    own: dict[str, object] = {"tensor": tensor, "pipeline": pipeline, "virtual_stages": virtual, "data": data}
+    own["recompute"] = recompute
     if micro_batch_group_size:
         own["micro_batch_group_size"] = micro_batch_group_size
     tree["parallel"] = {
@@ -145,9 +172,13 @@ def with_layout(
 
 
 def feasible(
-    found: Found, chosen: Sequence[int] | np.ndarray, config: Config, scenario: Scenario
+    found: Found,
+    chosen: Sequence[int] | np.ndarray,
+    config: Config,
+    scenario: Scenario,
+    check_memory: bool = True,
 ) -> Iterator[StepEstimate]:
-    """The chosen layouts that fit the memory, in the order given, priced on the closed level."""
+    """Yield the chosen layouts that fit the memory, in the order given, priced on the closed level."""
     for i in chosen:
         layout = with_layout(
             config,
@@ -157,27 +188,44 @@ def feasible(
             int(found.micro_batch_group_size[i]),
             int(found.data[i]),
             int(found.micro[i]),
+            RECOMPUTE[int(found.recompute[i])],
         )
         try:
-            yield run(replace(scenario, config=layout, gpus=int(found.gpus[i])))
+            yield run(replace(scenario.with_config(layout), gpus=int(found.gpus[i])), check_memory=check_memory)
         except FitError:
             continue
 
 
-def best(found: Found, config: Config, scenario: Scenario, gpus: int, count: int = 4) -> list[StepEstimate]:
-    """The fastest layouts for exactly `gpus` that fit the memory, fastest first. FitError if none does."""
+def best(
+    found: Found, config: Config, scenario: Scenario, gpus: int, count: int = 4, check_memory: bool = True
+) -> list[StepEstimate]:
+    """Return the fastest layouts for exactly `gpus` that fit the memory, fastest first. FitError if none does."""
     chosen = np.flatnonzero(found.gpus == gpus)
     results: list[StepEstimate] = []
-    for result in feasible(found, chosen, config, scenario):
+    layouts_seen = set()
+    for result in feasible(found, chosen, config, scenario, check_memory):
+        parallel, train = result.scenario.config.parallel, result.scenario.config.train
+        layout = (
+            parallel.tensor,
+            parallel.pipeline,
+            parallel.virtual_stages,
+            parallel.micro_batch_group_size,
+            train.micro_batch,
+        )
+        # Of one layout the fastest kind of recomputation that fits.
+        if layout in layouts_seen:
+            continue
+        layouts_seen.add(layout)
         results.append(result)
         if len(results) == count:
             break
     if not results:
         raise FitError(
             f"none of the {len(chosen)} layouts of {gpus:,} GPUs that divide fits {scenario.cluster.gpu.memory_gib:g} "
-            "GiB; use more GPUs, --parallel.recompute=full or --parallel.zero=2"
+            "GiB; use more GPUs, --parallel.zero=2 or, if --recompute was given, more of its kinds"
         )
-    return results
+    # A layout may decide what the stack does, such as replaying graphs, which the search priced as the file has it.
+    return sorted(results, key=lambda result: result.seconds)
 
 
 def fewest(
@@ -187,6 +235,7 @@ def fewest(
     tokens: float,
     days: float,
     effective: float | Callable[[np.ndarray], np.ndarray] = 1.0,
+    check_memory: bool = True,
 ) -> StepEstimate:
     """The fewest GPUs that see `tokens` in `days`, with `effective` of the time spent stepping; best layout on them.
 
@@ -200,7 +249,7 @@ def fewest(
     fast = needed <= days
     for gpus in np.unique(found.gpus[fast]):
         chosen = np.flatnonzero(fast & (found.gpus == gpus))
-        for result in feasible(found, chosen, config, scenario):
+        for result in feasible(found, chosen, config, scenario, check_memory):
             return result
     raise FitError(
         f"{tokens:.3g} tokens in {days:g} days cannot be done with train.global_batch={config.train.global_batch} on "
@@ -209,7 +258,7 @@ def fewest(
     )
 
 
-# Figures whose influence a tornado shows: name -> (cluster part, key).
+# Figures whose influence the sensitivities show: name -> (cluster part, key).
 FIGURES = {
     "GPU peak": ("gpu", "peak_tflops"),
     "HBM bandwidth": ("gpu", "memory_gbs"),
@@ -223,7 +272,7 @@ FIGURES = {
 
 
 def scaled(cluster: ClusterSpec, part: str, key: str, factor: float) -> ClusterSpec:
-    """The cluster with one figure multiplied; link bandwidths of a link move together."""
+    """Return the cluster with one figure multiplied. A link's bandwidths move together, and a GPU's peaks."""
     section = getattr(cluster, part)
     change: dict[str, object] = {}
     if part in ("inside", "between") and key in ("gbs", "bus"):
@@ -232,17 +281,31 @@ def scaled(cluster: ClusterSpec, part: str, key: str, factor: float) -> ClusterS
             "bus": [[ranks, gbs * factor] for ranks, gbs in section.bus],
             "p2p_gbs": section.p2p_gbs * factor,
         }
+    elif key == "peak_tflops":
+        change = {key: section.peak_tflops * factor}
+        if section.float8_tflops is not None:
+            change["float8_tflops"] = section.float8_tflops * factor
     else:
         change = {key: getattr(section, key) * factor}
     return cluster.model_copy(update={part: section.model_copy(update=change)})
 
 
+def scale_figure(scenario: Scenario, part: str, key: str, factor: float) -> Scenario:
+    """Return the scenario with a figure multiplied: the calibration's where it replaces the cluster's."""
+    calibration = scenario.calibration
+    fitted = getattr(calibration.constants, key, None)
+    if fitted is None:
+        return replace(scenario, cluster=scaled(scenario.cluster, part, key, factor))
+    constants = replace(calibration.constants, **{key: fitted * factor})
+    return replace(scenario, calibration=replace(calibration, constants=constants))
+
+
 def sensitivities(scenario: Scenario, by: float = 0.2) -> dict[str, tuple[float, float]]:
-    """Relative change of the step when a figure falls and rises by `by`: name -> (lower, higher), largest first."""
+    """Return name -> relative change of the step when a figure falls and when it rises by `by`, largest first."""
     base = run(scenario, check_memory=False).seconds
     out = {}
     for name, (part, key) in FIGURES.items():
-        changed = [replace(scenario, cluster=scaled(scenario.cluster, part, key, f)) for f in (1 - by, 1 + by)]
+        changed = [scale_figure(scenario, part, key, factor) for factor in (1 - by, 1 + by)]
         lower, higher = (run(one, check_memory=False).seconds / base - 1 for one in changed)
         out[name] = (lower, higher)
     return dict(sorted(out.items(), key=lambda item: -max(abs(x) for x in item[1])))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from megascale.config import Config, from_tree
+from megascale.config import from_tree
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.cluster import with_figure
 from megascale.simulate.software import switch
@@ -67,6 +68,8 @@ def parse_vary(text: str) -> tuple[str, list[Any]]:
             low, high = (float(x) for x in values.split(":"))
         except ValueError:
             raise ConfigError(f"--vary {text!r}: a range is LOW:HIGH, such as 256:12288") from None
+        if not math.isfinite(low + high):
+            raise ConfigError(f"--vary {text!r}: the ends of a range are finite numbers, such as 256:12288")
         if low <= 0 or high < low:
             raise ConfigError(f"--vary {text!r}: a range rises from a positive number, doubling each time")
         points = [low]
@@ -105,12 +108,15 @@ def varied(scenario: Scenario, key: str, value: Any) -> Scenario:
         raise ConfigError(f"--vary {key}: there is no section {parts[0]!r}")
     tree["model"].pop("preset", None)
     tree[parts[0]][parts[1]] = value
-    config: Config = from_tree(tree)
-    return replace(scenario, config=config)
+    return scenario.with_config(from_tree(tree))
 
 
 def sweep_rows(
-    base: Scenario, axes: Sequence[tuple[str, list[Any]]], scenarios: Sequence[Scenario], level: Level
+    base: Scenario,
+    axes: Sequence[tuple[str, list[Any]]],
+    scenarios: Sequence[Scenario],
+    level: Level,
+    check_memory: bool = True,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """(a row a point and stack, why others were left out)."""
     rows, left_out = [], []
@@ -122,7 +128,7 @@ def sweep_rows(
                 for key, value in here:
                     point = varied(point, key, value)
                 # On the event level one random fleet, the same for every point.
-                result = run(point, level, fleet=0)
+                result = run(point, level, fleet=0, check_memory=check_memory)
             except FitError as error:
                 left_out.append(f"{', '.join(f'{k}={v}' for k, v in here)}: {str(error).splitlines()[0]}")
                 continue

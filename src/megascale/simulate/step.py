@@ -30,7 +30,13 @@ Level = Literal["closed", "event"]
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is asked: this configuration on so many GPUs of that cluster, under this software."""
+    """A configuration on a number of GPUs of a cluster, under a software stack.
+
+    Attributes:
+        software: the stack with what the configuration decides, see `own_software` and `baseline_software`.
+        base: the named stack that `software` was made from; None if it was given as it is.
+        baseline: `software` was made by `baseline_software`.
+    """
 
     config: Config
     gpus: int
@@ -42,6 +48,15 @@ class Scenario:
     experts: int = 1
     top_k: int = 1
     expert_parallel: int = 1
+    base: Software | None = None
+    baseline: bool = False
+
+    def with_config(self, config: Config) -> Scenario:
+        """Return the scenario with another configuration, and what that decides of the software."""
+        if self.base is None:
+            return replace(self, config=config)
+        derive = baseline_software if self.baseline else own_software
+        return replace(self, config=config, software=derive(config, self.base))
 
     @property
     def layout(self) -> Layout:
@@ -53,7 +68,7 @@ class Scenario:
     @property
     def beyond_training(self) -> bool:
         """Whether a sequence is cut or there are experts, which training has not and memory is not counted for."""
-        return self.context * self.experts * self.expert_parallel > 1
+        return max(self.context, self.experts, self.top_k, self.expert_parallel) > 1
 
     def case(self) -> Case:
         """Numbers for the levels; FitError if sizes do not divide."""
@@ -161,6 +176,8 @@ class StepEstimate:
             "data": scenario.layout.grid.data,
             "micro_batch": train.micro_batch,
             "global_batch": train.global_batch,
+            "precision": scenario.software.precision,
+            "recompute": scenario.software.recompute,
             "seconds": self.seconds,
             "p10": self.low,
             "p90": self.high,
@@ -214,14 +231,22 @@ def _launches(software: Software) -> tuple[float, float]:
 
 
 def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Software:
-    """A stack without MegaScale's algorithmic changes, with the configuration's sharding and recomputation."""
+    """Return `base` with the configuration's sharding, recomputation and float8, and no algorithmic change of ours.
+
+    A stack multiplies all three GEMMs of a linear layer in float8 if it has float8 at all.
+    """
     parallel = config.parallel
     return replace(
         base,
         distributed_optimizer=parallel.zero > 0,
         reduce_each=parallel.zero == 2,
+        float8=base.has_float8 and _asks_float8(config),
         recompute=parallel.recompute,
     )
+
+
+def _asks_float8(config: Config) -> bool:
+    return LINEAR_PRECISIONS[config.train.linear_precision].float8 != "none"
 
 
 def run(
@@ -260,12 +285,23 @@ def run(
             "over their ranks, replicas over them, and no more than all experts see a token"
         )
     if check_memory and not scenario.beyond_training and memory > scenario.cluster.gpu.memory_gib:
+        whose = (
+            "" if scenario.software.own_memory else f", which is this engine's need: that of {scenario.label} differs"
+        )
         raise FitError(
             f"{scenario.label}: the fullest rank needs {memory:.1f} GiB and a {scenario.cluster.gpu.name} has "
-            f"{scenario.cluster.gpu.memory_gib:g}; raise parallel.tensor, parallel.pipeline or the number of GPUs, "
-            "lower train.micro_batch, or set parallel.recompute=full"
+            f"{scenario.cluster.gpu.memory_gib:g}{whose}; raise parallel.tensor, parallel.pipeline or the number of "
+            "GPUs, lower train.micro_batch, set parallel.recompute=full, or price it all the same with --no-memory"
         )
+    if level == "event" and scenario.software.full_sharding:
+        raise ConfigError(f"{scenario.label}: full sharding is priced in closed form only; leave out --level event")
     scenario.layout.schedule()  # what is priced must run
+    if scenario.software.float8 and scenario.cluster.gpu.float8_tflops is None:
+        raise ConfigError(
+            f"train.linear_precision={scenario.config.train.linear_precision}: cluster {scenario.cluster.name} gives "
+            f"{scenario.cluster.gpu.name} no float8 rate (gpu.float8_tflops); set --train.linear_precision=default or "
+            "name another --cluster"
+        )
     if scenario.software.attention not in ("unfused", *scenario.cluster.kernels.attention):
         raise ConfigError(
             f"cluster {scenario.cluster.name} gives no rate for attention kernel {scenario.software.attention!r}; "
@@ -295,9 +331,14 @@ def run(
         shares["stragglers"] = event.seconds - healthy
         shares["interplay"] = healthy - sum(v for k, v in shares.items() if k != "stragglers")
         seconds = event.seconds
-    width = band_width(scenario.cluster, case, scenario.calibration)
+    family, launches = scenario.software.family, shares["host"] / seconds
+    width = band_width(scenario.cluster, case, scenario.calibration, family, launches)
     low, high = (float(x) for x in width.around(seconds))
-    said = cautions(scenario.cluster, case, scenario.calibration)
+    said = cautions(scenario.cluster, case, scenario.calibration, family, launches)
+    if not scenario.software.own_memory:
+        said = (*said, f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)")
+    if _asks_float8(scenario.config) and not scenario.software.float8:
+        said = (*said, f"{scenario.label} has no float8: it is priced in bfloat16")
     if scenario.beyond_training:
         said = (*said, "context parallelism and experts: no step was held against this, and memory does not count them")
     return StepEstimate(scenario, level, seconds, low, high, shares, memory, event, said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from megascale.simulate.fabric.fair_tuning import tuned_parents
 from megascale.simulate.fabric.flaps import stall, timer
 from megascale.simulate.fabric.max_min import finish_times, jain
 from megascale.simulate.fabric.packets import Flap, PacketSettings, simulate_packets
-from megascale.simulate.fabric.patterns import fluid_bandwidth, small_fabric, traffic
+from megascale.simulate.fabric.patterns import everyone, fluid_bandwidth, small_fabric, traffic
 
 pytest.importorskip("numba")
 pytestmark = pytest.mark.xdist_group("packet_kernel")
@@ -155,6 +156,35 @@ def test_bad_input_is_refused(small):
         traffic(small, "star", 1.0, 2)
     with pytest.raises(ConfigError, match="--senders"):
         traffic(small, "incast", 1.0, 99)
+
+
+def test_a_run_that_would_not_end_is_refused_and_one_that_is_interrupted_ends(small):
+    endless = traffic(small, "incast", 1e12, 16)
+    with pytest.raises(ConfigError, match="minutes"):
+        simulate_packets(small, endless.flows, endless.paths)
+    # Some minutes of a core: the kernel must be told, since it looks at no signals.
+    long = traffic(small, "incast", 1e11 / 16, 16)
+    shares = []
+
+    def interrupt(share: float) -> None:
+        shares.append(share)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate_packets(small, long.flows, long.paths, progress=interrupt)
+    assert 0 <= shares[0] < 0.1
+    assert not [one for one in threading.enumerate() if one.name == "packet-kernel"]
+    with pytest.raises(ConfigError, match="flows are too many"):
+        everyone(small_fabric(4096, tiers=2), 1e3, 0, 4096)
+
+
+def test_progress_ends_with_all_packets(small):
+    shares = []
+    case = traffic(small, "permutation", 200e3, 2)
+    found = simulate_packets(small, case.flows, case.paths, progress=shares.append)
+    assert found.cpu > 0
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
 
 
 def test_both_parents_are_tuned_on_the_traffic(small):

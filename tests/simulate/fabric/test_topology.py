@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
 from megascale.simulate.fabric.fabric_spec import fabric_of, load_fabric, shipped
+from megascale.simulate.fabric.max_min import finish_times
 from megascale.simulate.fabric.topology import build
+from megascale.simulate.fabric_targets import dual_plane, under_subscribed
 from tests.simulate.fabric.fabric_cases import check_paths, fabric
 
 
@@ -26,16 +28,60 @@ def test_the_shipped_fabric_has_the_papers_switches():
     assert links[192:].max() <= 64
 
 
+def test_dual_plane_pods_are_the_paper_s():
+    """Qian et al. 2024: 15 segments of 1,024 GPUs, 16 leaf switches each, 60 aggregation switches per plane."""
+    built = build(load_fabric("hpn"))
+    assert built.spec.gpus == 15360
+    assert built.switch_counts() == {"leaf": 15 * 16, "aggregation": 2 * 60, "core": 0}
+    assert built.uplinks.shape[1] == 60
+    # A plane has half of each NIC and of all cables.
+    assert built.bandwidth[built.tier == 0].sum() == pytest.approx(2 * 15360 * 25e9)
+    assert built.cable_counts()["leaf to aggregation"] == 2 * 120 * 60
+    found, _, passed = dual_plane(256)
+    assert passed, found
+
+
+def test_under_subscribed_leaves_have_more_up_than_down():
+    """Gangidi et al. 2024: twice as much, against hash conflicts."""
+    built = build(load_fabric("meta"))
+    assert built.spec.gpus == 3072
+    up, down = (built.bandwidth[built.tier == tier].sum() for tier in (1, 0))
+    assert up == pytest.approx(2 * down)
+    found, _, passed = under_subscribed(64)
+    assert passed, found
+
+
+def test_planes_change_no_time_but_the_parts():
+    """Two planes of half the ports and leaf switches twice as wide are one network of the same speed."""
+    one, two = fabric(tiers=2, hosts=16), fabric(tiers=2, hosts=16, planes=2, leaf_split=4)
+    flows = Flows.of(np.arange(16), np.arange(16, 32), 1e6)
+    times = []
+    for built, share in ((one, 1.0), (two, 0.5)):
+        paths = route(built, flows, five_tuple_keys(flows, 3), 3)
+        times.append(finish_times(paths, share * flows.size, built.bandwidth))
+    assert times[1].min() == pytest.approx(times[0].min(), rel=1e-6)
+    assert two.switch_counts()["leaf"] == 2 * one.switch_counts()["leaf"]
+    with pytest.raises(FitError, match="planes=2"):
+        fabric(planes=2, failed=("core0",))
+    tree = load_fabric("hpn").model_dump()
+    del tree["sources"]["planes"]
+    with pytest.raises(ConfigError, match="no source for planes"):
+        fabric_of(tree)
+
+
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_fabrics_name_their_sources(name):
     spec = load_fabric(name)
-    assert all(spec.sources[key] for key in type(spec).model_fields if key not in ("name", "failed", "sources"))
+    assert all(
+        spec.sources[key] for key in type(spec).model_fields if key not in ("name", "failed", "sources", "planes")
+    )
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"rails": False, "hosts_per_set": 8}, {"leaf_oversubscription": 2.0}, {"spine_oversubscription": 2.0},
+        {}, {"rails": False, "hosts_per_set": 8}, {"leaf_oversubscription": 2.0}, {"leaf_oversubscription": 0.5},
+        {"planes": 2}, {"spine_oversubscription": 2.0},
         {"pod": "rail"}, {"tiers": 2, "hosts": 16}, {"leaf_split": 1}, {"hosts": 8}, {"hosts": 61},
         {"failed": ("leaf3-agg2", "core0")},
     ],
@@ -77,6 +123,8 @@ def test_a_failed_link_is_not_used():
         ({"hosts": 0}, ConfigError, "hosts"),
         ({"nic_gbps": 0.0}, ConfigError, "nic_gbps"),
         ({"cable_ns": -1.0}, ConfigError, "cable_ns"),
+        ({"leaf_oversubscription": 0.0}, ConfigError, "leaf_oversubscription"),
+        ({"planes": 0}, ConfigError, "planes"),
         ({"colour": 3}, ConfigError, "colour"),
         ({"leaf_split": 4}, FitError, "leaf_split=2"),
         ({"hosts_per_set": 64}, FitError, "hosts_per_set"),

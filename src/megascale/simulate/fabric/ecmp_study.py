@@ -48,7 +48,7 @@ def study(
     if not ours.any():
         raise ConfigError(f"--same-leaf={same_leaf:g} leaves no flow on the uplinks; use less than 1")
     uplinks = topology.uplinks.shape[1]
-    speed = topology.spec.port_gbps / topology.spec.nic_gbps
+    speed = topology.spec.port_gbps / topology.spec.plane_gbps
     rows = []
     for count in queue_pairs:
         seen = leaf_uplink_counts(topology, flows, 0, draws, count, seed, entropy, polarised)

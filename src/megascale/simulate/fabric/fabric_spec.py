@@ -28,8 +28,17 @@ class FabricSpec(BaseModel):
     switch_ports: int = Field(ge=2, description="ports of a switch, all tiers")
     port_gbps: float = Field(gt=0, description="Gb/s of a switch port")
     leaf_split: int = Field(ge=1, le=8, description="NICs that share one port of a leaf switch by a split cable")
-    leaf_oversubscription: float = Field(ge=1, description="bandwidth down over bandwidth up of a leaf switch")
-    spine_oversubscription: float = Field(ge=1, description="the same of an aggregation switch")
+    planes: int = Field(
+        1,
+        ge=1,
+        le=8,
+        description="planes of switches that never meet: a NIC has a port of nic_gbps / planes in each and spreads its "
+        "bytes evenly",
+    )
+    leaf_oversubscription: float = Field(
+        gt=0, le=64, description="bandwidth down over bandwidth up of a leaf switch; below 1: more up than down"
+    )
+    spine_oversubscription: float = Field(gt=0, le=64, description="the same of an aggregation switch")
     tiers: Literal[2, 3] = Field(description="2: leaf and aggregation; 3: and core")
     pod: Literal["sets", "rail"] = Field(description="which leaf switches share aggregation: whole sets, or one rail")
     cable_ns: float = Field(ge=0, description="delay of a link with the switch behind it")
@@ -43,6 +52,15 @@ class FabricSpec(BaseModel):
     def gpus(self) -> int:
         """Every NIC has its GPU."""
         return self.hosts * self.nics
+
+    @property
+    def plane_gbps(self) -> float:
+        """Gb/s of a NIC's port in one plane."""
+        return self.nic_gbps / self.planes
+
+
+# Keys that need no source: names, and planes where there is one.
+_WITHOUT_SOURCE = {"name", "failed", "sources", "planes"}
 
 
 def shipped() -> list[str]:
@@ -73,11 +91,13 @@ def load_fabric(name: str, changes: Mapping[str, Any] | None = None) -> FabricSp
 
 def fabric_of(tree: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> FabricSpec:
     """Validate a file's keys, then lay `changes` over them (their source is whoever gave them)."""
-    if missing := sorted(set(FabricSpec.model_fields) - {"name", "failed", "sources"} - set(tree.get("sources", {}))):
+    if missing := sorted(set(FabricSpec.model_fields) - _WITHOUT_SOURCE - set(tree.get("sources", {}))):
         raise ConfigError(
             f"fabric {tree.get('name')!r} gives no source for {', '.join(missing[:4])}; add each under [sources], "
             '"assumed: ..." where it is a guess'
         )
+    if tree.get("planes", 1) != 1 and "planes" not in tree.get("sources", {}):
+        raise ConfigError(f"fabric {tree.get('name')!r} gives no source for planes; add it under [sources]")
     try:
         spec = FabricSpec.model_validate({**tree, **(changes or {})})
     except ValidationError as error:
@@ -97,16 +117,22 @@ def leaf_ports(spec: FabricSpec) -> tuple[int, int]:
     """(ports down, ports up) of a leaf switch; FitError if it has not as many."""
     nics = spec.hosts_per_set * (1 if spec.rails else spec.nics)
     down = -(-nics // spec.leaf_split)
-    up = down * min(spec.leaf_split * spec.nic_gbps, spec.port_gbps) / spec.port_gbps / spec.leaf_oversubscription
+    up = down * min(spec.leaf_split * spec.plane_gbps, spec.port_gbps) / spec.port_gbps / spec.leaf_oversubscription
     return down, max(1, round(up))
 
 
 def check_sizes(spec: FabricSpec) -> FabricSpec:
     """FitError naming the key that cannot be, and what would."""
-    if spec.leaf_split * spec.nic_gbps > spec.port_gbps * (1 + 1e-9):
+    if spec.planes > 1 and spec.failed:
         raise FitError(
-            f"leaf_split={spec.leaf_split} x nic_gbps={spec.nic_gbps:g} is more than port_gbps={spec.port_gbps:g}; "
-            f"use leaf_split={max(1, int(spec.port_gbps // spec.nic_gbps))}"
+            f"failed={spec.failed[0]!r}: one of planes={spec.planes} is simulated for all, so that a part of one "
+            "cannot fail alone; leave failed out, or use planes=1"
+        )
+    if spec.leaf_split * spec.plane_gbps > spec.port_gbps * (1 + 1e-9):
+        each = "nic_gbps" if spec.planes == 1 else f"nic_gbps / planes={spec.planes}"
+        raise FitError(
+            f"leaf_split={spec.leaf_split} x {each}={spec.plane_gbps:g} is more than port_gbps={spec.port_gbps:g}; "
+            f"use leaf_split={max(1, int(spec.port_gbps // spec.plane_gbps))}"
         )
     down, up = leaf_ports(spec)
     if down + up > spec.switch_ports:

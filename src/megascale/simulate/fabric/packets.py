@@ -12,8 +12,11 @@ return after the path's plain delay); cut-through switching; PCIe and host delay
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,10 @@ from megascale.simulate.fabric.topology import Floats, Ints, Topology
 
 TICK = 1e-10
 NEVER = 1 << 62
+# Most packets of one run, and how many a core simulates per second (docs/network.md).
+MOST_PACKETS, PACKETS_PER_SECOND = 500_000_000, 1e6
+# Seconds between two looks at a run's progress.
+PROGRESS_SECONDS = 0.1
 COUNTERS = (
     "sent", "resent", "delivered", "dropped", "marked", "notified", "pauses", "out_of_order", "duplicate", "timeouts",
     "events", "end", "full", "in_flight", "lost", "wire",
@@ -137,16 +144,20 @@ def simulate_packets(
     until: float = 3600.0,
     sample_every: float = 0.0,
     watch: int | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> PacketResult:
     """Run flows over their paths to the end, or to `until` seconds.
+
+    An interruption (Ctrl-C) ends the run and goes on to the caller.
 
     Args:
         paths: [F, hops] links from NIC to NIC, as ecmp.route gives them.
         starts: [F] seconds; default all at 0.
         sample_every: seconds between samples of the link `watch`; 0: none.
+        progress: called several times per second with the share of packets that have arrived, 0 to 1.
 
     Raises:
-        ConfigError: a flow without a path, negative times; numba is not installed.
+        ConfigError: a flow without a path, negative times, more packets than MOST_PACKETS; numba is not installed.
         FitError: a path over a failed link, or more packets under way than the pool holds.
     """
     if len(flows) == 0:
@@ -157,6 +168,13 @@ def simulate_packets(
         raise ConfigError(f"a flow starts at {starts.min():g} s: delays are 0 or more")
     if flows.size.min() <= 0:
         raise ConfigError("a flow of 0 bytes has no packets; leave it out")
+    packets = float(np.ceil(flows.size / settings.mtu).sum())
+    if packets > MOST_PACKETS:
+        raise ConfigError(
+            f"{packets:.3g} packets would take about {packets / PACKETS_PER_SECOND / 60:,.0f} minutes, and at most "
+            f"{MOST_PACKETS:.0e} are simulated; send fewer or smaller flows (--mb, --senders, --hosts), or use the "
+            "flow level (megascale network flows)"
+        )
     from megascale.simulate.fabric import packet_kernel
 
     run: Any = packet_kernel.run
@@ -173,10 +191,12 @@ def simulate_packets(
     if not run.signatures:
         run(*fresh(), 0, 0, 0)  # compiled, or read from the cache, before the clock starts
     arguments = fresh()
-    wall, cpu = time.perf_counter(), time.thread_time()
-    samples, mean_rtt = run(*arguments, stop, int(sample_every / TICK), watched)
-    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
     found: tables.Tables = arguments[0]
+    wall = time.perf_counter()
+    (samples, mean_rtt), cpu = _run_interruptibly(
+        lambda: run(*arguments, stop, int(sample_every / TICK), watched), found, packets, progress
+    )
+    wall = time.perf_counter() - wall
     fl, lk, totals = found.fl, found.lk, found.totals
     done, failed = fl[:, tables.DONE], fl[:, tables.FAILED]
     if totals[COUNTERS.index("full")]:
@@ -203,6 +223,44 @@ def simulate_packets(
         cpu=cpu,
         settings=settings,
     )
+
+
+def _run_interruptibly(
+    kernel: Callable[[], Any], found: tables.Tables, packets: float, progress: Callable[[float], None] | None
+) -> tuple[Any, float]:
+    """Run the kernel in a thread and return (its result, CPU seconds).
+
+    Compiled code looks at no signals, so this thread waits for it. On an interruption the count of unfinished flows
+    becomes negative, which is where the kernel's loop ends.
+    """
+    result: list[Any] = []
+    problem: list[BaseException] = []
+
+    def work() -> None:
+        began = time.thread_time()
+        try:
+            result.append(kernel())
+        except BaseException as error:
+            problem.append(error)
+        result.append(time.thread_time() - began)
+
+    worker = threading.Thread(target=work, name="packet-kernel", daemon=True)
+    worker.start()
+    try:
+        running = True
+        while running:
+            worker.join(PROGRESS_SECONDS)
+            running = worker.is_alive()
+            if progress is not None:
+                progress(min(1.0, float(found.totals[tables.DELIVERED]) / packets))
+    except BaseException:
+        found.totals[tables.LEFT] = -NEVER
+        worker.join()
+        raise
+    if problem:
+        raise problem[0]
+    returned, seconds = result
+    return returned, float(seconds)
 
 
 def _compact(paths: Ints) -> tuple[Ints, Ints, Ints]:
@@ -294,7 +352,16 @@ def _both_directions(topology: Topology, link: int) -> Ints:
 
 
 def compare_controls(
-    topology: Topology, flows: Flows, paths: Ints, settings: PacketSettings, controls: tuple[str, ...]
+    topology: Topology,
+    flows: Flows,
+    paths: Ints,
+    settings: PacketSettings,
+    controls: tuple[str, ...],
+    progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, PacketResult]:
-    """The same traffic under each control."""
-    return {c: simulate_packets(topology, flows, paths, replace(settings, control=c)) for c in controls}
+    """Simulate the same traffic under each control; `progress` is called with a control and its share of packets."""
+    results = {}
+    for name in controls:
+        share = None if progress is None else partial(progress, name)
+        results[name] = simulate_packets(topology, flows, paths, replace(settings, control=name), progress=share)
+    return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
 from megascale.simulate.fabric.fabric_spec import load_fabric
 from megascale.simulate.fabric.packets import PacketResult, PacketSettings
 from megascale.simulate.fabric.topology import Floats, Ints, Topology, build
+
+# Most flows of a pattern.
+MOST_FLOWS = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,9 @@ def everyone(topology: Topology, size: float, seed: int, senders: int) -> Flows:
     one as NCCL's schedule of sends does."""
     if not 2 <= senders <= topology.nics:
         raise ConfigError(f"--senders={senders}: between 2 and {topology.nics} on this fabric")
+    if senders * (senders - 1) > MOST_FLOWS:
+        most = math.isqrt(MOST_FLOWS)
+        raise ConfigError(f"--senders={senders}: {senders * (senders - 1):,} flows are too many; use at most {most:,}")
     chosen = np.linspace(0, topology.nics - 1, senders).astype(np.int64)
     a, step = np.divmod(np.arange(senders * (senders - 1)), senders - 1)
     return Flows.of(chosen[a], chosen[(a + 1 + step) % senders], size)
@@ -85,7 +92,8 @@ def traffic(topology: Topology, pattern: str, size: float, senders: int, seed: i
         raise ConfigError(f"--pattern={pattern!r} is unknown; {', '.join(PATTERNS)}")
     if not 0 < size < np.inf:
         raise ConfigError(f"--mb={size / 1e6:g}: flows have more than 0 bytes")
-    flows = PATTERNS[pattern](topology, size, seed, senders)
+    # One of the fabric's planes carries its share.
+    flows = PATTERNS[pattern](topology, size / topology.spec.planes, seed, senders)
     return Traffic(topology, flows, route(topology, flows, five_tuple_keys(flows, seed), seed))
 
 

@@ -1,5 +1,7 @@
 """A fabric as arrays: switches, directed links with bandwidth and delay, and which of them still lead where.
 
+Of several planes, which never meet and carry the same, one is built: a NIC's link has the bandwidth of its port there.
+
 NICs are numbered as GPUs are: host x nics + index. Switches are leaf, aggregation and core; every directed link has one
 number. Links of one kind lie together, so that a path is arithmetic: `Topology.up_nic + nic` is the link from a NIC to
 its leaf switch. Failed parts keep their numbers and get bandwidth 0.
@@ -118,15 +120,21 @@ class Topology:
         return host // self.spec.hosts_per_set
 
     def switch_counts(self) -> dict[str, int]:
-        """Switches of each tier."""
-        return {"leaf": self.leaves, "aggregation": self.aggregations, "core": self.cores}
+        """Switches of each tier, in all planes."""
+        planes = self.spec.planes
+        return {
+            "leaf": planes * self.leaves,
+            "aggregation": planes * self.aggregations,
+            "core": planes * self.cores,
+        }
 
     def cable_counts(self) -> dict[str, int]:
-        """Cables of each tier; a split cable counts once."""
+        """Cables of each tier, in all planes; a split cable counts once."""
+        planes = self.spec.planes
         return {
-            "NIC to leaf": -(-self.nics // self.spec.leaf_split),
-            "leaf to aggregation": self.uplinks.size,
-            "aggregation to core": self.core_links.size,
+            "NIC to leaf": planes * -(-self.nics // self.spec.leaf_split),
+            "leaf to aggregation": planes * self.uplinks.size,
+            "aggregation to core": planes * self.core_links.size,
         }
 
 
@@ -147,7 +155,7 @@ def build(spec: FabricSpec) -> Topology:
     core_links, cores = _wire_core(spec, uplinks, pod_of, aggregations)
 
     n, t, a = spec.gpus, leaves, aggregations
-    ends = [(nic, n + leaf_of, 0, spec.nic_gbps)]
+    ends = [(nic, n + leaf_of, 0, spec.plane_gbps)]
     low, high = np.repeat(np.arange(t), uplinks.shape[1]), uplinks.ravel()
     ends.append((n + low, n + t + high, 1, spec.port_gbps))
     if core_links.size:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import os
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megascale import config as configuration
 from megascale.config import ModelConfig
 from megascale.errors import DataError
 from megascale.simulate.calibration import Calibration
@@ -112,14 +113,19 @@ def own_rounds() -> list[str]:
     return list(anchor_file("own-runs"))
 
 
+def own_cluster(name: str) -> str:
+    """Return the cluster on which the runs of a prediction file were measured."""
+    return str(anchor_file("own-runs")[name].get("cluster", "h200-host"))
+
+
 def own_runs(name: str) -> Rows:
     """Measured steps of this project's engine for the predictions of one file, as cases under the stack assumed.
 
-    Without those that ran on another machine than h200-host or in another layout than predicted.
+    Without those that ran on other links than the cluster's or in another layout than predicted.
     """
     table, (_, said) = anchor_file("own-runs")[name], load_predictions(name)
     apart = {*table.get("moved", ()), *table.get("host_memory", ())}
-    cluster = load_cluster("h200-host")
+    cluster = load_cluster(own_cluster(name))
     names, cases, seconds = [], [], []
     for one in said:
         if one.name in table["seconds"] and one.name not in apart:
@@ -195,6 +201,109 @@ def h200_peers(host_bound: bool = False) -> Rows:
         names.append(f"GPT 13B TP{tensor} PP{pipeline}(x{virtual}) DP{data}, micro-batch {micro}")
         seconds.append(step)
     return _rows(names, cases, seconds, [True] * len(names), tree["runs"]["source"])
+
+
+def own_h100() -> Rows:
+    """Steps of this project's engine on H100s that were known before the fifth round."""
+    table, cluster = anchor_file("h100-runs")["own"], load_cluster("h100-host")
+    names, cases, seconds = [], [], []
+    for name, gpus, settings, step in table["rows"]:
+        config = configuration.load(None, [*settings, "train.precision=bfloat16"])
+        software = own_software(config, stack("megascale-h200"))
+        scenario = Scenario(config, gpus, cluster, Calibration("none", cluster.name), software)
+        names.append(name)
+        cases.append(scenario.case())
+        seconds.append(step)
+    return _rows(names, cases, seconds, [True] * len(names), table["source"])
+
+
+def later_peers(machine: str, host_bound: bool = False) -> Rows:
+    """Megatron-Core's steps on the rented hosts since 2026-11-23; `machine`: "peers" (H100) or "peers-h200"."""
+    table = anchor_file("h100-runs")[machine]
+    names, cases, seconds = [], [], []
+    for row in table["host_bound" if host_bound else "rows"]:
+        layers, vocabulary, precision, tensor, pipeline, virtual, data, micro, batch, step = row
+        model = ModelConfig(layers=layers, hidden=5120, heads=40, vocab_size=vocabulary, sequence_length=2048)
+        software = replace(stack("megatron-core-h200"), float8=precision == "float8")
+        layout = {"tensor": tensor, "pipeline": pipeline, "virtual": virtual, "data": data}
+        cases.append(Case.of(model, software, micro=micro, batch=batch, **layout))
+        names.append(f"{layers} layers, {precision}, TP{tensor} PP{pipeline}(x{virtual}) DP{data}, micro-batch {micro}")
+        seconds.append(step)
+    return _rows(names, cases, seconds, [True] * len(names), table["source"])
+
+
+def nemo_h100() -> tuple[Rows, np.ndarray]:
+    """NeMo's published steps on H100, and which of them are on the development side of the split."""
+    tree = anchor_file("published")
+    models = {name: ModelConfig(**settings) for name, settings in tree["models"].items()}
+    names, cases, seconds, development = [], [], [], []
+    for table_name, table in tree["nemo-h100"].items():
+        for *configuration_, value in table["rows"]:
+            name, precision, gpus, tensor, pipeline, virtual, micro, batch = configuration_
+            model, data = models[name], gpus // (tensor * pipeline)
+            software = replace(stack("nemo"), float8=precision == "float8")
+            layout = {"tensor": tensor, "pipeline": pipeline, "virtual": virtual, "data": data}
+            cases.append(Case.of(model, software, micro=micro, batch=batch, **layout))
+            names.append(f"{name} {precision} {gpus:,} GPUs TP{tensor} PP{pipeline}(x{virtual}), micro-batch {micro}")
+            tokens = batch * model.sequence_length
+            seconds.append(tokens / (value * gpus) if table["value"] == "tokens" else value)
+            key = " ".join([table_name, *map(str, configuration_)])
+            development.append(is_development("nemo-h100", key))
+    source = "NVIDIA's public tables of NeMo and Megatron-Bridge on H100"
+    return _rows(names, cases, seconds, [True] * len(names), source), np.array(development)
+
+
+@dataclass(frozen=True)
+class ShardedRows:
+    """Published steps of full sharding on one machine: its cluster, the rows, and which may be developed on."""
+
+    cluster: str
+    rows: Rows
+    development: np.ndarray
+
+
+def full_sharding_rows() -> list[ShardedRows]:
+    """Published steps of fully sharded data parallelism, one entry per table."""
+    tree = anchor_file("published")
+    tables = []
+    for table_name, table in tree["fsdp"].items():
+        base = stack(table["software"])
+        names, cases, seconds, development = [], [], [], []
+        for *configuration_, step in table["rows"]:
+            name, precision, gpus, length, micro, batch, recompute = configuration_
+            model = ModelConfig(**{**tree["models"][name], "sequence_length": length})
+            software = replace(base, float8=precision == "float8", recompute=recompute)
+            layout = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": gpus}
+            cases.append(Case.of(model, software, micro=micro, batch=batch, **layout))
+            names.append(f"{name} {precision} {gpus} GPUs, {length:,} tokens, recompute {recompute}")
+            seconds.append(step)
+            development.append(is_development("fsdp", " ".join([table_name, *map(str, configuration_)])))
+        rows = _rows(names, cases, seconds, [True] * len(names), table["source"])
+        tables.append(ShardedRows(table["cluster"], rows, np.array(development)))
+    return tables
+
+
+def nemo_development() -> Rows:
+    """The rows of `nemo_h100` that may be developed and fitted on."""
+    rows, development = nemo_h100()
+    return rows.subset(development)
+
+
+def korthikanti() -> Rows:
+    """Megatron-LM's steps of Korthikanti et al. 2022: full recomputation, and sequence parallelism with recomputed
+    core attention."""
+    tree = anchor_file("published")["korthikanti-2022"]
+    names, cases, seconds = [], [], []
+    for name, layers, hidden, heads, gpus, pipeline, virtual, micro, batch, full, selective in tree["rows"]:
+        model = ModelConfig(layers=layers, hidden=hidden, heads=heads, vocab_size=51200, sequence_length=2048)
+        layout = {"tensor": 8, "pipeline": pipeline, "virtual": virtual, "data": gpus // 8 // pipeline, "micro": micro}
+        older = replace(stack("megatron-2023"), attention="unfused", sequence_parallel=False, recompute="full")
+        newer = replace(stack("megatron-2023"), attention="unfused", recompute="core-attention")
+        for how, software, step in (("full", older, full), ("core attention", newer, selective)):
+            cases.append(Case.of(model, software, batch=batch, **layout))
+            names.append(f"{name}, {gpus} GPUs, {how} recomputed")
+            seconds.append(step)
+    return _rows(names, cases, seconds, [True] * len(names), tree["source"])
 
 
 def vtrain_development(rows: Rows) -> np.ndarray:

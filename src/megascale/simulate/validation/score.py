@@ -120,11 +120,15 @@ def percent(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
     return 100.0 * (predicted / measured - 1.0)
 
 
-def column(name: str, cluster: ClusterSpec, rows: Rows, calibration: Calibration | None = None) -> ScoreColumn:
-    """Rows predicted with a calibration (None: nothing fitted), with its band."""
+def column(
+    name: str, cluster: ClusterSpec, rows: Rows, calibration: Calibration | None = None, family: str | None = None
+) -> ScoreColumn:
+    """Rows predicted with a calibration (None: nothing fitted), with its band for software of a family."""
     calibration = calibration or Calibration("none", cluster.name)
-    seconds = predict(cluster, rows, calibration.constants)
-    low, high = band_width(cluster, rows.cases, calibration).around(seconds)
+    parts = step_parts(cluster, rows.cases, calibration.constants)
+    seconds = np.asarray(parts.total, dtype=float)
+    launches = np.asarray(parts.host / parts.total)
+    low, high = band_width(cluster, rows.cases, calibration, family, launches).around(seconds)
     inside = (low <= rows.seconds) & (rows.seconds <= high)
     return scored(name, percent(seconds, rows.seconds), float(inside.mean()), float(((high - low) / seconds).mean()))
 

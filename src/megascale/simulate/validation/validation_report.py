@@ -1,4 +1,4 @@
-"""All checks A1 to A10 in one table: reached, target, pass or miss, what was fitted, what was skipped."""
+"""All checks A1 to A13 in one table: reached, target, pass or miss, what was fitted, what was skipped."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from megascale.simulate.validation.anchors import (
     TRACE_FILE,
     TRACE_RESULT,
     anchor_file,
+    own_cluster,
     own_rounds,
     own_runs,
     strong_scaling,
 )
 from megascale.simulate.validation.band_check import check_bands
+from megascale.simulate.validation.machine_check import check_nemo, check_others_on_a100, check_own_h100
 from megascale.simulate.validation.score import (
     CONTROL,
     FITTED,
@@ -56,7 +58,7 @@ def check_runs(runs: Path | None) -> list[AnchorCheck]:
 
 def _check_predictions(runs: Path | None, predictions: str) -> list[AnchorCheck]:
     made, said = load_predictions(predictions)
-    what = f"own runs on H200 against predictions {predictions} made {made}"
+    what = f"own runs against predictions {predictions} made {made}"
     shipped = anchor_file("own-runs").get(predictions, {}).get("seconds", {})
     found = [(p, m.seconds) for p, m in matching(said, runs)] if runs is not None else []
     found = found or [(p, float(shipped[p.name])) for p in said if p.name in shipped]
@@ -86,12 +88,12 @@ def _today(predictions: str) -> tuple[ScoreColumn, ...]:
     """What today's model says of runs that were measured since: no prediction, but how the model has changed."""
     if predictions not in own_rounds():
         return ()
-    cluster, rows = load_cluster("h200-host"), own_runs(predictions)
-    engine, learnt = load_calibration("h200-engine", cluster.name), own_runs("h200")
+    cluster, rows = load_cluster(own_cluster(predictions)), own_runs(predictions)
+    engine, learnt = load_calibration(None, cluster.name, "megascale"), own_runs("h200")
     control = efficiency_control(rows, learnt)
     return (
-        column(f"{NOTHING}, today's model", cluster, rows),
-        column(f"{FITTED} on the first round, today's model", cluster, rows, engine),
+        column(f"{NOTHING}, today's model", cluster, rows, None, "megascale"),
+        column(f"{FITTED} ({engine.name}), today's model", cluster, rows, engine, "megascale"),
         scored(f"{CONTROL}: first round's efficiency", percent(control, rows.seconds)),
     )
 
@@ -196,6 +198,9 @@ def validate(data: Path | None, runs: Path | None, only: list[str] | None = None
         ({"A8"}, lambda: check_trace(data)),
         ({"A9"}, check_speed),
         ({"A10"}, lambda: check_bands(cluster, data)),
+        ({"A11"}, lambda: [check_own_h100()]),
+        ({"A12"}, lambda: [check_nemo()]),
+        ({"A13"}, lambda: [check_others_on_a100(data)]),
     ]
     wanted = {key.upper() for key in only} if only else None
     checks = [check for keys, suite in suites if wanted is None or keys & wanted for check in suite()]
