@@ -145,8 +145,8 @@ def make_sources(folder: Path, tokens: int) -> dict[str, str]:
     import pyarrow.parquet
 
     from benchmarks.data.tokenize import write_jsonl
-    from megascale.data.build.stdlib import read_stdlib
     from megascale.data.dataset.indexed import IndexedWriter
+    from megascale.data.prepare.stdlib import read_stdlib
     from megascale.data.tokenizer.tokenizer import train_tokenizer
 
     texts = list(read_stdlib().values())

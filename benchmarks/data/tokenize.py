@@ -77,7 +77,7 @@ def main(
 
 def measure(folder: Path, size: int, cores: int, vocab_size: int) -> dict[str, Any]:
     """Make `size` bytes of jsonl in `folder` and time both sides on it; a record for JSON."""
-    from megascale.data.build.stdlib import read_stdlib
+    from megascale.data.prepare.stdlib import read_stdlib
     from megascale.data.tokenizer.tokenizer import train_tokenizer
 
     load = os.getloadavg()[0]
@@ -194,7 +194,7 @@ def library(method: str, half: int) -> dict[str, float]:
 
 def ours(workers: int) -> dict[str, float]:
     """The whole of `data build`."""
-    from megascale.data.build.builder import build
+    from megascale.data.prepare.builder import build
 
     start = time.perf_counter()
     made = build("built", inputs=["text.jsonl"], tokenizer="tokenizer.json", workers=workers, progress=False)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
-from megascale.core.operation_trace import read_trace
-from megascale.core.whatif import what_if
 from megascale.errors import DataError
+from megascale.observe.analysis.operation_trace import read_trace
+from megascale.observe.analysis.whatif import what_if
 
 MOST_OFF, MOST_SECONDS = 0.01, 5.0
 

@@ -114,7 +114,7 @@ def convergence(
 
     from megascale import api
     from megascale.config import preset as shape
-    from megascale.data.build.builder import build
+    from megascale.data.prepare.builder import build
     from megascale.errors import ConfigError
 
     if unknown := set(variants) - {*VARIANTS, *ON_REQUEST}:

@@ -18,7 +18,7 @@ from megascale.config import load as load_config
 from megascale.errors import ConfigError, MegascaleError
 
 if TYPE_CHECKING:
-    from megascale.data.build.builder import Built
+    from megascale.data.prepare.builder import Built
     from megascale.train.convert_model import Converted
     from megascale.train.evaluation import Evaluation
     from megascale.train.loop import TrainResult
@@ -99,8 +99,8 @@ def describe(config: Config) -> RunDescription:
 
 
 def build_data(out: str | Path, **options: object) -> Built:
-    """Make a data set folder; see megascale.data.build.builder.build for the options."""
-    from megascale.data.build.builder import build
+    """Make a data set folder; see megascale.data.prepare.builder.build for the options."""
+    from megascale.data.prepare.builder import build
 
     return build(out, **options)  # type: ignore[arg-type]
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from megascale.errors import DataError
+from megascale.observe.analysis.operation_trace import read_trace
+from megascale.observe.analysis.whatif import WhatIf, what_if
 from megascale.simulate import prediction_band
 from megascale.simulate.calibration import Calibration, Constants, load_calibration
 from megascale.simulate.case import Case
@@ -282,12 +286,21 @@ def test_anchor_cases_divide():
         assert np.all(rows.cases.fits())
 
 
+def replay(file: Path) -> WhatIf:
+    return what_if(read_trace(file))
+
+
 def test_absent_data_is_skipped_and_said(tmp_path, monkeypatch):
     def without_third(name):
         return {key: value for key, value in anchor_file(name).items() if key != "h200-third"}
 
     monkeypatch.setattr(validation_report, "anchor_file", without_third)
-    for check in (*check_vtrain(None), *check_trace(None), *check_vtrain(tmp_path), *check_trace(tmp_path)):
+    for check in (
+        *check_vtrain(None),
+        *check_trace(None, replay),
+        *check_vtrain(tmp_path),
+        *check_trace(tmp_path, replay),
+    ):
         assert check.passed is None
         assert "not here" in check.skipped
     for check in check_runs(None):
@@ -320,5 +333,5 @@ def test_vtrain_scores():
 @pytest.mark.skipif(FOLDER is None or not (FOLDER / TRACE_FILE).is_file(), reason="the ByteDance trace is not here")
 def test_trace_targets():
     pytest.importorskip("pyarrow")
-    (check,) = check_trace(FOLDER)
+    (check,) = check_trace(FOLDER, replay)
     assert check.passed, check.figures

@@ -10,7 +10,7 @@ import pytest
 
 from megascale import api
 from megascale.config import from_tree
-from megascale.data.build.builder import build
+from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError
 

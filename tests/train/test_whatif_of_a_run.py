@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from megascale.core.operation_trace import read_trace
+from megascale.observe.analysis.operation_trace import read_trace
 from megascale.observe.store.tables import SpanTables
 
 WORDS = ["--train.steps=5", "--observe.spans=1", "--checkpoint.interval=0", "--train.eval_interval=0"]

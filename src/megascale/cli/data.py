@@ -56,7 +56,7 @@ def build(
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.data.build.builder import build as run
+    from megascale.data.prepare.builder import build as run
 
     made = run(
         out,

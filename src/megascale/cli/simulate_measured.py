@@ -215,11 +215,15 @@ def validate(
 
       megascale simulate validate --data ../shared/data --rows
     """
+    from megascale.observe.analysis.operation_trace import read_trace
+    from megascale.observe.analysis.whatif import what_if
     from megascale.simulate import render, simulation_plots
     from megascale.simulate.validation.anchors import data_folder
     from megascale.simulate.validation.validation_report import validate as run_checks
 
-    checks = run_checks(data_folder(data), runs, only.split(",") if only else None)
+    checks = run_checks(
+        data_folder(data), runs, lambda file: what_if(read_trace(file)), only.split(",") if only else None
+    )
     if as_json:
         records = [
             {

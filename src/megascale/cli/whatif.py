@@ -11,8 +11,8 @@ import typer
 from megascale.cli.common import check_picture
 
 if TYPE_CHECKING:
-    from megascale.core.operation_trace import OperationTrace
-    from megascale.core.whatif import Part, WhatIf
+    from megascale.observe.analysis.operation_trace import OperationTrace
+    from megascale.observe.analysis.whatif import Part, WhatIf
 
 
 def register(app: typer.Typer) -> None:
@@ -52,8 +52,8 @@ def whatif(
 
       megascale whatif trace-ST.parquet --json
     """
-    from megascale.core.operation_trace import write_trace
-    from megascale.core.whatif import what_if
+    from megascale.observe.analysis.operation_trace import write_trace
+    from megascale.observe.analysis.whatif import what_if
 
     trace = _trace(source, steps, last)
     if export is not None:
@@ -73,8 +73,8 @@ def whatif(
 
 
 def _trace(source: Path, steps: str, last: int) -> OperationTrace:
-    from megascale.core.operation_trace import read_trace
     from megascale.errors import ConfigError, DataError
+    from megascale.observe.analysis.operation_trace import read_trace
 
     if source.is_dir():
         from megascale.observe.analysis.run_steps import chosen_steps

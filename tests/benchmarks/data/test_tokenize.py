@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.data.tokenize import write_jsonl
-from megascale.data.build import stdlib
+from megascale.data.prepare import stdlib
 
 
 def test_bench_tokenize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

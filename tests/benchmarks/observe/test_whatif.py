@@ -7,9 +7,9 @@ import json
 import pytest
 
 from benchmarks.observe.whatif import lines, measure, missed
-from megascale.core.operation_trace import write_trace
 from megascale.errors import DataError
-from tests.core.recorded_jobs import Job
+from megascale.observe.analysis.operation_trace import write_trace
+from tests.observe.analysis.recorded_jobs import Job
 
 
 def test_what_is_off_by_more_than_a_hundredth_is_missed(tmp_path):

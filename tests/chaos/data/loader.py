@@ -92,7 +92,7 @@ def _sources(folder: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    from megascale.data.build.stdlib import read_stdlib
+    from megascale.data.prepare.stdlib import read_stdlib
     from megascale.data.tokenizer.tokenizer import train_tokenizer
 
     texts = list(read_stdlib().values())[:120]

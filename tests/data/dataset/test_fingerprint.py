@@ -12,10 +12,10 @@ import pytest
 
 from megascale import config as configuration
 from megascale.config import Config
-from megascale.data.build.builder import build
 from megascale.data.dataset.file_hash import even_part, fingerprint
 from megascale.data.dataset.fingerprint import check_tokenizers, watch
 from megascale.data.dataset.indexed import IndexedWriter
+from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError
 

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from megascale import api
 from megascale.cli.main import app
 from megascale.config import Config, from_tree
-from megascale.data.build.builder import build
 from megascale.data.dataset.description import describe
 from megascale.data.dataset.fingerprint import watch
 from megascale.data.dataset.indexed import IndexedWriter
+from megascale.data.prepare.builder import build
 from megascale.errors import DataError
 
 DAMAGED = r"{name}\.bin does not hold the tokens that were built.*build it again"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megascale.data.build.builder import build
 from megascale.data.dataset.indexed import DTYPES, IndexedDataset, IndexedWriter, token_dtype
+from megascale.data.prepare.builder import build
 
 torch = pytest.importorskip("torch")
 

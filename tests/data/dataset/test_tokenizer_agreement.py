@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from megascale import api
 from megascale.config import from_tree
-from megascale.data.build.builder import build
 from megascale.data.dataset.description import describe
 from megascale.data.dataset.fingerprint import check_tokenizers
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.samples import HeldOut, SampleSource
 from megascale.data.dataset.tokenizer_agreement import RECORD, remembered
+from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import ConfigError, DataError
 from tests.conftest import lines

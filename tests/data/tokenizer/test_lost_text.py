@@ -11,10 +11,10 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from megascale import api
 from megascale.config import from_tree
-from megascale.data.build import builder, worker_pool
-from megascale.data.build.builder import build
 from megascale.data.dataset.compressors import bits_per_byte
 from megascale.data.dataset.fingerprint import check_text
+from megascale.data.prepare import builder, worker_pool
+from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import DataError

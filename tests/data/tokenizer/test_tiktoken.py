@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megascale.data.build.builder import build
 from megascale.data.dataset.indexed import IndexedDataset
+from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.tiktoken_file import KNOWN, TiktokenTokenizer
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megascale.config import DataConfig
-from megascale.data.build.builder import build
 from megascale.data.dataset.indexed import IndexedDataset
+from megascale.data.prepare.builder import build
 from megascale.data.tokenizer import base
 from megascale.data.tokenizer.base import END_OF_DOCUMENT
 from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_for, tokenizer_path, train_tokenizer

@@ -1,4 +1,4 @@
-"""A run's spans as a trace of operations (core/operation_trace.py), for what-if and for ByteDance's StragglerAnalysis.
+"""A run's spans as a trace of operations (operation_trace.py), for what-if and for ByteDance's StragglerAnalysis.
 
 What stands for what:
 
@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.operation_trace import (
+from megascale.errors import DataError
+from megascale.observe.analysis.operation_trace import (
     BACKWARD,
     CLIP,
     EMBEDDING,
@@ -33,7 +34,6 @@ from megascale.core.operation_trace import (
     OperationTrace,
     trace_of,
 )
-from megascale.errors import DataError
 from megascale.observe.analysis.run_steps import Act, RankStep, rank_steps
 from megascale.observe.store.tables import SpanTables
 

@@ -10,7 +10,7 @@ import numpy as np
 from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megascale.core.whatif import WhatIf
+    from megascale.observe.analysis.whatif import WhatIf
 
 _FORMATS = (".png", ".svg", ".pdf")
 _NUMBERED = 400  # cells at most that carry their number

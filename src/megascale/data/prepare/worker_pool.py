@@ -16,9 +16,9 @@ from pathlib import Path
 
 from megascale.core.preflight import check_processes
 from megascale.core.python_command import module_command
-from megascale.data.build.encode import encode
-from megascale.data.build.worker import EncodeJob
 from megascale.data.dataset.sources import InputPiece
+from megascale.data.prepare.encode import encode
+from megascale.data.prepare.worker import EncodeJob
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError, MegascaleError
 
@@ -78,7 +78,7 @@ def _start(threads: int) -> subprocess.Popen[str]:
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
     return subprocess.Popen(
-        module_command("megascale.data.build.worker"),
+        module_command("megascale.data.prepare.worker"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

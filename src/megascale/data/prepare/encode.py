@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megascale.data.build.split import Split
 from megascale.data.dataset.compressors import LARGEST
 from megascale.data.dataset.indexed import IndexedWriter, token_dtype
 from megascale.data.dataset.sources import InputPiece, read
+from megascale.data.prepare.split import Split
 from megascale.data.tokenizer.base import Tokenizer
 
 SIDES = ("train", "valid")

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.operation_trace import OperationTrace, trace_of
 from megascale.core.replay import Graph, replay
 from megascale.core.schedule import ActionKind, pipeline_schedule
+from megascale.observe.analysis.operation_trace import OperationTrace, trace_of
 
 NAMES = {
     ActionKind.FORWARD: "forward-compute",

@@ -25,16 +25,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from megascale import __version__
 from megascale.core.capacity import usable_cores
-from megascale.data.build import stdlib, worker_pool
-from megascale.data.build.encode import SIDES, finished, part_prefix
-from megascale.data.build.split import FEW, Split, place
-from megascale.data.build.worker import EncodeJob
 from megascale.data.dataset import compressors, sources
 from megascale.data.dataset.file_hash import fingerprint
 from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype
 from megascale.data.dataset.manifest import NAME, DataSetPart, Manifest, read_manifest, sha256_file
 from megascale.data.dataset.sources import InputPiece
 from megascale.data.dataset.tokenizer_agreement import has_other_tokenizer
+from megascale.data.prepare import stdlib, worker_pool
+from megascale.data.prepare.encode import SIDES, finished, part_prefix
+from megascale.data.prepare.split import FEW, Split, place
+from megascale.data.prepare.worker import EncodeJob
 from megascale.data.tokenizer.base import Tokenizer, check_representation
 from megascale.data.tokenizer.huggingface_file import CONFIG, configured_end
 from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer

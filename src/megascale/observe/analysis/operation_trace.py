@@ -4,7 +4,7 @@
 
 Times are seconds, `start_ts` from any origin that all ranks of a step share. One column more, which others need not
 have: `waited`, the seconds of `duration` in which a rank waited for its tensor peers. Files are Parquet, read and
-written by DuckDB. `core/trace_graph.py` makes the dependency graph of it, `core/whatif.py` asks of that.
+written by DuckDB. trace_graph.py makes the dependency graph of it, and whatif.py asks of that.
 """
 
 from __future__ import annotations

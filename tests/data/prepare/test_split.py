@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.data.build import builder
-from megascale.data.build.split import Split, place
 from megascale.data.dataset.manifest import Manifest
 from megascale.data.dataset.sources import TextRecord
+from megascale.data.prepare import builder
+from megascale.data.prepare.split import Split, place
 
 TEXTS = [f"text {i} " + "größer ✓\n" * (i % 7) for i in range(200)]
 

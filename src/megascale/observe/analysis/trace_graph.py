@@ -29,7 +29,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from megascale.core.operation_trace import (
+from megascale.errors import DataError
+from megascale.observe.analysis.operation_trace import (
     BACKWARD,
     CLIP,
     COMPUTE,
@@ -44,7 +45,6 @@ from megascale.core.operation_trace import (
     Array,
     OperationTrace,
 )
-from megascale.errors import DataError
 
 # An operation may seem to start this long before what it awaits has ended (s): clocks and rounding of the recording.
 BLUR = 5e-4

@@ -1,4 +1,4 @@
-"""`python -m megascale.data.build.worker`: encodes the pieces that its parent names on standard input.
+"""`python -m megascale.data.prepare.worker`: encodes the pieces that its parent names on standard input.
 
 Lines of JSON both ways. In: first the job (Job), then one piece a line. Out: `{"used": bytes}`, `{"done": number}`,
 or `{"error": text}` and the end. The worker ends when its input does, so it never outlives its parent by more than
@@ -14,9 +14,9 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megascale.data.build.encode import encode
-from megascale.data.build.split import Split
 from megascale.data.dataset.sources import InputPiece
+from megascale.data.prepare.encode import encode
+from megascale.data.prepare.split import Split
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import MegascaleError
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megascale.core.operation_trace import OperationTrace, read_trace, trace_of, write_trace
-from megascale.core.trace_graph import graphs_of
-from megascale.core.whatif import what_if
 from megascale.errors import ConfigError, DataError
-from tests.core.recorded_jobs import Job
+from megascale.observe.analysis.operation_trace import OperationTrace, read_trace, trace_of, write_trace
+from megascale.observe.analysis.trace_graph import graphs_of
+from megascale.observe.analysis.whatif import what_if
+from tests.observe.analysis.recorded_jobs import Job
 
 PUBLISHED = Path(os.environ.get("MEGASCALE_OTHERS_DATA", "../shared/data")) / "stragglers"
 

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from megascale.cli.main import app
 from megascale.config import DataConfig
-from megascale.data.build import stdlib
-from megascale.data.build.builder import build
 from megascale.data.dataset.description import describe
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.dataset.manifest import part_of, read_manifest
+from megascale.data.prepare import stdlib
+from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_for, train_tokenizer
 from megascale.errors import ConfigError, DataError

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megascale.core.operation_trace import COMPUTE, GARBAGE, OPTIMIZER, TRANSFERS, Array, OperationTrace
-from megascale.core.trace_graph import TraceGraph, graphs_of
 from megascale.errors import ConfigError
+from megascale.observe.analysis.operation_trace import COMPUTE, GARBAGE, OPTIMIZER, TRANSFERS, Array, OperationTrace
+from megascale.observe.analysis.trace_graph import TraceGraph, graphs_of
 
 # Of all ranks, the percentage that M_W makes normal.
 SLOWEST = 3

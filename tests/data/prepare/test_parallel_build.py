@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megascale.data.build import builder as building
-from megascale.data.build import worker_pool
-from megascale.data.build.builder import build
-from megascale.data.build.split import Split
-from megascale.data.build.worker import EncodeJob
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.dataset.sources import InputPiece
+from megascale.data.prepare import builder as building
+from megascale.data.prepare import worker_pool
+from megascale.data.prepare.builder import build
+from megascale.data.prepare.split import Split
+from megascale.data.prepare.worker import EncodeJob
 from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import DataError, MegascaleError
 
@@ -68,7 +68,7 @@ def test_workers_do_not_change_the_result(tmp_path: Path, corpus: Path, monkeypa
 
 SCRIPT = """
 import sys
-from megascale.data.build import builder as building, worker_pool as pool
+from megascale.data.prepare import builder as building, worker_pool as pool
 building._PIECE, pool.SMALL = int(sys.argv[4]), 0
 building.build(sys.argv[1], inputs=[sys.argv[2]], tokenizer=sys.argv[3], workers=2, progress=False)
 """
@@ -97,12 +97,12 @@ def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, corpus: Path, sma
         "def read(piece, key):\n"
         f"    open({str(tmp_path / 'gate')!r}).close() if piece.number == 7 else None\n"
         "    yield from whole(piece, key)\n"
-        "import megascale.data.build.encode as e\n"
+        "import megascale.data.prepare.encode as e\n"
         "e.read = read\n"
     )
     (tmp_path / "patch").mkdir()
     (tmp_path / "patch" / "sitecustomize.py").write_text(
-        "import sys\nif 'megascale.data.build.worker' in ' '.join(sys.orig_argv):\n    "
+        "import sys\nif 'megascale.data.prepare.worker' in ' '.join(sys.orig_argv):\n    "
         + gate.replace("\n", "\n    ").rstrip()
         + "\n"
     )
@@ -235,7 +235,7 @@ def test_full_disk_is_told(tmp_path: Path, corpus: Path, monkeypatch) -> None:
 
 def test_a_worker_whose_answer_cannot_be_read_ends_the_build(tmp_path: Path) -> None:
     """It may live on and say nothing more: the build must not wait for its end."""
-    job = EncodeJob(str(tmp_path), "tokenizer.json", "text", Split(share=0.0, below=0, tails=False))
+    job = EncodeJob(str(tmp_path), "tokenizer.json", "text", Split(share=0.0, below=0, cut_above=0))
     failures: deque[MegascaleError] = deque()
     pipe = subprocess.PIPE
     with subprocess.Popen(["sh", "-c", "read a; read b; echo 5; cat"], stdin=pipe, stdout=pipe, text=True) as worker:
