@@ -40,7 +40,16 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names, separated by commas")
     given = parser.parse_args()
     wanted = given.only.split(",") if given.only else [name for name, *_ in PICTURES if name != "hang"]
-    command = [sys.executable, "-m", "megascale", "dashboard", str(given.runs), "--port=0", "--no-browser"]
+    command = [
+        sys.executable,
+        "-m",
+        "megascale",
+        "dashboard",
+        str(given.runs),
+        "--port=0",
+        "--no-browser",
+        "--no-token",
+    ]
     served = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert served.stdout is not None
     try:

@@ -180,7 +180,7 @@ def _reload(address: str, halt: threading.Event) -> None:
 @contextlib.contextmanager
 def served(run: Path) -> Iterator[tuple[str, int]]:
     """The command in a process of its own: its address and process id."""
-    command = [sys.executable, "-m", "megascale", "dashboard", str(run), "--port=0", "--no-browser"]
+    command = [sys.executable, "-m", "megascale", "dashboard", str(run), "--port=0", "--no-browser", "--no-token"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -29,9 +29,10 @@ def dashboard(
     token_file: Path = typer.Option(
         None,
         "--token-file",
-        help="Pages ask for the token in this file (mode 600, made if missing).",
+        help="Pages ask for the token in this file (mode 600, made if missing); default: a new token for each start.",
         show_default=False,
     ),
+    no_token: bool = typer.Option(False, "--no-token", help="Let every user of this machine read; on loopback only."),
     certificate: Path = typer.Option(None, "--certificate", help="Of TLS, a PEM file.", show_default=False),
     key: Path = typer.Option(None, "--key", help="Of TLS, a PEM file.", show_default=False),
     until_stdin_ends: bool = typer.Option(False, "--until-stdin-ends", hidden=True),
@@ -44,8 +45,9 @@ def dashboard(
     pipeline x data, who waits for whom in a hang. Nodes: state and history; cordon, evict, pause, restart. Plan:
     memory, bubble and step beside what is measured.
 
-    Reading needs no token on this machine. Acting asks for the text of RUN/driver/token.act. From elsewhere:
-    ssh -L 8265:127.0.0.1:8265 HOST. Nothing is loaded from the internet.
+    Reading asks for a token: other users of the machine reach the port, too. On a terminal the printed address holds
+    it. Acting asks for the text of RUN/driver/token.act. From elsewhere: ssh -L 8265:127.0.0.1:8265 HOST. Nothing is
+    loaded from the internet.
 
     Examples:
 
@@ -67,7 +69,7 @@ def dashboard(
     if until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     protect_children()  # the processes that answer queries are started by multiprocessing
-    at = Listening(host, port, token_file, certificate, key)
+    at = Listening(host, port, token_file, no_token, certificate, key)
     check(at)
     outside = Outside(Sources(job_view.job, job_view.nodes, run_plan), job_view.order)
     serve(RunList(run), outside, at, typer.echo, browser)

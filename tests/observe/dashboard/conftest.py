@@ -111,13 +111,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """Starts `megascale dashboard`; returns its address."""
+    """Starts `megascale dashboard`, without a token for reading unless the words name one; returns its address."""
     folder = tmp_path_factory.mktemp("served")
     started: list[Forked] = []
 
     def begin(place: Path, *words: str) -> str:
         output = folder / f"{len(started)}.out"
-        process = Forked(["dashboard", place, "--port=0", "--no-browser", *words], output=output, cwd=folder)
+        access = [] if "--token-file" in words else ["--no-token"]
+        process = Forked(["dashboard", place, "--port=0", "--no-browser", *access, *words], output=output, cwd=folder)
         started.append(process)
         deadline = time.monotonic() + 60
         while not (found := re.search(r"dashboard of .*: (https?://\S+)\n", output.read_text())):

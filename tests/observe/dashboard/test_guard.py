@@ -22,7 +22,14 @@ from megascale.errors import ConfigError
 from megascale.observe.dashboard.guard import POLICY, Guard
 from megascale.observe.dashboard.query_process import QueryProcess
 from megascale.observe.dashboard.questions import Sources
-from megascale.observe.dashboard.serve import Listening, check, names
+from megascale.observe.dashboard.serve import (
+    Listening,
+    _announce,
+    _open_in_browser,
+    _reading_token,
+    check,
+    names,
+)
 from tests.forked import Forked
 
 TOKEN = b"r" * 64
@@ -108,11 +115,14 @@ def test_listening_beyond_this_machine_needs_token_and_tls(tmp_path: Path):
         Listening("0.0.0.0"),
         Listening("0.0.0.0", token_file=tmp_path / "t"),
         Listening("0.0.0.0", token_file=tmp_path / "t", certificate=tmp_path / "c"),
+        Listening("0.0.0.0", no_token=True, certificate=tmp_path / "c", key=tmp_path / "k"),
         Listening("127.0.0.1", key=tmp_path / "k"),
         Listening("127.0.0.1", certificate=tmp_path / "c", key=tmp_path / "k"),
     ):
         with pytest.raises(ConfigError, match=r"--(host|certificate)"):
             check(at)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        check(Listening(token_file=tmp_path / "t", no_token=True))
     assert check(Listening()) is None
 
 
@@ -151,10 +161,31 @@ def test_half_sent_heads_shut_nobody_out(address, half):
             assert page.status == 200
 
 
+def test_without_a_token_the_risk_is_printed(tmp_path):
+    lines: list[str] = []
+    _announce(tmp_path, "http://127.0.0.1:1/", None, lines.append)
+    assert "every user of this machine can read these runs" in " ".join(lines)
+
+
+def test_a_browser_is_started_without_the_token_among_its_words(tmp_path, monkeypatch):
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with _reading_token(Listening(), "http://127.0.0.1:1/", 1) as access:
+        _open_in_browser("http://127.0.0.1:1/", access)
+        page = Path(opened[0].removeprefix("file://"))
+        assert access.token.decode() not in opened[0]
+        assert f"url={access.link}" in page.read_text()
+        assert stat.S_IMODE(page.stat().st_mode) == 0o600
+    assert not page.exists()
+    assert not access.file.exists()
+
+
 def test_wrong_words_on_the_command_line(megascale, runs, tmp_path):
     for words, code, said in (
         (["dashboard", tmp_path / "none"], 4, "is no folder"),
         (["dashboard", runs, "--host", "0.0.0.0"], 2, "--token-file"),
+        (["dashboard", runs, "--host", "0.0.0.0", "--no-token"], 2, "without a token"),
     ):
         done = megascale(*words)
         assert done.returncode == code
@@ -164,16 +195,24 @@ def test_wrong_words_on_the_command_line(megascale, runs, tmp_path):
 def test_a_server_that_is_killed_leaves_nobody_behind(runs, tmp_path):
     """Its query processes end with it; Ctrl-C ends it with exit code 130."""
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
-        process = Forked(["dashboard", runs, "--port=0", "--no-browser"], output=tmp_path / "out", cwd=tmp_path)
+        words = ["dashboard", runs, "--port=0", "--no-browser"]
+        process = Forked(words, output=tmp_path / "out", cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
         until(lambda: "dashboard of" in (tmp_path / "out").read_text())
         until(lambda process=process: len(children(process.pid)) >= 2)
         workers = children(process.pid)
         address = re.search(r"https?://\S+", (tmp_path / "out").read_text())[0]
-        stream = urllib.request.urlopen(f"{address}api/live?run=calm", timeout=30)  # open to the end
+        file = Path(re.search(r"the token in (\S+)", (tmp_path / "out").read_text())[1])
+        assert get(f"{address}api/runs")[0] == 401
+        assert file.read_text() not in (tmp_path / "out").read_text()  # a log may be read by others
+        assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(file.parent.stat().st_mode)) == (0o600, 0o700)
+        shown = {"Authorization": f"Bearer {file.read_text()}"}
+        request = urllib.request.Request(f"{address}api/live?run=calm", headers=shown)
+        stream = urllib.request.urlopen(request, timeout=30)  # open to the end
         assert stream.readline() == b": open\n"
         process.send_signal(number)
         assert process.wait(30) == code
         assert "Traceback" not in (tmp_path / "out").read_text()
+        assert file.exists() == (number == signal.SIGKILL)
         stream.close()
         until(lambda workers=workers: not any(Path(f"/proc/{pid}/stat").exists() for pid in workers))
         (tmp_path / "out").write_text("")

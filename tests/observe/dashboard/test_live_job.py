@@ -55,10 +55,12 @@ def test_a_person_finds_and_evicts_a_slow_node_and_sees_who_stands_still(page, l
     act = read_tokens(job.run).act.decode()
     # Slow also where the machine is busy and all steps take longer.
     inject(job.run, "slow-rank", Options(rank=2, seconds=0.1, persistent=True))
-    address = job.wait(lambda: re.search(r"dashboard of .*: (http\S+)\n", job.output.read_text()), "its page")[1]
+    address, file = job.wait(
+        lambda: re.search(r"dashboard of .*: (http\S+)\n.* the token in (\S+)\n", job.output.read_text()), "its page"
+    ).groups()
 
     # Who looks sees the slow rank, among four.
-    page.goto(f"{address}heatmap")
+    page.goto(f"{address}heatmap#token={Path(file).read_text()}")
     page.wait_for_selector("section[aria-label=outliers] >> text=rank 2", timeout=180_000)
     page.locator(".outliers button", has_text="rank 2").click()
     expect(page.locator("section[aria-label='rank 2']")).to_contain_text("an outlier")

@@ -44,6 +44,22 @@ def test_views_keep_the_rules_of_accessibility(page, address):
         assert violations(page, runOnly={"type": "rule", "values": COLOURS}) == [], view
 
 
+def test_the_link_with_the_token_opens_the_page_and_leaves_the_address(page, serve, runs, tmp_path):
+    file = tmp_path / "token"
+    address = serve(runs / "calm", "--token-file", str(file))
+    page.goto(address)
+    page.get_by_label("token").wait_for()
+    page.goto(f"{address}overview#token={'x' * 64}")
+    page.reload()
+    page.get_by_label("token").wait_for()
+    page.goto(f"{address}heatmap?run=calm#token={file.read_text()}")
+    page.reload()
+    page.wait_for_selector("main[data-ready]")
+    assert page.url == f"{address}heatmap?run=calm"
+    page.reload()  # the tab keeps it
+    page.wait_for_selector("main[data-ready]")
+
+
 def test_overview_shows_several_runs_over_each_other(page, address):
     page.goto(f"{address}overview?run=calm&run=other")
     page.wait_for_selector("main[data-ready]")

@@ -1,7 +1,7 @@
 """Who may ask, and what a browser may do with an answer: checked before anything of the application runs.
 
 A request must name this server in its Host (a page elsewhere whose name was made to point here does not), come from no
-other origin, and, where others than this machine reach the port, show the token for reading. Orders show the run's
+other origin, and show the token for reading, unless the server was started without one. Orders show the run's
 acting token, always (application.py). Tokens travel in a header that no browser sends by itself: there are no cookies.
 """
 
@@ -102,7 +102,7 @@ class Guard:
             if not size.isdigit() or int(size) > BODY_BYTES:
                 return 413, f"an order says its length, at most {BODY_BYTES} bytes"
         elif scope["path"].startswith("/api/") and self._token is not None and not same(bearer(headers), self._token):
-            return 401, "show the token for reading: the text of the file that --token-file names"
+            return 401, "show the token for reading: the text of the file that the dashboard's command named"
         return 0, ""
 
 

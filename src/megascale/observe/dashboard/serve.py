@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import signal
 import socket
 import ssl
+import sys
 import webbrowser
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from megascale.observe.dashboard.guard import Guard
 from megascale.observe.dashboard.run_list import RunList
 from megascale.services.door import Door, DoorLimits
 from megascale.services.http_protocol import http_protocol
+from megascale.services.private_folder import private_base
 from megascale.services.shared_token import make_token
 
 PORT = 8265
@@ -36,20 +39,29 @@ class Listening:
 
     Attributes:
         host, port: port 0 is any that is free.
-        token_file: holds the token for reading, made if missing; None only on loopback.
+        token_file: holds the token for reading, made if missing; None: a new token for this server, on loopback only.
+        no_token: whether whoever reaches it may read; on loopback only.
         certificate, key: files in PEM form; both needed where others than this machine reach it.
     """
 
     host: str = "127.0.0.1"
     port: int = PORT
     token_file: Path | None = None
+    no_token: bool = False
     certificate: Path | None = None
     key: Path | None = None
 
 
 def check(at: Listening) -> ssl.SSLContext | None:
     """TLS to listen with, None for plain HTTP on loopback. ConfigError names the option that is missing or wrong."""
+    if at.no_token and at.token_file is not None:
+        raise ConfigError(f"--no-token and --token-file={at.token_file} exclude each other; give one of them")
     if not is_loopback(at.host):
+        if at.no_token:
+            raise ConfigError(
+                f"--host={at.host} is reached by other machines: without a token they would read everything; give "
+                "--token-file=FILE in place of --no-token, or stay on 127.0.0.1 and use ssh -L"
+            )
         if at.token_file is None:
             raise ConfigError(
                 f"--host={at.host} is reached by other machines: give --token-file=FILE, which holds the token that "
@@ -135,15 +147,108 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
+@dataclass(frozen=True)
+class ReadingToken:
+    """The token for reading, which pages show with each request.
+
+    Attributes:
+        token: its bytes.
+        file: where it is kept, readable by this user only.
+        link: the page's address with the token in it, for this user's terminal and browser; "" where the token was
+            given by --token-file.
+    """
+
+    token: bytes
+    file: Path
+    link: str = ""
+
+
+@contextlib.contextmanager
+def _reading_token(at: Listening, url: str, port: int) -> Iterator[ReadingToken | None]:
+    """Yield the token for reading, None without one. A token made for this server alone is removed at the end.
+
+    A server that another user starts on the same port later is sent a token that is of no use any more.
+    """
+    if at.no_token:
+        yield None
+        return
+    if at.token_file is not None:
+        yield ReadingToken(make_token(at.token_file), at.token_file)
+        return
+    try:
+        file = private_base() / f"dashboard-{port}.token"
+        file.unlink(missing_ok=True)
+        token = make_token(file)
+    except OSError as error:
+        raise ConfigError(f"the token for reading cannot be kept ({error}); give --token-file=FILE") from None
+    try:
+        # Browsers send no server what stands behind "#".
+        yield ReadingToken(token, file, f"{url}#token={token.decode()}")
+    finally:
+        file.unlink(missing_ok=True)
+        _redirection(file).unlink(missing_ok=True)
+
+
+def _redirection(file: Path) -> Path:
+    """Return where the page lies that leads a browser to the address with the token."""
+    return file.with_suffix(".html")
+
+
+def _open_in_browser(url: str, access: ReadingToken | None) -> None:
+    """Open the page in this machine's browser, by a private file where the address holds the token: other users may
+    read the words that a browser is started with."""
+    if access is None or not access.link:
+        webbrowser.open(url)
+        return
+    page = _redirection(access.file)
+    page.unlink(missing_ok=True)
+    with open(os.open(page, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={access.link}">\n')
+    webbrowser.open(page.as_uri())
+
+
+def _announce(place: Path, url: str, access: ReadingToken | None, say: Callable[[str], None]) -> None:
+    """Say where the page is and who may read it. The token itself is shown on a terminal only, not in a log."""
+    shown = access.link if access is not None and access.link and sys.stdout.isatty() else url
+    say(f"dashboard of {place}: {shown}")
+    if access is None:
+        say(
+            "--no-token: every user of this machine can read these runs: their names, settings, events, curves and "
+            "nodes"
+        )
+    else:
+        say(f"pages ask for the token in {access.file}")
+    say("acting asks for the text of RUN/driver/token.act; Ctrl-C ends")
+
+
 def serve(runs: RunList, outside: Outside, at: Listening, say: Callable[[str], None], open_browser: bool) -> None:
     """Listen and answer until Ctrl-C (KeyboardInterrupt), SIGTERM or SIGHUP. ConfigError if it cannot listen there."""
     context = check(at)
-    token = make_token(at.token_file) if at.token_file is not None else None
     scheme = "https" if context is not None else "http"
-    application = build(runs, outside)
-    app: Any = Guard(application, names(at.host), scheme, token)
-    family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    with contextlib.closing(_bind(at)) as listener:
+        everywhere = at.host in ("0.0.0.0", "::")  # no address that anybody could open
+        host = f"[{at.host}]" if ":" in at.host else at.host
+        port = listener.getsockname()[1]
+        url = f"{scheme}://{socket.gethostname() if everywhere else host}:{port}/"
+        with _reading_token(at, url, port) as access:
+            application = build(runs, outside)
+            app: Any = Guard(application, names(at.host), scheme, access.token if access is not None else None)
+            config = uvicorn.Config(
+                app, log_level="error", access_log=False, h11_max_incomplete_event_size=_HEAD_BYTES, lifespan="on",
+                http="h11", server_header=False, timeout_graceful_shutdown=10, ws="none",
+            )  # fmt: skip
+            server = _Server(config, listener, context, application.state.live.close)
+            _announce(runs.place, url, access, say)
+            if open_browser:
+                _open_in_browser(url, access)
+            server.run()
+    if server.interrupted:
+        raise KeyboardInterrupt
+
+
+def _bind(at: Listening) -> socket.socket:
+    """Return a socket that listens; ConfigError names the options if it cannot."""
+    listener = socket.socket(socket.AF_INET6 if ":" in at.host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((at.host, at.port))
@@ -154,23 +259,4 @@ def serve(runs: RunList, outside: Outside, at: Listening, say: Callable[[str], N
             f"cannot listen on --host={at.host} --port={at.port} ({error.strerror}); give another port, or --port=0 "
             "for any that is free"
         ) from None
-    everywhere = at.host in ("0.0.0.0", "::")  # no address that anybody could open
-    shown = socket.gethostname() if everywhere else f"[{at.host}]" if family == socket.AF_INET6 else at.host
-    url = f"{scheme}://{shown}:{listener.getsockname()[1]}/"
-    config = uvicorn.Config(
-        app, log_level="error", access_log=False, h11_max_incomplete_event_size=_HEAD_BYTES, lifespan="on",
-        http="h11", server_header=False, timeout_graceful_shutdown=10, ws="none",
-    )  # fmt: skip
-    server = _Server(config, listener, context, application.state.live.close)
-    say(f"dashboard of {runs.place}: {url}")
-    if token is not None:
-        say(f"pages ask for the token in {at.token_file}")
-    say("acting asks for the text of RUN/driver/token.act; Ctrl-C ends")
-    if open_browser:
-        webbrowser.open(url)
-    try:
-        server.run()
-    finally:
-        listener.close()
-    if server.interrupted:
-        raise KeyboardInterrupt
+    return listener

@@ -4,7 +4,7 @@ import * as address from "./address.js";
 import { recallTheme, toggleTheme } from "./colours.js";
 import { fill, h } from "./dom.js";
 import { whole } from "./format.js";
-import { Refused, ask, follow, setReadToken } from "./server.js";
+import { Refused, ask, follow, setReadToken, takeTokenFromAddress } from "./server.js";
 
 /**
  * What a view is given. `ready` is called once its first answer is shown.
@@ -150,7 +150,7 @@ function askToken() {
     event.preventDefault();
     setReadToken(field.value);
     void start();
-  } }, h("h1", {}, "Token"), h("p", {}, "This dashboard is reached over a network: show the token for reading, the text of the file that --token-file names."), field, h("button", {}, "Go on")));
+  } }, h("h1", {}, "Token"), h("p", {}, "Open the link that the dashboard's command printed, or paste the token here: the text of the file that the command named."), field, h("button", {}, "Go on")));
   field.focus();
 }
 
@@ -178,4 +178,5 @@ document.addEventListener("click", (event) => {
   const menu = top.querySelector("details[open]");
   if (menu && !menu.contains(/** @type {Node} */ (event.target))) menu.removeAttribute("open");
 });
+takeTokenFromAddress();
 void start();

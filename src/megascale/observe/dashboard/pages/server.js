@@ -1,7 +1,8 @@
 // Asks the server, with the token for reading where it wants one, and follows its live stream.
 
-/** Kept for this page only: a token is never in an address, a cookie or on the disk. */
-let readToken = "";
+/** Kept for this tab, so that a reload does not ask again; never in an address that is sent, nor in a cookie. */
+const KEPT = "megascale-read-token";
+let readToken = sessionStorage.getItem(KEPT) ?? "";
 
 export class Refused extends Error {
   /** @param {number} status @param {string} words */
@@ -14,6 +15,15 @@ export class Refused extends Error {
 /** @param {string} token */
 export function setReadToken(token) {
   readToken = token.trim();
+  sessionStorage.setItem(KEPT, readToken);
+}
+
+/** Take the token out of the address that the server's command printed: `#token=...`, which browsers do not send. */
+export function takeTokenFromAddress() {
+  const token = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (token === null) return;
+  setReadToken(token);
+  history.replaceState(null, "", location.pathname + location.search);
 }
 
 /** @param {Record<string, string>} [more] */
