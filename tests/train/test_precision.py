@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megascale.api import load_config, train
+from megascale.api import evaluate, load_config, train
 from megascale.cli.main import app
 from megascale.config import Config, from_tree, load, with_precision
 from megascale.train import rank_info
@@ -65,6 +65,20 @@ def test_a_device_with_bfloat16_trains_in_it(tiny, monkeypatch):
     own, said = (losses(tiny.parent / "runs" / name) for name in ("own", "said"))
     assert own != said
     assert own == pytest.approx(said, rel=0.02)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
+def test_a_bfloat16_run_is_resumed_and_evaluated_as_it_was_trained(tiny, optimizer):
+    """Its weights in use are not its master weights, which alone are saved."""
+    words = ["--train.precision=bfloat16", f"--optimizer.name={optimizer}", "--train.steps=4", "--lr.peak=0.02"]
+    whole = load_config(tiny, [*words, "--train.name=whole"])
+    trained = train(whole).evaluation
+    assert evaluate(whole.run_folder, device="cpu").loss == trained.loss
+    parts = [*words, "--train.name=parts"]
+    train(load_config(tiny, [*parts, "--train.stop_after=2"]))
+    resumed = train(load_config(tiny, parts))
+    assert losses(load_config(tiny, parts).run_folder) == losses(whole.run_folder)
+    assert resumed.evaluation.loss == trained.loss
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

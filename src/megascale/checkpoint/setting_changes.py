@@ -22,6 +22,10 @@ _FREE_OF_MODEL = ("init_std", "vocab_multiple", "preset")
 _OF_THIS_START = "checkpoint.accept_changes"
 _BY_CONTENTS = ("data.tokenizer", "data.train")  # by whoever reads files: they may lie elsewhere
 _ONLY_TEXT = ("data.text_key", "data.shuffle_tokens")
+# After a change of these a sample's number means other tokens than before. A run or files are compared by contents.
+CHANGES_SAMPLES = frozenset(
+    {"data.weights", "data.shuffle", "data.shuffle_tokens", "model.sequence_length", "train.seed"}
+)
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,8 @@ def ledger(
             typer.echo(f"tokens of {result.compared:,} steps read again and compared with what ranks had read")
         for sentence in result.missing:
             typer.echo(sentence)
+        if result.other_data:
+            typer.echo(f"{result.other_data:,} steps were trained before a change of the data that was accepted")
     if result.faults:
         raise DataError(f"{file}: {'; '.join(result.faults)}. The run did not train each sample once")
     if as_json:
@@ -209,6 +211,8 @@ def ledger(
             f"each sample was due once; the lines of {unknown:,} steps are of an older version and do not say what "
             "ranks have read"
         )
+    elif result.unknown:
+        typer.echo("each other sample was trained once" + (", as the seed and the files give it" if draw else ""))
     else:
         typer.echo("each sample was trained once" + (", as the seed and the files give it" if draw else ""))
 

@@ -421,8 +421,8 @@ class Trainer:
         self.step = self.ending.step = state["step"]
         self.consumed = state.get("samples", 0)
         self.tokens = resume.trained_tokens(state, self.tokens_per_sample)
-        # Samples may mean other tokens after a change that was accepted: the totals begin anew.
-        known = None if self.config.checkpoint.accept_changes else ReadTotals.from_record(state.get("read"))
+        # Where samples have other tokens than before, the totals begin anew. Rank 0 knows, and writes them.
+        known = None if self.origin.has_other_samples else ReadTotals.from_record(state.get("read"))
         self._read = known or ReadTotals(since=self.consumed)
 
     def _weights(self) -> list[checkpoint.TensorShard]:

@@ -38,6 +38,7 @@ class Origin:
     Attributes:
         changes: settings that differ from those of the checkpoint.
         notes: what a person should know, a sentence each.
+        has_other_samples: whether samples have other tokens than before, as a person has accepted.
     """
 
     def __init__(self, config: Config, run: RunFolder, peers: Peers) -> None:
@@ -45,6 +46,7 @@ class Origin:
         self.accepted = config.checkpoint.accept_changes
         self.changes: list[Change] = []
         self.notes: list[str] = []
+        self.has_other_samples = False
         self._identity: str | None = None
         self._location_owner = ""  # when this start was judged
         self._facts: dict[str, Any] = {}
@@ -123,7 +125,13 @@ class Origin:
     def _judge(self, state: Mapping[str, Any], name: str) -> str | None:
         self.changes, self.notes = [], []
         self._read_owner()
-        return self._wrong_run(state, name) or self._wrong_settings(state, name)
+        problem = self._wrong_run(state, name) or self._wrong_settings(state, name)
+        self.has_other_samples = (
+            any(change.key in setting_changes.CHANGES_SAMPLES for change in self.changes)
+            or state.get("data") not in (None, self._facts.get("data"))
+            or (state.get("run") or {}).get("id") not in (None, self._identity)
+        )
+        return problem
 
     def _wrong_run(self, state: Mapping[str, Any], name: str) -> str | None:
         mine, its = self.run.read_identity(), state.get("run") or {}

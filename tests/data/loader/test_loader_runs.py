@@ -110,6 +110,20 @@ def test_a_run_goes_on_from_a_ledger_that_was_cut(run: Path, cut: int) -> None:
     assert "each sample was trained once" in proof.output
 
 
+def test_after_a_change_of_the_data_that_was_accepted_the_totals_begin_anew(run: Path) -> None:
+    words = [f"--train.runs={run.parent}", "--train.name=run", "--train.steps=8", "--train.eval_samples=1"]
+    accepted = "--checkpoint.accept_changes=train.seed,optimizer.beta2"
+    train(load_config(run / "config.toml", [*words, "--train.seed=5", "--optimizer.beta2=0.9", accepted]))
+    assert [line["read"]["since"] for line in lines(run / "samples" / "ledger.jsonl")] == [0] * 6 + [24] * 2
+    proof = cli("data", "ledger", run)
+    assert proof.exit_code == 0
+    assert "6 steps were trained before a change of the data that was accepted" in proof.output
+    assert "tokens of 2 steps read again" in proof.output
+    # Another optimizer trains the same samples.
+    train(load_config(run / "config.toml", [*words, "--train.steps=9", "--optimizer.beta2=0.8", accepted]))
+    assert lines(run / "samples" / "ledger.jsonl")[-1]["read"]["since"] == 24
+
+
 def test_what_ranks_have_read_is_compared_and_not_what_was_due(run: Path) -> None:
     ledger = lines(run / "samples" / "ledger.jsonl")
     source = SampleSource(load_config(run / "config.toml"))
@@ -129,6 +143,7 @@ def test_what_ranks_have_read_is_compared_and_not_what_was_due(run: Path) -> Non
         "step 3 has no line; samples 8 to 11 are accounted for nowhere"
     ]
     assert check(older[:3] + ledger[3:], source).recorded == 3
+    assert check(older[:2] + older[3:], source).unknown == 4
 
 
 # Python that gives both loaders of two data-parallel ranks with two micro-batches a fault: attributes of LocalFeed and

@@ -31,6 +31,8 @@ class Checked:
         recorded: steps whose lines say what ranks have read; those of older versions do not.
         compared: steps whose tokens were read again and compared with what ranks had read.
         missing: a sentence for each run of steps that have no line, as a crash leaves it.
+        unknown: samples of such steps that no totals account for.
+        other_data: steps before the last change of the data that was accepted: those samples cannot be drawn again.
         faults: a sentence each; empty where every sample from 0 on was trained once, in order, as the seed says.
     """
 
@@ -40,6 +42,8 @@ class Checked:
     epochs: float = 0.0
     recorded: int = 0
     compared: int = 0
+    unknown: int = 0
+    other_data: int = 0
     missing: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -52,6 +56,7 @@ class _Stretch:
     begin: int
     end: int
     sums: ReadSums
+    since: int
 
 
 def check(lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: int = 10, full: bool = False) -> Checked:
@@ -65,14 +70,22 @@ def check(lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: i
     result = Checked()
     stretches = _stretches(lines)
     _check_order(lines, {stretch.step: stretch.begin for stretch in stretches}, result)
+    totals = [ReadTotals.from_record(line.get("read")) for line in lines]
+    recorded = [each for each in totals if each is not None]
+    since = recorded[-1].since if recorded else 0
+    # Lines of older versions do not tell of a change of the data, and are compared.
+    pairs = zip(lines, totals, strict=True)
+    comparable = [line for line, total in pairs if total is None or total.since == since]
+    result.other_data = len(lines) - len(comparable)
     if source is not None:
-        _check_ids(lines, source, result)
-    result.recorded = len(stretches)
+        _check_ids(comparable, source, result)
+    result.recorded = len(recorded)
     for stretch in stretches:
         if sum_of_numbers(stretch.begin, stretch.end) != stretch.sums.numbers:
             result.faults.append(f"{_named(stretch)}: the numbers that ranks read are others, or some came twice")
     if source is not None:
-        chosen = stretches if full else _choose(stretches, source.sequence_length)
+        chosen = [stretch for stretch in stretches if stretch.since == since]
+        chosen = chosen if full else _choose(chosen, source.sequence_length)
         result.compared = len(chosen)
         for stretch in chosen:
             if _read_again(stretch, source).tokens != stretch.sums.tokens:
@@ -96,6 +109,7 @@ def _check_order(lines: Sequence[dict[str, Any]], begins: Mapping[int, int], res
             lost = f"step {last} has" if last == step + 1 else f"steps {step + 1} to {last} have"
             is_known = begins.get(line["step"], first) <= due
             how = "were read, as the totals after them say" if is_known else "are accounted for nowhere"
+            result.unknown += 0 if is_known else first - due
             result.missing.append(f"{lost} no line; samples {due} to {first - 1} {how}")
         else:
             if line["step"] != step + 1:
@@ -140,7 +154,7 @@ def _stretches(lines: Sequence[dict[str, Any]]) -> list[_Stretch]:
             totals, end = ReadTotals(since=now.since), now.since
         # Where lines are out of order, which _check_order tells, the totals say nothing of this line alone.
         if end <= first:
-            stretches.append(_Stretch(line["step"], end, stop, now.sums - totals.sums))
+            stretches.append(_Stretch(line["step"], end, stop, now.sums - totals.sums, now.since))
         totals, end = now, stop
     return stretches
 
