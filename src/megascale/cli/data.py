@@ -164,7 +164,8 @@ def ledger(
     """Prove that a run trained each sample once: no number missing or twice, each step on what the seed gives.
 
     Compares checksums of what all ranks have read: of sample numbers for every step, of tokens for steps of up to 67
-    million tokens, evenly over the run. Exit code 4 if the ledger shows a sample skipped, repeated or exchanged.
+    million tokens (of text one million), evenly over the run. Exit code 4 if the ledger shows a sample skipped,
+    repeated or exchanged.
 
     Examples:
 

@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from megascale.data.dataset.formats import is_text
 from megascale.data.dataset.read_checksum import ReadSums, ReadTotals, parts_of, sum_of_numbers, sums_of
 from megascale.data.dataset.samples import SampleSource, hash_ids
 
-_TOKENS = 1 << 26  # that are read again by default, of steps that lie evenly over the run
+# Tokens that are read again by default, of steps that lie evenly over the run; text is tokenised again for it.
+_TOKENS = 1 << 26
+_TOKENS_OF_TEXT = 1 << 20
 
 
 @dataclass
@@ -65,7 +68,7 @@ def check(lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: i
     Args:
         source: None: numbers alone are compared.
         shown: most faults that are told.
-        full: read the tokens of all steps; default: of at most _TOKENS tokens.
+        full: read the tokens of all steps; default: of at most _TOKENS tokens, of text _TOKENS_OF_TEXT.
     """
     result = Checked()
     stretches = _stretches(lines)
@@ -85,7 +88,9 @@ def check(lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: i
             result.faults.append(f"{_named(stretch)}: the numbers that ranks read are others, or some came twice")
     if source is not None:
         chosen = [stretch for stretch in stretches if stretch.since == since]
-        chosen = chosen if full else _choose(chosen, source.sequence_length)
+        if not full:
+            text = any(map(is_text, source.config.data.train))
+            chosen = _choose(chosen, source.sequence_length, _TOKENS_OF_TEXT if text else _TOKENS)
         result.compared = len(chosen)
         for stretch in chosen:
             if _read_again(stretch, source).tokens != stretch.sums.tokens:
@@ -159,10 +164,10 @@ def _stretches(lines: Sequence[dict[str, Any]]) -> list[_Stretch]:
     return stretches
 
 
-def _choose(stretches: list[_Stretch], sequence_length: int) -> list[_Stretch]:
-    """Return stretches of at most _TOKENS tokens in all (but at least one), evenly over the run."""
+def _choose(stretches: list[_Stretch], sequence_length: int, most: int) -> list[_Stretch]:
+    """Return stretches of at most `most` tokens in all (but at least one), evenly over the run."""
     tokens = sum(stretch.end - stretch.begin for stretch in stretches) * (sequence_length + 1)
-    count = min(len(stretches), max(1, int(len(stretches) * _TOKENS / max(tokens, 1))))
+    count = min(len(stretches), max(1, int(len(stretches) * most / max(tokens, 1))))
     return [stretches[(i + 1) * len(stretches) // count - 1] for i in range(count)] if stretches else []
 
 
