@@ -71,6 +71,6 @@ def test_a_gpu_s_figures_keep_its_printed_peak_and_power_limit(measured):
 
 
 def test_wrong_devices_are_refused():
-    for words, says in ((["--device", "tpu"], "auto, cuda or cpu"), (["--like", "nowhere"], "neither a shipped")):
+    for words, says in ((["--device", "tpu"], "use auto, cpu, cuda"), (["--like", "nowhere"], "neither a shipped")):
         with pytest.raises(ConfigError, match=says):
             CliRunner().invoke(app, ["simulate", "measure", "--seconds", "0.01", *words], catch_exceptions=False)

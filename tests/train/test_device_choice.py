@@ -18,8 +18,6 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
         (["generate", "runs/tiny", "--device", "gpu"], "--device=gpu is unknown"),
         (["evaluate", "runs/tiny", "--device", "cuda:1"], "--device=cuda:1"),
         (["simulate", "measure", "--device", "cuda"], "--device=cuda"),
-        (["bench", "observe", "--parts", "stragglers", "--device", "cuda"], "--device=cuda"),
-        (["bench", "hang", "--device", "cuda"], "--device=cuda"),
         (["train", "{tiny}", "--train.device=cuda"], "train.device=cuda"),
         (["train", "{tiny}", "--train.device=cuda", "--parallel.data=2"], "train.device=cuda"),
         (["launch", "{tiny}", "--train.device=cuda", "--nodes", "2"], "train.device=cuda"),
@@ -32,6 +30,15 @@ def test_a_gpu_that_is_not_there_is_refused_before_any_work(tiny, megascale, tmp
     assert name in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "runs" / "tiny" / "config.toml").exists()
+
+
+def test_measurements_refuse_a_gpu_that_is_not_there(benchmarks, chaos):
+    for done in (
+        benchmarks("observe", "--parts", "stragglers", "--device", "cuda", env=NO_GPU),
+        chaos("hang", "--device", "cuda", env=NO_GPU),
+    ):
+        assert done.returncode == 2, done.stderr
+        assert "--device=cuda" in done.stderr
 
 
 def test_a_dry_run_says_that_the_gpu_is_not_there(tiny, megascale):

@@ -49,9 +49,11 @@ def test_a_sound_ledger(source: SampleSource) -> None:
 
 def test_each_fault_is_said(source: SampleSource) -> None:
     lines = ledger(source, 4)
-    assert check([lines[0], lines[2]], None).faults == [
-        "step 3 follows step 1",
-        "step 3 begins at sample 8 where 4 is due: it skips some",
+    cut = check([lines[0], lines[2]], None)
+    assert cut.missing == ["step 2 has no line; samples 4 to 7 are accounted for nowhere"]
+    assert (cut.faults, cut.unknown) == ([], 4)
+    assert check([lines[0], lines[1] | {"first": 8}], None).faults == [
+        "step 2 begins at sample 8 where 4 is due: it skips some"
     ]
     assert check([*lines[:2], lines[2] | {"first": 4}], None).faults == [
         "step 3 begins at sample 4 where 8 is due: it repeats some"

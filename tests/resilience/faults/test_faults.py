@@ -58,13 +58,12 @@ def test_every_fault_from_inside_is_one_that_trainers_know():
     assert {kind for kind, fault in FAULTS.items() if fault.inside} == set(KINDS)
 
 
-@pytest.mark.parametrize(("word", "persistent"), [("--persistent", True), ("--stays", True), (None, False)])
-def test_a_persistent_fault_is_asked_for_by_its_name_or_the_older_one(run, word, persistent):
+@pytest.mark.parametrize(("word", "persistent"), [("--persistent", True), (None, False)])
+def test_a_persistent_fault_is_asked_for_by_its_name(run, word, persistent):
     asked = ["faults", "inject", "spin", "--run", str(run), "--rank", "0", *([word] if word else [])]
     assert CliRunner().invoke(app, asked).exit_code == 0
     (file,) = (run / "faults").glob("*.json")
     assert json.loads(file.read_text())["persistent"] is persistent
-    assert "--stays" not in CliRunner().invoke(app, ["faults", "inject", "--help"]).output
 
 
 def test_a_rank_is_killed_stopped_and_let_go(run, rank):

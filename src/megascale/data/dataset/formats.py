@@ -36,6 +36,8 @@ def files_of(entry: str | Path) -> list[Path]:
 
 def is_text(entry: str | Path) -> bool:
     """Whether an entry of data.train is text: a file or folder that is not a token file."""
-    if Path(entry).suffix[1:].lower() in FORMATS and not Path(entry).is_dir():
-        return False  # half of a pair whose other half is missing is not text either
+    suffix = Path(entry).suffix[1:].lower()
+    # An entry without a suffix must not load plugins. Half of a pair whose other half is missing is not text either.
+    if suffix and suffix in FORMATS and not Path(entry).is_dir():
+        return False
     return Path(entry).exists() and not paths(entry)[1].exists()
