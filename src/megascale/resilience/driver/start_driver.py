@@ -7,10 +7,12 @@ import contextlib
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megascale.config import Config, load
 from megascale.config.plugins import load_plugins
@@ -32,6 +34,9 @@ from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
 from megascale.resilience.driver.state.journal import FILE, JournalFenced, JournalReader
 from megascale.resilience.driver.state.lasting_journal import LastingJournal, lacks_room, no_room
 from megascale.resilience.protocol import contact
+
+if TYPE_CHECKING:
+    from megascale.resilience.driver.api.metrics import Scrapes
 
 # Settings that belong to the driver's machine and not to the job.
 _OF_THE_MACHINE = ("hosts", "ssh", "listen", "advertise", "port", "api_port", "tls_certificate", "tls_key")
@@ -285,10 +290,12 @@ def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigErro
 
 async def _serve(driver: Driver) -> int:
     from megascale.resilience.driver.api import http_api
+    from megascale.resilience.driver.api.metrics import Scrapes
     from megascale.resilience.driver.api.open_addresses import open_addresses
     from megascale.resilience.driver.api.tls import agents_tls
 
     loop = asyncio.get_running_loop()
+    scrapes = Scrapes()
     for number in (signal.SIGINT, signal.SIGTERM):
         handed = number == signal.SIGTERM and getattr(driver.nodes.cluster, "hands_over", False)
         loop.add_signal_handler(number, driver.hand_over if handed else driver.operations.interrupt)
@@ -302,13 +309,28 @@ async def _serve(driver: Driver) -> int:
     except OSError as error:
         raise _cannot_listen("port", limits.listen, port, error) from None
     try:
-        url, end = await http_api.serve(driver, limits.listen, limits.api_port)
+        url, end = await http_api.serve(driver, limits.listen, limits.api_port, scrapes)
     except OSError as error:
         raise _cannot_listen("api_port", limits.listen, limits.api_port, error) from None
     driver.announce(url)
     if told := open_addresses(limits, driver.address, url):
         driver.note(Event.ADDRESS_OPEN, evidence=told)
     try:
-        return await driver.run()
+        code = await driver.run()
+        await _await_last_scrape(driver, scrapes)
+        return code
     finally:
         await end()
+
+
+async def _await_last_scrape(driver: Driver, scrapes: Scrapes) -> None:
+    """Let a Prometheus that reads the metrics see that the job has ended; a signal ends the waiting."""
+    seconds = scrapes.missing(driver.job.entered, time.monotonic())
+    if driver.job.phase not in ENDED or seconds <= 0:
+        return
+    driver.say("driver", f"waits up to {seconds:.0f} s until Prometheus has read that the job has ended")
+    loop = asyncio.get_running_loop()
+    waiting = loop.create_task(scrapes.wait(seconds))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, waiting.cancel)
+    await asyncio.wait({waiting})

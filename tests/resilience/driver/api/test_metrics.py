@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -18,6 +23,8 @@ import pytest
 pytest.importorskip("fastapi")
 
 from megascale.observe.prometheus.exposition import Family, expose, shipped
+from megascale.resilience.driver.api.metrics import Scrapes
+from megascale.resilience.driver.start_driver import _await_last_scrape
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.protocol.agent_messages import StepFigures, Steps
 from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, NetworkTraffic
@@ -76,6 +83,58 @@ def test_the_job_in_few_series(served):  # noqa: F811
     driver.nodes["n0"].channel = None
 
 
+def test_ranks_are_compared_with_those_of_their_stage(served):  # noqa: F811
+    driver = served.driver
+    settings = driver.seen._settings
+    settings.config = settings.config.model_copy(
+        update={"parallel": settings.config.parallel.model_copy(update={"pipeline": 2})}
+    )
+    driver.job.state = replace(driver.job.state, data=2)
+    # Ranks 0 and 1 are the first stage, which computes twice as long as the last.
+    beat(served, {0: 2.0, 1: 2.1, 2: 1.0, 3: 1.4})
+    samples = scrape(served)
+    driver.nodes["n0"].channel = None
+    assert samples['megascale_compute_seconds{stage="0",over="median"}'] == pytest.approx(2.05)
+    assert samples['megascale_compute_seconds{stage="1",over="slowest"}'] == pytest.approx(1.4)
+    assert samples["megascale_slowest_rank"] == 3
+
+
+def test_a_driver_waits_for_a_prometheus_that_reads_it_to_see_the_end():
+    scrapes = Scrapes()
+    assert scrapes.missing(ended=0.0, now=100.0) == 0
+    scrapes.note(10.0)  # once, by a person
+    assert scrapes.missing(ended=20.0, now=20.0) == 0
+    scrapes.note(25.0)
+    assert scrapes.missing(ended=30.0, now=31.0) == 24
+    assert scrapes.missing(ended=24.0, now=31.0) == 0  # the end was read
+    assert scrapes.missing(ended=30.0, now=60.0) == 0  # it reads no more
+    scrapes.note(1025.0)
+    assert scrapes.missing(ended=1030.0, now=1031.0) == 60
+
+
+@pytest.mark.parametrize("end", ["scrape", "signal", "nothing"])
+def test_its_end_is_read_or_waited_for_in_vain_or_a_person_goes_on(end):
+    scrapes, now = Scrapes(), time.monotonic()
+    interval = 0.5 if end == "nothing" else 60.0
+    scrapes.note(now - interval)
+    scrapes.note(now)
+    lines: list[str] = []
+    job = SimpleNamespace(entered=now + 0.001, phase=Phase.DONE)
+    driver = SimpleNamespace(job=job, say=lambda who, text: lines.append(text))
+
+    async def wait() -> None:
+        loop = asyncio.get_running_loop()
+        if end == "scrape":
+            loop.call_later(0.01, scrapes.note, now + 1)
+        elif end == "signal":
+            loop.call_later(0.01, os.kill, os.getpid(), signal.SIGINT)
+        async with asyncio.timeout(20):
+            await _await_last_scrape(driver, scrapes)
+
+    asyncio.run(wait())
+    assert "until Prometheus has read that the job has ended" in lines[0]
+
+
 def test_health_is_told_by_the_code_too(served, tmp_path):  # noqa: F811
     assert served.ask("/health") == (200, {"healthy": True, "state": "paused"})
     assert served.ask("/health", token=served.read_token)[0] == 200
@@ -130,46 +189,110 @@ needs_prometheus = pytest.mark.skipif(
 )
 
 
-@needs_prometheus
-def test_promtool_accepts_the_rules(tmp_path):
-    done = subprocess.run(["promtool", "check", "rules", shipped("rules.yml")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    case = {
-        "rule_files": [str(shipped("rules.yml"))],
-        "evaluation_interval": "1m",
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [
-                    {"series": 'megascale_compute_seconds{over="median"}', "values": "1x30"},
-                    {
-                        "series": 'megascale_compute_seconds{over="slowest"}',
-                        "values": f"1.04x{steady} 1.2x{30 - steady}",
-                    },
-                ],
-                "alert_rule_test": [
-                    {
-                        "eval_time": "25m",
-                        "alertname": "MegascaleSlowRank",
-                        "exp_alerts": [
-                            {
-                                "exp_labels": {"severity": "warning"},
-                                "exp_annotations": {
-                                    "summary": "A rank computes 1.2 times as long as the median; see `megascale spans`."
-                                },
-                            }
-                        ]
-                        if steady < 15
-                        else [],
-                    }
-                ],
-            }
-            for steady in (5, 20)  # slow for 19 minutes, and for 4
+def alerts(at: str, name: str, *expected: dict[str, object]) -> dict[str, object]:
+    return {"eval_time": at, "alertname": name, "exp_alerts": list(expected)}
+
+
+def series(name: str, values: str, **labels: str) -> dict[str, str]:
+    inside = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    return {"series": f"{name}{{{inside}}}", "values": values}
+
+
+DRIVER = {"job": "megascale", "instance": "head:1"}
+DOWN = {
+    "exp_labels": DRIVER | {"severity": "critical"},
+    "exp_annotations": {"summary": "The driver at head:1 does not answer; start it again with `megascale launch`."},
+}
+STILL = {
+    "exp_labels": DRIVER | {"severity": "critical", "phase": "running"},
+    "exp_annotations": {"summary": "The job at head:1 runs and does no step; see `megascale hang`."},
+}
+FAILED = {
+    "exp_labels": DRIVER | {"severity": "critical", "phase": "failed"},
+    "exp_annotations": {"summary": "The job at head:1 has failed; `megascale events` says why."},
+}
+SLOW = {
+    "exp_labels": {"severity": "warning"},
+    "exp_annotations": {"summary": "A rank computes 1.2 times as long as the median; see `megascale spans`."},
+}
+SLOW_IN_STAGE = {
+    "exp_labels": {"severity": "warning", "stage": "1"},
+    "exp_annotations": {
+        "summary": "A rank of pipeline stage 1 computes 1.2 times as long as the median; see `megascale spans`."
+    },
+}
+
+
+def compute(slowest: str, median: str, **stage: str) -> list[dict[str, str]]:
+    return [
+        series("megascale_compute_seconds", slowest, **stage, over="slowest"),
+        series("megascale_compute_seconds", median, **stage, over="median"),
+    ]
+
+
+def last_phase(phase: str, up: str = "1x10 0x30") -> list[dict[str, str]]:
+    """A driver that is read for 10 minutes, in the last of them in `phase`, and then is gone."""
+    return [
+        series("up", up, **DRIVER),
+        series("megascale_job_phase", "1x8 0 0 stale", **DRIVER, phase="running"),
+        series("megascale_job_phase", "0x8 1 1 stale", **DRIVER, phase=phase),
+    ]
+
+
+ALERTS = {
+    "slow for 19 minutes": (compute("1.04x5 1.2x25", "1x30"), alerts("25m", "MegascaleSlowRank", SLOW)),
+    "slow for 4 minutes": (compute("1.04x20 1.2x10", "1x30"), alerts("25m", "MegascaleSlowRank")),
+    "stages differ and their ranks do not": (
+        compute("2x30", "2x30", stage="0") + compute("1x30", "1x30", stage="1"),
+        alerts("25m", "MegascaleSlowRank"),
+    ),
+    "slow in the fast stage": (
+        compute("2x30", "2x30", stage="0") + compute("1.2x30", "1x30", stage="1"),
+        alerts("25m", "MegascaleSlowRank", SLOW_IN_STAGE),
+    ),
+    "the job is done": (last_phase("done"), alerts("30m", "MegascaleDriverDown")),
+    "the job was interrupted": (last_phase("interrupted"), alerts("30m", "MegascaleDriverDown")),
+    "the job has failed": (last_phase("failed"), alerts("30m", "MegascaleDriverDown")),
+    "the failure is told though the driver is gone": (
+        last_phase("failed"), alerts("30m", "MegascaleFailed", FAILED),
+    ),
+    "the driver was killed": (last_phase("running"), alerts("30m", "MegascaleDriverDown", DOWN)),
+    "the driver was never read": (last_phase("done")[:1], alerts("30m", "MegascaleDriverDown", DOWN)),
+    "the next job at its address loses its driver": (
+        [
+            series("up", "1x10 0x10 1x10 0x10", **DRIVER),
+            series("megascale_job_phase", "0x8 1 1 stale _x9 0x9 stale", **DRIVER, phase="done"),
+            series("megascale_job_phase", "1x8 0 0 stale _x9 1x9 stale", **DRIVER, phase="running"),
         ],
-    }
+        alerts("35m", "MegascaleDriverDown", DOWN),
+    ),
+    "no step for a while": (
+        [series("megascale_job_phase", "1x40", **DRIVER, phase="running"), series("megascale_step", "7x40", **DRIVER)],
+        alerts("30m", "MegascaleStandsStill", STILL),
+    ),
+    "steps": (
+        [
+            series("megascale_job_phase", "1x40", **DRIVER, phase="running"),
+            series("megascale_step", "7+1x40", **DRIVER),
+        ],
+        alerts("30m", "MegascaleStandsStill"),
+    ),
+}  # fmt: skip
+
+
+@needs_prometheus
+def test_promtool_accepts_the_rules_and_they_alert_when_they_should(tmp_path):
+    rules = str(shipped("rules.yml"))
+    result = subprocess.run(["promtool", "check", "rules", rules], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    tests = [
+        {"name": name, "interval": "1m", "input_series": given, "alert_rule_test": [alert]}
+        for name, (given, alert) in ALERTS.items()
+    ]
+    case = {"rule_files": [rules], "evaluation_interval": "1m", "tests": tests}
     (tmp_path / "case.yml").write_text(json.dumps(case))
-    done = subprocess.run(["promtool", "test", "rules", tmp_path / "case.yml"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(["promtool", "test", "rules", tmp_path / "case.yml"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 class Webhook(BaseHTTPRequestHandler):

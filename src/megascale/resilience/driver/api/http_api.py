@@ -147,7 +147,7 @@ def _refusals(*codes: int) -> dict[int | str, dict[str, Any]]:
     return {code: {"model": Problem} for code in (400, 401, 403, 413, *codes)}
 
 
-def build(driver: Driver) -> FastAPI:
+def build(driver: Driver, scrapes: metrics.Scrapes) -> FastAPI:
     """The application for one driver."""
     # Described here, checked by Guard.
     bearer = HTTPBearer(auto_error=False, description="the text of RUN/driver/token.read or, for orders, token.act")
@@ -161,14 +161,14 @@ def build(driver: Driver) -> FastAPI:
         dependencies=[Depends(bearer)],
     )
 
-    _add_job(app, driver)
+    _add_job(app, driver, scrapes)
     _add_records(app, driver)
     _add_node_orders(app, driver)
     _add_job_orders(app, driver)
     return app
 
 
-def _add_job(app: FastAPI, driver: Driver) -> None:
+def _add_job(app: FastAPI, driver: Driver, scrapes: metrics.Scrapes) -> None:
     """How the job and its nodes do now."""
 
     @app.get("/v1/job", responses=_refusals())
@@ -191,6 +191,7 @@ def _add_job(app: FastAPI, driver: Driver) -> None:
     @app.get("/metrics", responses=_refusals(), response_class=PlainTextResponse)
     async def metrics_text() -> PlainTextResponse:
         """What Prometheus scrapes: the job in a few dozen series."""
+        scrapes.note(time.monotonic())
         return PlainTextResponse(expose(metrics.families(driver)), media_type=CONTENT_TYPE)
 
     @app.get("/health", responses=_refusals() | {503: {"model": HealthAnswer}})
@@ -346,8 +347,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(driver: Driver, host: str, port: int) -> tuple[str, Any]:
-    """Start serving; returns (base URL, coroutine function that ends it).
+async def serve(driver: Driver, host: str, port: int, scrapes: metrics.Scrapes | None = None) -> tuple[str, Any]:
+    """Start serving; returns (base URL, coroutine function that ends it). `scrapes` takes down reads of the metrics.
 
     Over TLS where `host` is not loopback, or a certificate is given. OSError if it cannot listen there, ConfigError
     if it has no certificate to show.
@@ -363,7 +364,8 @@ async def serve(driver: Driver, host: str, port: int) -> tuple[str, Any]:
     except OSError:
         listener.close()
         raise
-    guard = Guard(build(driver), tokens.make_tokens(driver.run_folder), (host, socket.gethostname()))
+    application = build(driver, scrapes if scrapes is not None else metrics.Scrapes())
+    guard = Guard(application, tokens.make_tokens(driver.run_folder), (host, socket.gethostname()))
     settings = uvicorn.Config(
         guard,
         log_level="critical",  # what strangers send wrong must not fill the log; Guard tells what fails here

@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from megascale.observe.prometheus.exposition import Family
 from megascale.resilience.driver.state.job_state import NodeState, Phase
 
 if TYPE_CHECKING:
+    from megascale.core.grid import Grid
     from megascale.resilience.driver.driver import Driver
+    from megascale.resilience.rules.view import View
+
+_LAST_SCRAPE = 60.0  # seconds for which a driver waits at most
+
+
+class Scrapes:
+    """When a Prometheus reads the metrics: the driver stays until the end of its job was read.
+
+    Without that the last phase read is `running`, and the end of a job looks like the end of its driver.
+    """
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._interval: float | None = None  # seconds between the last two
+        self._came = asyncio.Event()
+
+    def note(self, now: float) -> None:
+        """Take down that the metrics are read now (monotonic seconds)."""
+        self._interval = now - self._last if self._last is not None else None
+        self._last = now
+        self._came.set()
+
+    def missing(self, ended: float, now: float) -> float:
+        """Return for how many seconds to wait for a scrape after the job's end, 0 if none is due."""
+        if self._last is None or self._interval is None or self._last > ended:
+            return 0.0
+        due = self._last + 2 * self._interval
+        return min(due - now, _LAST_SCRAPE) if due > now else 0.0
+
+    async def wait(self, seconds: float) -> None:
+        """Return after the next scrape, or after so many seconds."""
+        self._came.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._came.wait(), seconds)
 
 
 def families(driver: Driver) -> list[Family]:
@@ -47,19 +84,6 @@ def _steps(driver: Driver) -> list[Family]:
     view = driver.seen.view(time.monotonic())
     last = view.metrics[-1] if view.metrics else None
     recent = [metric.seconds for metric in view.metrics[-50:]]
-    own = sorted(
-        (seconds, rank)
-        for member in view.members
-        if member.heartbeat is not None and member.heartbeat.attempt == view.attempt
-        for rank, seconds in member.heartbeat.step_seconds.items()
-    )
-    compute = Family("megascale_compute_seconds", "gauge", "A step's seconds without waits, over ranks.")
-    slowest = Family("megascale_slowest_rank", "gauge", "The rank that computes longest.")
-    if own:
-        values = [seconds for seconds, _ in own]
-        compute.add(values[0], over="fastest").add(statistics.median(values), over="median")
-        compute.add(values[-1], over="slowest")
-        slowest.add(own[-1][1])
     return [
         Family("megascale_loss", "gauge", "Loss of the last step.").add(last.loss if last else None),
         Family("megascale_grad_norm", "gauge", "Its gradient norm before clipping.").add(
@@ -69,9 +93,40 @@ def _steps(driver: Driver) -> list[Family]:
             statistics.median(recent) if recent else None
         ),
         Family("megascale_last_step", "gauge", "The step of the loss.").add(last.step if last else None),
-        compute,
-        slowest,
+        *_compute(view),
     ]
+
+
+def _compute(view: View) -> list[Family]:
+    """Return the compute time over the ranks of each pipeline stage, and the rank that is slowest in its stage.
+
+    Stages compute different layers, so that only ranks of one stage are compared.
+    """
+    stages: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for member in view.members:
+        if member.heartbeat is None or member.heartbeat.attempt != view.attempt:
+            continue
+        for rank, seconds in member.heartbeat.step_seconds.items():
+            stages[_stage(view.grid, rank)].append((seconds, rank))
+    compute = Family("megascale_compute_seconds", "gauge", "A step's seconds without waits, over ranks of a stage.")
+    slowest = Family("megascale_slowest_rank", "gauge", "The rank that is slowest compared with its stage's median.")
+    ratios: list[tuple[float, int]] = []
+    for stage, ranks in sorted(stages.items()):
+        ranks.sort()
+        median = statistics.median(seconds for seconds, _ in ranks)
+        labels = {"stage": str(stage)} if view.grid.pipeline > 1 else {}
+        compute.add(ranks[0][0], **labels, over="fastest")
+        compute.add(median, **labels, over="median")
+        compute.add(ranks[-1][0], **labels, over="slowest")
+        if median > 0:
+            ratios.append((ranks[-1][0] / median, ranks[-1][1]))
+    if ratios:
+        slowest.add(max(ratios)[1])
+    return [compute, slowest]
+
+
+def _stage(grid: Grid, rank: int) -> int:
+    return grid.coordinate(rank).pipeline if grid.pipeline > 1 and rank < grid.world else 0
 
 
 def _nodes(driver: Driver) -> list[Family]:
