@@ -109,9 +109,7 @@ def _compute(view: View) -> list[Family]:
         for rank, seconds in member.heartbeat.step_seconds.items():
             stages[_stage(view.grid, rank)].append((seconds, rank))
     compute = Family("megascale_compute_seconds", "gauge", "A step's seconds without waits, over ranks of a stage.")
-    slowest = Family(
-        "megascale_slowest_rank", "gauge", "The rank that is slowest compared with the median of its stage."
-    )
+    slowest = Family("megascale_slowest_rank", "gauge", "The rank that is slowest compared with its stage's median.")
     ratios: list[tuple[float, int]] = []
     for stage, ranks in sorted(stages.items()):
         ranks.sort()
