@@ -98,9 +98,10 @@ def links(tables: SpanTables) -> list[str]:
     """How full the hosts' links were by the millisecond in steps whose spans were kept: the fullest eight."""
     found = tables.query(
         "WITH limits AS (SELECT host, device, max(value) AS most FROM counters WHERE name = 'nic_rate_limit' "
-        "GROUP BY ALL) SELECT host, device, name, avg(value) / most AS mean, quantile_cont(value, 0.99) / most "
-        "AS high, max(value) / most AS highest, most FROM counters JOIN limits USING (host, device) "
-        "WHERE name IN ('nic_rx_rate', 'nic_tx_rate') GROUP BY host, device, name, most "
+        "AND value > 0 AND isfinite(value) GROUP BY ALL) SELECT host, device, name, avg(value) / most AS mean, "
+        "quantile_cont(value, 0.99) / most AS high, max(value) / most AS highest, most "
+        "FROM counters JOIN limits USING (host, device) "
+        "WHERE name IN ('nic_rx_rate', 'nic_tx_rate') AND isfinite(value) GROUP BY host, device, name, most "
         "ORDER BY high DESC, host, device, name LIMIT 8"
     )
     rows = list(zip(*(column.tolist() for column in found.values()), strict=True))

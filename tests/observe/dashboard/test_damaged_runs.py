@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,14 +24,15 @@ from megascale.core.status import StatusFile
 from megascale.errors import MegascaleError
 from megascale.observe.dashboard import hang_answer
 from megascale.observe.dashboard.questions import Questions, Sources
-from megascale.observe.store.spool import leave
+from megascale.observe.store.frames import COUNTER, COUNTERS, ROLLUP, ROLLUPS, SPANS, FrameHead, pack
+from megascale.observe.store.spool import leave, read_segment, segment_head
 from megascale.observe.store.tables import SpanTables
 from megascale.resilience.driver.api import job_view
 from megascale.resilience.driver.state.journal import Journal
 from megascale.simulate.run_plan import run_plan
 from tests.conftest import lines
 from tests.damaged_records import damaged_lines, json_values, limited_memory
-from tests.observe.dashboard.conftest import JOB, write_metrics, write_spans
+from tests.observe.dashboard.conftest import JOB, made, write_metrics, write_spans
 
 CURVES: dict[str, Any] = {"keys": ["loss", "valid_loss"], "points": 10, "low": None, "high": None}
 OF_FILES: list[tuple[str, dict[str, Any]]] = [
@@ -50,7 +52,8 @@ OF_SPANS: list[tuple[str, dict[str, Any]]] = [
     ("spans_timeline", {"step": None, "ranks": "", "view": "pipeline"}),
     ("plan", {"cluster": ""}),
 ]
-WORLD = 8
+SMALL = replace(JOB, tensor=1, virtual=1, data=4, microbatches=2)
+WORLD = SMALL.world
 EVENTS = [
     {"event": "run_started", "time": 1.7e9, "attempt": 1, "rank": 0},
     {"event": "attempt_started", "time": 1.7e9 + 1, "attempt": 2, "by": "driver", "nodes": ["n0"], "ranks": [0]},
@@ -67,7 +70,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_metrics(run, 6)
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
     (run / "config.toml").write_text("[model]\nvocab_size = 64\n[train]\nsteps = 500\nglobal_batch = 64\n")
-    write_spans(run, replace(JOB, tensor=1, virtual=1, data=4, microbatches=2))
+    write_spans(run, SMALL)
     shutil.copytree(run / "spans" / "host=0", run / "spans" / "host=1")
     leave(run / "spans" / "host=1", {"ranks": [{"rank": 0, "attempt": 0}], "clock_ns": 5}, 7, b"")
     (run / "spans" / "host=1" / "state.json").write_text('{"network": [], "steps": {"0": 12}}')
@@ -168,7 +171,7 @@ def test_views_of_damaged_status_files(copied, seed):
     command("hang", run, "--no-ask", "--watch", 0)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 1 << 32), ranks=st.data(), value=json_values)
 def test_views_of_damaged_spans(copied, sound, seed, ranks, value):
     run, draw = copied(), random.Random(seed)
@@ -183,6 +186,57 @@ def test_views_of_damaged_spans(copied, sound, seed, ranks, value):
     look(run, OF_SPANS)
     for name in ("spans", "stragglers", "timeline", "whatif", "decline"):
         command(name, run)
+
+
+EXTREMES = (0, 1, -1, 10**9, (1 << 31) - 1, -(1 << 31), 1 << 53, 10**18, (1 << 62) - 1, -(1 << 62))
+
+
+def wrecked(records: np.ndarray[Any, Any], draw: random.Random) -> np.ndarray[Any, Any]:
+    """Return records in which a field of one or of all has an extreme value."""
+    records = records.copy()
+    name = draw.choice(records.dtype.names)
+    if records.dtype[name].kind in "iu":
+        limits = np.iinfo(records.dtype[name])
+        value = max(int(limits.min), min(int(limits.max), draw.choice(EXTREMES)))
+        records[name][draw.randrange(len(records)) if draw.random() < 0.7 else slice(None)] = value
+    return records
+
+
+@settings(max_examples=4)
+@given(seed=st.integers(0, 1 << 32))
+def test_views_of_spans_with_extreme_values(copied, seed):
+    """Frames whose checksums are right: micro-batches without end, links without a limit, ranks of no step."""
+    run, draw = copied(), random.Random(seed)
+    shutil.rmtree(run / "spans" / "host=1")
+    host = run / "spans" / "host=0"
+    for file in host.glob("*.parquet"):
+        file.unlink()
+    frames = []
+    for kind, full, steps in ((ROLLUPS, False, 24), (SPANS, True, 3)):
+        for rank, step, records in made(SMALL, steps, full):
+            records = wrecked(records, draw) if draw.random() < 0.05 else records
+            if draw.random() > 0.01:
+                frames.append(pack(FrameHead(kind, 1, len(frames) + 1, rank, 0, step), records))
+    counters = np.zeros(2, COUNTER)
+    counters["name"], counters["device"] = [b"nic_rate_limit", b"nic_rx_rate"], b"eth0"
+    counters["value"] = [draw.choice((0.0, np.nan, 1e9)), draw.choice((np.inf, 1.0))]
+    frames.append(pack(FrameHead(COUNTERS, 1, len(frames) + 1, 0, 0, 0), counters))
+    (host / "spool-000000.bin").write_bytes(segment_head({"clock_ns": draw.choice((0, 10**18))}, {}) + b"".join(frames))
+    assert not read_segment(host / "spool-000000.bin").torn
+    look(run, OF_SPANS)
+    for name in ("spans", "stragglers", "timeline", "whatif", "decline"):
+        command(name, run)
+
+
+def test_numbers_beyond_any_job_end_a_segment(tmp_path):
+    """Views make a row for each rank: one of a damaged frame would take all memory."""
+    for rank, attempt, step in ((1 << 31, 0, 0), (0, 1 << 31, 0), (0, 0, 1 << 63)):
+        frame = pack(FrameHead(ROLLUPS, 1, 1, rank, attempt, step), np.zeros(1, ROLLUP))
+        (tmp_path / "spool-000000.bin").write_bytes(segment_head({}, {}) + frame)
+        assert (
+            f"a frame of rank {rank}, attempt {attempt} and step {step}"
+            in read_segment(tmp_path / "spool-000000.bin").torn
+        )
 
 
 def damage(file: Path, draw: random.Random) -> None:

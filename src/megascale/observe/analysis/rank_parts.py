@@ -10,11 +10,13 @@ anything and counts nothing.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from megascale.core.calls import MOST_RANKS
 from megascale.errors import ConfigError, DataError
 from megascale.observe.store.tables import SpanTables
 
@@ -107,8 +109,9 @@ class RankParts:
     def missing(self) -> list[int]:
         """Ranks of the job of which nothing is recorded in these steps, by the coordinates of those that are."""
         known = self.place[(self.place >= 0).all(1)]
-        world = int(np.prod(known.max(0) + 1)) if len(known) else 0
-        return sorted(set(range(max(world, int(self.ranks.max()) + 1))) - set(self.ranks.tolist()))
+        world = math.prod((known.max(0) + 1).tolist()) if len(known) else 0
+        world = max(world, int(self.ranks.max()) + 1)
+        return sorted(set(range(min(world, MOST_RANKS))) - set(self.ranks.tolist()))
 
     @property
     def silent(self) -> dict[int, int]:

@@ -139,6 +139,8 @@ def step_timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -
         peers = {places[rank][1:] for rank in shown}
         read = [rank for rank, place in places.items() if (place[0], place[2]) in pipes or place[1:] in peers]
     steps = {one.rank: one for one in rank_steps(tables, [number], read)}
+    if missing := [rank for rank in shown if rank not in steps]:
+        raise DataError(f"step {number}: spans of rank {missing[0]} were lost; choose another step")
     return _Reading(steps, {rank: place[1] for rank, place in places.items()}).timeline(number, shown, view)
 
 
@@ -172,7 +174,8 @@ class _Reading:
     def __init__(self, steps: dict[int, RankStep], stage_of: dict[int, int]) -> None:
         self.steps = steps
         self.stages = max(stage_of.values()) + 1
-        self.virtual = 1 + max(act.chunk for one in steps.values() for act in one.acts if act.action in _COMPUTES)
+        chunks = [act.chunk for one in steps.values() for act in one.acts if act.action in _COMPUTES]
+        self.virtual = 1 + max(chunks, default=0)
         self.origin = min(one.begin for one in steps.values())
         self.at = {one.place: one.rank for one in steps.values()}
         # By replica and tensor, direction, the chunk of the model that made it and micro-batch: the send.
@@ -314,8 +317,11 @@ class _Reading:
             acts = self.steps[self.at[whole[0][0], stage, whole[0][1]]].acts
             kinds = {**_COMPUTES, **_MESSAGES}
             tables.append([(kinds[a.action], a.chunk, a.microbatch) for a in acts if a.action in kinds])
-        batches = 1 + max(batch for rows in tables for _, _, batch in rows)
+        batches = 1 + max((batch for rows in tables for _, _, batch in rows), default=0)
         try:
+            # A pass is recorded for each micro-batch and chunk of a stage, so damaged numbers are larger than that.
+            if self.stages * self.virtual * batches > sum(map(len, tables)):
+                raise ValueError(f"{batches:,} micro-batches of {self.virtual:,} chunks have more passes than recorded")
             schedule = Schedule(
                 "recorded", self.stages, self.virtual, batches, tuple(np.array(rows, dtype=np.int32) for rows in tables)
             )

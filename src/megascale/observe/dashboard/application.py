@@ -94,7 +94,8 @@ def _add_questions(app: FastAPI, runs: RunList, answer: Answer) -> None:
     async def list_runs() -> JSONResponse:
         """Names of runs, the newest first."""
         names = await asyncio.to_thread(runs.names)
-        return JSONResponse({"runs": names, "place": str(runs.place), "single": runs.single, "version": __version__})
+        place = str(runs.place).encode(errors="replace").decode()
+        return JSONResponse({"runs": names, "place": place, "single": runs.single, "version": __version__})
 
     @app.get("/api/overview")
     async def overview(run: Name) -> Response:

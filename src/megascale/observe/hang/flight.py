@@ -19,7 +19,7 @@ from megascale.core.plain_pickle import check_pickle
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import DataError
 
-_MAX_BYTES = 1 << 30
+_MAX_BYTES = 1 << 28
 _WIDTHS = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Byte": 1, "Char": 1, "Bool": 1}
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megascale.core.calls import MOST_RANKS
 from megascale.core.spans import SCHEMA
 
 ROLLUPS, SPANS, CLOCKS, COUNTERS = range(4)
@@ -126,7 +127,7 @@ def scan(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[FrameHe
         body = view[at + HEAD_BYTES : end]
         if check and zlib.crc32(body, zlib.crc32(view[at : at + _SUM_AT])) != crc:
             raise TornFrame("a frame whose checksum is wrong", at)
-        if max(rank, attempt) >= 1 << 31 or max(step, error, lost) >= 1 << 63:
+        if rank >= MOST_RANKS or attempt >= 1 << 31 or max(step, error, lost) >= 1 << 62:
             raise TornFrame(f"a frame of rank {rank}, attempt {attempt} and step {step}", at)
         yield FrameHead(kind, ring, number, rank, attempt, step, error, lost), body, end
         at = end

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megascale.core.bounded_lines import RecordReader
+from megascale.core.calls import MOST_RANKS
 from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
 from megascale.observe.store.columns import TABLES, by_table, columns
@@ -179,7 +180,8 @@ class SpanTables:
         kinds |= {"data": np.int32}
         rows: dict[str, Any] = {}
         for name, kind in kinds.items():
-            rows[name] = np.array([_whole(one.get(name)) for one in told], kind)
+            most = 1 << 31 if name == "attempt" else MOST_RANKS
+            rows[name] = np.array([_whole(one.get(name), most) for one in told], kind)
         for name in ("hostname", "device"):
             texts = (str(one.get(name, ""))[:200] for one in told)
             rows[name] = np.array([text.encode(errors="replace").decode() for text in texts], object)
@@ -236,10 +238,10 @@ def _source(files: list[Path]) -> str:
     return f"read_parquet({names}, hive_partitioning = true, hive_types_autocast = false, union_by_name = true)"
 
 
-def _whole(value: Any) -> int:
-    """A number that a file of others says, -1 if it says none."""
+def _whole(value: Any, most: int) -> int:
+    """Return a number from a file below `most`, -1 if it is not one."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
         return -1
-    return number if 0 <= number < 1 << 31 else -1
+    return number if 0 <= number < most else -1

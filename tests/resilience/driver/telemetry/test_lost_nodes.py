@@ -218,3 +218,35 @@ def test_a_node_that_gets_ranks_for_the_first_time_is_told_whose_checkpoints_the
         assert told.identity == "0123456789abcdef"
 
     play(tmp_path, scene)
+
+
+def test_an_agent_that_cannot_be_started_is_not_waited_for(tmp_path, monkeypatch, caplog):
+    async def fail(self: Elsewhere, name: str) -> bool:
+        raise KeyError("of no kind that was expected")
+
+    monkeypatch.setattr(Elsewhere, "start_agent", fail)
+
+    async def scene(driver: Driver, cluster: Elsewhere, channels: dict[str, Channel]) -> None:
+        node = driver.nodes["n2"]
+        driver.nodes.start(node, "for a test")
+        while node.deadline == float("inf"):
+            await asyncio.sleep(0)
+        assert node.deadline == 0.0
+        assert "the agent of node n2 cannot be started" in caplog.text
+
+    play(tmp_path, scene)
+
+
+def test_a_job_ends_though_its_last_samples_cannot_be_named(tmp_path, monkeypatch):
+    async def fail(run: Path, step: int) -> Any:
+        raise KeyError("first")
+
+    monkeypatch.setattr("megascale.resilience.driver.recovery.progress.samples_of", fail)
+
+    async def scene(driver: Driver, cluster: Elsewhere, channels: dict[str, Channel]) -> None:
+        driver.response._end("it failed", 1, 3)
+        while driver.job.phase is Phase.RUNNING:
+            await asyncio.sleep(0)
+
+    failed = next(event for event in play(tmp_path, scene) if event.kind == "job_failed")
+    assert "its samples cannot be named: KeyError" in failed.evidence[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections import deque
@@ -26,6 +27,8 @@ from megascale.resilience.protocol.agent_channel import AgentChannel
 from megascale.resilience.protocol.agent_messages import Diagnosed
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.rules.view import HISTORY, RankView
+
+log = logging.getLogger("megascale.driver")
 
 # Agents that are started and have not come: each then imports everything for its trainers, and many at once on few
 # cores all come too late.
@@ -249,7 +252,11 @@ class Nodes:
     async def start_now(self, node: Node) -> None:
         """Start a node's agent in its turn, and wait until it has come."""
         async with self._wave():
-            started = await self.cluster.start_agent(node.name)
+            started = False
+            try:
+                started = await self.cluster.start_agent(node.name)
+            except Exception:  # a node that nobody starts would be waited for without end
+                log.exception("the agent of node %s cannot be started", node.name)
             # Another start of the same node may be waiting for its turn; whichever comes last has the deadline.
             node.deadline = time.monotonic() + JOIN if started else 0.0  # it will not come
             await self._coming(node)

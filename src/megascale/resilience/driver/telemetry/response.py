@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.driver.state.transitions import JobEvent
 from megascale.resilience.rules.verdicts import SEVERITY, Verdict
+
+log = logging.getLogger("megascale.driver")
 
 # What new settings may bring about.
 _OF_SETTINGS = (Event.USER_ERROR, Event.OUT_OF_MEMORY, Event.NONFINITE_LOSS)
@@ -129,8 +132,9 @@ class Response:
     async def _end_named(self, why: str, code: int, at: int) -> None:
         try:
             sentence, found = await progress.samples_of(self._run, at)
-        except OSError as error:
-            sentence, found = f"its samples cannot be named: {error}", {}
+        except Exception as error:  # the job must end all the same
+            log.warning("the samples of step %d cannot be named", at, exc_info=True)
+            sentence, found = f"its samples cannot be named: {error!r}", {}
         finally:
             self._naming = False
         if self._job.phase not in (Phase.STARTING, Phase.RUNNING):
