@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import typer
-
-from benchmarks.harness.clone import export_python_path
-from megascale.cli.bench import prepare_children
-from megascale.cli.lazy_group import lazy_group
-from megascale.cli.main import run_app
+from benchmarks.harness.program import make_app, run
 
 # Each module has `register(app)`.
 BENCHMARKS: dict[str, str] = {
@@ -31,23 +26,16 @@ BENCHMARKS: dict[str, str] = {
     "dashboard": "benchmarks.observe.dashboard",
 }
 
-app = typer.Typer(
-    name="python -m benchmarks",
-    cls=lazy_group(BENCHMARKS),
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Measure MegaScale: each benchmark prints a table and writes JSON. Example: python -m benchmarks schedules",
+app = make_app(
+    "python -m benchmarks",
+    BENCHMARKS,
+    "Measure MegaScale: each benchmark prints a table and writes JSON. Example: python -m benchmarks schedules",
 )
-app.callback()(prepare_children)
 
 
 def main() -> None:
-    """Run the benchmark that the command line names."""
-    export_python_path()
-    run_app(lambda: app)
+    """Run the command that the command line names."""
+    run(app)
 
 
 if __name__ == "__main__":

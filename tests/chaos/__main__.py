@@ -6,12 +6,7 @@ so that `make test` runs a smoke test per kind only.
 
 from __future__ import annotations
 
-import typer
-
-from benchmarks.harness.clone import export_python_path
-from megascale.cli.bench import prepare_children
-from megascale.cli.lazy_group import lazy_group
-from megascale.cli.main import run_app
+from benchmarks.harness.program import make_app, run
 
 # Each module has `register(app)`.
 CAMPAIGNS: dict[str, str] = {
@@ -29,23 +24,16 @@ CAMPAIGNS: dict[str, str] = {
     "kubernetes-scale": "tests.chaos.kubernetes.scale",
 }
 
-app = typer.Typer(
-    name="python -m tests.chaos",
-    cls=lazy_group(CAMPAIGNS),
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Break real jobs and check what follows. Example: python -m tests.chaos faults --kind kill-rank --runs 1",
+app = make_app(
+    "python -m tests.chaos",
+    CAMPAIGNS,
+    "Break real jobs and check what follows. Example: python -m tests.chaos faults --kind kill-rank --runs 1",
 )
-app.callback()(prepare_children)
 
 
 def main() -> None:
-    """Run the campaign that the command line names."""
-    export_python_path()
-    run_app(lambda: app)
+    """Run the command that the command line names."""
+    run(app)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megascale.config import Config, from_tree, load
-from megascale.config.text_files import decode_text
+from megascale.config.text_files import decode_text, read_toml
 from megascale.core.environment_file import read_environment
 from megascale.errors import ConfigError
 from megascale.resilience.cluster.hosts_file import read_hosts
@@ -123,3 +123,11 @@ def test_a_home_folder_is_found_from_overrides_commands_and_files(tmp_path, monk
     assert load(None, ["data.train=~/a,~/b"]).data.train == [f"{tmp_path}/a", f"{tmp_path}/b"]
     assert load(None, ["checkpoint.location=s3://bucket/~"]).checkpoint.location == "s3://bucket/~"
     assert _words("ssh -F ~/cluster.config") == ["ssh", "-F", f"{tmp_path}/cluster.config"]
+
+
+@pytest.mark.parametrize("text", ["a = " + "1" * 5000, "a = " + "[" * 5000])
+def test_toml_that_cannot_be_read_is_named(text, tmp_path):
+    file = tmp_path / "job.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"job\.toml' is not valid TOML"):
+        read_toml(file, "configuration file")

@@ -13,7 +13,8 @@ from unittest import mock
 
 import pytest
 
-from megascale.core.json_lines import append_record, read_records
+from megascale.core.bounded_lines import RecordReader
+from megascale.core.json_lines import append_record
 from tests.conftest import lines
 
 
@@ -27,7 +28,7 @@ def test_a_cut_line_is_removed_before_the_next(tmp_path: Path, before: int, tail
         append_record(file, {"step": step})
     with open(file, "a") as out:
         out.write(tail)
-    assert read_records(file) == [{"step": step} for step in range(before)]
+    assert list(RecordReader(file)) == [{"step": step} for step in range(before)]
     for step in (8, 9):
         append_record(file, {"step": step})
     assert [record["step"] for record in lines(file)] == [*range(before), 8, 9]
@@ -48,7 +49,7 @@ def test_a_stopped_writer_holds_up_no_other(tmp_path: Path) -> None:
         append_record(file, {"step": 2})
     append_record(file, {"step": 3})
     assert file.read_text().splitlines()[1] == '{"st'
-    assert read_records(file) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert list(RecordReader(file)) == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
 @pytest.mark.parametrize("cut", [b"", b'{"st'])

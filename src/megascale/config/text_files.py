@@ -32,5 +32,5 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
         return tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"{kind} {str(path)!r} cannot be read: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a plain ValueError
         raise ConfigError(f"{kind} {str(path)!r} is not valid TOML: {error}") from None

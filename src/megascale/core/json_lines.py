@@ -57,20 +57,6 @@ def append(handle: int, lines: bytes) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def read_records(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a file in order; lines that are no JSON object are left out. OSError if it cannot be read.
-
-    For logs in which one damaged line must not hide the others.
-    """
-    records = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            record = strict_json.loads(line)
-            if isinstance(record, dict):
-                records.append(record)
-    return records
-
-
 @contextlib.contextmanager
 def _locked(handle: int) -> Iterator[bool]:
     """Hold the file's lock; gives False where it cannot be had within _LOCK_SECONDS, or where there are no locks."""

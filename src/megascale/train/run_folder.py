@@ -10,7 +10,7 @@ from typing import Any
 
 from megascale.config import Config, load
 from megascale.core import json_lines, strict_json
-from megascale.core.bounded_lines import parse_record, read_bounded_lines
+from megascale.core.bounded_lines import RecordReader, parse_record, read_bounded_lines
 from megascale.core.events import Event, date_of
 from megascale.core.untrusted_files import is_small_file, read_small_text
 from megascale.errors import DataError
@@ -74,7 +74,7 @@ class RunFolder:
     def read_events(self) -> list[dict[str, Any]]:
         """Return the records of events.jsonl in order, an empty list if there is none; damaged lines are left out."""
         try:
-            return json_lines.read_records(self.events)
+            return list(RecordReader(self.events))
         except OSError:
             return []
 
