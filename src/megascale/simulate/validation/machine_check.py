@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -41,49 +42,110 @@ from megascale.simulate.validation.score import (
     seen,
 )
 
-ROUND = "h100-fifth"
+# Rounds of own runs that nothing was fitted on, and the cluster of each.
+ROUNDS = {"h100-fifth": "h100-host", "h200-fifth": "h200-host"}
 # Share of measured steps that bands are to hold, in percent, and how far from it still passes.
 WANTED, TOLERANCE = 80.0, 10.0
 # Most of the A100 rows of other stacks that may lie outside their bands, in percent.
 MOST_OUTSIDE = 25.0
 
 
-def check_own_h100() -> AnchorCheck:
-    """A11: the fifth round of own runs, by constants of the runs on H100 that were known before."""
-    what = "own engine on 1, 2 and 4 H100, configurations never measured before, by the model frozen before them"
-    if ROUND not in own_rounds():
-        return AnchorCheck("A11", what, skipped=f"no measurement of round {ROUND} is shipped")
-    cluster, rows = load_cluster("h100-host"), own_runs(ROUND)
-    engine = load_calibration(None, cluster.name, "megascale")
-    predicted, held = _event_level(cluster, engine)
-    control = efficiency_control(rows, own_h100())
-    columns = (
-        held,
-        column(f"{FITTED}, closed form", cluster, rows, engine, "megascale"),
-        column(f"{NOTHING}, closed form", cluster, rows, None, "megascale"),
-        column("development rows", cluster, own_h100(), engine, "megascale"),
-        scored("control: the earlier runs' efficiency", percent(control, rows.seconds)),
+def check_unseen_runs() -> AnchorCheck:
+    """Return A11: the fifth round of own runs, predicted with constants of runs that were measured earlier."""
+    what = (
+        "own engine on 1, 2 and 4 H100 and on 1 and 2 H200, configurations never measured before, by the model "
+        "frozen before them"
     )
-    figures = {"mean": (held.mean, 3.0, "%"), "worst": (held.worst, 10.0, "%"), "coverage off 80": _off(held)}
-    return _check("A11", what, figures, rows, predicted, engine, (seen("own-fifth"),), columns)
+    shipped = own_rounds()
+    missing = [name for name in ROUNDS if name not in shipped]
+    if missing:
+        return AnchorCheck("A11", what, skipped=f"no measurement is shipped of round {', '.join(missing)}")
+    rounds = [_UnseenRound.load(name, cluster) for name, cluster in ROUNDS.items()]
+    predicted = np.concatenate([item.predicted for item in rounds])
+    seconds = np.concatenate([item.rows.seconds for item in rounds])
+    inside = np.concatenate([item.inside for item in rounds])
+    width = np.concatenate([item.width for item in rounds])
+    overall = scored(
+        "fitted on earlier runs, event level, both machines",
+        percent(predicted, seconds),
+        float(np.mean(inside)),
+        float(np.mean(width)),
+    )
+    columns = [overall]
+    for item in rounds:
+        columns.extend(item.columns())
+    figures = {"mean": (overall.mean, 3.0, "%"), "worst": (overall.worst, 10.0, "%"), "coverage off 80": _off(overall)}
+    fitted = "; ".join(f"{item.engine.name}: {constants_of(item.engine)}" for item in rounds)
+    return AnchorCheck(
+        "A11",
+        what,
+        figures,
+        f"nothing of these rows; calibrations {fitted}",
+        (seen("own-fifth"),),
+        tuple(
+            line for item in rounds for line in listing(item.rows, item.predicted, np.zeros(len(item.rows), dtype=bool))
+        ),
+        columns=tuple(columns),
+    )
 
 
-def _event_level(cluster: ClusterSpec, engine: Calibration) -> tuple[np.ndarray, ScoreColumn]:
-    """Return the round's steps as `simulate predict` says them, and their score."""
-    measured = anchor_file("own-runs")[ROUND]["seconds"]
-    estimates, seconds = [], []
-    for one in load_predictions(ROUND)[1]:
-        if one.name not in measured:
-            continue
-        config, base = one.config("auto"), stack(one.software)
-        scenario = Scenario(config, one.gpus, cluster, engine, own_software(config, base), base=base)
-        estimates.append(run(scenario, "event"))
-        seconds.append(float(measured[one.name]))
-    predicted, told = np.array([one.seconds for one in estimates]), np.array(seconds)
-    inside = [one.low <= step <= one.high for one, step in zip(estimates, seconds, strict=True)]
-    width = [(one.high - one.low) / one.seconds for one in estimates]
-    name = f"{FITTED} on {len(engine.residuals)} earlier runs, event level"
-    return predicted, scored(name, percent(predicted, told), float(np.mean(inside)), float(np.mean(width)))
+@dataclass(frozen=True)
+class _UnseenRound:
+    """One round of own runs on one cluster, with the event-level predictions of `simulate predict`.
+
+    Attributes:
+        predicted: step times in seconds, one per row, like `inside` (whether the band holds the measured step) and
+            `width` (of the band, relative to the prediction).
+    """
+
+    cluster: ClusterSpec
+    engine: Calibration
+    rows: Rows
+    predicted: np.ndarray
+    inside: np.ndarray
+    width: np.ndarray
+
+    @classmethod
+    def load(cls, name: str, cluster_name: str) -> _UnseenRound:
+        """Predict each measured run of round `name`."""
+        cluster = load_cluster(cluster_name)
+        engine = load_calibration(None, cluster.name, "megascale")
+        measured = anchor_file("own-runs")[name]["seconds"]
+        estimates, seconds = [], []
+        for prediction in load_predictions(name)[1]:
+            if prediction.name not in measured:
+                continue
+            config, base = prediction.config("auto"), stack(prediction.software)
+            scenario = Scenario(config, prediction.gpus, cluster, engine, own_software(config, base), base=base)
+            estimates.append(run(scenario, "event"))
+            seconds.append(float(measured[prediction.name]))
+        return cls(
+            cluster=cluster,
+            engine=engine,
+            rows=own_runs(name),
+            predicted=np.array([estimate.seconds for estimate in estimates]),
+            inside=np.array(
+                [estimate.low <= step <= estimate.high for estimate, step in zip(estimates, seconds, strict=True)]
+            ),
+            width=np.array([(estimate.high - estimate.low) / estimate.seconds for estimate in estimates]),
+        )
+
+    def columns(self) -> tuple[ScoreColumn, ...]:
+        """Score this round alone: the event level, the closed form with and without constants, and the control."""
+        earlier = own_h100() if self.cluster.name == "h100-host" else own_runs("h200")
+        control = efficiency_control(self.rows, earlier)
+        machine = self.cluster.name
+        return (
+            scored(
+                f"{machine}: {FITTED} on {len(self.engine.residuals)} earlier runs, event level",
+                percent(self.predicted, self.rows.seconds),
+                float(np.mean(self.inside)),
+                float(np.mean(self.width)),
+            ),
+            column(f"{machine}: {FITTED}, closed form", self.cluster, self.rows, self.engine, "megascale"),
+            column(f"{machine}: {NOTHING}, closed form", self.cluster, self.rows, None, "megascale"),
+            scored(f"{machine}: control, the earlier runs' efficiency", percent(control, self.rows.seconds)),
+        )
 
 
 def check_nemo() -> AnchorCheck:

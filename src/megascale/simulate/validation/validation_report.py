@@ -29,7 +29,7 @@ from megascale.simulate.validation.anchors import (
     strong_scaling,
 )
 from megascale.simulate.validation.band_check import check_bands
-from megascale.simulate.validation.machine_check import check_nemo, check_others_on_a100, check_own_h100
+from megascale.simulate.validation.machine_check import check_nemo, check_others_on_a100, check_unseen_runs
 from megascale.simulate.validation.score import (
     CONTROL,
     FITTED,
@@ -204,7 +204,7 @@ def validate(data: Path | None, runs: Path | None, replay: Replay, only: list[st
         ({"A8"}, lambda: check_trace(data, replay)),
         ({"A9"}, check_speed),
         ({"A10"}, lambda: check_bands(cluster, data)),
-        ({"A11"}, lambda: [check_own_h100()]),
+        ({"A11"}, lambda: [check_unseen_runs()]),
         ({"A12"}, lambda: [check_nemo()]),
         ({"A13"}, lambda: [check_others_on_a100(data)]),
     ]
