@@ -1,4 +1,4 @@
-"""`make lint` finds an import that the table of packages forbids, a circle, and an old word; each on a tiny tree."""
+"""Tests of `make lint`: import contracts on a tiny tree, and the style report on a tiny file."""
 
 from __future__ import annotations
 
@@ -84,21 +84,28 @@ def test_an_import_against_the_table_is_found(tree: Path, files: dict[str, str],
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "finding"),
+    ("text", "finding"),
     [
-        ("a.py", "gemm = 1\n", None),
-        ("a.py", "class GradLadder:\n    pass\n", "a.py:1: GradLadder: ladder -> escalation policy"),
-        ("lane.py", "", "lane.py:1: lane: lane -> P2P channel"),
-        ("a.py", 'x = 1\n"""one\nthe fruitless start"""\n', 'a.py:3: "fruitless" -> without progress'),
-        ("a.md", "It ends quietly.\n", 'a.md:1: "ends quietly" -> exits cleanly'),
+        ("result = 1", None),
+        ("found = 1", "name `found`"),
+        ("def run(told_active): ...", "part of the name `told_active`"),
+        ("class GradLadder: ...", "part of the name `GradLadder`"),
+        ("def test_the_one_that_was_told(): ...", None),
+        ("def __add__(self, other): ...", None),
+        ("left, right = sides", None),
+        ("a, b, c = 1, 2, 3", "three or more values assigned in one statement"),
+        ('def run():\n    """Of the steps, those that ran."""', "docstring: Of the steps"),
+        ('def run():\n    """What a rank did."""', "docstring: What a rank did."),
     ],
 )
-def test_an_old_word_is_found(tmp_path: Path, name: str, text: str, finding: str | None) -> None:
-    (tmp_path / name).write_text(text)
-    script = ROOT / "scripts" / "lint_words.py"
-    found = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
-    assert found.returncode == (finding is not None), found.stderr
-    assert finding is None or finding in found.stdout
+def test_the_style_report_lists_a_finding(tmp_path: Path, text: str, finding: str | None) -> None:
+    (tmp_path / "module.py").write_text(text + "\n")
+    script = ROOT / "scripts" / "style_report.py"
+    report = subprocess.run([sys.executable, script, tmp_path, "--where", "9"], capture_output=True, text=True)
+    assert report.returncode == 0, report.stderr
+    findings = [line for line in report.stdout.splitlines() if "module.py:" in line]
+    assert len(findings) == (finding is not None), report.stdout
+    assert finding is None or finding in findings[0]
 
 
 def test_files_that_comments_name_are_there() -> None:
