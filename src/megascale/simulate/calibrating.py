@@ -14,17 +14,17 @@ from megascale.simulate.case import Case
 from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.fitting import fit
-from megascale.simulate.measured_runs import measures, refuse_other_device
+from megascale.simulate.measured_runs import check_device, measures
 from megascale.simulate.prediction_band import ranges_of
 from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, own_software
+from megascale.simulate.step import Scenario, engine_software
 from megascale.simulate.validation.anchors import (
     Rows,
     h200_peers,
     later_peers,
+    load_first_round,
+    load_h100_runs,
     nemo_development,
-    own_first,
-    own_h100,
     paper_development,
 )
 
@@ -33,8 +33,8 @@ TABLES: dict[str, tuple[Callable[[], Rows], tuple[str, ...]]] = {
     "paper": (paper_development, ("megatron-2023", "megascale")),
     "h200-peers": (h200_peers, ("megatron-core",)),
     "h100-peers": (lambda: later_peers("peers"), ("megatron-core",)),
-    "own-first": (own_first, ("megascale",)),
-    "own-h100": (own_h100, ("megascale",)),
+    "own-first": (load_first_round, ("megascale",)),
+    "own-h100": (load_h100_runs, ("megascale",)),
     "nemo-h100": (nemo_development, ("nemo",)),
 }
 
@@ -61,16 +61,18 @@ def calibrate(
             raise ConfigError(f"--anchor={anchor!r} is unknown; known: {', '.join(TABLES)}")
         table, stacks = TABLES[anchor]
         rows = table()
-        labels, cases, seconds = list(rows.names), rows.cases, rows.seconds
+        labels = list(rows.names)
+        cases = rows.cases
+        seconds = rows.seconds
         how = f"--anchor {anchor}"
     elif runs:
-        measured = [one for source in runs for one in measures(source, gpus)]
-        for one in measured:
-            refuse_other_device(one, machine)
+        measured = [run for source in runs for run in measures(source, gpus)]
+        for measured_run in measured:
+            check_device(measured_run, machine)
         base = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
         uncalibrated = Calibration("uncalibrated", machine.name)
         scenarios = [
-            Scenario(m.config, m.gpus, machine, uncalibrated, own_software(m.config, stack(base))) for m in measured
+            Scenario(m.config, m.gpus, machine, uncalibrated, engine_software(m.config, stack(base))) for m in measured
         ]
         labels = [f"{m.folder.name}, {m.gpus} GPUs, {m.steps} steps, ±{m.spread:.1%}" for m in measured]
         cases = Case.stack([s.case() for s in scenarios])

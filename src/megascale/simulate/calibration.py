@@ -19,12 +19,12 @@ from megascale.errors import ConfigError
 # z of the 10th and 90th percentile of a normal distribution.
 Z90 = 1.2816
 # A calibration of fewer rows than this says nothing about its own spread: this share is assumed instead.
-FEW_ROWS, ASSUMED_SPREAD = 4, 0.05
+SMALL_SAMPLE, ASSUMED_SPREAD = 4, 0.05
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What scales the model to a machine. The defaults are the cluster file's own figures.
+    """Scale factors that fit the model to a machine. The defaults are the cluster file's own figures.
 
     Attributes:
         compute: kernel seconds are multiplied by this (power limits, shapes that kernels do badly).
@@ -90,7 +90,7 @@ class Calibration:
     rows: tuple[str, ...] = ()
     residuals: tuple[float, ...] = ()
     warnings: tuple[str, ...] = ()
-    made: str = ""
+    provenance: str = ""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     stacks: tuple[str, ...] = ()
 
@@ -98,7 +98,7 @@ class Calibration:
     def spread(self) -> float:
         """Relative standard deviation of a prediction, from the residuals and the constants spent on them."""
         n, k = len(self.residuals), len(self.fitted or {})
-        if n < max(FEW_ROWS, k + 1):
+        if n < max(SMALL_SAMPLE, k + 1):
             return ASSUMED_SPREAD
         return float((sum(r * r for r in self.residuals) / (n - k)) ** 0.5)
 
@@ -108,7 +108,7 @@ class Calibration:
             "# Constants of the step simulator. Fitted values carry their standard errors; the rest are assumptions.",
             f"name = {_text(self.name)}",
             f"cluster = {_text(self.cluster)}",
-            f"made = {_text(self.made)}",
+            f"provenance = {_text(self.provenance)}",
             f"stacks = {_text(list(self.stacks))}",
             "",
             "[constants]",
@@ -145,17 +145,19 @@ def shipped_calibrations() -> list[str]:
 def find_calibration(cluster: str, family: str) -> str | None:
     """Return the name of the shipped calibration of a cluster and a family of software, None if there is none."""
     for name in shipped_calibrations():
-        found = load_calibration(name, cluster)
-        if found.cluster == cluster and family in found.stacks:
+        calibration = load_calibration(name, cluster)
+        if calibration.cluster == cluster and family in calibration.stacks:
             return name
     return None
 
 
 @cache
-def known_machines_and_stacks() -> tuple[frozenset[str], frozenset[str]]:
+def list_machines_and_stacks() -> tuple[frozenset[str], frozenset[str]]:
     """Return the clusters, and the families of software, whose steps some shipped calibration was fitted on."""
-    found = [load_calibration(name, "") for name in shipped_calibrations()]
-    return frozenset(one.cluster for one in found), frozenset(family for one in found for family in one.stacks)
+    calibrations = [load_calibration(name, "") for name in shipped_calibrations()]
+    clusters = frozenset(calibration.cluster for calibration in calibrations)
+    families = frozenset(family for calibration in calibrations for family in calibration.stacks)
+    return clusters, families
 
 
 def load_calibration(name: str | None, cluster: str, family: str | None = None) -> Calibration:
@@ -192,7 +194,7 @@ def load_calibration(name: str | None, cluster: str, family: str | None = None) 
             rows=tuple(map(str, evidence.get("rows", []))),
             residuals=tuple(map(float, evidence.get("residuals", []))),
             warnings=tuple(map(str, evidence.get("warnings", []))),
-            made=str(tree.get("made", "")),
+            provenance=str(tree.get("provenance", "")),
             ranges={str(k): (float(a), float(b)) for k, (a, b) in tree.get("ranges", {}).items()},
             stacks=tuple(map(str, tree.get("stacks", []))),
         )

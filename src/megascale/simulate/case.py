@@ -15,7 +15,7 @@ from megascale.simulate.software import ATTENTION_KERNELS, RECOMPUTE, Software
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be priced. Each field is a number, a bool or an array of them; all broadcast together.
+    """A model shape, a layout and a software stack as numbers, bools or arrays that broadcast together.
 
     Attributes:
         layers, hidden, heads, query, kv, ffn, gated, vocab, sequence: the model. `query` and `kv` are the widths of
@@ -85,7 +85,7 @@ class Case:
     expert_parallel: Any = 1
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         model: ModelConfig,
         software: Software,
@@ -104,7 +104,7 @@ class Case:
         top_k: Any = 1,
         expert_parallel: Any = 1,
     ) -> Case:
-        """One model under one software in one layout or, with arrays, in many.
+        """Return one model under one software stack in one layout or, with arrays, in many.
 
         The software decides block and window: set them from the model's own where a run is to be priced as it is.
         `middle` and `last` default to layers / pipeline.
@@ -112,8 +112,10 @@ class Case:
         if software.window is None:
             share = 1.0
         else:
-            own = model.model_copy(update={"window": software.window})
-            share = float(np.mean([window_share(own.sequence_length, own.layer_window(i)) for i in range(own.layers)]))
+            resized = model.model_copy(update={"window": software.window})
+            share = float(
+                np.mean([window_share(resized.sequence_length, resized.layer_window(i)) for i in range(resized.layers)])
+            )
         slower = software.float8_host if software.float8 else 1.0
         return cls(
             layers=model.layers,
@@ -171,7 +173,7 @@ class Case:
 
     @classmethod
     def stack(cls, cases: Sequence[Case]) -> Case:
-        """Many scalar cases as one case of arrays."""
+        """Return many scalar cases as one case of arrays."""
         return cls(**{f.name: np.array([getattr(c, f.name) for c in cases]) for f in fields(cls)})
 
     @property
@@ -203,7 +205,9 @@ class Case:
     @property
     def layer_flops(self) -> Any:
         """Forward FLOPs of one token in one layer."""
-        h, q, f = self.hidden, self.query, self.ffn
+        h = self.hidden
+        q = self.query
+        f = self.ffn
         projections = 2.0 * h * (2 * q + 2 * self.kv) + 2.0 * h * f * self.top_k * np.where(self.gated, 3, 2)
         return projections + 4.0 * self.sequence * q * self.share
 
@@ -214,11 +218,11 @@ class Case:
 
     @property
     def expert_parameters(self) -> Any:
-        """Of these, the MLP's: all of a dense layer's, or those of the experts that a rank holds."""
+        """Return the MLP's weights: all of a dense layer, or those of the experts that a rank holds."""
         return self.hidden * self.ffn * np.where(self.gated, 3, 2) * self.experts / self.expert_parallel
 
     def fits(self) -> Any:
-        """Whether sizes divide: layers over chunks, heads and widths over tensor, batch over replicas."""
+        """Return whether sizes divide: layers over chunks, heads and widths over tensor, batch over replicas."""
         t, chunks = self.tensor, self.pipeline * self.virtual
         return (
             (self.layers % chunks == 0)

@@ -37,7 +37,7 @@ BUCKETS = 8
 
 @dataclass(frozen=True)
 class Parts:
-    """Where a step's seconds go; they add up to `total`. Numbers or arrays.
+    """Seconds of each part of a step, which add up to `total`. Numbers or arrays.
 
     Attributes:
         gemm, attention, elementwise: kernels of a middle stage's layers over all micro-batches.
@@ -78,7 +78,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What one micro-batch costs a stage, and what moves between stages; shared by both levels. Seconds.
+    """Seconds that one micro-batch costs a stage and its transfers, shared by both levels.
 
     Attributes:
         forward, backward: kernels and exposed tensor communication of all a middle stage's chunks.
@@ -139,31 +139,31 @@ def stage_times(
     layers = case.middle
     layer = layer_times(cluster, case, constants.overhead, cap)
     share = np.asarray(RECOMPUTED)[np.asarray(case.recompute)]
-    whole = np.asarray(case.recompute) == RECOMPUTE.index("full")
+    is_full = np.asarray(case.recompute) == RECOMPUTE.index("full")
     core = np.asarray(RECOMPUTED_ATTENTION)[np.asarray(case.recompute)]
-    part = share * layer.elementwise_forward + core * layer.attention_forward
-    again = scale * np.where(whole, layer.forward, part)
+    recomputed_kernels = share * layer.elementwise_forward + core * layer.attention_forward
+    recompute = scale * np.where(is_full, layer.forward, recomputed_kernels)
 
     tp_forward, tp_backward = _tensor_exposed(cluster, case, constants, network)
-    tp_again = np.where(whole, tp_forward, 0.0)
+    tp_recompute = np.where(is_full, tp_forward, 0.0)
     ring = ring_attention(cluster, case, network, scale * layer.attention_forward, scale * layer.attention_backward)
     sent = expert_exchange(cluster, case, network)
     swap_forward, swap_backward = (r + s for r, s in zip(ring, sent, strict=True))
     # A block enters and leaves a tensor-parallel region forward and backward, and once more forward if recomputed.
     regions = np.where(case.tensor > 1, 4.0, 0.0) * np.where(case.parallel_block, 1.0, 2.0)
     launches = (layer.kernels * case.launch_us + regions * case.region_host_us) * 1e-6 * cluster.host_slowness
-    busy = scale * (layer.forward + layer.backward) + again + tp_forward + tp_backward + tp_again
-    host = exposed_launches(launches * np.where(whole, 1.5, 1.0), busy)
+    busy = scale * (layer.forward + layer.backward) + recompute + tp_forward + tp_backward + tp_recompute
+    host = exposed_launches(launches * np.where(is_full, 1.5, 1.0), busy)
     layer_forward = scale * layer.forward + tp_forward + swap_forward + host / 3
-    layer_backward = scale * layer.backward + tp_backward + swap_backward + again + tp_again + host * 2 / 3
+    layer_backward = scale * layer.backward + tp_backward + swap_backward + recompute + tp_recompute + host * 2 / 3
 
     last_forward, last_backward = (scale * x for x in logits_seconds(cluster, case, cap))
     # With sequence parallelism the last hidden states are gathered once more; backward hides its two collectives.
-    one = _tensor_collective(cluster, case, network)
-    gathered = np.where(case.sequence_parallel, one, 0.0)
+    collective = _tensor_collective(cluster, case, network)
+    gathered = np.where(case.sequence_parallel, collective, 0.0)
     last_forward = last_forward + gathered
-    last_backward = last_backward + np.where(case.sequence_parallel, 2.0 * overlap.slowdown, 1.0) * one
-    fewer = case.last - case.middle
+    last_backward = last_backward + np.where(case.sequence_parallel, 2.0 * overlap.slowdown, 1.0) * collective
+    extra_layers = case.last - case.middle
     bytes_moved = 2.0 * case.tokens * case.hidden / case.tensor
     piped = case.pipeline > 1
     # Of the p-1 hops between stages some cross hosts: all where a stage fills one, none where all stages share one.
@@ -172,14 +172,14 @@ def stage_times(
     all_near = near >= hops
     far = contention(cluster, case)
     transfer = np.where(piped, network.p2p(bytes_moved, all_near) * np.where(all_near, 1.0, far), 0.0)
-    double = np.where(piped, network.p2p(2 * bytes_moved, all_near) * np.where(all_near, 1.0, far), 0.0)
-    both = near * network.p2p(bytes_moved, True) + (hops - near) * network.p2p(bytes_moved, False) * far
-    mean_transfer = np.where(piped, both / hops, 0.0)
+    transfer_pair = np.where(piped, network.p2p(2 * bytes_moved, all_near) * np.where(all_near, 1.0, far), 0.0)
+    all_hops = near * network.p2p(bytes_moved, True) + (hops - near) * network.p2p(bytes_moved, False) * far
+    mean_transfer = np.where(piped, all_hops / hops, 0.0)
     blocking = piped & ~np.asarray(case.pp_overlap, dtype=bool)
-    exchange = np.where(blocking, np.where(case.virtual > 1, double, transfer) + overlap.blocking_us * 1e-6, 0.0)
+    exchange = np.where(blocking, np.where(case.virtual > 1, transfer_pair, transfer) + overlap.blocking_us * 1e-6, 0.0)
     exchanges = np.where(blocking, np.where(case.virtual > 1, case.virtual, 2), 0)
-    left = overlap.pp_residual if constants.pp_residual is None else constants.pp_residual
-    residual = np.where(piped & ~blocking, left * 2 * case.virtual * transfer, 0.0)
+    residual_share = overlap.pp_residual if constants.pp_residual is None else constants.pp_residual
+    residual = np.where(piped & ~blocking, residual_share * 2 * case.virtual * transfer, 0.0)
 
     embedding = case.vocab * case.hidden / case.tensor
     parameters = layers * case.layer_parameters / case.tensor + embedding
@@ -187,28 +187,28 @@ def stage_times(
         1, np.minimum(case.replicas, cluster.gpus_per_host // np.minimum(case.tensor, cluster.gpus_per_host))
     )
     # The all-reduce of a replicated optimizer is a reduce-scatter and an all-gather of the gradients.
-    spread = layers * case.expert_parameters / case.tensor
+    expert_weights = layers * case.expert_parameters / case.tensor
 
-    def everywhere(bytes_each: Any) -> Any:
+    def reduce_seconds(bytes_each: Any) -> Any:
         """Dense weights over all replicas; experts over those that hold the same ones."""
-        dense = network.collective((parameters - spread) * bytes_each, case.replicas, local)
-        fewer = network.collective(spread * bytes_each, case.replicas / case.expert_parallel, 1)
-        whole = network.collective(parameters * bytes_each, case.replicas, local)
-        return np.where(case.expert_parallel > 1, dense + fewer, whole)
+        dense = network.collective((parameters - expert_weights) * bytes_each, case.replicas, local)
+        experts = network.collective(expert_weights * bytes_each, case.replicas / case.expert_parallel, 1)
+        all_weights = network.collective(parameters * bytes_each, case.replicas, local)
+        return np.where(case.expert_parallel > 1, dense + experts, all_weights)
 
-    scatter = everywhere(case.reduce_bytes)
+    scatter = reduce_seconds(case.reduce_bytes)
     narrower = (2 - case.gather_bytes) * (parameters - embedding) / parameters
-    once = np.where(case.distributed_optimizer, everywhere(2.0 - narrower), scatter)
+    gather = np.where(case.distributed_optimizer, reduce_seconds(2.0 - narrower), scatter)
     scatter = scatter * np.where(case.reduce_each, case.microbatches, 1)
-    whole_shards = np.asarray(case.full_sharding, dtype=bool)
+    is_fully_sharded = np.asarray(case.full_sharding, dtype=bool)
     sharded, sharded_ends = full_sharding(cluster, case, network, local, layer_forward, layer_backward)
     embedding_bytes = embedding * case.reduce_bytes / np.where(case.tied_shards, case.replicas, 1)
     tied = np.where(piped & np.asarray(case.tied, dtype=bool), network.p2p(embedding_bytes, all_near), 0.0)
     return StageTimes(
         forward=layers * layer_forward,
         backward=layers * layer_backward,
-        last_forward=last_forward + fewer * layer_forward,
-        last_backward=last_backward + fewer * layer_backward,
+        last_forward=last_forward + extra_layers * layer_forward,
+        last_backward=last_backward + extra_layers * layer_backward,
         layer_forward=layer_forward,
         layer_backward=layer_backward,
         transfer=transfer,
@@ -217,18 +217,18 @@ def stage_times(
         exchange=exchange,
         exchanges=exchanges,
         residual=residual,
-        scatter=np.where(whole_shards, 0.0, scatter),
-        gather=np.where(whole_shards, 0.0, once),
+        scatter=np.where(is_fully_sharded, 0.0, scatter),
+        gather=np.where(is_fully_sharded, 0.0, gather),
         tied=tied,
-        sharded=np.where(whole_shards, layers * sharded, 0.0),
-        sharded_ends=np.where(whole_shards, sharded_ends, 0.0),
+        sharded=np.where(is_fully_sharded, layers * sharded, 0.0),
+        sharded_ends=np.where(is_fully_sharded, sharded_ends, 0.0),
         optimizer=optimizer_seconds(cluster, case, parameters),
         forward_kernels=layers * scale * layer.forward,
         parts={
             "gemm": layers * scale * (layer.gemm_forward + layer.gemm_backward),
             "attention": layers * scale * (layer.attention_forward + layer.attention_backward),
             "elementwise": layers * scale * (layer.elementwise_forward + layer.elementwise_backward),
-            "recompute": layers * (again + tp_again),
+            "recompute": layers * (recompute + tp_recompute),
             "host": layers * host,
             "tensor": layers * (tp_forward + tp_backward),
             "exchange": layers * (swap_forward + swap_backward),
@@ -284,7 +284,7 @@ def slowest_of(ranks: Any) -> Any:
 
 
 def neighbours_on_host(cluster: ClusterSpec, case: Case) -> Any:
-    """How many of a model's p-1 hops between stages stay on a host, on average over models and their tensor ranks.
+    """Return how many of the p-1 hops between stages stay on a host, averaged over models and tensor ranks.
 
     Ranks run over the tensor axis, then data, then pipeline (core/grid.py): a stage's neighbour is tensor x data
     ranks away. A stage that fills a host or more never has its neighbour there.
@@ -296,7 +296,7 @@ def neighbours_on_host(cluster: ClusterSpec, case: Case) -> Any:
 
 
 def contention(cluster: ClusterSpec, case: Case) -> Any:
-    """How much longer transfers between stages take because some leave their leaf switch all at once.
+    """Return the slow-down of transfers between stages that leave their leaf switch at the same time.
 
     A stage that fills a leaf's hosts has all its neighbours under another leaf; data-parallel rings run along
     neighbouring hosts and leave a leaf once in as many hosts, too seldom to meet.
@@ -335,18 +335,18 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
     the all-reduce of the input gradient runs under the weight-gradient GEMM or, in older stacks, after both.
     """
     overlap = cluster.overlap
-    left = overlap.tp_residual if constants.tp_residual is None else constants.tp_residual
-    one = _tensor_collective(cluster, case, network)
+    residual_share = overlap.tp_residual if constants.tp_residual is None else constants.tp_residual
+    collective = _tensor_collective(cluster, case, network)
     gather = _tensor_collective(cluster, case, network, np.where(gathers_bytes(case), 1.0, 2.0))
     blocks = np.where(case.parallel_block, 1.0, 2.0)
-    share = np.where(case.tp_overlap, left, 1.0)
-    forward = blocks * (gather + one) * share
-    backward = blocks * (gather * share + (gather + one) * overlap.slowdown)
+    share = np.where(case.tp_overlap, residual_share, 1.0)
+    forward = blocks * (gather + collective) * share
+    backward = blocks * (gather * share + (gather + collective) * overlap.slowdown)
     # Four operands forward and four gradients backward, each an all-reduce of one number.
     agreed = np.where(gathers_bytes(case) & np.asarray(case.float8_agrees, dtype=bool), 4.0, 0.0)
     agreed = agreed * np.where(case.parallel_block, 0.5, 1.0) * _scale_agreement(cluster, case, network)
     under = np.where(case.tp_backward_under, overlap.slowdown, 1.0)
-    backward = np.where(case.sequence_parallel, backward, blocks * 2.0 * one * under)
+    backward = np.where(case.sequence_parallel, backward, blocks * 2.0 * collective * under)
     return forward + agreed, backward + agreed
 
 
@@ -357,9 +357,9 @@ def _scale_agreement(cluster: ClusterSpec, case: Case, network: Network) -> Any:
 
 def _tensor_collective(cluster: ClusterSpec, case: Case, network: Network, value_bytes: Any = 2.0) -> Any:
     """Return the seconds of one all-gather or reduce-scatter of a micro-batch's hidden states over the tensor group."""
-    whole = value_bytes * case.tokens * case.hidden
+    activation_bytes = value_bytes * case.tokens * case.hidden
     gap = np.where(case.tensor > 1, case.region_gap_us * 1e-6, 0.0)
-    return network.collective(whole, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host)) + gap
+    return network.collective(activation_bytes, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host)) + gap
 
 
 def slow_host_seconds(cluster: ClusterSpec, case: Case, constants: Constants, times: StageTimes) -> Any:
@@ -370,13 +370,13 @@ def slow_host_seconds(cluster: ClusterSpec, case: Case, constants: Constants, ti
     paper gained by removing such hosts, about 0.7 MFU points.
     """
     rate = cluster.stragglers.slow_hosts
-    by = cluster.stragglers.slow_by if constants.slow_by is None else constants.slow_by
+    slowdown = cluster.stragglers.slow_by if constants.slow_by is None else constants.slow_by
     hosts = np.maximum(1.0, case.gpus / cluster.gpus_per_host)
     last = 1.0 - (1.0 - rate) ** (hosts / case.pipeline)
-    other = 1.0 - (1.0 - rate) ** (hosts - hosts / case.pipeline)
-    longer = by * times.forward_kernels
+    elsewhere = 1.0 - (1.0 - rate) ** (hosts - hosts / case.pipeline)
+    longer = slowdown * times.forward_kernels
     slack = np.maximum(0.0, times.last_forward + times.last_backward)
-    return last * longer + (1.0 - last) * other * np.maximum(0.0, longer - slack)
+    return last * longer + (1.0 - last) * elsewhere * np.maximum(0.0, longer - slack)
 
 
 def late_seconds(cluster: ClusterSpec, case: Case, constants: Constants) -> Any:
@@ -386,8 +386,8 @@ def late_seconds(cluster: ClusterSpec, case: Case, constants: Constants) -> Any:
     (paper section 6.3); asynchronous preparation and planned collection (section 3.4) leave `data_share` of it.
     """
     hosts = np.maximum(1.0, case.gpus / cluster.gpus_per_host)
-    left = np.where(np.asarray(case.async_data, dtype=bool), 1.0 - constants.data_share, 1.0)
-    return constants.fixed * left * (np.log(hosts) + EULER)
+    exposed_share = np.where(np.asarray(case.async_data, dtype=bool), 1.0 - constants.data_share, 1.0)
+    return constants.fixed * exposed_share * (np.log(hosts) + EULER)
 
 
 def step_parts(
@@ -395,9 +395,11 @@ def step_parts(
 ) -> Parts:
     """Seconds of a step by part. Broadcasts over the case; does not check that sizes divide (see Case.fits)."""
     times = stage_times(cluster, case, constants, network)
-    m, p, v = case.microbatches, case.pipeline, case.virtual
+    m = case.microbatches
+    p = case.pipeline
+    v = case.virtual
     waits = COUPLING * cluster.stragglers.jitter * np.where(times.exchanges > 0, times.forward + times.backward, 0.0)
-    same_host = times.exchange * times.exchanges + times.residual + waits
+    unhidden = times.exchange * times.exchanges + times.residual + waits
     slow = slow_host_seconds(cluster, case, constants, times)
     # The first and the last micro-batch pass all p v chunks one after another, a transfer between each two.
     stall = np.where(times.exchanges > 0, cluster.overlap.blocking_us * 1e-6, 0.0)
@@ -418,7 +420,7 @@ def step_parts(
         host=m * times.parts["host"],
         tensor=m * times.parts["tensor"],
         exchange=m * times.parts["exchange"],
-        pipeline=m * same_host,
+        pipeline=m * unhidden,
         data=data,
         logits=m * logits,
         bubble=ramp,
@@ -442,13 +444,13 @@ def data_exposed(cluster: ClusterSpec, case: Case, constants: Constants, times: 
     size = np.maximum(case.pipeline, case.micro_batch_group_size)
     rounds = np.where(case.virtual > 1, np.minimum(size, case.microbatches), 1)
     # Reduced after every micro-batch, gradients have all backward passes to hide behind.
-    each = np.asarray(case.reduce_each, dtype=bool)
-    rounds_back = np.where(each, case.microbatches, rounds)
+    is_per_microbatch = np.asarray(case.reduce_each, dtype=bool)
+    rounds_back = np.where(is_per_microbatch, case.microbatches, rounds)
     # A round of one chunk ends when its last micro-batch has passed all stages.
     hops = np.where((case.virtual > 1) & (rounds <= case.pipeline), case.pipeline * times.mean_transfer, 0.0)
     slowed = np.where(case.virtual > 1, cluster.overlap.slowdown, 0.0)
     scatter, gather = times.scatter / pieces, times.gather / pieces
-    tail = scatter / np.where(each, case.microbatches, 1)
+    tail = scatter / np.where(is_per_microbatch, case.microbatches, 1)
     behind = rounds_back * times.backward / pieces + hops
     late = (pieces - 1) * _overlapped(scatter, behind, slowed, hops, case.pipeline)
     early = (pieces - 1) * _overlapped(gather, rounds * times.forward / pieces + hops, slowed, hops, case.pipeline)

@@ -19,7 +19,7 @@ class _Part(BaseModel):
 
 
 class GpuSpec(_Part):
-    """One accelerator."""
+    """An accelerator's figures."""
 
     name: str
     peak_tflops: float = Field(gt=0, description="dense bf16")
@@ -30,7 +30,7 @@ class GpuSpec(_Part):
 
 
 class Kernels(_Part):
-    """How much of the hardware kernels reach."""
+    """Shares of the hardware's rates that kernels reach."""
 
     gemm: float = Field(gt=0, le=1, description="share of peak of a GEMM with whole waves and a long inner dimension")
     gemm_best: float = Field(gt=0, le=1, description="share of peak of the fastest GEMM that was measured")
@@ -47,7 +47,7 @@ class Kernels(_Part):
 
 
 class Power(_Part):
-    """What the power limit leaves of GEMMs. Only for a GPU on which it was measured."""
+    """GEMM rates under the power limit, for a GPU on which they were measured."""
 
     gemm_sustained: float = Field(gt=0, le=1, description="share of peak that GEMMs alone hold for seconds on end")
     float8_sustained: float | None = Field(
@@ -58,7 +58,7 @@ class Power(_Part):
 
 
 class LinkSpec(_Part):
-    """One kind of network link, per GPU and direction."""
+    """Figures of a kind of network link, per GPU and direction."""
 
     gbs: float = Field(gt=0, description="GB/s a GPU and direction, as printed")
     bus: list[list[float]] = Field(
@@ -74,7 +74,7 @@ class LinkSpec(_Part):
 
 
 class Overlap(_Part):
-    """What remains of communication that runs beside compute."""
+    """Shares of communication that overlap with compute does not hide."""
 
     tp_residual: float = Field(ge=0, le=1, description="share of tensor-parallel communication still exposed")
     pp_residual: float = Field(ge=0, le=1, description="share of pipeline transfers still exposed")
@@ -103,7 +103,7 @@ class ClusterSpec(_Part):
     """A machine to plan for."""
 
     name: str
-    about: str
+    description: str
     gpus_per_host: int = Field(ge=1)
     gpu: GpuSpec
     kernels: Kernels
@@ -117,7 +117,7 @@ class ClusterSpec(_Part):
 
     @property
     def host_slowness(self) -> float:
-        """How many times as long as on a DGX host launches take."""
+        """Return the time of a launch relative to a DGX host."""
         return 1.0 if self.host is None else self.host.slowness
 
 
@@ -154,16 +154,16 @@ def with_figure(cluster: ClusterSpec, part: str, key: str, value: Any) -> Cluste
         raise ConfigError(
             f"cluster.{part}.{key}: no such figure; write cluster.PART.KEY, as cluster.between.gbs (parts: {parts})"
         )
-    now = getattr(section, key)
-    if isinstance(now, bool) or not isinstance(now, int | float):
-        raise ConfigError(f"cluster.{part}.{key}: only numbers can be set, this is {now!r}")
+    current = getattr(section, key)
+    if isinstance(current, bool) or not isinstance(current, int | float):
+        raise ConfigError(f"cluster.{part}.{key}: only numbers can be set, this is {current!r}")
     tree = section.model_dump()
     tree[key] = value
     if isinstance(section, LinkSpec) and key == "gbs" and isinstance(value, int | float):
-        tree["bus"] = [[ranks, gbs * value / now] for ranks, gbs in section.bus]
-        tree["p2p_gbs"] = section.p2p_gbs * value / now
+        tree["bus"] = [[ranks, gbs * value / current] for ranks, gbs in section.bus]
+        tree["p2p_gbs"] = section.p2p_gbs * value / current
     if key == "peak_tflops" and tree["float8_tflops"] is not None and isinstance(value, int | float):
-        tree["float8_tflops"] *= value / now
+        tree["float8_tflops"] *= value / current
     try:
         return cluster.model_copy(update={part: type(section).model_validate(tree)})
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What lies between two predictions, or between a prediction and a run."""
+"""Comparison of two predictions, or of a prediction with a run."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from megascale.errors import DataError
 from megascale.simulate.calibration import BOUNDS, load_calibration
 from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.measured_runs import load_predictions, matching, measure, refuse_other_device
+from megascale.simulate.measured_runs import check_device, load_predictions, matching, measure
 from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, own_software, run
+from megascale.simulate.step import Scenario, engine_software, run
 
 Row = dict[str, Any]
 
 
-def two_results(first: Path, second: Path) -> list[Row]:
+def compare_results(first: Path, second: Path) -> list[Row]:
     """Part by part: seconds of both and the difference. The last result of each file is taken."""
-    one, two = _result(first), _result(second)
+    result_a, result_b = _result(first), _result(second)
     rows: list[Row] = []
-    for part in dict.fromkeys([*one["parts"], *two["parts"]]):
-        a, b = float(one["parts"].get(part, 0.0)), float(two["parts"].get(part, 0.0))
+    for part in dict.fromkeys([*result_a["parts"], *result_b["parts"]]):
+        a, b = float(result_a["parts"].get(part, 0.0)), float(result_b["parts"].get(part, 0.0))
         if max(abs(a), abs(b)) > 1e-4:
-            rows.append(_row(part, one, a, two, b))
-    rows.append(_row("step", one, float(one["seconds"]), two, float(two["seconds"])))
+            rows.append(_row(part, result_a, a, result_b, b))
+    rows.append(_row("step", result_a, float(result_a["seconds"]), result_b, float(result_b["seconds"])))
     return rows
 
 
-def _row(part: str, one: dict[str, Any], a: float, two: dict[str, Any], b: float) -> Row:
-    first, second = f"{one['label']} (first), s", f"{two['label']} (second), s"
-    return {"part": part, first: a, second: b, "difference, s": b - a}
+def _row(part: str, parts_a: dict[str, Any], seconds_a: float, parts_b: dict[str, Any], seconds_b: float) -> Row:
+    first, second = f"{parts_a['label']} (first), s", f"{parts_b['label']} (second), s"
+    return {"part": part, first: seconds_a, second: seconds_b, "difference, s": seconds_b - seconds_a}
 
 
 def _result(path: Path) -> dict[str, Any]:
@@ -55,11 +55,11 @@ def explain_run(
 ) -> list[Row]:
     """Predicted and measured step of a run, and for each constant the value that alone would close the gap."""
     measured, machine = measure(folder, gpus), load_cluster(cluster)
-    refuse_other_device(measured, machine)
+    check_device(measured, machine)
     name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
     base = stack(name)
     fitted = load_calibration(calibration, machine.name, base.family)
-    scenario = Scenario(measured.config, measured.gpus, machine, fitted, own_software(measured.config, base))
+    scenario = Scenario(measured.config, measured.gpus, machine, fitted, engine_software(measured.config, base))
     result = run(scenario, check_memory=False)
     gap = result.seconds / measured.seconds - 1.0
     inside = "inside" if result.low <= measured.seconds <= result.high else "outside"
@@ -80,20 +80,20 @@ def explain_run(
         if seconds.max() - seconds.min() < 1e-3 * measured.seconds:
             continue
         best = int(np.abs(seconds - measured.seconds).argmin())
-        now = getattr(fitted.constants, constant)
+        current = getattr(fitted.constants, constant)
         closes = abs(seconds[best] / measured.seconds - 1.0) < 0.01
-        said = "closes the gap" if closes else f"leaves {seconds[best] / measured.seconds - 1:+.1%}"
-        was = "the cluster's figure" if now is None else f"{now:.3g}"
-        rows.append({"what": f"{constant} alone at", "value": float(grid[best]), "remark": f"{said}; now {was}"})
+        verdict = "closes the gap" if closes else f"leaves {seconds[best] / measured.seconds - 1:+.1%}"
+        was = "the cluster's figure" if current is None else f"{current:.3g}"
+        rows.append({"what": f"{constant} alone at", "value": float(grid[best]), "remark": f"{verdict}; now {was}"})
     return rows
 
 
 def predicted_and_measured(runs: Path, predictions: str) -> list[Row]:
-    """All predictions with their measurement where the run folder exists."""
-    _, said = load_predictions(predictions)
-    measured = {p.name: m for p, m in matching(said, runs)}
+    """Return all predictions with their measurement where the run folder exists."""
+    _, predictions_list = load_predictions(predictions)
+    measured = {p.name: m for p, m in matching(predictions_list, runs)}
     rows: list[Row] = []
-    for p in said:
+    for p in predictions_list:
         m = measured.get(p.name)
         rows.append(
             {

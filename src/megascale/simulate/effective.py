@@ -19,7 +19,7 @@ MOST_FAULTS = 100_000
 
 @dataclass(frozen=True)
 class FaultRates:
-    """How hosts fail and how the job comes back. Seconds unless said otherwise.
+    """Rates at which hosts fail, and times in which the job recovers, in seconds.
 
     Attributes:
         host_mtbf_days: mean time between faults of one host.
@@ -120,19 +120,21 @@ def simulate_run(
         if not len(active):
             break
         draws = np.array([(r.exponential(), r.random(), r.exponential()) for r in (streams[i] for i in active)])
-        until = draws[:, 0] * mean
+        failure_times = draws[:, 0] * mean
         # Wall-clock time to the end if nothing fails: the work left and its whole intervals' saves.
-        left = work - done[active]
-        need = left + np.floor(left / interval) * faults.save_stall
-        ends = until >= need
+        remaining = work - done[active]
+        need = remaining + np.floor(remaining / interval) * faults.save_stall
+        ends = failure_times >= need
         finished = active[ends]
         wall[finished] += need[ends]
         running[finished] = False
-        hit, until, draws = active[~ends], until[~ends], draws[~ends]
-        done[hit] += np.floor(until / cycle) * interval
+        hit = active[~ends]
+        failure_times = failure_times[~ends]
+        draws = draws[~ends]
+        done[hit] += np.floor(failure_times / cycle) * interval
         count[hit] += 1
         down = faults.detect + faults.restart + np.where(draws[:, 1] < faults.manual_share, faults.manual, 0.0)
-        wall[hit] += until + down
+        wall[hit] += failure_times + down
         if faults.spares:
             slot = pool[hit].argmin(axis=1)
             wall[hit] = np.maximum(wall[hit], pool[hit, slot])

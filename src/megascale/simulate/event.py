@@ -59,7 +59,7 @@ def simulate(
     layers: np.ndarray | None = None,
     schedule: str = "auto",
 ) -> SimulatedEvent:
-    """One step of a scalar case.
+    """Simulate one step of a scalar case.
 
     Args:
         schedule: name of the pipeline schedule (core/schedule_registry.py).
@@ -68,7 +68,9 @@ def simulate(
         jitter: relative standard deviation of each action's compute time, drawn anew for each.
         seed: of the jitter.
     """
-    p, v, m = int(case.pipeline), int(case.virtual), int(case.microbatches)
+    p = int(case.pipeline)
+    v = int(case.virtual)
+    m = int(case.microbatches)
     times = stage_times(cluster, case, constants, network)
     group = int(case.micro_batch_group_size) or None
     graph = Graph.of(checked_schedule(schedule, p, v, m, bool(case.reduce_each), group))
@@ -89,22 +91,22 @@ def simulate(
     which = np.asarray(which).reshape(-1)
     if jitter > 0:
         kinds, which = np.column_stack([slow, sends]), np.arange(len(slow))
-    each = np.repeat(durations[:, None], len(kinds), axis=1)
-    each[compute] *= kinds.T[graph.stage[compute]]
+    samples = np.repeat(durations[:, None], len(kinds), axis=1)
+    samples[compute] *= kinds.T[graph.stage[compute]]
     if uneven is not None:
         far = _between_hosts(cluster, case, graph)
-        each[far] *= kinds[:, -1]
+        samples[far] *= kinds[:, -1]
     if jitter > 0:
         noise = np.random.default_rng(seed).normal(0.0, jitter, size=(int(compute.sum()), len(kinds)))
-        each[compute] *= np.maximum(0.5, 1.0 + noise)
-    timeline = replay(graph, each)
+        samples[compute] *= np.maximum(0.5, 1.0 + noise)
+    timeline = replay(graph, samples)
     reduced = _reduced(graph, timeline, case, times, stage_shares)
     makespan = timeline.makespan
     last = int(makespan.argmax())
-    one = Timeline(graph, timeline.start[:, last], timeline.end[:, last], timeline.moving[:, last])
+    first_timeline = Timeline(graph, timeline.start[:, last], timeline.end[:, last], timeline.moving[:, last])
     tail = float(times.optimizer) + (0.0 if case.dp_overlap else float(times.gather))
     seconds = float(reduced.max()) + tail + float(times.tied) + float(late_seconds(cluster, case, constants))
-    return SimulatedEvent(seconds, one, makespan[which], reduced, times, slow)
+    return SimulatedEvent(seconds, first_timeline, makespan[which], reduced, times, slow)
 
 
 def _durations(
@@ -144,15 +146,15 @@ def _durations(
     if case.dp_overlap and v == 1:
         # A single chunk's parameters come in buckets, all but the first behind the first forward.
         only = graph.kind == ActionKind.GATHER_PARAMS
-        whole = gather * shares[graph.stage[only]]
-        durations[only] = whole - _rest(case) * np.minimum(whole, float(times.forward))
+        gather_seconds = gather * shares[graph.stage[only]]
+        durations[only] = gather_seconds - _tail_seconds(case) * np.minimum(gather_seconds, float(times.forward))
     return durations
 
 
 def _sends(graph: Graph) -> np.ndarray:
     """[actions] whether each is a transfer to a neighbour stage."""
-    found: np.ndarray = (graph.kind == ActionKind.SEND_FORWARD) | (graph.kind == ActionKind.SEND_BACKWARD)
-    return found
+    is_send: np.ndarray = (graph.kind == ActionKind.SEND_FORWARD) | (graph.kind == ActionKind.SEND_BACKWARD)
+    return is_send
 
 
 def _between_hosts(cluster: ClusterSpec, case: Case, graph: Graph) -> np.ndarray:
@@ -163,14 +165,14 @@ def _between_hosts(cluster: ClusterSpec, case: Case, graph: Graph) -> np.ndarray
     return _sends(graph) & (host[graph.stage] != host[(graph.stage + step) % p])
 
 
-def _rest(case: Case) -> float:
+def _tail_seconds(case: Case) -> float:
     """Share of a single chunk's gradients that are not in its last bucket."""
     buckets = int(pieces_of(case))
     return (buckets - 1) / buckets
 
 
 def blocking_waits(graph: Graph) -> np.ndarray:
-    """What compute waits for where exchanges block, [actions, 2]: Megatron-LM's way of January 2023.
+    """Return the waits of computes for blocking exchanges, [actions, 2], in Megatron-LM's order of January 2023.
 
     Warm-up and cool-down: the transfer of the compute before. Steady state with interleaved chunks: one exchange
     after each forward and backward, in which both results leave and both next inputs arrive. With one chunk: an
@@ -188,13 +190,15 @@ def blocking_waits(graph: Graph) -> np.ndarray:
         sends[done] = by_key[key[done]]
     # The compute actions of a stage one after another, with the one before and the one before that.
     compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
-    now, last, before = compute[1:], compute[:-1], np.concatenate([compute[:1], compute[:-2]])
-    same = graph.stage[now] == graph.stage[last]
-    alike = graph.kind[now] == graph.kind[last]
-    after_both = ~alike & (graph.kind[now] == ActionKind.FORWARD)
-    extra[now, 0] = np.where(same & ((v == 1) | alike | after_both), sends[last], -1)
-    pair = same & (v > 1) & after_both & (graph.stage[before] == graph.stage[now])
-    extra[now, 1] = np.where(pair, sends[before], -1)
+    current = compute[1:]
+    last = compute[:-1]
+    before = np.concatenate([compute[:1], compute[:-2]])
+    stays_on_stage = graph.stage[current] == graph.stage[last]
+    alike = graph.kind[current] == graph.kind[last]
+    follows_pair = ~alike & (graph.kind[current] == ActionKind.FORWARD)
+    extra[current, 0] = np.where(stays_on_stage & ((v == 1) | alike | follows_pair), sends[last], -1)
+    pair = stays_on_stage & (v > 1) & follows_pair & (graph.stage[before] == graph.stage[current])
+    extra[current, 1] = np.where(pair, sends[before], -1)
     return extra
 
 
@@ -212,7 +216,9 @@ def _stretched(cluster: ClusterSpec, graph: Graph, durations: np.ndarray, times:
 
 def _slowness(cluster: ClusterSpec, case: Case, slow_hosts: Mapping[int, float]) -> np.ndarray:
     """Factor on compute of each (replica, stage): that of the slowest host that its tensor group touches."""
-    p, d, t = int(case.pipeline), int(case.replicas), int(case.tensor)
+    p = int(case.pipeline)
+    d = int(case.replicas)
+    t = int(case.tensor)
     slow = np.ones((d, p))
     for host, factor in slow_hosts.items():
         first, last = host * cluster.gpus_per_host, (host + 1) * cluster.gpus_per_host - 1
@@ -225,15 +231,15 @@ def _slowness(cluster: ClusterSpec, case: Case, slow_hosts: Mapping[int, float])
 def draw_hosts(cluster: ClusterSpec, case: Case, seed: int, slow_by: float | None = None) -> dict[int, float]:
     """A random fleet: each host is slow with the cluster's probability."""
     hosts = max(1, -(-int(case.gpus) // cluster.gpus_per_host))
-    by = cluster.stragglers.slow_by if slow_by is None else slow_by
+    slowdown = cluster.stragglers.slow_by if slow_by is None else slow_by
     # Slow in forward, which is a third of the compute.
-    by = by / 3.0
+    slowdown = slowdown / 3.0
     chosen = np.flatnonzero(np.random.default_rng(seed).random(hosts) < cluster.stragglers.slow_hosts)
-    return {int(h): 1.0 + by for h in chosen}
+    return {int(h): 1.0 + slowdown for h in chosen}
 
 
 def _reduced(graph: Graph, timeline: Timeline, case: Case, times: StageTimes, shares: np.ndarray) -> np.ndarray:
-    """When each stage's gradients are reduced: a reduction starts when the last replica has launched it."""
+    """Return when each stage's gradients are reduced. A reduction starts when the last replica has launched it."""
     stages = graph.schedule.stages
     done = np.zeros(stages)
     if not case.dp_overlap:
@@ -243,7 +249,7 @@ def _reduced(graph: Graph, timeline: Timeline, case: Case, times: StageTimes, sh
     reduces = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)
     launched = timeline.end[graph.before[reduces, 0]].max(axis=1)
     lengths = (timeline.end - timeline.moving)[reduces].max(axis=1)
-    early = 0.0 if case.virtual > 1 else _rest(case)
+    early = 0.0 if case.virtual > 1 else _tail_seconds(case)
     for n, ready, length in zip(reduces.tolist(), launched, lengths, strict=True):
         stage = graph.stage[n]
         # Buckets of a single chunk leave as soon as its last backward has filled them.

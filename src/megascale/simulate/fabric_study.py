@@ -19,14 +19,14 @@ from megascale.errors import ConfigError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.fabric.fabric_spec import FabricSpec, load_fabric
-from megascale.simulate.fabric.placement import place
+from megascale.simulate.fabric.placement import make_placement
 from megascale.simulate.fabric.step_traffic import StepTraffic, step_traffic
 from megascale.simulate.fabric.topology import GIGABIT, Floats, build
 from megascale.simulate.fabric.transfer_times import FabricTimes, Outage
 from megascale.simulate.fabric_network import SharedFabricNetwork
 from megascale.simulate.network import Network, RingNetwork
 from megascale.simulate.software import stack
-from megascale.simulate.step import Level, Scenario, StepEstimate, own_software, run
+from megascale.simulate.step import Level, Scenario, StepEstimate, engine_software, run
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Variant:
     draws: int = 1
     seed: int = 0
     outages: tuple[Outage, ...] = ()
-    at: float = 0.0
+    offset: float = 0.0
     alone: bool = False
 
     @property
@@ -53,7 +53,7 @@ class Variant:
         return repr(replace(self, changes=changes))
 
     def with_key(self, key: str, text: str) -> Variant:
-        """One key changed: placement, queue_pairs or algorithm, else one of the fabric's."""
+        """Return a copy with one key changed: placement, queue_pairs, algorithm, or a key of the fabric."""
         import tomllib
 
         if key == "placement":
@@ -69,9 +69,9 @@ class Variant:
                 raise ConfigError(f"--vary queue_pairs={text}: a whole number of at least 1")
             return replace(self, queue_pairs=value)
         if key not in FabricSpec.model_fields:
-            known = ", ".join(k for k in FabricSpec.model_fields if k not in ("sources", "name"))
+            valid_keys = ", ".join(k for k in FabricSpec.model_fields if k not in ("sources", "name"))
             raise ConfigError(
-                f"--vary={key!r} is unknown; placement, queue_pairs, algorithm, or of the fabric: {known}"
+                f"--vary={key!r} is unknown; placement, queue_pairs, algorithm, or of the fabric: {valid_keys}"
             )
         return replace(self, changes={**self.changes, key: value})
 
@@ -97,8 +97,8 @@ class AxisTimes:
     @staticmethod
     def worst(values: Floats) -> Floats:
         """[draws] the slowest of all."""
-        found: Floats = values.max(axis=1)
-        return found
+        maxima: Floats = values.max(axis=1)
+        return maxima
 
 
 def measure(config: Config, gpus: int, variant: Variant) -> AxisTimes:
@@ -107,7 +107,7 @@ def measure(config: Config, gpus: int, variant: Variant) -> AxisTimes:
     sent = step_traffic(config, gpus)
     grid = sent.grid
     topology = build(load_fabric(variant.fabric, variant.changes))
-    laid = place(grid, topology, variant.placement, variant.seed)
+    laid = make_placement(grid, topology, variant.placement, variant.seed)
     times = FabricTimes(
         topology, laid, variant.queue_pairs, variant.draws, variant.polarised, variant.algorithm,
         outages=variant.outages,
@@ -116,39 +116,39 @@ def measure(config: Config, gpus: int, variant: Variant) -> AxisTimes:
     ranks = (0,) if variant.alone else None
 
     def of_stages(concurrent: Sequence[tuple[str, float]] = ()) -> Floats:
-        found = times.slowdown("data", ranks, concurrent, variant.at).of_all(grid.pipeline * grid.tensor)
-        slowest: Floats = found.reshape(-1, grid.pipeline, grid.tensor).max(axis=2)
+        slowdowns = times.slowdown("data", ranks, concurrent, variant.offset).for_groups(grid.pipeline * grid.tensor)
+        slowest: Floats = slowdowns.reshape(-1, grid.pipeline, grid.tensor).max(axis=2)
         return slowest
 
     data = of_stages()
     busy, pipeline = data, np.ones((variant.draws, grid.data))
     if sent.pipeline:
         busy = of_stages((("pipeline", sent.pipeline / max(sent.reduce + sent.gather, 1.0)),))
-        between = times.slowdown("pipeline", ranks, at=variant.at).of_all(grid.data * grid.tensor)
+        between = times.slowdown("pipeline", ranks, offset=variant.offset).for_groups(grid.data * grid.tensor)
         pipeline = between.reshape(-1, grid.data, grid.tensor).max(axis=2)
     return AxisTimes(data, busy, pipeline, topology.spec.nic_gbps * GIGABIT, sent, time.perf_counter() - start)
 
 
 def paper_network(gpus: int, gpus_per_host: int, like: Variant) -> Variant:
-    """What the calibration has in it: the paper's fabric for as many hosts, ranks laid data-near, four queue pairs."""
+    """Return the network in the calibration: the paper's fabric, data-near placement, four queue pairs."""
     return Variant(changes={"hosts": -(-gpus // gpus_per_host)}, draws=like.draws, seed=like.seed)
 
 
-def networks(scenario: Scenario, base: Network, found: AxisTimes, reference: AxisTimes) -> list[SharedFabricNetwork]:
+def networks(scenario: Scenario, base: Network, times: AxisTimes, reference: AxisTimes) -> list[SharedFabricNetwork]:
     """The step model's network for each draw.
 
     Collectives that the software overlaps with compute run while pipeline traffic does, others alone. What that traffic
     costs them on the calibration's network is a NIC's two uses, which the step model has already: it is taken off.
     """
-    slower = reference.nic / found.nic
+    slower = reference.nic / times.nic
     alone, busy, stages = (
         float(AxisTimes.worst(values).mean()) for values in (reference.data, reference.busy, reference.pipeline)
     )
-    overlapped = np.maximum(found.data, found.busy - (busy - alone))
-    own = overlapped if scenario.software.dp_overlap else found.data
+    overlapped = np.maximum(times.data, times.busy - (busy - alone))
+    data_slowdowns = overlapped if scenario.software.dp_overlap else times.data
     return [
         SharedFabricNetwork(base, slower * data / alone, slower * pipeline / stages)
-        for data, pipeline in zip(own, found.pipeline, strict=True)
+        for data, pipeline in zip(data_slowdowns, times.pipeline, strict=True)
     ]
 
 
@@ -159,12 +159,12 @@ class StepOnNetwork:
     Attributes:
         plain: the step on the calibration's own network.
         estimates: one for each draw.
-        found, reference: slow-downs of this network and of the calibration's.
+        slowdowns, reference: slow-downs of this network and of the calibration's.
     """
 
     plain: StepEstimate
     estimates: list[StepEstimate]
-    found: AxisTimes
+    slowdowns: AxisTimes
     reference: AxisTimes
 
     @property
@@ -178,12 +178,12 @@ class StepOnNetwork:
         return sorted(self.estimates, key=lambda e: e.seconds)[len(self.estimates) // 2]
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the fields of --json."""
         rows = {
             kind: {
-                "slowest_mean": float(AxisTimes.worst(getattr(self.found, kind)).mean()),
-                "slowest_p90": float(np.quantile(AxisTimes.worst(getattr(self.found, kind)), 0.9)),
-                "groups_mean": float(getattr(self.found, kind).mean()),
+                "slowest_mean": float(AxisTimes.worst(getattr(self.slowdowns, kind)).mean()),
+                "slowest_p90": float(np.quantile(AxisTimes.worst(getattr(self.slowdowns, kind)), 0.9)),
+                "groups_mean": float(getattr(self.slowdowns, kind).mean()),
                 "calibrated": float(AxisTimes.worst(getattr(self.reference, kind)).mean()),
             }
             for kind in ("data", "busy", "pipeline")
@@ -203,15 +203,15 @@ def step_on_network(
     first = scenarios[0]
     if any(s.beyond_training for s in scenarios):
         raise ConfigError("--fabric knows data- and pipeline-parallel traffic only; leave out --context and experts")
-    found = measure(first.config, first.gpus, variant)
+    first_times = measure(first.config, first.gpus, variant)
     paper = paper_network(first.gpus, first.config.parallel.gpus_per_host, variant)
-    reference = found if paper.key == variant.key else measure(first.config, first.gpus, paper)
+    reference = first_times if paper.key == variant.key else measure(first.config, first.gpus, paper)
     results = []
     for scenario in scenarios:
         base = RingNetwork(scenario.cluster, scenario.calibration.constants.dp_efficiency)
-        each = networks(scenario, base, found, reference)
-        estimates = [run(scenario, level, network=network, **options) for network in each]
-        results.append(StepOnNetwork(run(scenario, level, **options), estimates, found, reference))
+        draws = networks(scenario, base, first_times, reference)
+        estimates = [run(scenario, level, network=network, **options) for network in draws]
+        results.append(StepOnNetwork(run(scenario, level, **options), estimates, first_times, reference))
     return results
 
 
@@ -220,23 +220,23 @@ def vary_network(config: Config, gpus: int, variants: dict[str, Variant]) -> lis
     first = next(iter(variants.values()))
     cluster = load_cluster("a100-roce")
     calibration = load_calibration(None, cluster.name)
-    scenario = Scenario(config, gpus, cluster, calibration, own_software(config, stack("megascale")), "megascale")
-    own = paper_network(gpus, config.parallel.gpus_per_host, first)
-    measured = {own.key: measure(config, gpus, own)}
+    scenario = Scenario(config, gpus, cluster, calibration, engine_software(config, stack("megascale")), "megascale")
+    reference_network = paper_network(gpus, config.parallel.gpus_per_host, first)
+    measured = {reference_network.key: measure(config, gpus, reference_network)}
     ring = RingNetwork(cluster, calibration.constants.dp_efficiency)
     rows = []
     for name, variant in variants.items():
-        found = measured.get(variant.key) or measure(config, gpus, variant)
-        measured[variant.key] = found
+        times = measured.get(variant.key) or measure(config, gpus, variant)
+        measured[variant.key] = times
         steps = [
             run(scenario, "closed", network=network).seconds
-            for network in networks(scenario, ring, found, measured[own.key])
+            for network in networks(scenario, ring, times, measured[reference_network.key])
         ]
-        data, busy, stages = (float(AxisTimes.worst(v).mean()) for v in (found.data, found.busy, found.pipeline))
-        sent, members = found.traffic, (found.traffic.grid.data - 1) / found.traffic.grid.data
+        data, busy, stages = (float(AxisTimes.worst(v).mean()) for v in (times.data, times.busy, times.pipeline))
+        sent, members = times.traffic, (times.traffic.grid.data - 1) / times.traffic.grid.data
         rows.append({
             "name": name, "data": data, "data_busy": busy, "pipeline": stages,
-            "reduce_s": data * sent.reduce * members / found.nic, "gather_s": data * sent.gather * members / found.nic,
-            "wall_s": found.wall, "step_s": float(np.mean(steps)),
+            "reduce_s": data * sent.reduce * members / times.nic, "gather_s": data * sent.gather * members / times.nic,
+            "wall_s": times.wall, "step_s": float(np.mean(steps)),
         })  # fmt: skip
     return rows

@@ -17,7 +17,7 @@ ROUNDS = 60
 
 @dataclass(frozen=True)
 class Fit:
-    """What a fit found.
+    """The result of a fit.
 
     Attributes:
         names: constants that were fitted.
@@ -99,7 +99,10 @@ def _descend(
             cost_trial = float(r_trial @ r_trial)
             if cost_trial < cost:
                 improved = cost - cost_trial > 1e-14 + 1e-9 * cost
-                x, r, cost, damping = trial, r_trial, cost_trial, damping / 5
+                x = trial
+                r = r_trial
+                cost = cost_trial
+                damping = damping / 5
                 break
             damping *= 4
         if not improved:
@@ -126,12 +129,12 @@ def _identify(
     variance = np.zeros(len(x))
     for value, direction in zip(singular, directions, strict=False):
         # Moving a tenth of the ranges along this direction changes the rows by this much (root mean square).
-        seen = 0.1 * value / np.sqrt(len(r))
-        if seen < INVISIBLE:
+        identifiable = 0.1 * value / np.sqrt(len(r))
+        if identifiable < INVISIBLE:
             mix = [(abs(w), f"{w:+.2f} {n}") for w, n in zip(direction, names, strict=True) if abs(w) > 0.2]
             warnings.append(
                 f"these rows cannot tell apart: {', '.join(text for _, text in sorted(mix, reverse=True))} "
-                f"(a tenth of their ranges in this direction changes predictions by {seen:.2%})"
+                f"(a tenth of their ranges in this direction changes predictions by {identifiable:.2%})"
             )
         if value > 0:
             variance += np.square(direction) * noise / value**2

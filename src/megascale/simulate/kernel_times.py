@@ -79,12 +79,12 @@ class LayerTimes:
 
     @property
     def forward(self) -> Any:
-        """One layer's forward."""
+        """Return the seconds of a layer's forward."""
         return self.gemm_forward + self.attention_forward + self.elementwise_forward
 
     @property
     def backward(self) -> Any:
-        """One layer's backward."""
+        """Return the seconds of a layer's backward."""
         return self.gemm_backward + self.attention_backward + self.elementwise_backward
 
 
@@ -118,7 +118,7 @@ def gemm_seconds(
     batch: Any = 1,
     fused: Any = True,
 ) -> Any:
-    """One GEMM [rows, depth] x [depth, columns] in bf16, or `batch` of them in one launch.
+    """Return the time of one bf16 GEMM [rows, depth] x [depth, columns], or of `batch` GEMMs in one launch.
 
     `accumulate`: bytes of a gradient value that the result is added to, None for a plain bf16 output; `fused`: by the
     GEMM itself, else by a kernel of its own that reads both and writes the sum. `cap`: share of peak that the power
@@ -131,8 +131,8 @@ def gemm_seconds(
     peak = np.where(float8, gpu.float8_tflops or gpu.peak_tflops, gpu.peak_tflops)
     # The multipliers of float8 reach the power limit at another share of their peak.
     power = cluster.power
-    held = power.float8_sustained / power.gemm_sustained if power and power.float8_sustained else 1.0
-    rate = peak * 1e12 * np.minimum(np.minimum(burst, kernels.gemm_best), cap * np.where(float8, held, 1.0))
+    sustained = power.float8_sustained / power.gemm_sustained if power and power.float8_sustained else 1.0
+    rate = peak * 1e12 * np.minimum(np.minimum(burst, kernels.gemm_best), cap * np.where(float8, sustained, 1.0))
     compute = 2.0 * batch * rows * columns * depth / rate + (kernels.gemm_gap_us or 0.0) * 1e-6
     bandwidth = gpu.memory_gbs * 1e9 * kernels.memory * np.where(np.asarray(batch) > 1, BATCHED_MEMORY, 1.0)
     inputs = 2.0 * batch * (rows + columns) * depth
@@ -141,8 +141,8 @@ def gemm_seconds(
         return np.maximum(compute, (inputs + 2.0 * values) / bandwidth)
     output = values * 2.0 * accumulate
     added = np.maximum(compute + kernels.accumulate_exposed * output / bandwidth, (inputs + output) / bandwidth)
-    apart = np.maximum(compute, (inputs + values * accumulate) / bandwidth) + 3.0 * values * accumulate / bandwidth
-    return np.where(fused, added, apart)
+    separate = np.maximum(compute, (inputs + values * accumulate) / bandwidth) + 3.0 * values * accumulate / bandwidth
+    return np.where(fused, added, separate)
 
 
 def gathers_bytes(case: Case) -> Any:
@@ -159,14 +159,16 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     inner = case.ffn / t
     up = inner * np.where(case.gated, 2, 1)
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
-    whole = np.where(case.bf16_weight_gradients, FLOAT8_ROW_CAST_BYTES, FLOAT8_CAST_BYTES)
-    shared = np.where(gathers_bytes(case), FLOAT8_CAST_BYTES / t + FLOAT8_TRANSPOSE_BYTES, whole)
-    whole = np.where(case.float8, whole, 0.0) / bandwidth
+    cast_bytes = np.where(case.bf16_weight_gradients, FLOAT8_ROW_CAST_BYTES, FLOAT8_CAST_BYTES)
+    shared = np.where(gathers_bytes(case), FLOAT8_CAST_BYTES / t + FLOAT8_TRANSPOSE_BYTES, cast_bytes)
+    cast_bytes = np.where(case.float8, cast_bytes, 0.0) / bandwidth
     shared = np.where(case.float8, shared, 0.0) / bandwidth
 
-    def both(columns: Any, depth: Any, rows: Any = tokens, times: Any = 1.0, enters: bool = True) -> tuple[Any, Any]:
+    def pair_seconds(
+        columns: Any, depth: Any, rows: Any = tokens, times: Any = 1.0, enters: bool = True
+    ) -> tuple[Any, Any]:
         """Return forward and backward of a linear layer that `enters` a tensor-parallel region or leaves it."""
-        of_input, of_gradient = (shared, whole) if enters else (whole, shared)
+        of_input, of_gradient = (shared, cast_bytes) if enters else (cast_bytes, shared)
         forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8) + of_input * rows * depth
         backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8) + of_gradient * rows * columns
         weight_gradient = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
@@ -176,16 +178,16 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
         return times * forward, times * backward
 
     # A rank's experts share the tokens that its group sends it, evenly; a dense MLP is one expert that sees all.
-    own = case.experts / case.expert_parallel
-    seen = tokens * case.top_k / own
+    local_experts = case.experts / case.expert_parallel
+    tokens_per_expert = tokens * case.top_k / local_experts
     serial = [
-        both(qkv, h),
-        both(h, case.query / t, enters=False),
-        both(up, h, seen, own),
-        both(h, inner, seen, own, enters=False),
+        pair_seconds(qkv, h),
+        pair_seconds(h, case.query / t, enters=False),
+        pair_seconds(up, h, tokens_per_expert, local_experts),
+        pair_seconds(h, inner, tokens_per_expert, local_experts, enters=False),
     ]
     # The parallel block feeds [QKV | MLP-in] from one GEMM and sums both results in one.
-    parallel = [both(qkv + up, h), both(h, case.query / t + inner, enters=False)]
+    parallel = [pair_seconds(qkv + up, h), pair_seconds(h, case.query / t + inner, enters=False)]
     # Experts see other tokens than attention, so their GEMMs stay their own.
     choose = np.asarray(case.parallel_block, dtype=bool) & (np.asarray(case.experts) == 1)
     totals = [np.where(choose, sum(p[i] for p in parallel), sum(s[i] for s in serial)) for i in (0, 1)]
@@ -209,7 +211,9 @@ def attention_rate(cluster: ClusterSpec, kernel: str, sequence: Any) -> Any:
 
 def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
     """Forward and backward seconds of a layer's attention."""
-    width, heads, s = case.query / case.tensor, case.heads / case.tensor, case.sequence
+    width = case.query / case.tensor
+    heads = case.heads / case.tensor
+    s = case.sequence
     half = 2.0 * case.tokens * s * width * case.share
     # A window shortens the rows of keys a tile visits, so it runs at the rate of a shorter sequence.
     length = np.maximum(s * case.share, 1.0)
@@ -224,10 +228,12 @@ def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
         if kernel == "unfused":
             scores = 2.0 * case.tokens * heads * s
             bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
-            own, size, matrices = s / case.context, width / heads, case.micro * heads
+            local_sequence = s / case.context
+            size = width / heads
+            matrices = case.micro * heads
             # Two products a pass are as wide as the sequence and as deep as a head, two the other way round.
-            wide = gemm_seconds(cluster, own, s, size, batch=matrices)
-            deep = gemm_seconds(cluster, own, size, s, batch=matrices)
+            wide = gemm_seconds(cluster, local_sequence, s, size, batch=matrices)
+            deep = gemm_seconds(cluster, local_sequence, size, s, batch=matrices)
             plain = np.asarray(matrices) % SOFTMAX_MATRICES != 0
             passes = [np.where(plain, p, q) for p, q in zip(PLAIN_SCORE_PASSES, SCORE_PASSES, strict=True)]
             f = wide + deep + scores * passes[0] / bandwidth
@@ -267,7 +273,7 @@ def _elementwise(cluster: ClusterSpec, case: Case) -> tuple[Any, Any, Any]:
 
 
 def layer_times(cluster: ClusterSpec, case: Case, overhead: float = 1.0, cap: Any = 1.0) -> LayerTimes:
-    """All kernels of one layer for one micro-batch; those that are no GEMMs take `overhead` times their seconds."""
+    """Return the kernels of one layer per micro-batch. Non-GEMM kernels take `overhead` times their seconds."""
     gemm, attention = _gemms(cluster, case, cap), _attention(cluster, case)
     forward, backward, kernels = _elementwise(cluster, case)
     return LayerTimes(

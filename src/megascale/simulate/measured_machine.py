@@ -26,12 +26,12 @@ def cluster_from(figures: dict[str, Any], base: ClusterSpec, name: str) -> Clust
     fastest = max(rate for *_, rate in figures["gemms"])
     cpu = figures["device"] == "cpu"
 
-    def put(part: str, key: str, value: Any, said: str = "") -> None:
+    def put(part: str, key: str, value: Any, source: str = "") -> None:
         tree[part][key] = value
-        sources[f"{part}.{key}"] = f"{how}{': ' + said if said else ''}"
+        sources[f"{part}.{key}"] = f"{how}{': ' + source if source else ''}"
 
     tree["name"] = name
-    tree["about"] = f"{figures['device']}, {how}; the rest as {base.name}"
+    tree["description"] = f"{figures['device']}, {how}; the rest as {base.name}"
     tree["gpu"]["name"] = figures["device"]
     put("gpu", "processors", figures["processors"])
     if cpu:
@@ -53,17 +53,17 @@ def cluster_from(figures: dict[str, Any], base: ClusterSpec, name: str) -> Clust
     put("kernels", "memory", min(1.0, min(figures["copy_gbs"], figures["add_gbs"]) / bandwidth), "copy and addition")
     table = [[length, rate] for length, rate in figures["attention"]]
     put("kernels", "attention", dict.fromkeys(tree["kernels"]["attention"], table), "PyTorch's fastest kernel")
-    held = min(1.0, figures["sustained_tflops"] / peak)
+    sustained_share = min(1.0, figures["sustained_tflops"] / peak)
     tree.pop("power", None)
     for key in Power.model_fields:
         sources.pop(f"power.{key}", None)
     tree["power"] = {"idle": ASSUMED_IDLE, "exponent": ASSUMED_EXPONENT}
     watts = f" at {figures['watts']:.0f} W" if figures["watts"] else ""
-    put("power", "gemm_sustained", held, f"8,192^3 for seconds on end{watts}" if not cpu else "for a while")
+    put("power", "gemm_sustained", sustained_share, f"8,192^3 for seconds on end{watts}" if not cpu else "for a while")
     sources["power.idle"] = sources["power.exponent"] = "assumed"
     if base.power is not None and base.power.float8_sustained is not None and not cpu:
         share = base.power.float8_sustained / base.power.gemm_sustained
-        tree["power"]["float8_sustained"] = min(1.0, held * share)
+        tree["power"]["float8_sustained"] = min(1.0, sustained_share * share)
         sources["power.float8_sustained"] = f"not measured, in proportion to the bfloat16 rates of {base.name}"
     if figures["collectives"]:
         put("inside", "bus", [[n, bus] for n, bus, *_ in figures["collectives"]], "all-gather over this host")
@@ -84,8 +84,8 @@ def calibration_from(figures: dict[str, Any], cluster: ClusterSpec) -> Calibrati
         f"launch of a small kernel: {figures['launch_us']:.3g} us of the host (stacks have their own: software.py)",
     ]
     rows += [f"all-gather over {n} ranks: {bus:.4g} GB/s" for n, bus, *_ in figures["collectives"]]
-    made = f"{figures['date']}, megascale simulate measure; no steps were measured, so nothing is fitted"
-    return replace(Calibration(cluster.name, cluster.name), rows=tuple(rows), made=made)
+    provenance = f"{figures['date']}, megascale simulate measure; no steps were measured, so nothing is fitted"
+    return replace(Calibration(cluster.name, cluster.name), rows=tuple(rows), provenance=provenance)
 
 
 def cluster_toml(cluster: ClusterSpec) -> str:

@@ -55,7 +55,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One line of a predictions file: what was said before it was measured.
+    """An entry of a predictions file, written before the run was measured.
 
     Attributes:
         name: the run's train.name.
@@ -77,8 +77,10 @@ class Prediction:
 
         graphs: kernels.graphs where the settings do not have it: the engine they were written for had none.
         """
-        told = any(one.startswith("--kernels.graphs=") for one in self.settings)
-        return configuration.load(None, [*self.settings, *([] if told else [f"--kernels.graphs={graphs}"])])
+        has_graphs_setting = any(setting.startswith("--kernels.graphs=") for setting in self.settings)
+        return configuration.load(
+            None, [*self.settings, *([] if has_graphs_setting else [f"--kernels.graphs={graphs}"])]
+        )
 
 
 def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
@@ -89,10 +91,10 @@ def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
     """
     if folder.is_file():
         try:
-            told = json.loads(folder.read_text())
+            report = json.loads(folder.read_text())
         except ValueError as error:
             raise DataError(f"{folder} is no JSON: {error}; name a file of `bench train --out`") from None
-        return _benched(folder, told)
+        return _benched(folder, report)
     if not is_small_file(folder / "config.toml"):
         raise DataError(
             f"{folder} is not a run folder: it has no config.toml that can be read; name one such as runs/NAME, or a "
@@ -134,42 +136,43 @@ def _measured(source: Path, config: Config, gpus: int, steps: list[float], devic
 
 
 def measures(source: Path, gpus: int | None = None) -> list[MeasuredRun]:
-    """As `measure`; of what `benchmarks targets --out FILE.json` wrote, every timed run on links as they are."""
+    """Return the measured runs of `source`, one per timed run of a `benchmarks targets --out FILE.json` file."""
     try:
         cases = json.loads(source.read_text())["cases"] if source.is_file() else None
     except (ValueError, KeyError, TypeError):
         cases = None
     if cases is None:
         return [measure(source, gpus)]
-    found = []
-    for name, runs in cases.items():
-        for repeat, run in runs.items():
-            told = run["told"]
-            # A line that begins with variables is of other links, which no calibration is for.
-            if told is not None and "all_step_seconds" in told and run["command"].startswith(("megascale ", "python ")):
-                found.append(_benched(Path(f"{source.name}, {name}, repeat {int(repeat) + 1}"), told))
-    if not found:
+    timed_runs = []
+    for name, repeats in cases.items():
+        for repeat, run in repeats.items():
+            report = run["told"]
+            # A command that begins with variables ran on other links, which no calibration describes.
+            is_plain = run["command"].startswith(("megascale ", "python "))
+            if report is not None and "all_step_seconds" in report and is_plain:
+                timed_runs.append(_benched(Path(f"{source.name}, {name}, repeat {int(repeat) + 1}"), report))
+    if not timed_runs:
         raise DataError(f"{source} holds no timed run that ended; run `python -m benchmarks targets --out {source}`")
-    return found
+    return timed_runs
 
 
-def _benched(source: Path, told: Any) -> MeasuredRun:
+def _benched(source: Path, report: Any) -> MeasuredRun:
     """The timed steps that a bench tells of; it has warmed up before them."""
     try:
-        config = configuration.from_tree(told["settings"])
-        steps = [float(seconds) for seconds in told["all_step_seconds"]]
-        gpus = int(told["processes"])
+        config = configuration.from_tree(report["settings"])
+        steps = [float(seconds) for seconds in report["all_step_seconds"]]
+        gpus = int(report["processes"])
     except (ValueError, KeyError, TypeError, ConfigError) as error:
         raise DataError(
             f"{source} is not what `megascale bench train --out` writes: {type(error).__name__}: {error}"
         ) from None
     if len(steps) < LEAST_STEPS:
         raise DataError(f"{source} has {len(steps)} timed steps; a measurement needs at least --steps {LEAST_STEPS}")
-    device = "cpu" if config.train.device == "cpu" or "cpu" in str(told.get("device", "")).lower() else "cuda"
+    device = "cpu" if config.train.device == "cpu" or "cpu" in str(report.get("device", "")).lower() else "cuda"
     return _measured(source, config, gpus, steps, device)
 
 
-def refuse_other_device(run: MeasuredRun, cluster: ClusterSpec) -> None:
+def check_device(run: MeasuredRun, cluster: ClusterSpec) -> None:
     """ConfigError if the run was made on a CPU and the cluster is of GPUs: one says nothing of the other."""
     if run.device == "cpu" and cluster.gpu.name != "cpu":
         raise ConfigError(
@@ -225,26 +228,32 @@ def load_predictions(name: str) -> tuple[str, list[Prediction]]:
             )
             for r in tree["run"]
         ]
-        return str(tree["made"]), rows
+        return str(tree["provenance"]), rows
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"predictions {name!r} are damaged: {type(error).__name__}: {error}") from None
 
 
 def matching(predictions: list[Prediction], runs: Path) -> list[tuple[Prediction, MeasuredRun]]:
     """Predictions whose run folder `runs`/NAME exists, with what it measured. DataError if one is of another layout."""
-    found = []
+    matches = []
     for prediction in predictions:
         folder = runs / prediction.name
         if not (folder / "metrics.jsonl").is_file():
             continue
         measured = measure(folder, prediction.gpus)
         for section in ("model", "parallel"):
-            asked, ran = getattr(prediction.config(), section), getattr(measured.config, section)
-            asked, ran = (x.model_copy(update={"preset": None} if section == "model" else {}) for x in (asked, ran))
-            if asked != ran:
+            predicted_section, measured_section = (
+                getattr(prediction.config(), section),
+                getattr(measured.config, section),
+            )
+            predicted_section, measured_section = (
+                x.model_copy(update={"preset": None} if section == "model" else {})
+                for x in (predicted_section, measured_section)
+            )
+            if predicted_section != measured_section:
                 raise DataError(
                     f"{folder} ran another {section} section than {prediction.name} was predicted for; "
                     f"start it with {' '.join('--' + s for s in prediction.settings)}"
                 )
-        found.append((prediction, measured))
-    return found
+        matches.append((prediction, measured))
+    return matches

@@ -12,7 +12,7 @@ from megascale.simulate.fabric.ecmp import expected_conflicts
 
 
 class Network(Protocol):
-    """What the step model asks of a network. Numbers or arrays; a flow- or packet-level model answers the same."""
+    """Transfer times that the step model needs, as numbers or arrays. A flow or packet model has the same methods."""
 
     def collective(self, bytes: Any, ranks: Any, ranks_per_host: Any) -> Any:
         """Seconds of an all-gather or reduce-scatter whose whole tensor has `bytes`, by a group of `ranks` of which
@@ -24,7 +24,7 @@ class Network(Protocol):
 
 @runtime_checkable
 class UnevenNetwork(Network, Protocol):
-    """What a network may add whose groups are not alike: the event level gives each its own time."""
+    """A network whose groups differ. The event level gives each group its own time."""
 
     def stage_shares(self) -> Any:
         """[stages] time of each stage's collectives between hosts over that of the slowest."""
@@ -70,16 +70,15 @@ class RingNetwork:
 
     def p2p(self, bytes: Any, inside: Any) -> Any:
         """See Network.p2p."""
-        here, there = self.cluster.inside, self.cluster.between
-        return np.where(
-            inside,
-            bytes / (here.p2p_gbs * 1e9) + here.latency_us * 1e-6,
-            bytes / (there.p2p_gbs * 1e9) + there.latency_us * 1e-6,
-        )
+        return np.where(inside, _send_seconds(self.cluster.inside, bytes), _send_seconds(self.cluster.between, bytes))
+
+
+def _send_seconds(link: LinkSpec, bytes: Any) -> Any:
+    return bytes / (link.p2p_gbs * 1e9) + link.latency_us * 1e-6
 
 
 def flow_slowdown(link: LinkSpec) -> float:
-    """How much longer a flow takes on average where every host under a leaf switch sends one over hashed uplinks.
+    """Return the mean slow-down of a flow when every host of a leaf sends one over hashed uplinks.
 
     Equal flows fall on uplinks at random; one that shares its uplink with more than fit at full speed gets its share.
     1 where the cluster does not say how its leaves are built.

@@ -39,8 +39,8 @@ def write(result: StepEstimate, path: Path) -> int:
         )
     # Without overlap, and while waiting for other replicas, reductions run after the pipeline's own timeline.
     for stage, reduced in enumerate(event.reduced):
-        mine = (graph.stage == stage) & (graph.kind <= ActionKind.BACKWARD)
-        last = float(timeline.end[mine].max())
+        is_stage_compute = (graph.stage == stage) & (graph.kind <= ActionKind.BACKWARD)
+        last = float(timeline.end[is_stage_compute].max())
         if reduced > last:
             records.append(
                 {

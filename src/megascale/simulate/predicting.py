@@ -14,7 +14,7 @@ from megascale.errors import ConfigError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, own_software, run
+from megascale.simulate.step import Scenario, engine_software, run
 
 
 def predict(plan: Path, cluster: str, calibration: str | None, software: str, note: str = "") -> str:
@@ -24,21 +24,21 @@ def predict(plan: Path, cluster: str, calibration: str | None, software: str, no
     chosen = stack(software)
     constants = load_calibration(calibration, machine.name, chosen.family)
     try:
-        wanted = [(str(r["name"]), int(r["gpus"]), list(map(str, r["settings"]))) for r in _tree(plan)["run"]]
+        planned_runs = [(str(r["name"]), int(r["gpus"]), list(map(str, r["settings"]))) for r in _tree(plan)["run"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{plan} is damaged ({type(error).__name__}: {error}); it needs [[run]] tables with name, gpus, settings"
         ) from None
-    made = f"{date.today().isoformat()}, calibration {constants.name}{', ' + note if note else ''}"
+    provenance = f"{date.today().isoformat()}, calibration {constants.name}{', ' + note if note else ''}"
     lines = [
         "# Step times of this project's own engine, said before they were measured. Start a run with `megascale train`",
         "# and its settings (the step time does not depend on the data), then `megascale simulate compare`.",
-        f"made = {_toml(made)}",
+        f"provenance = {_toml(provenance)}",
     ]
-    for name, gpus, settings in wanted:
+    for name, gpus, settings in planned_runs:
         settings = [*settings, f"train.name={name}"]
         config = configuration.load(None, settings)
-        result = run(Scenario(config, gpus, machine, constants, own_software(config, chosen)), "event", fleet=None)
+        result = run(Scenario(config, gpus, machine, constants, engine_software(config, chosen)), "event", fleet=None)
         lines += [
             "",
             "[[run]]",

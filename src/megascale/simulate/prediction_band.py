@@ -1,4 +1,4 @@
-"""How wide a prediction's P10-P90 band is, by what is known of its stack and its machine.
+"""Width of a prediction's P10-P90 band, by the evidence for its stack and its machine.
 
 A calibration's own residuals say how steps of its series scatter. A band is wider for each of: another series, another
 stack or another machine than the calibration's, no calibration at all, a stack or a machine of which no step was ever
@@ -14,21 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from megascale.simulate.calibration import Z90, Calibration, known_machines_and_stacks
+from megascale.simulate.calibration import Z90, Calibration, list_machines_and_stacks
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import ClusterSpec
 
 # Least relative standard deviation of a calibrated prediction: steps of another series of the same machine and stack.
 LEAST = 0.0302
 # The same with constants of another stack on the same machine, of another machine under the same stack, of both.
-OTHER_STACK, OTHER_MACHINE, OTHER_BOTH = 0.0338, 0.0351, 0.0374
+UNFITTED_STACK = 0.0338
+UNFITTED_MACHINE = 0.0351
+UNFITTED_STACK_AND_MACHINE = 0.0374
 # Nothing fitted: P10 and P90 of ln(predicted / measured), of the group of development rows (one machine, one stack)
 # that is predicted worst to either side. Steps take longer than physics alone says. NOTHING_FITTED is for known
 # machines and stacks; UNSEEN, with full sharding's and vTrain's groups, for those of which no step was ever compared.
 NOTHING_FITTED = (-0.0956, 0.0252)
 UNSEEN = (-0.2212, 0.0377)
 # The same of machines and stacks that have development rows and no calibration: (cluster, family of software).
-KNOWN_PAIRS = {("a100-hdr", "megatron-deepspeed"): (-0.2212, 0.0377)}
+MEASURED_PAIRS = {("a100-hdr", "megatron-deepspeed"): (-0.2212, 0.0377)}
 # For each doubling of GPUs beyond the fitted ones: how errors of one series drift with the number of GPUs under
 # constants of another.
 EACH_GPU_DOUBLING = 0.0177
@@ -50,7 +52,7 @@ FEATURES = ("GPUs", "layer weights", "micro-batches", "sequence", "tensor", "pip
 
 @dataclass(frozen=True)
 class BandWidth:
-    """Where P10 and P90 of predictions lie and why.
+    """The P10 and P90 of a prediction, with the reasons.
 
     Attributes:
         below, above: ln of prediction over P10, and of P90 over the prediction; numbers or arrays.
@@ -114,12 +116,12 @@ def band_width(
         low, high = calibration.ranges[name]
         value = np.asarray(value, dtype=float)
         doublings = np.log2(np.maximum(1.0, np.maximum(value / high, low / value)))
-        each: Any
+        doubling: Any
         if name == "GPUs":
-            each = EACH_GPU_DOUBLING * doublings
+            doubling = EACH_GPU_DOUBLING * doublings
         else:
-            each = EACH_DOUBLING * doublings if name in FEATURES[:4] else EACH_KIND * (doublings > 0)
-        variance = np.add(variance, np.square(each))
+            doubling = EACH_DOUBLING * doublings if name in FEATURES[:4] else EACH_KIND * (doublings > 0)
+        variance = np.add(variance, np.square(doubling))
         if value.ndim == 0 and doublings > 0.01:
             shown = [f"{x:,.0f}" if abs(x) < 1e7 else f"{x:.3g}" for x in (float(value), low, high)]
             reasons.append(f"{name} {shown[0]} lies outside what was fitted ({shown[1]} to {shown[2]})")
@@ -128,14 +130,14 @@ def band_width(
     if bound.ndim == 0 and bound:
         reasons.append("kernel launches bound this step, and hosts launch the same layer in times that differ by 14%")
     outside: Any = Z90 * np.sqrt(variance)
-    held = 0.0
+    sustained = 0.0
     if cluster.power is None:
-        held = NO_POWER
+        sustained = NO_POWER
         reasons.append(
             f"cluster {cluster.name} has no [power]: the rate that GEMMs of {cluster.gpu.name} sustain under its power "
             "limit is unknown, and steps may take a sixth longer; `megascale simulate measure` writes it"
         )
-    return BandWidth(np.hypot(below, outside), np.hypot(above, outside) + held, tuple(reasons))
+    return BandWidth(np.hypot(below, outside), np.hypot(above, outside) + sustained, tuple(reasons))
 
 
 def _base_width(cluster: ClusterSpec, calibration: Calibration, family: str | None) -> tuple[float, float, list[str]]:
@@ -146,8 +148,8 @@ def _base_width(cluster: ClusterSpec, calibration: Calibration, family: str | No
         return high, -low, []
     if calibration.residuals:
         return _fitted_width(cluster, calibration, family)
-    machines, stacks = known_machines_and_stacks()
-    pair = KNOWN_PAIRS.get((cluster.name, family or ""))
+    machines, stacks = list_machines_and_stacks()
+    pair = MEASURED_PAIRS.get((cluster.name, family or ""))
     unseen = []
     if pair is None and cluster.name not in machines:
         unseen.append(f"machine {cluster.name}")
@@ -163,24 +165,24 @@ def _base_width(cluster: ClusterSpec, calibration: Calibration, family: str | No
 
 def _fitted_width(cluster: ClusterSpec, calibration: Calibration, family: str | None) -> tuple[float, float, list[str]]:
     """Return the ends of the band of fitted constants, wider where they are of another machine or stack."""
-    other_machine = calibration.cluster != cluster.name
-    other_stack = family is not None and bool(calibration.stacks) and family not in calibration.stacks
+    is_unfitted_machine = calibration.cluster != cluster.name
+    is_unfitted_stack = family is not None and bool(calibration.stacks) and family not in calibration.stacks
     spread, reasons = LEAST, []
-    if other_machine and other_stack:
-        spread = OTHER_BOTH
-    elif other_machine:
-        spread = OTHER_MACHINE
-    elif other_stack:
-        spread = OTHER_STACK
-    if other_machine:
+    if is_unfitted_machine and is_unfitted_stack:
+        spread = UNFITTED_STACK_AND_MACHINE
+    elif is_unfitted_machine:
+        spread = UNFITTED_MACHINE
+    elif is_unfitted_stack:
+        spread = UNFITTED_STACK
+    if is_unfitted_machine:
         reasons.append(f"calibration {calibration.name} is of cluster {calibration.cluster}, not {cluster.name}")
-    if other_stack:
+    if is_unfitted_stack:
         reasons.append(f"calibration {calibration.name} is of stack {', '.join(calibration.stacks)}, not {family}")
-    machines, stacks = known_machines_and_stacks()
+    machines, stacks = list_machines_and_stacks()
     unseen = []
-    if other_machine and cluster.name not in machines:
+    if is_unfitted_machine and cluster.name not in machines:
         unseen.append(f"machine {cluster.name}")
-    if other_stack and family not in stacks:
+    if is_unfitted_stack and family not in stacks:
         unseen.append(f"stack {family}")
     width = Z90 * max(spread, calibration.spread)
     if not unseen:
@@ -192,11 +194,11 @@ def _fitted_width(cluster: ClusterSpec, calibration: Calibration, family: str | 
 def cautions(
     cluster: ClusterSpec, case: Case, calibration: Calibration, family: str | None = None, launches: float = 0.0
 ) -> tuple[str, ...]:
-    """What a reader of a prediction should know: extrapolation, foreign constants, figures that nobody measured."""
-    said = list(band_width(cluster, case, calibration, family, launches).reasons)
+    """Return notes for the reader: extrapolation, constants of another machine, figures without a measurement."""
+    reasons = list(band_width(cluster, case, calibration, family, launches).reasons)
     if case.gpus > cluster.gpus_per_host:
         guessed = [k for k in ("gbs", "bus", "p2p_gbs") if cluster.sources[f"between.{k}"].startswith("assumed")]
         if guessed:
             keys = ", ".join(f"between.{k}" for k in guessed)
-            said.append(f"figures between hosts of {cluster.name} are assumed, not measured: {keys}")
-    return tuple(said)
+            reasons.append(f"figures between hosts of {cluster.name} are assumed, not measured: {keys}")
+    return tuple(reasons)

@@ -71,8 +71,8 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
         f"{train.global_batch:,} sequences of {first.config.model.sequence_length:,}, micro-batch {train.micro_batch}",
         soft_wrap=True,
     )
-    own = all(r.scenario.software.own_memory for r in results)
-    whose = "memory of the fullest rank" if own else "memory of the fullest rank, this engine's"
+    models_memory = all(r.scenario.software.is_memory_modelled for r in results)
+    memory_label = "memory of the fullest rank" if models_memory else "memory of the fullest rank, this engine's"
     rows = [
         ["linear layers in", *(r.scenario.software.precision for r in results)],
         ["step, s", *(f"[bold]{r.seconds:.3f}[/bold]" for r in results)],
@@ -80,16 +80,16 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
         ["tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results)],
         ["MFU", *(f"{100 * r.mfu:.1f}%" for r in results)],
         [f"days for {tokens:.3g} tokens", *(f"{r.days(tokens):.2f}" for r in results)],
-        [whose, *(f"{r.memory_gib:.1f} GiB" for r in results)],
+        [memory_label, *(f"{r.memory_gib:.1f} GiB" for r in results)],
     ]
     if len(results) > 1:
         rows.append(["time against the first", *(f"{results[0].seconds / r.seconds:.3f}x" for r in results)])
     show_rows(["", *(r.scenario.label for r in results)], rows, console)
     constants = {r.scenario.label: r.scenario.calibration for r in results}
     described = "; ".join(
-        f"{label}: calibration {one.name}"
-        + (f" ({len(one.rows)} rows, spread {one.spread:.1%})" if one.fitted else ", nothing fitted")
-        for label, one in constants.items()
+        f"{label}: calibration {constant.name}"
+        + (f" ({len(constant.rows)} rows, spread {constant.spread:.1%})" if constant.fitted else ", nothing fitted")
+        for label, constant in constants.items()
     )
     console.print(
         f"[dim]{results[0].level} level; {described}; MFU: {flops.CONVENTION}; days without failures "
@@ -101,7 +101,7 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
 
 
 def waterfall(results: Sequence[StepEstimate], console: Console) -> None:
-    """Where the step goes: seconds, and a bar for each part where the terminal has room for them."""
+    """Print the seconds of each part, with a bar per part if the terminal is wide enough."""
     table = Table(title="where the step goes, seconds", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("part", no_wrap=True)
     parts = shown_parts(results)
@@ -137,13 +137,13 @@ def ablation_chart(rows: Sequence[tuple[str, StepEstimate, float]], title: str, 
 
 def bill(cost: RunCost, console: Console) -> None:
     """A line with what a run costs, if a price or a power was given."""
-    said = [f"{cost.gpu_hours:,.0f} GPU hours"]
+    items = [f"{cost.gpu_hours:,.0f} GPU hours"]
     if cost.money is not None:
-        said.append(f"{cost.money:,.0f} at the price given")
+        items.append(f"{cost.money:,.0f} at the price given")
     if cost.megawatt_hours is not None:
-        said.append(f"{cost.megawatt_hours:,.1f} MWh")
-    if len(said) > 1:
-        console.print("the run: " + ", ".join(said), highlight=False)
+        items.append(f"{cost.megawatt_hours:,.1f} MWh")
+    if len(items) > 1:
+        console.print("the run: " + ", ".join(items), highlight=False)
 
 
 def layouts(
@@ -196,10 +196,10 @@ def layouts(
 
 def checks(results: Sequence[AnchorCheck], console: Console, rows: bool) -> None:
     """The validation table, then what was fitted, skipped and could not be identified."""
-    words = {True: "[green]pass[/green]", False: "[red]miss[/red]", None: "[yellow]skipped[/yellow]"}
+    verdicts = {True: "[green]pass[/green]", False: "[red]miss[/red]", None: "[yellow]skipped[/yellow]"}
     for check in results:
         console.print(
-            f"\n[bold]{check.key}[/bold] {words[check.passed]}  {check.what}", soft_wrap=True, highlight=False
+            f"\n[bold]{check.key}[/bold] {verdicts[check.passed]}  {check.title}", soft_wrap=True, highlight=False
         )
         if check.skipped:
             console.print(f"   {check.skipped}", soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""What a whole run costs in GPU hours, money and energy, where a price and a power are given."""
+"""GPU hours, cost and energy of a run, if a price and a power are given."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RunCost:
     megawatt_hours: float | None
 
     def as_dict(self) -> dict[str, float | None]:
-        """For --json."""
+        """Return the fields of --json."""
         return {"gpu_hours": self.gpu_hours, "money": self.money, "megawatt_hours": self.megawatt_hours}
 
 

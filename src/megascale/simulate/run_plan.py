@@ -13,7 +13,7 @@ from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster, shipped
 from megascale.simulate.planner.layout_cost import DEVICES, make_plan
 from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, own_software
+from megascale.simulate.step import Scenario, engine_software
 from megascale.simulate.step import run as price
 
 _DEVICE = "A100"  # for memory, where no cluster is named
@@ -21,7 +21,7 @@ _MOST_BARS = 6000  # of a schedule's picture
 
 
 def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
-    """As `LayoutCost.to_dict`, with the schedule's replay and what the step model predicts.
+    """Return `LayoutCost.to_dict` with the replayed schedule and the step model's prediction.
 
     `bars` are [stage, backward, chunk, micro-batch, begin, end] in units of a mean layer's forward; none where they are
     too many to draw. `predicted` is of the step on `cluster`, None where none is named or it cannot be predicted
@@ -55,20 +55,25 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
             ]
             for n in range(graph.actions) if graph.kind[n] <= ActionKind.BACKWARD
         ]  # fmt: skip
-    found = plan.to_dict() | {"bars": bars, "makespan": float(timeline.makespan), "precision": config.train.precision}
-    predicted, why = None, ""
+    report = plan.to_dict() | {"bars": bars, "makespan": float(timeline.makespan), "precision": config.train.precision}
+    predicted, reason = None, ""
     if machine is not None:
         try:
-            software = own_software(
+            software = engine_software(
                 config, stack("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
             )
             calibration = load_calibration(None, machine.name, software.family)
             scenario = Scenario(config, world, machine, calibration, software, "megascale")
-            told = price(scenario, check_memory=False)
+            estimate = price(scenario, check_memory=False)
             predicted = {
-                "seconds": told.seconds, "low": told.low, "high": told.high, "mfu": told.mfu,
-                "tokens_per_second": told.tokens_per_second, "parts": dict(told.parts), "cautions": list(told.cautions),
-            }  # fmt: skip
+                "seconds": estimate.seconds,
+                "low": estimate.low,
+                "high": estimate.high,
+                "mfu": estimate.mfu,
+                "tokens_per_second": estimate.tokens_per_second,
+                "parts": dict(estimate.parts),
+                "cautions": list(estimate.cautions),
+            }
         except MegascaleError as error:
-            why = str(error)
-    return found | {"predicted": predicted, "not_predicted": why, "cluster": cluster, "clusters": shipped()}
+            reason = str(error)
+    return report | {"predicted": predicted, "not_predicted": reason, "cluster": cluster, "clusters": shipped()}

@@ -1,4 +1,4 @@
-"""Many layouts at once: the best one for N GPUs, the fewest GPUs for a deadline, and what the answer hangs on."""
+"""Search over layouts: the fastest for N GPUs, the fewest GPUs for a deadline, and sensitivities."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORTH = 0.1
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Layouts that divide, with their times, fastest first for each number of GPUs.
 
     Attributes:
@@ -79,8 +79,8 @@ def layouts(
                         gpus = t * p * d
                         if p * v * (batch // b // d) > MOST_FORWARDS:
                             continue
-                        whole = gpus % cluster.gpus_per_host == 0 or gpus < cluster.gpus_per_host
-                        if not (low <= gpus <= high and whole):
+                        fills_hosts = gpus % cluster.gpus_per_host == 0 or gpus < cluster.gpus_per_host
+                        if not (low <= gpus <= high and fills_hosts):
                             continue
                         if v == 1 or p > 1:
                             rows.append((t, p, v, 0, d, b))
@@ -114,7 +114,7 @@ def search(
     low: int,
     high: int,
     recompute: Sequence[str] | None = None,
-) -> Found:
+) -> SearchResult:
     """Price every layout that divides in closed form, sorted by GPUs and then by time. Memory is not looked at.
 
     `recompute`: what backward may recompute, of the engine's kinds; default: the configuration's.
@@ -125,7 +125,9 @@ def search(
     def case_of(part: slice) -> Case:
         chosen = {k: v[part] for k, v in arrays.items()}
         kind = chosen.pop("recompute")
-        return replace(Case.of(config.model, software, batch=config.train.global_batch, **chosen), recompute=kind)
+        return replace(
+            Case.from_model(config.model, software, batch=config.train.global_batch, **chosen), recompute=kind
+        )
 
     everything = case_of(slice(0, count))
     fits = np.asarray(everything.fits()) & np.ones(count, dtype=bool)
@@ -144,7 +146,7 @@ def search(
     gpus = arrays["tensor"] * arrays["pipeline"] * arrays["data"]
     order = np.lexsort((seconds, gpus))
     columns = {k: v[order] for k, v in arrays.items()}
-    return Found(gpus=gpus[order], seconds=seconds[order], **columns)
+    return SearchResult(gpus=gpus[order], seconds=seconds[order], **columns)
 
 
 def with_layout(
@@ -159,20 +161,20 @@ def with_layout(
 ) -> Config:
     """Return the configuration with another layout; `micro_batch_group_size` 0: the pipeline's length."""
     tree = config.model_dump(exclude_none=True)
-    own: dict[str, object] = {"tensor": tensor, "pipeline": pipeline, "virtual_stages": virtual, "data": data}
-    own["recompute"] = recompute
+    layout_values: dict[str, object] = {"tensor": tensor, "pipeline": pipeline, "virtual_stages": virtual, "data": data}
+    layout_values["recompute"] = recompute
     if micro_batch_group_size:
-        own["micro_batch_group_size"] = micro_batch_group_size
+        layout_values["micro_batch_group_size"] = micro_batch_group_size
     tree["parallel"] = {
         k: v for k, v in tree["parallel"].items() if k not in ("layer_split", "micro_batch_group_size")
-    } | own
+    } | layout_values
     tree["train"] = tree["train"] | {"micro_batch": micro}
     tree["model"].pop("preset", None)
     return from_tree(tree)
 
 
 def feasible(
-    found: Found,
+    result: SearchResult,
     chosen: Sequence[int] | np.ndarray,
     config: Config,
     scenario: Scenario,
@@ -182,29 +184,29 @@ def feasible(
     for i in chosen:
         layout = with_layout(
             config,
-            int(found.tensor[i]),
-            int(found.pipeline[i]),
-            int(found.virtual[i]),
-            int(found.micro_batch_group_size[i]),
-            int(found.data[i]),
-            int(found.micro[i]),
-            RECOMPUTE[int(found.recompute[i])],
+            int(result.tensor[i]),
+            int(result.pipeline[i]),
+            int(result.virtual[i]),
+            int(result.micro_batch_group_size[i]),
+            int(result.data[i]),
+            int(result.micro[i]),
+            RECOMPUTE[int(result.recompute[i])],
         )
         try:
-            yield run(replace(scenario.with_config(layout), gpus=int(found.gpus[i])), check_memory=check_memory)
+            yield run(replace(scenario.with_config(layout), gpus=int(result.gpus[i])), check_memory=check_memory)
         except FitError:
             continue
 
 
 def best(
-    found: Found, config: Config, scenario: Scenario, gpus: int, count: int = 4, check_memory: bool = True
+    result: SearchResult, config: Config, scenario: Scenario, gpus: int, count: int = 4, check_memory: bool = True
 ) -> list[StepEstimate]:
     """Return the fastest layouts for exactly `gpus` that fit the memory, fastest first. FitError if none does."""
-    chosen = np.flatnonzero(found.gpus == gpus)
-    results: list[StepEstimate] = []
-    layouts_seen = set()
-    for result in feasible(found, chosen, config, scenario, check_memory):
-        parallel, train = result.scenario.config.parallel, result.scenario.config.train
+    chosen = np.flatnonzero(result.gpus == gpus)
+    estimates: list[StepEstimate] = []
+    layouts_listed = set()
+    for estimate in feasible(result, chosen, config, scenario, check_memory):
+        parallel, train = estimate.scenario.config.parallel, estimate.scenario.config.train
         layout = (
             parallel.tensor,
             parallel.pipeline,
@@ -213,23 +215,23 @@ def best(
             train.micro_batch,
         )
         # Of one layout the fastest kind of recomputation that fits.
-        if layout in layouts_seen:
+        if layout in layouts_listed:
             continue
-        layouts_seen.add(layout)
-        results.append(result)
-        if len(results) == count:
+        layouts_listed.add(layout)
+        estimates.append(estimate)
+        if len(estimates) == count:
             break
-    if not results:
+    if not estimates:
         raise FitError(
             f"none of the {len(chosen)} layouts of {gpus:,} GPUs that divide fits {scenario.cluster.gpu.memory_gib:g} "
             "GiB; use more GPUs, --parallel.zero=2 or, if --recompute was given, more of its kinds"
         )
     # A layout may decide what the stack does, such as replaying graphs, which the search priced as the file has it.
-    return sorted(results, key=lambda result: result.seconds)
+    return sorted(estimates, key=lambda estimate: estimate.seconds)
 
 
 def fewest(
-    found: Found,
+    result: SearchResult,
     config: Config,
     scenario: Scenario,
     tokens: float,
@@ -244,16 +246,16 @@ def fewest(
     FitError naming the shortest time there is if the deadline cannot be met.
     """
     per_step = config.train.global_batch * config.model.sequence_length
-    share = effective(found.gpus) if callable(effective) else effective
-    needed = tokens / per_step * found.seconds / 86400.0 / share
+    share = effective(result.gpus) if callable(effective) else effective
+    needed = tokens / per_step * result.seconds / 86400.0 / share
     fast = needed <= days
-    for gpus in np.unique(found.gpus[fast]):
-        chosen = np.flatnonzero(fast & (found.gpus == gpus))
-        for result in feasible(found, chosen, config, scenario, check_memory):
-            return result
+    for gpus in np.unique(result.gpus[fast]):
+        chosen = np.flatnonzero(fast & (result.gpus == gpus))
+        for estimate in feasible(result, chosen, config, scenario, check_memory):
+            return estimate
     raise FitError(
         f"{tokens:.3g} tokens in {days:g} days cannot be done with train.global_batch={config.train.global_batch} on "
-        f"up to {int(found.gpus.max()):,} GPUs: the fastest layout needs {needed.min():.2f} days; raise --gpus, the "
+        f"up to {int(result.gpus.max()):,} GPUs: the fastest layout needs {needed.min():.2f} days; raise --gpus, the "
         "deadline or train.global_batch"
     )
 
@@ -300,12 +302,12 @@ def scale_figure(scenario: Scenario, part: str, key: str, factor: float) -> Scen
     return replace(scenario, calibration=replace(calibration, constants=constants))
 
 
-def sensitivities(scenario: Scenario, by: float = 0.2) -> dict[str, tuple[float, float]]:
+def sensitivities(scenario: Scenario, change: float = 0.2) -> dict[str, tuple[float, float]]:
     """Return name -> relative change of the step when a figure falls and when it rises by `by`, largest first."""
     base = run(scenario, check_memory=False).seconds
     out = {}
     for name, (part, key) in FIGURES.items():
-        changed = [scale_figure(scenario, part, key, factor) for factor in (1 - by, 1 + by)]
-        lower, higher = (run(one, check_memory=False).seconds / base - 1 for one in changed)
+        changed = [scale_figure(scenario, part, key, factor) for factor in (1 - change, 1 + change)]
+        lower, higher = (run(scenario_b, check_memory=False).seconds / base - 1 for scenario_b in changed)
         out[name] = (lower, higher)
     return dict(sorted(out.items(), key=lambda item: -max(abs(x) for x in item[1])))

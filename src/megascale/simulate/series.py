@@ -40,10 +40,10 @@ def cumulative(baseline: Scenario, full: Scenario, names: Sequence[str], level: 
     return rows
 
 
-def leave_one_out(full: Scenario, names: Sequence[str], level: Level) -> AblationChart:
+def ablate_in_turn(full: Scenario, names: Sequence[str], level: Level) -> AblationChart:
     """(technique, result without it, how much slower that is), the whole first."""
-    whole = run(full, level, check_memory=False)
-    rows: AblationChart = [("all on", whole, 0.0)]
+    full_estimate = run(full, level, check_memory=False)
+    rows: AblationChart = [("all on", full_estimate, 0.0)]
     for name in names:
         software = switch(full.software, [name], False)
         if software.attention not in full.cluster.kernels.attention:
@@ -51,7 +51,7 @@ def leave_one_out(full: Scenario, names: Sequence[str], level: Level) -> Ablatio
         if software == full.software:
             continue
         result = run(replace(full, software=software, label=f"without {name}"), level, check_memory=False)
-        rows.append((f"without {name}", result, result.seconds / whole.seconds - 1.0))
+        rows.append((f"without {name}", result, result.seconds / full_estimate.seconds - 1.0))
     return rows
 
 
@@ -119,18 +119,18 @@ def sweep_rows(
     check_memory: bool = True,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """(a row a point and stack, why others were left out)."""
-    rows, left_out = [], []
+    rows, skipped = [], []
     for values in product(*(points for _, points in axes)):
-        here = list(zip((key for key, _ in axes), values, strict=True))
+        point = list(zip((key for key, _ in axes), values, strict=True))
         for scenario in scenarios:
             try:
-                point = scenario
-                for key, value in here:
-                    point = varied(point, key, value)
+                changed = scenario
+                for key, value in point:
+                    changed = varied(changed, key, value)
                 # On the event level one random fleet, the same for every point.
-                result = run(point, level, fleet=0, check_memory=check_memory)
+                result = run(changed, level, fleet=0, check_memory=check_memory)
             except FitError as error:
-                left_out.append(f"{', '.join(f'{k}={v}' for k, v in here)}: {str(error).splitlines()[0]}")
+                skipped.append(f"{', '.join(f'{k}={v}' for k, v in point)}: {str(error).splitlines()[0]}")
                 continue
-            rows.append({**dict(here), **result.as_dict()})
-    return rows, list(dict.fromkeys(left_out))
+            rows.append({**dict(point), **result.as_dict()})
+    return rows, list(dict.fromkeys(skipped))

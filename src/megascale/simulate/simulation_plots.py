@@ -57,7 +57,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def waterfall(results: Sequence[StepEstimate], path: Path) -> None:
-    """Where the step goes: a row a part, stepping from zero to the total; one panel a result, one scale."""
+    """Plot one row per part from zero to the total, and one panel per result on the same scale."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -70,17 +70,17 @@ def waterfall(results: Sequence[StepEstimate], path: Path) -> None:
     )  # fmt: skip
     longest = max(r.seconds for r in results)
     for axes, result in zip(panels[0], results, strict=True):
-        at = 0.0
+        bottom = 0.0
         for row, part in enumerate(parts):
             value = result.parts.get(part, 0.0)
-            axes.barh(row, value, left=at, color=COLOURS[part], height=0.72)
-            end = max(at, at + value)
+            axes.barh(row, value, left=bottom, color=COLOURS[part], height=0.72)
+            end = max(bottom, bottom + value)
             axes.text(end + 0.008 * longest, row, f"{value:.3f}", va="center", fontsize=8, color="#333333")
             if row + 1 < len(parts):
-                axes.plot([at + value] * 2, [row - 0.36, row + 1.36], color="#999999", lw=0.6)
-            at += value
-        axes.barh(len(parts), at, color="#222222", height=0.72)
-        axes.text(at + 0.008 * longest, len(parts), f"{at:.2f} s", va="center", fontsize=8, weight="bold")
+                axes.plot([bottom + value] * 2, [row - 0.36, row + 1.36], color="#999999", lw=0.6)
+            bottom += value
+        axes.barh(len(parts), bottom, color="#222222", height=0.72)
+        axes.text(bottom + 0.008 * longest, len(parts), f"{bottom:.2f} s", va="center", fontsize=8, weight="bold")
         axes.set_title(f"{result.scenario.label}\n{result.seconds:.2f} s, MFU {100 * result.mfu:.1f}%", fontsize=10)
         axes.set_xlabel("Step time (s)")
         axes.set_xlim(0, longest * 1.14)
@@ -104,9 +104,9 @@ def ablation_chart(
     series: list[tuple[np.ndarray, Sequence[float], str, str]] = [(spots, values, "#2b5c8a", "predicted")]
     if printed is not None:
         series.append((spots + wide, printed, "#e0a35a", "printed in the paper"))
-    for at, heights, colour, label in series:
-        axes.bar(at, heights, wide, color=colour, label=label)
-        for x, value in zip(at, heights, strict=True):
+    for positions, heights, colour, label in series:
+        axes.bar(positions, heights, wide, color=colour, label=label)
+        for x, value in zip(positions, heights, strict=True):
             axes.text(x, value + 0.3, f"{value:.1f}", ha="center", fontsize=8)
     if printed is not None:
         axes.legend(frameon=False, loc="upper left")
@@ -124,21 +124,21 @@ def sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) ->
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), dpi=150, layout="constrained")
+    figure, (left_axes, right_axes) = plt.subplots(1, 2, figsize=(11, 4.2), dpi=150, layout="constrained")
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["label"], *(row[k] for k in keys[1:])), []).append(row)
     for group, members in groups.items():
         x = [m[keys[0]] for m in members]
         label = ", ".join([str(group[0]), *(f"{k}={v}" for k, v in zip(keys[1:], group[1:], strict=True))])
-        line = left.plot(x, [m["seconds"] for m in members], marker="o", ms=3.5, label=label)[0]
-        left.fill_between(
+        line = left_axes.plot(x, [m["seconds"] for m in members], marker="o", ms=3.5, label=label)[0]
+        left_axes.fill_between(
             x, [m["p10"] for m in members], [m["p90"] for m in members], color=line.get_color(), alpha=0.15, lw=0
         )
-        right.plot(x, [100 * m["mfu"] for m in members], marker="o", ms=3.5, color=line.get_color(), label=label)
+        right_axes.plot(x, [100 * m["mfu"] for m in members], marker="o", ms=3.5, color=line.get_color(), label=label)
     numeric = all(isinstance(row[keys[0]], int | float) for row in rows)
     spread = [row[keys[0]] for row in rows]
-    for axes, title in ((left, "Step time (s)"), (right, "MFU, %")):
+    for axes, title in ((left_axes, "Step time (s)"), (right_axes, "MFU, %")):
         if numeric and min(spread) > 0 and max(spread) / min(spread) > 8:
             axes.set_xscale("log", base=2)
             axes.set_xticks(sorted(set(spread)), [f"{v:g}" for v in sorted(set(spread))], rotation=30)
@@ -148,18 +148,18 @@ def sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) ->
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     if min(row["seconds"] for row in rows) * 8 < max(row["seconds"] for row in rows):
-        left.set_yscale("log")
-        _plain(left.yaxis)
-    right.legend(frameon=False, fontsize=8)
+        left_axes.set_yscale("log")
+        _plain(left_axes.yaxis)
+    right_axes.legend(frameon=False, fontsize=8)
     _save(figure, path)
 
 
-def tornado(changes: Mapping[str, tuple[float, float]], by: float, path: Path, title: str) -> None:
-    """What a step hangs on: its change when each figure falls and rises by `by`."""
+def tornado(changes: Mapping[str, tuple[float, float]], change: float, path: Path, title: str) -> None:
+    """Plot the change of the step when each figure falls and rises by `change`."""
     figure, axes = _figure(8, 0.45 * len(changes) + 1.4)
     for row, (lower, higher) in enumerate(changes.values()):
-        axes.barh(row, 100 * lower, color="#c0392b", height=0.6, label=f"-{by:.0%}" if row == 0 else None)
-        axes.barh(row, 100 * higher, color="#2b5c8a", height=0.6, label=f"+{by:.0%}" if row == 0 else None)
+        axes.barh(row, 100 * lower, color="#c0392b", height=0.6, label=f"-{change:.0%}" if row == 0 else None)
+        axes.barh(row, 100 * higher, color="#2b5c8a", height=0.6, label=f"+{change:.0%}" if row == 0 else None)
     axes.set_yticks(range(len(changes)), list(changes))
     axes.invert_yaxis()
     axes.axvline(0, color="#333333", lw=0.8)
@@ -174,8 +174,8 @@ def effective(curve: Sequence[tuple[float, float]], marks: Mapping[str, float], 
     figure, axes = _figure(7, 4)
     axes.plot([x / 60 for x, _ in curve], [100 * y for _, y in curve], marker="o", ms=4, color="#2b5c8a")
     styles = ("--", ":", "-.")
-    for style, (name, at) in zip(styles, marks.items(), strict=False):
-        axes.axvline(at / 60, ls=style, color="#888888", label=f"{name}: {at / 60:.1f} min")
+    for style, (name, seconds) in zip(styles, marks.items(), strict=False):
+        axes.axvline(seconds / 60, ls=style, color="#888888", label=f"{name}: {seconds / 60:.1f} min")
     axes.set_xscale("log")
     ticks = [x / 60 for x, _ in curve][::2]
     axes.set_xticks(ticks, [f"{t:.3g}" for t in ticks])

@@ -1,4 +1,4 @@
-"""What a training stack does: one switch for each technique of MegaScale, and the stacks people compare.
+"""Training stacks: a switch per technique of MegaScale, and the stacks that users compare.
 
 The simulator prices a layout under a `Software`. `MEGATRON_2023` is the paper's baseline (commit 285068c8, January
 2023: sequence parallelism, distributed optimizer, interleaved 1F1B, FlashAttention-1, no overlap of communication);
@@ -29,7 +29,7 @@ MEGASCALE_FAMILY = "megascale"
 
 @dataclass(frozen=True)
 class Software:
-    """How a training step is carried out.
+    """A training stack as a set of switches and host times.
 
     Attributes:
         family: the code base, by which constants and errors of one stack are told from another's.
@@ -103,14 +103,14 @@ class Software:
 
     @property
     def precision(self) -> str:
-        """What linear layers multiply in, as a user reads it."""
+        """Return the precision of linear layers as a user reads it."""
         if not self.float8:
             return "bfloat16"
         return "float8, weight gradients in bfloat16" if self.bf16_weight_gradients else "float8"
 
     @property
-    def own_memory(self) -> bool:
-        """Whether `core/rank_memory.py` describes what this stack keeps on a GPU: it knows this engine only."""
+    def is_memory_modelled(self) -> bool:
+        """Return whether `core/rank_memory.py` models this stack's memory, which is true of this engine only."""
         return self.family == MEGASCALE_FAMILY
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""One interface to both levels: a configuration on N GPUs under a software stack, priced with its parts and a band."""
+"""Step times of a configuration on N GPUs under a software stack, with parts and a band, at both levels."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Scenario:
         """Return the scenario with another configuration, and what that decides of the software."""
         if self.base is None:
             return replace(self, config=config)
-        derive = baseline_software if self.baseline else own_software
+        derive = baseline_software if self.baseline else engine_software
         return replace(self, config=config, software=derive(config, self.base))
 
     @property
@@ -67,7 +67,7 @@ class Scenario:
 
     @property
     def beyond_training(self) -> bool:
-        """Whether a sequence is cut or there are experts, which training has not and memory is not counted for."""
+        """Return whether sequences are cut or experts are asked for, which training lacks and memory leaves out."""
         return max(self.context, self.experts, self.top_k, self.expert_parallel) > 1
 
     def case(self) -> Case:
@@ -75,7 +75,7 @@ class Scenario:
         layout, parallel = self.layout, self.config.parallel
         p, v = parallel.pipeline, parallel.virtual_stages
         counts = self.chunk_layers().sum(axis=1)
-        return Case.of(
+        return Case.from_model(
             self.config.model,
             self.software,
             tensor=parallel.tensor,
@@ -110,13 +110,13 @@ class Scenario:
         software, spare = self.software, (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
         graphs = software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us
         config = config.model_copy(update={"model": model})
-        most = max(rank_memory(config, layout.grid, schedule, s, spare, graphs)[0].total for s in stages)
-        return most / GIB + RESERVE_GIB
+        largest = max(rank_memory(config, layout.grid, schedule, s, spare, graphs)[0].total for s in stages)
+        return largest / GIB + RESERVE_GIB
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """What a level answers.
+    """The answer of a level.
 
     Attributes:
         scenario, level: what was priced, and how.
@@ -161,7 +161,7 @@ class StepEstimate:
         return tokens / self.tokens_per_second / 86400.0
 
     def as_dict(self) -> dict[str, object]:
-        """For --json and CSV."""
+        """Return the fields of --json and CSV."""
         scenario = self.scenario
         parallel, train = scenario.config.parallel, scenario.config.train
         return {
@@ -196,13 +196,16 @@ CLOSED_FORM = ("auto", "1f1b", "interleaved")
 ATTENTION = {"cudnn": "cudnn", "cudnn_frontend": "cudnn", "flash": "flash2", "flash_window": "flash2", "sdpa": "flash2"}
 
 
-def own_software(config: Config, base: Software) -> Software:
+def engine_software(config: Config, base: Software) -> Software:
     """`base` with what the configuration itself decides.
 
     Block, window, ZeRO, recomputation and float8 are the configuration's; overlaps and fused operators that it switches
     off are off; an attention kernel that it names is taken.
     """
-    model, parallel, overlap, kernels = config.model, config.parallel, config.overlap, config.kernels
+    model = config.model
+    parallel = config.parallel
+    overlap = config.overlap
+    kernels = config.kernels
     float8 = LINEAR_PRECISIONS[config.train.linear_precision].float8
     if _launches(base) == _launches(MEGASCALE_H200) and not why_no_graphs(config):
         graphs = MEGASCALE_H200_GRAPHS
@@ -285,13 +288,15 @@ def run(
             "over their ranks, replicas over them, and no more than all experts see a token"
         )
     if check_memory and not scenario.beyond_training and memory > scenario.cluster.gpu.memory_gib:
-        whose = (
-            "" if scenario.software.own_memory else f", which is this engine's need: that of {scenario.label} differs"
+        memory_note = (
+            ""
+            if scenario.software.is_memory_modelled
+            else f", which is this engine's need: that of {scenario.label} differs"
         )
         raise FitError(
             f"{scenario.label}: the fullest rank needs {memory:.1f} GiB and a {scenario.cluster.gpu.name} has "
-            f"{scenario.cluster.gpu.memory_gib:g}{whose}; raise parallel.tensor, parallel.pipeline or the number of "
-            "GPUs, lower train.micro_batch, set parallel.recompute=full, or price it all the same with --no-memory"
+            f"{scenario.cluster.gpu.memory_gib:g}{memory_note}; raise parallel.tensor, parallel.pipeline or the number "
+            "of GPUs, lower train.micro_batch, set parallel.recompute=full, or price it all the same with --no-memory"
         )
     if level == "event" and scenario.software.full_sharding:
         raise ConfigError(f"{scenario.label}: full sharding is priced in closed form only; leave out --level event")
@@ -334,11 +339,17 @@ def run(
     family, launches = scenario.software.family, shares["host"] / seconds
     width = band_width(scenario.cluster, case, scenario.calibration, family, launches)
     low, high = (float(x) for x in width.around(seconds))
-    said = cautions(scenario.cluster, case, scenario.calibration, family, launches)
-    if not scenario.software.own_memory:
-        said = (*said, f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)")
+    notes = cautions(scenario.cluster, case, scenario.calibration, family, launches)
+    if not scenario.software.is_memory_modelled:
+        notes = (
+            *notes,
+            f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)",
+        )
     if _asks_float8(scenario.config) and not scenario.software.float8:
-        said = (*said, f"{scenario.label} has no float8: it is priced in bfloat16")
+        notes = (*notes, f"{scenario.label} has no float8: it is priced in bfloat16")
     if scenario.beyond_training:
-        said = (*said, "context parallelism and experts: no step was held against this, and memory does not count them")
-    return StepEstimate(scenario, level, seconds, low, high, shares, memory, event, said)
+        notes = (
+            *notes,
+            "context parallelism and experts: no step was held against this, and memory does not count them",
+        )
+    return StepEstimate(scenario, level, seconds, low, high, shares, memory, event, notes)

@@ -21,10 +21,10 @@ def ring_attention(cluster: ClusterSpec, case: Case, network: Network, forward: 
     steps = case.context - 1
     block = 2.0 * 2.0 * case.tokens * case.kv / case.tensor
     inside = case.tensor * case.context <= cluster.gpus_per_host
-    one = np.where(steps > 0, network.p2p(block, inside), 0.0)
+    block_seconds = np.where(steps > 0, network.p2p(block, inside), 0.0)
     # Each step of the ring hides behind one of `context` parts of attention.
     waits = [
-        np.maximum(0.0, steps * factor * one - work * steps / case.context)
+        np.maximum(0.0, steps * factor * block_seconds - work * steps / case.context)
         for factor, work in ((1.0, forward), (2.0, backward))
     ]
     return waits[0], waits[1]
@@ -39,5 +39,5 @@ def expert_exchange(cluster: ClusterSpec, case: Case, network: Network) -> tuple
     width = case.hidden / np.where(case.sequence_parallel, case.tensor, 1)
     moved = 2.0 * case.tokens * width * case.top_k * away
     inside = case.tensor * case.context * case.expert_parallel <= cluster.gpus_per_host
-    both = np.where(case.expert_parallel > 1, 2.0 * network.p2p(moved, inside), 0.0)
-    return both, both
+    round_trip = np.where(case.expert_parallel > 1, 2.0 * network.p2p(moved, inside), 0.0)
+    return round_trip, round_trip

@@ -7,12 +7,12 @@ from math import sqrt
 
 from megascale.errors import ConfigError
 
-NONE, DCQCN, SWIFT, BOTH, CUT = range(5)
-CONTROLS = {"none": NONE, "dcqcn": DCQCN, "swift": SWIFT, "hybrid-both": BOTH, "hybrid-cut": CUT}
+NONE, DCQCN, SWIFT, DCQCN_AND_SWIFT, CUT = range(5)
+CONTROLS = {"none": NONE, "dcqcn": DCQCN, "swift": SWIFT, "hybrid-both": DCQCN_AND_SWIFT, "hybrid-cut": CUT}
 
 
 def control_number(name: str) -> int:
-    """Which control; ConfigError for an unknown name."""
+    """Return the number of a congestion control. Raises ConfigError for an unknown name."""
     if name not in CONTROLS:
         raise ConfigError(f"--control={name!r} is unknown; {', '.join(CONTROLS)}")
     return CONTROLS[name]

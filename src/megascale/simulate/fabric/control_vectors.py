@@ -11,8 +11,8 @@ from megascale.simulate.fabric.topology import Floats, Ints
 
 
 def state_and_vectors(
-    mine: DcqcnSettings,
-    other: SwiftSettings,
+    dcqcn: DcqcnSettings,
+    swift: SwiftSettings,
     packet: int,
     line: Floats,
     hops: Ints,
@@ -28,29 +28,29 @@ def state_and_vectors(
         window: most packets under way a flow.
     """
     micro = 1e-6 / tick
-    mbps = 1e6 / 8 * tick * (float(line.max()) / (25e9 / 8 * tick) if mine.scale_rates else 1.0)
+    mbps = 1e6 / 8 * tick * (float(line.max()) / (25e9 / 8 * tick) if dcqcn.scale_rates else 1.0)
     rates = np.zeros(9)
-    rates[d.G] = mine.g
-    rates[d.ALPHA_TIMER] = max(1.0, mine.alpha_us * micro)
-    rates[d.RISE_TIMER] = mine.rise_us * micro
-    rates[d.FAST] = mine.fast
-    rates[d.BYTE_COUNTER] = mine.byte_mb * 1e6
-    rates[d.ADDITIVE] = mine.additive_mbps * mbps
-    rates[d.HYPER] = mine.hyper_mbps * mbps
-    rates[d.CUT_INTERVAL] = mine.cut_us * micro
+    rates[d.G] = dcqcn.g
+    rates[d.ALPHA_TIMER] = max(1.0, dcqcn.alpha_us * micro)
+    rates[d.RISE_TIMER] = dcqcn.rise_us * micro
+    rates[d.FAST] = dcqcn.fast
+    rates[d.BYTE_COUNTER] = dcqcn.byte_mb * 1e6
+    rates[d.ADDITIVE] = dcqcn.additive_mbps * mbps
+    rates[d.HYPER] = dcqcn.hyper_mbps * mbps
+    rates[d.CUT_INTERVAL] = dcqcn.cut_us * micro
     rates[d.FLOOR] = 1e-4 * float(line.max())
-    a, shift = other.flow_scaling()
+    a, shift = swift.flow_scaling()
     delays = np.zeros(8)
-    delays[w.AI], delays[w.BETA], delays[w.MAX_CUT] = other.ai, other.beta, other.max_cut
+    delays[w.AI], delays[w.BETA], delays[w.MAX_CUT] = swift.ai, swift.beta, swift.max_cut
     delays[w.FS_ALPHA], delays[w.FS_SHIFT] = a * micro, shift * micro
-    delays[w.FS_RANGE] = other.flow_range_us * micro
-    delays[w.LEAST], delays[w.MOST] = other.least, float(window)
+    delays[w.FS_RANGE] = swift.flow_range_us * micro
+    delays[w.LOWEST], delays[w.HIGHEST] = swift.least, float(window)
     state = np.zeros((len(line), d.COLUMNS))
     state[:, d.RATE] = state[:, d.TARGET] = state[:, d.LINE] = line
     state[:, d.ALPHA] = 1.0
     state[:, d.LAST_CUT] = state[:, d.LAST_DECREASE] = -1e18
     state[:, d.RTT] = base_rtt
-    state[:, d.SWIFT_TARGET] = (other.base_us + other.hop_us * hops) * micro
+    state[:, d.SWIFT_TARGET] = (swift.base_us + swift.hop_us * hops) * micro
     fills = np.clip(line * base_rtt / packet, 1.0, window)
-    state[:, d.CWND] = min(other.first, float(window)) if other.first else fills
-    return state, rates, delays, round(mine.cnp_us * micro)
+    state[:, d.CWND] = min(swift.first, float(window)) if swift.first else fills
+    return state, rates, delays, round(dcqcn.cnp_us * micro)

@@ -19,24 +19,24 @@ G, ALPHA_TIMER, RISE_TIMER, FAST, BYTE_COUNTER, ADDITIVE, HYPER, CUT_INTERVAL, F
 
 
 @compiled
-def advance_alpha(cc, f, now, p):  # type: ignore[no-untyped-def]
-    """At line rate only alpha moves: catch it and the timer up in one go."""
-    if now >= cc[f, NEXT_ALPHA]:
-        steps = 1.0 + (now - cc[f, NEXT_ALPHA]) // p[ALPHA_TIMER]
+def advance_alpha(cc, f, time, p):  # type: ignore[no-untyped-def]
+    """Advance alpha and its timer to `time` at line rate, where only alpha changes."""
+    if time >= cc[f, NEXT_ALPHA]:
+        steps = 1.0 + (time - cc[f, NEXT_ALPHA]) // p[ALPHA_TIMER]
         cc[f, ALPHA] *= (1.0 - p[G]) ** steps
         cc[f, NEXT_ALPHA] += steps * p[ALPHA_TIMER]
-    if now >= cc[f, NEXT_RISE]:
-        cc[f, NEXT_RISE] += (1.0 + (now - cc[f, NEXT_RISE]) // p[RISE_TIMER]) * p[RISE_TIMER]
+    if time >= cc[f, NEXT_RISE]:
+        cc[f, NEXT_RISE] += (1.0 + (time - cc[f, NEXT_RISE]) // p[RISE_TIMER]) * p[RISE_TIMER]
 
 
 @compiled
 def rise(cc, f, p):  # type: ignore[no-untyped-def]
-    """One increase event, of the timer or the byte counter."""
-    most, least = max(cc[f, BY_TIMER], cc[f, BY_BYTES]), min(cc[f, BY_TIMER], cc[f, BY_BYTES])
+    """Apply one increase event of the timer or of the byte counter."""
+    higher, lower = max(cc[f, BY_TIMER], cc[f, BY_BYTES]), min(cc[f, BY_TIMER], cc[f, BY_BYTES])
     if p[BYTE_COUNTER] == 0.0:
-        least = most  # timer only
-    if most > p[FAST]:
-        cc[f, TARGET] += p[HYPER] if least > p[FAST] and p[HYPER] > 0.0 else p[ADDITIVE]
+        lower = higher  # timer only
+    if higher > p[FAST]:
+        cc[f, TARGET] += p[HYPER] if lower > p[FAST] and p[HYPER] > 0.0 else p[ADDITIVE]
         cc[f, TARGET] = min(cc[f, TARGET], cc[f, LINE])
     cc[f, RATE] = min((cc[f, RATE] + cc[f, TARGET]) / 2.0, cc[f, LINE])
     if cc[f, RATE] > 0.999 * cc[f, LINE]:
@@ -44,16 +44,16 @@ def rise(cc, f, p):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def advance(cc, f, now, p):  # type: ignore[no-untyped-def]
+def advance(cc, f, time, p):  # type: ignore[no-untyped-def]
     """Run the timers of flow f up to `now`."""
     if cc[f, ON] == 0.0:
         return
     if cc[f, RATE] >= cc[f, LINE]:
-        advance_alpha(cc, f, now, p)
+        advance_alpha(cc, f, time, p)
         return
     while True:
         a, r = cc[f, NEXT_ALPHA], cc[f, NEXT_RISE]
-        if a > now and r > now:
+        if a > time and r > time:
             return
         if a <= r:
             cc[f, ALPHA] *= 1.0 - p[G]
@@ -63,7 +63,7 @@ def advance(cc, f, now, p):  # type: ignore[no-untyped-def]
             cc[f, BY_TIMER] += 1.0
             rise(cc, f, p)
             if cc[f, RATE] >= cc[f, LINE]:
-                advance_alpha(cc, f, now, p)
+                advance_alpha(cc, f, time, p)
                 return
 
 
@@ -79,10 +79,10 @@ def on_sent(cc, f, size, p):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def on_notification(cc, f, now, p):  # type: ignore[no-untyped-def]
+def on_notification(cc, f, time, p):  # type: ignore[no-untyped-def]
     """A CNP: cut, unless the last cut is too near."""
-    advance(cc, f, now, p)
-    if cc[f, ON] > 0.0 and now - cc[f, LAST_CUT] < p[CUT_INTERVAL]:
+    advance(cc, f, time, p)
+    if cc[f, ON] > 0.0 and time - cc[f, LAST_CUT] < p[CUT_INTERVAL]:
         return
     cc[f, ON] = 1.0
     cc[f, TARGET] = cc[f, RATE]
@@ -91,6 +91,6 @@ def on_notification(cc, f, now, p):  # type: ignore[no-untyped-def]
     cc[f, BY_TIMER] = 0.0
     cc[f, BY_BYTES] = 0.0
     cc[f, BYTES] = 0.0
-    cc[f, NEXT_RISE] = now + p[RISE_TIMER]
-    cc[f, NEXT_ALPHA] = now + p[ALPHA_TIMER]
-    cc[f, LAST_CUT] = now
+    cc[f, NEXT_RISE] = time + p[RISE_TIMER]
+    cc[f, NEXT_ALPHA] = time + p[ALPHA_TIMER]
+    cc[f, LAST_CUT] = time

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megascale.errors import ConfigError
 from megascale.simulate.fabric.topology import Bools, Floats, Ints, Topology, reachable_leaves
 
-Words = NDArray[np.uint64]
+Keys = NDArray[np.uint64]
 Entropy = Literal["qp", "pair"]
 
 UDP = 17
@@ -33,7 +33,7 @@ HOPS = 6
 
 @dataclass(frozen=True)
 class Flows:
-    """What is to be sent between NICs, and how it is cut into queue pairs.
+    """Transfers between NICs, and the queue pairs that each is split into.
 
     Attributes:
         source, target: [F] NICs.
@@ -50,8 +50,8 @@ class Flows:
         return len(self.source)
 
     @classmethod
-    def of(cls, source: object, target: object, size: object, group: object = 0) -> Flows:
-        """From anything array-like; broadcasts. ConfigError for negative sizes."""
+    def from_arrays(cls, source: object, target: object, size: object, group: object = 0) -> Flows:
+        """Return flows from array-likes that broadcast. Raises ConfigError for negative sizes."""
         a, b, s, g = np.broadcast_arrays(
             np.asarray(source, np.int64), np.asarray(target, np.int64), np.asarray(size, float), np.asarray(group)
         )
@@ -61,7 +61,7 @@ class Flows:
 
     @classmethod
     def join(cls, *parts: Flows) -> Flows:
-        """One after another."""
+        """Concatenate flows."""
         return cls(
             np.concatenate([p.source for p in parts]),
             np.concatenate([p.target for p in parts]),
@@ -79,14 +79,14 @@ class Flows:
         )
 
 
-def _mix(x: Words) -> Words:
+def _mix(x: Keys) -> Keys:
     """splitmix64's finaliser: every input bit moves every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def five_tuple_keys(flows: Flows, seed: int, queue_pairs: int = 1, entropy: Entropy = "qp") -> Words:
+def five_tuple_keys(flows: Flows, seed: int, queue_pairs: int = 1, entropy: Entropy = "qp") -> Keys:
     """[F] hash of each flow's five-tuple. `seed` stands for queue-pair numbers and addresses of one start of the job.
 
     Args:
@@ -102,11 +102,11 @@ def five_tuple_keys(flows: Flows, seed: int, queue_pairs: int = 1, entropy: Entr
         if entropy == "qp":
             number = number + np.uint64(1) + _mix(address + start)
         port = (_mix(number ^ start) & np.uint64(0x3FFF)) | np.uint64(0xC000)
-        rest = (port << np.uint64(24)) | np.uint64(ROCE_PORT << 8 | UDP)
-        return _mix(_mix(address ^ start) + rest)
+        low_bits = (port << np.uint64(24)) | np.uint64(ROCE_PORT << 8 | UDP)
+        return _mix(_mix(address ^ start) + low_bits)
 
 
-def route(topology: Topology, flows: Flows, keys: Words, seed: int = 0, polarised: bool = False) -> Ints:
+def route(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, polarised: bool = False) -> Ints:
     """[F, 6] numbers of the links that each flow takes, -1 where a path is shorter.
 
     Columns: NIC to leaf, leaf up, aggregation up, core down, aggregation down, leaf to NIC. Failed links are not
@@ -122,16 +122,18 @@ def route(topology: Topology, flows: Flows, keys: Words, seed: int = 0, polarise
     away = np.flatnonzero(start != goal)
     if not len(away):
         return paths
-    start, goal, keys = start[away], goal[away], keys[away]
+    start = start[away]
+    goal = goal[away]
+    keys = keys[away]
     with np.errstate(over="ignore"):
         switches = np.arange(topology.leaves + topology.aggregations + topology.cores, dtype=np.uint64)
         seeds = np.zeros_like(switches) if polarised else _mix(switches + np.uint64(seed * 1_000_003 + 7))
 
-    def pick(switch: Ints, which: Words, counts: Ints) -> Ints:
+    def pick(switch: Ints, which: Keys, counts: Ints) -> Ints:
         return (_mix(which ^ seeds[switch]) % counts.astype(np.uint64)).astype(np.int64)
 
-    whole = not topology.spec.failed
-    agg_ok, core_ok = (None, None) if whole else reachable_leaves(topology)
+    is_intact = not topology.spec.failed
+    agg_ok, core_ok = (None, None) if is_intact else reachable_leaves(topology)
     live = topology.bandwidth > 0
     width = topology.uplinks.shape[1]
     first = live[topology.up_leaf : topology.up_leaf + topology.uplinks.size].reshape(topology.uplinks.shape)
@@ -149,13 +151,17 @@ def route(topology: Topology, flows: Flows, keys: Words, seed: int = 0, polarise
     far = topology.agg_reaches[agg, goal] == 0
     if far.any():
         agg = agg.copy()
-        at, high = agg[far], topology.core_links.shape[1]
+        aggregation, high = agg[far], topology.core_links.shape[1]
         links = live[topology.up_agg : topology.up_agg + topology.core_links.size].reshape(topology.core_links.shape)
-        good = None if core_ok is None else links[at] & core_ok[topology.core_links[at], goal[far][:, None]]
-        up = _choose(at + shift, keys[far], high, pick, good)
-        paths[away[far], 2] = topology.up_agg + at * high + up
-        core = topology.core_links[at, up]
-        plane = at % topology.per_pod
+        good = (
+            None
+            if core_ok is None
+            else links[aggregation] & core_ok[topology.core_links[aggregation], goal[far][:, None]]
+        )
+        up = _choose(aggregation + shift, keys[far], high, pick, good)
+        paths[away[far], 2] = topology.up_agg + aggregation * high + up
+        core = topology.core_links[aggregation, up]
+        plane = aggregation % topology.per_pod
         agg[far] = topology.pod_of[goal[far]] * topology.per_pod + plane
         counts = topology.core_reaches[core, agg[far]]
         which = pick(core + shift + topology.aggregations, keys[far], counts)
@@ -165,8 +171,8 @@ def route(topology: Topology, flows: Flows, keys: Words, seed: int = 0, polarise
     return paths
 
 
-def _choose(switch: Ints, keys: Words, width: int, pick, good: Bools | None) -> Ints:  # type: ignore[no-untyped-def]
-    """Which of `width` links each flow takes; `good` [F, width] leaves only some."""
+def _choose(switch: Ints, keys: Keys, width: int, pick, good: Bools | None) -> Ints:  # type: ignore[no-untyped-def]
+    """Return which of `width` links each flow takes. `good` [F, width] masks links."""
     if good is None:
         return pick(switch, keys, np.full(len(keys), width))
     counts = good.sum(axis=1)
@@ -200,23 +206,29 @@ def occupancy_of_worst(flows: int, uplinks: int) -> Floats:
     """[n+1] probability that the fullest of k uplinks has exactly m of n hashed flows; exact, by counting functions."""
     log_factorial = np.array([lgamma(i + 1) for i in range(flows + 1)])
     below = np.zeros(flows + 1)
-    for most in range(flows + 1):
-        if most * uplinks < flows:
+    for maximum in range(flows + 1):
+        if maximum * uplinks < flows:
             continue
         # Coefficients of (sum_{i<=most} (x s)^i / i!)^k with s = n/k: the scale keeps them near 1.
-        i = np.arange(most + 1)
-        one = np.exp(i * np.log(flows / uplinks) - log_factorial[: most + 1] - flows / uplinks) if flows else np.ones(1)
-        power, base, left = np.ones(1), one, uplinks
-        while left:
-            if left & 1:
+        i = np.arange(maximum + 1)
+        uplink_terms = (
+            np.exp(i * np.log(flows / uplinks) - log_factorial[: maximum + 1] - flows / uplinks)
+            if flows
+            else np.ones(1)
+        )
+        power = np.ones(1)
+        base = uplink_terms
+        remaining = uplinks
+        while remaining:
+            if remaining & 1:
                 power = np.convolve(power, base)[: flows + 1]
             base = np.convolve(base, base)[: flows + 1]
-            left >>= 1
+            remaining >>= 1
         # Poisson occupancies, given that they add up to n, are the multinomial's.
         total = np.exp(flows * np.log(flows) - flows - log_factorial[flows]) if flows else 1.0
-        below[most] = power[flows] / total if len(power) > flows else 0.0
-        if below[most] > 1 - 1e-12:
-            below[most:] = 1.0
+        below[maximum] = power[flows] / total if len(power) > flows else 0.0
+        if below[maximum] > 1 - 1e-12:
+            below[maximum:] = 1.0
             break
     return np.diff(below, prepend=0.0)
 
@@ -233,16 +245,16 @@ def expected_conflicts(flows: int, uplinks: int, capacity: float) -> Conflicts:
     x = np.arange(flows + 1)
     weights = _binomial(flows, p)
     carried = uplinks * float(weights @ np.minimum(x, capacity))
-    mine = _binomial(flows - 1, p)
-    seen = np.arange(1, flows + 1)
+    flow_probabilities = _binomial(flows - 1, p)
+    counts = np.arange(1, flows + 1)
     fullest = occupancy_of_worst(flows, uplinks)
     worst = np.maximum(1.0, x / capacity)
     return Conflicts(
         utilisation=carried / min(flows, uplinks * capacity),
-        slowdown=float(mine @ np.maximum(1.0, seen / capacity)),
+        slowdown=float(flow_probabilities @ np.maximum(1.0, counts / capacity)),
         worst=float(fullest @ worst),
         worst_p99=float(worst[np.searchsorted(np.cumsum(fullest), 0.99)]),
-        shared=float(mine @ (seen > capacity)),
+        shared=float(flow_probabilities @ (counts > capacity)),
     )
 
 
@@ -281,13 +293,15 @@ def leaf_uplink_counts(
     entropy: Entropy = "qp", polarised: bool = False,
 ) -> Ints:  # fmt: skip
     """[draws, u] flows on each uplink of a leaf switch, each draw one start of the job (new ports, same traffic)."""
-    own = topology.leaf_of[flows.source] == leaf
-    mine = Flows(flows.source[own], flows.target[own], flows.size[own], flows.group[own]).split(queue_pairs)
+    is_from_leaf = topology.leaf_of[flows.source] == leaf
+    leaf_flows = Flows(
+        flows.source[is_from_leaf], flows.target[is_from_leaf], flows.size[is_from_leaf], flows.group[is_from_leaf]
+    ).split(queue_pairs)
     width = topology.uplinks.shape[1]
     counts = np.zeros((draws, width), np.int64)
     first = topology.up_leaf + leaf * width
     for draw in range(draws):
-        keys = five_tuple_keys(mine, seed + draw, queue_pairs, entropy)
-        up = route(topology, mine, keys, seed + draw, polarised)[:, 1]
+        keys = five_tuple_keys(leaf_flows, seed + draw, queue_pairs, entropy)
+        up = route(topology, leaf_flows, keys, seed + draw, polarised)[:, 1]
         counts[draw] = np.bincount(up[up >= 0] - first, minlength=width)
     return counts

@@ -43,9 +43,9 @@ def remove(head, pk, count, time, event):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def next_time(head, count, now, limit):  # type: ignore[no-untyped-def]
+def next_time(head, count, time, limit):  # type: ignore[no-untyped-def]
     """The next tick from `now` on with an event in the wheel, at most `limit`."""
-    t = now
+    t = time
     while t < limit:
         slot = t & MASK
         if count[slot >> 6] == 0:

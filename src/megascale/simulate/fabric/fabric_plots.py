@@ -14,7 +14,11 @@ from megascale.simulate.fabric.topology import Topology
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, RED, GREY = "#2b5c8a", "#e07b39", "#3a9b6d", "#c0392b", "#999999"
+BLUE = "#2b5c8a"
+ORANGE = "#e07b39"
+GREEN = "#3a9b6d"
+RED = "#c0392b"
+GREY = "#999999"
 SHADES = (BLUE, ORANGE, GREEN, RED, "#7d5ba6", "#8a6d3b")
 
 
@@ -42,34 +46,34 @@ def draw_topology(topology: Topology, path: Path) -> None:
     """Switches by tier, and the cables of one leaf switch of each pod; failed links black and dashed."""
     figure, axes = _figure(11, 4.6)
     counts = (topology.leaves, topology.aggregations, topology.cores)
-    places = [(np.arange(n) + 0.5) / max(n, 1) for n in counts]
+    positions = [(np.arange(n) + 0.5) / max(n, 1) for n in counts]
     first = topology.up_leaf
     width = topology.uplinks.shape[1]
     shown = [int(np.flatnonzero(topology.pod_of == pod)[0]) for pod in range(topology.pods)]
     for number, leaf in enumerate(shown):
         colour = SHADES[number % len(SHADES)]
-        for at in range(width):
-            agg = topology.uplinks[leaf, at]
-            axes.plot([places[0][leaf], places[1][agg]], [1, 2], color=colour, lw=0.4, alpha=0.8)
+        for port in range(width):
+            agg = topology.uplinks[leaf, port]
+            axes.plot([positions[0][leaf], positions[1][agg]], [1, 2], color=colour, lw=0.4, alpha=0.8)
         agg = topology.uplinks[leaf, 0]
         for core in topology.core_links[agg]:
-            axes.plot([places[1][agg], places[2][core]], [2, 3], color=colour, lw=0.6, alpha=0.8)
+            axes.plot([positions[1][agg], positions[2][core]], [2, 3], color=colour, lw=0.6, alpha=0.8)
     dead = np.flatnonzero(topology.bandwidth == 0)
-    at_node = np.concatenate([np.zeros(topology.nics), *places])
+    at_node = np.concatenate([np.zeros(topology.nics), *positions])
     for link in dead[dead >= first]:
         a, b = topology.tail[link], topology.head[link]
         level = 1 if topology.tier[link] == 1 else 2
         ends = sorted((int(a), int(b)))
         axes.plot(at_node[ends], [level, level + 1], color="#000000", ls="--", lw=0.9)
-    for level, (x, name) in enumerate(zip(places, ("leaf", "aggregation", "core"), strict=True), 1):
+    for level, (x, name) in enumerate(zip(positions, ("leaf", "aggregation", "core"), strict=True), 1):
         axes.scatter(x, np.full(len(x), level), s=9, color="#222222", zorder=3)
         if len(x):
             axes.text(-0.01, level, f"{len(x):,} {name}", ha="right", va="center", fontsize=9)
     spec = topology.spec
     sets = -(-spec.hosts // spec.hosts_per_set)
     for i in range(min(sets, 60)):
-        left = i / sets
-        axes.add_patch(_rectangle(left + 0.1 / sets, 0.35, 0.8 / sets, 0.18))
+        left_edge = i / sets
+        axes.add_patch(_rectangle(left_edge + 0.1 / sets, 0.35, 0.8 / sets, 0.18))
     axes.text(-0.01, 0.44, f"{spec.hosts:,} hosts, {sets} sets", ha="right", va="center", fontsize=9)
     axes.set_title(
         f"{spec.name}: {spec.gpus:,} NICs of {spec.nic_gbps:g}G, {topology.pods} pods; cables of one leaf "
@@ -94,9 +98,9 @@ def bars(
     figure, axes = _figure(max(6.0, 1.3 * len(labels) + 1), 4.0)
     spots, wide = np.arange(len(labels)), 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
-        at = spots + (number - (len(series) - 1) / 2) * wide
-        axes.bar(at, values, wide * 0.95, color=SHADES[number % len(SHADES)], label=name)
-        for x, value in zip(at, values, strict=True):
+        bar_positions = spots + (number - (len(series) - 1) / 2) * wide
+        axes.bar(bar_positions, values, wide * 0.95, color=SHADES[number % len(SHADES)], label=name)
+        for x, value in zip(bar_positions, values, strict=True):
             axes.text(x, value, f"{value:.3g}", ha="center", va="bottom", fontsize=8)
     axes.set_xticks(spots, labels, fontsize=9)
     axes.set_ylabel(ylabel)
@@ -111,7 +115,7 @@ def lines(
     x: Sequence[float], series: Mapping[str, Sequence[float]], path: Path, xlabel: str, ylabel: str, title: str = "",
     log: bool = False,
 ) -> None:  # fmt: skip
-    """One line a series."""
+    """Plot one line per series."""
     figure, axes = _figure(7.2, 4.2)
     for number, (name, values) in enumerate(series.items()):
         axes.plot(x, values, marker="o", ms=4, color=SHADES[number % len(SHADES)], label=name)
@@ -149,31 +153,33 @@ def controls(rows: Mapping[str, Mapping[str, float]], path: Path, title: str) ->
 
 def flap_timers(advice: Advice, path: Path, restart: float) -> None:
     """Stall by flap duration for several timers, and what a flap costs on average under each setting."""
-    figure, (left, right) = _figure(11.5, 4.2, 2)
+    figure, (left_axes, right_axes) = _figure(11.5, 4.2, 2)
     durations = np.geomspace(0.01, 60, 400)
     for number, timeout in enumerate((14, 18, 20, 22)):
         times, _ = stall(durations, timeout, 7)
-        left.plot(durations, times, color=SHADES[number], label=f"{timeout}: {timer(timeout):.2g} s x 7")
+        left_axes.plot(durations, times, color=SHADES[number], label=f"{timeout}: {timer(timeout):.2g} s x 7")
     times, _ = stall(durations, 20, 7, 16.0)
-    left.plot(durations, times, color="#222222", ls="--", label="20, adaptive")
-    left.plot(durations, durations, color=GREY, lw=0.8, label="the flap itself")
-    left.set_xscale("log")
-    left.set_yscale("log")
-    left.set_xlabel("flap, s")
-    left.set_ylabel("until data moves again, s")
-    left.legend(frameon=False, fontsize=8)
+    left_axes.plot(durations, times, color="#222222", ls="--", label="20, adaptive")
+    left_axes.plot(durations, durations, color=GREY, lw=0.8, label="the flap itself")
+    left_axes.set_xscale("log")
+    left_axes.set_yscale("log")
+    left_axes.set_xlabel("flap, s")
+    left_axes.set_ylabel("until data moves again, s")
+    left_axes.legend(frameon=False, fontsize=8)
     for adaptive, colour in ((False, BLUE), (True, ORANGE)):
-        own = [t for t in advice.table if t.adaptive is adaptive]
-        if own:
+        rows = [t for t in advice.table if t.adaptive is adaptive]
+        if rows:
             label = "adaptive" if adaptive else "fixed"
-            right.plot([t.timeout for t in own], [t.cost for t in own], marker="o", ms=4, color=colour, label=label)
+            right_axes.plot(
+                [t.timeout for t in rows], [t.cost for t in rows], marker="o", ms=4, color=colour, label=label
+            )
     best = advice.best
-    right.axvline(best.timeout, color=GREY, ls=":", label=f"advice: {best.timeout}, {best.retries} retries")
-    right.set_yscale("log")
-    right.set_xlabel("NCCL_IB_TIMEOUT")
-    right.set_ylabel(f"job seconds lost a flap (a restart: {restart:g} s)")
-    right.legend(frameon=False, fontsize=8)
-    for axis, steps in ((left.xaxis, (1,)), (left.yaxis, (1,)), (right.yaxis, (1, 2, 5))):
+    right_axes.axvline(best.timeout, color=GREY, ls=":", label=f"advice: {best.timeout}, {best.retries} retries")
+    right_axes.set_yscale("log")
+    right_axes.set_xlabel("NCCL_IB_TIMEOUT")
+    right_axes.set_ylabel(f"job seconds lost a flap (a restart: {restart:g} s)")
+    right_axes.legend(frameon=False, fontsize=8)
+    for axis, steps in ((left_axes.xaxis, (1,)), (left_axes.yaxis, (1,)), (right_axes.yaxis, (1, 2, 5))):
         _plain_log(axis, steps)
     _save(figure, path)
 

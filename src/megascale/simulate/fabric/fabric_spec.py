@@ -1,4 +1,4 @@
-"""What a fabric is made of: a TOML file with a source for every figure, checked before anything is built."""
+"""A fabric as a TOML file with a source per figure, validated before anything is built."""
 
 from __future__ import annotations
 
@@ -129,25 +129,25 @@ def check_sizes(spec: FabricSpec) -> FabricSpec:
             "cannot fail alone; leave failed out, or use planes=1"
         )
     if spec.leaf_split * spec.plane_gbps > spec.port_gbps * (1 + 1e-9):
-        each = "nic_gbps" if spec.planes == 1 else f"nic_gbps / planes={spec.planes}"
+        nic_key = "nic_gbps" if spec.planes == 1 else f"nic_gbps / planes={spec.planes}"
         raise FitError(
-            f"leaf_split={spec.leaf_split} x {each}={spec.plane_gbps:g} is more than port_gbps={spec.port_gbps:g}; "
+            f"leaf_split={spec.leaf_split} x {nic_key}={spec.plane_gbps:g} is more than port_gbps={spec.port_gbps:g}; "
             f"use leaf_split={max(1, int(spec.port_gbps // spec.plane_gbps))}"
         )
     down, up = leaf_ports(spec)
     if down + up > spec.switch_ports:
-        most = spec.hosts_per_set * spec.switch_ports // (down + up)
+        maximum = spec.hosts_per_set * spec.switch_ports // (down + up)
         raise FitError(
             f"hosts_per_set={spec.hosts_per_set} needs {down} ports down and {up} up on a leaf switch, which has "
-            f"switch_ports={spec.switch_ports}; use hosts_per_set={most}, or a larger leaf_oversubscription"
+            f"switch_ports={spec.switch_ports}; use hosts_per_set={maximum}, or a larger leaf_oversubscription"
         )
     return spec
 
 
-def parse_changes(words: list[str]) -> dict[str, Any]:
+def parse_changes(settings: list[str]) -> dict[str, Any]:
     """KEY=VALUE words as TOML values; ConfigError for one without =."""
     changes: dict[str, Any] = {}
-    for word in words:
+    for word in settings:
         key, equals, value = word.partition("=")
         if not equals:
             raise ConfigError(f"--set {word!r} must be KEY=VALUE, such as hosts=128")

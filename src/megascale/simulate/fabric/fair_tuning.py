@@ -1,4 +1,4 @@
-"""Both parents of the hybrid, each tuned on the traffic that they are compared on: a grid, the best by slowest flow.
+"""Tuning of both parents of the hybrid on the traffic of the comparison: a grid, scored by the slowest flow.
 
 Among settings within 1% of the least makespan, the one with the least time paused and then the shortest largest queue.
 The hybrids take both parents' tuned settings and are not tuned themselves.
@@ -20,28 +20,36 @@ def dcqcn_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]
         yield name, replace(settings, control="dcqcn", dcqcn=chosen)
     for gap in (4.0, 25.0, 50.0):
         for share in (0.25, 1.0):
-            own = SETS["fast"]
-            own = replace(
-                own, cnp_us=gap, cut_us=gap, rise_us=gap, kmin_kb=own.kmin_kb * share, kmax_kb=own.kmax_kb * share
+            base_settings = SETS["fast"]
+            base_settings = replace(
+                base_settings,
+                cnp_us=gap,
+                cut_us=gap,
+                rise_us=gap,
+                kmin_kb=base_settings.kmin_kb * share,
+                kmax_kb=base_settings.kmax_kb * share,
             )
-            yield f"fast, gaps {gap:g} us, thresholds x {share:g}", replace(settings, control="dcqcn", dcqcn=own)
+            yield (
+                f"fast, gaps {gap:g} us, thresholds x {share:g}",
+                replace(settings, control="dcqcn", dcqcn=base_settings),
+            )
 
 
 def swift_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]:
     """Targets and steps."""
     for base in (5.0, 10.0, 20.0, 40.0):
         for step in (0.3, 1.0, 3.0):
-            own = replace(settings.swift, base_us=base, ai=step)
-            yield f"base {base:g} us, step {step:g}", replace(settings, control="swift", swift=own)
+            candidate = replace(settings.swift, base_us=base, ai=step)
+            yield f"base {base:g} us, step {step:g}", replace(settings, control="swift", swift=candidate)
 
 
 def best(traffic: Traffic, grid: Iterator[tuple[str, PacketSettings]]) -> tuple[str, PacketSettings, int]:
     """(name, settings, how many were tried)."""
     tried = []
     for name, settings in grid:
-        found = summary(simulate_packets(traffic.topology, traffic.flows, traffic.paths, settings), traffic)
-        if found["finished"] == 1.0:
-            tried.append((found["max_us"], found["pause_us"], found["queue_kb"], name, settings))
+        result = summary(simulate_packets(traffic.topology, traffic.flows, traffic.paths, settings), traffic)
+        if result["finished"] == 1.0:
+            tried.append((result["max_us"], result["pause_us"], result["queue_kb"], name, settings))
     least = min(row[0] for row in tried)
     near = [row for row in tried if row[0] <= 1.01 * least]
     chosen = min(near, key=lambda row: row[1:3])
@@ -52,5 +60,5 @@ def tuned_parents(traffic: Traffic, settings: PacketSettings) -> tuple[PacketSet
     """Settings with both parents tuned, and what they are."""
     dcqcn_name, dcqcn, first = best(traffic, dcqcn_grid(settings))
     swift_name, swift, second = best(traffic, swift_grid(settings))
-    about = f"DCQCN: {dcqcn_name} (of {first}); Swift: {swift_name} (of {second})"
-    return replace(settings, dcqcn=dcqcn.dcqcn, swift=swift.swift), about
+    description = f"DCQCN: {dcqcn_name} (of {first}); Swift: {swift_name} (of {second})"
+    return replace(settings, dcqcn=dcqcn.dcqcn, swift=swift.swift), description

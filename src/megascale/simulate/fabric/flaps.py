@@ -33,11 +33,13 @@ def retransmissions(timeout: int, retries: int, adaptive_us: float = 0.0) -> tup
     full = timer(timeout)
     if not adaptive_us:
         return full * np.arange(1.0, retries + 1), full * (retries + 1)
-    at, wait, times = 0.0, min(adaptive_us * 1e-6, full), []
-    while (at := at + wait) < full * retries:
-        times.append(at)
+    elapsed = 0.0
+    wait = min(adaptive_us * 1e-6, full)
+    times = []
+    while (elapsed := elapsed + wait) < full * retries:
+        times.append(elapsed)
         wait = min(2 * wait, full)
-    return np.array(times), at
+    return np.array(times), elapsed
 
 
 def stall(durations: Floats, timeout: int, retries: int, adaptive_us: float = 0.0) -> tuple[Floats, float]:
@@ -54,7 +56,7 @@ def stall(durations: Floats, timeout: int, retries: int, adaptive_us: float = 0.
 
 @dataclass(frozen=True)
 class Timers:
-    """What one setting does with a set of flaps.
+    """The outcome of one timer setting for a set of flaps.
 
     Attributes:
         abort: probability that a flap ends in an error of NCCL.
@@ -75,7 +77,7 @@ class Timers:
 
 
 def judge(durations: Floats, timeout: int, retries: int, adaptive: bool, restart: float, dead: float) -> Timers:
-    """One setting against flaps of these durations.
+    """Score one setting against flaps of these durations.
 
     Args:
         restart: seconds that the job loses if NCCL gives up.
@@ -86,22 +88,20 @@ def judge(durations: Floats, timeout: int, retries: int, adaptive: bool, restart
     abort = float(1 - lives.mean())
     stalled = float(times[lives].mean()) if lives.any() else 0.0
     idle = float((times - durations)[lives].mean()) if lives.any() else 0.0
-    comes_back = (1 - abort) * stalled + abort * (end + restart)
-    return Timers(
-        timeout, retries, adaptive, abort, idle, stalled, end, (1 - dead) * comes_back + dead * (end + restart)
-    )
+    recovery = (1 - abort) * stalled + abort * (end + restart)
+    return Timers(timeout, retries, adaptive, abort, idle, stalled, end, (1 - dead) * recovery + dead * (end + restart))
 
 
 def candidates(durations: Floats, restart: float, dead: float, adaptive: bool | None) -> list[Timers]:
-    """All settings, cheapest first."""
+    """Return all settings, cheapest first."""
     kinds = (False, True) if adaptive is None else (adaptive,)
-    found = [
+    timers = [
         judge(durations, timeout, retries, kind, restart, dead)
         for timeout in TIMEOUTS
         for retries in range(1, MOST_RETRIES + 1)
         for kind in kinds
     ]
-    return sorted(found, key=lambda t: (t.cost, t.gives_up))
+    return sorted(timers, key=lambda t: (t.cost, t.gives_up))
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def lognormal(median: float, sigma: float, count: int = 2000) -> Floats:
     """Quantiles of a log-normal distribution: the same answer at each call."""
     from statistics import NormalDist
 
-    at = (np.arange(count) + 0.5) / count
-    return median * np.exp(sigma * np.array([NormalDist().inv_cdf(float(x)) for x in at]))
+    quantiles = (np.arange(count) + 0.5) / count
+    return median * np.exp(sigma * np.array([NormalDist().inv_cdf(float(x)) for x in quantiles]))
 
 
 def read_durations(path: Path) -> Floats:
@@ -158,30 +158,30 @@ def advise(
     rng = np.random.default_rng(seed)
     if observed is not None:
         durations = observed
-        others = [rng.choice(observed, len(observed)) for _ in range(draws)]
+        resamples = [rng.choice(observed, len(observed)) for _ in range(draws)]
     else:
         assert median is not None
         durations = lognormal(median, sigma)
-        others = [
+        resamples = [
             lognormal(median * float(np.exp(rng.normal(0, 0.4))), float(rng.uniform(0.5, 1.5)), 400)
             for _ in range(draws)
         ]
     best = candidates(durations, restart, dead, adaptive)[0]
     extra, agree = [], 0
-    for other in others:
-        own = candidates(other, restart, dead, adaptive)[0].cost
-        mine = judge(other, best.timeout, best.retries, best.adaptive, restart, dead).cost
-        extra.append(mine - own)
-        agree += mine <= 1.1 * own
+    for resample in resamples:
+        best_cost = candidates(resample, restart, dead, adaptive)[0].cost
+        advised_cost = judge(resample, best.timeout, best.retries, best.adaptive, restart, dead).cost
+        extra.append(advised_cost - best_cost)
+        agree += advised_cost <= 1.1 * best_cost
     kinds = (False, True) if adaptive is None else (adaptive,)
     table = [judge(durations, t, MOST_RETRIES, k, restart, dead) for t in TIMEOUTS for k in kinds]
     return Advice(best, table, agree / draws, float(np.percentile(extra, 90)), 0 if observed is None else len(observed))
 
 
-def environment(best: Timers, about: str) -> str:
-    """What `megascale launch --resilience.environment=FILE` hands to every trainer; a shell's `.` reads it too."""
+def environment(best: Timers, description: str) -> str:
+    """Return the text for `megascale launch --resilience.environment=FILE`, which a shell's `.` reads too."""
     lines = [
-        f"# {about}",
+        f"# {description}",
         f"# abort {best.abort:.2%} of flaps, {best.idle:.1f} s idle after the link is back, gives up after "
         f"{best.gives_up:.0f} s",
         f"NCCL_IB_TIMEOUT={best.timeout}",

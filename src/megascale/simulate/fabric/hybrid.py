@@ -14,22 +14,22 @@ from __future__ import annotations
 
 from megascale.simulate.fabric.dcqcn import ALPHA, ALPHA_TIMER, CWND, LAST_CUT, LAST_DECREASE, NEXT_ALPHA, ON, RTT, G
 from megascale.simulate.fabric.jit import compiled
-from megascale.simulate.fabric.swift import LEAST
+from megascale.simulate.fabric.swift import LOWEST
 
 
 @compiled
-def cut_window(cc, f, now, d, s):  # type: ignore[no-untyped-def]
+def cut_window(cc, f, time, d, s):  # type: ignore[no-untyped-def]
     """Rule `cut`: a CNP (d: DCQCN's parameters, s: Swift's)."""
     if cc[f, ON] > 0.0:
-        if cc[f, NEXT_ALPHA] <= now:
-            steps = 1.0 + (now - cc[f, NEXT_ALPHA]) // d[ALPHA_TIMER]
+        if cc[f, NEXT_ALPHA] <= time:
+            steps = 1.0 + (time - cc[f, NEXT_ALPHA]) // d[ALPHA_TIMER]
             cc[f, ALPHA] *= (1.0 - d[G]) ** steps
             cc[f, NEXT_ALPHA] += steps * d[ALPHA_TIMER]
-        if now - cc[f, LAST_CUT] < cc[f, RTT]:
+        if time - cc[f, LAST_CUT] < cc[f, RTT]:
             return
     cc[f, ON] = 1.0
-    cc[f, CWND] = max(cc[f, CWND] * (1.0 - cc[f, ALPHA] / 2.0), s[LEAST])
+    cc[f, CWND] = max(cc[f, CWND] * (1.0 - cc[f, ALPHA] / 2.0), s[LOWEST])
     cc[f, ALPHA] = (1.0 - d[G]) * cc[f, ALPHA] + d[G]
-    cc[f, NEXT_ALPHA] = now + d[ALPHA_TIMER]
-    cc[f, LAST_CUT] = now
-    cc[f, LAST_DECREASE] = now
+    cc[f, NEXT_ALPHA] = time + d[ALPHA_TIMER]
+    cc[f, LAST_CUT] = time
+    cc[f, LAST_DECREASE] = time

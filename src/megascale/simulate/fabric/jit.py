@@ -25,18 +25,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @cache
 def has_numba() -> bool:
-    """Whether the extra `network` is installed."""
+    """Return whether the extra `network` is installed."""
     return importlib.util.find_spec("numba") is not None
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels lie: NUMBA_CACHE_DIR, else the user's cache folder."""
+    """Return the folder of compiled kernels: NUMBA_CACHE_DIR, else the user's cache folder."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     if chosen:
         return Path(chosen)
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    here = Path(__file__).parent
-    code = hashlib.sha256(b"".join((here / n).read_bytes() for n in KERNELS if (here / n).is_file())).hexdigest()[:12]
+    package = Path(__file__).parent
+    code = hashlib.sha256(b"".join((package / n).read_bytes() for n in KERNELS if (package / n).is_file())).hexdigest()[
+        :12
+    ]
     return root / "megascale" / f"kernels-{code}"
 
 
@@ -72,8 +74,8 @@ def memory_view() -> Any:
 
     @intrinsic  # type: ignore[untyped-decorator]
     def pointer(typing: Any, address: Any) -> Any:
-        def build(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            return builder.inttoptr(given[0], cgutils.voidptr_t)
+        def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
         return numba.types.voidptr(address), build
 

@@ -33,31 +33,31 @@ class Sharing:
 
     def rates(self, active: Bools | None = None) -> Floats:
         """[F] bytes/s; see fair_rates."""
-        found = np.full(self.count, np.inf)
+        rates = np.full(self.count, np.inf)
         if active is not None:
-            found[~active] = 0.0
+            rates[~active] = 0.0
         flow, link = self.flow, self.link
         if active is not None:
-            taken = active[flow]
-            flow, link = flow[taken], link[taken]
-        left, n = self.bandwidth.copy(), len(self.bandwidth)
+            is_fixed = active[flow]
+            flow, link = flow[is_fixed], link[is_fixed]
+        remaining, n = self.bandwidth.copy(), len(self.bandwidth)
         users = np.bincount(link, minlength=n)
         while len(flow):
             with np.errstate(divide="ignore", invalid="ignore"):
-                share = np.where(users > 0, np.maximum(left, 0.0) / users, np.inf)
+                share = np.where(users > 0, np.maximum(remaining, 0.0) / users, np.inf)
             first = np.flatnonzero(np.diff(flow, prepend=-1))
-            seen = share[link]
-            least = np.minimum.reduceat(seen, first)
+            flow_share = share[link]
+            least = np.minimum.reduceat(flow_share, first)
             of_entry = np.repeat(least, np.diff(first, append=len(flow)))
             # A link whose every flow sees it as its tightest is a bottleneck; the rest wait for their flows' own.
-            loose = np.bincount(link[of_entry < seen * (1 - 1e-12)], minlength=n)
+            loose = np.bincount(link[of_entry < flow_share * (1 - 1e-12)], minlength=n)
             fixed = np.logical_or.reduceat((loose == 0)[link], first)
-            found[flow[first[fixed]]] = least[fixed]
-            gone = np.repeat(fixed, np.diff(first, append=len(flow)))
-            left -= np.bincount(link[gone], weights=of_entry[gone], minlength=n)
-            users -= np.bincount(link[gone], minlength=n)
-            flow, link = flow[~gone], link[~gone]
-        return found
+            rates[flow[first[fixed]]] = least[fixed]
+            removed = np.repeat(fixed, np.diff(first, append=len(flow)))
+            remaining -= np.bincount(link[removed], weights=of_entry[removed], minlength=n)
+            users -= np.bincount(link[removed], minlength=n)
+            flow, link = flow[~removed], link[~removed]
+        return rates
 
 
 def fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> Floats:
@@ -98,30 +98,30 @@ def finish_times(
         raise ConfigError(f"a flow starts at {begin.min():g} s: delays are 0 or more")
     sharing = Sharing(paths, bandwidth)
     done = np.where(sizes > 0, np.inf, begin)
-    left = sizes.astype(float).copy()
-    now = 0.0
+    remaining = sizes.astype(float).copy()
+    time = 0.0
     while True:
         open_ = np.isinf(done)
         if not open_.any():
             return done
-        active = open_ & (begin <= now)
-        later = begin[open_ & (begin > now)]
+        active = open_ & (begin <= time)
+        later = begin[open_ & (begin > time)]
         coming = later.min() if len(later) else np.inf
         if not active.any():
-            now = coming
+            time = coming
             continue
         rates = sharing.rates(active)
         with np.errstate(divide="ignore", invalid="ignore"):
-            need = np.where(active, left / rates, np.inf)
+            need = np.where(active, remaining / rates, np.inf)
         first = need.min()
-        until = first + tolerance * (now + first)
-        if now + until >= coming:
-            until = coming - now
-        over = need <= until
-        spent = max(first, float(need[over].max())) if over.any() else until
-        left[active] = np.maximum(0.0, left[active] - rates[active] * spent)
-        done[over] = now + need[over]
-        now += spent
+        horizon = first + tolerance * (time + first)
+        if time + horizon >= coming:
+            horizon = coming - time
+        over = need <= horizon
+        spent = max(first, float(need[over].max())) if over.any() else horizon
+        remaining[active] = np.maximum(0.0, remaining[active] - rates[active] * spent)
+        done[over] = time + need[over]
+        time += spent
 
 
 def jain(rates: Floats) -> float:

@@ -1,4 +1,4 @@
-"""What happens to a packet where it arrives (a switch, its receiver, as an acknowledgement its sender), and
+"""Arrival of a packet at a switch, at its receiver or, as an acknowledgement, at its sender, and
 how a switch's port sends it on.
 
 Functions of the packet kernel's loop (packet_kernel.py), put into it by the compiler. t: Tables; what is constant comes
@@ -18,10 +18,12 @@ from megascale.simulate.fabric import packet_tables as col
 from megascale.simulate.fabric.control_settings import CUT as USE_CUT
 from megascale.simulate.fabric.event_wheel import insert
 from megascale.simulate.fabric.jit import inlined
-from megascale.simulate.fabric.packet_tables import MANY, SLOTS
+from megascale.simulate.fabric.packet_tables import SLOTS, UNLIMITED
 
 dcqcn_cut, RTT = dcqcn.on_notification, dcqcn.RTT
-swift_delay, swift_loss, window_cut = swift.on_delay, swift.on_loss, hybrid.cut_window
+swift_delay = swift.on_delay
+swift_loss = swift.on_loss
+window_cut = hybrid.cut_window
 NOT_SENT = -1
 
 
@@ -33,39 +35,41 @@ def release(t, i):
 
 
 @inlined
-def is_down(outages, link, now):
-    """Whether a link loses what crosses it."""
-    return outages.down[link] <= now < outages.up[link]
+def is_down(outages, link, time):
+    """Return whether a link drops packets at `time`."""
+    return outages.down[link] <= time < outages.up[link]
 
 
 @inlined
-def at_sender(t, rules, paths, i, now):
+def at_sender(t, rules, paths, i, time):
     """An acknowledgement: windows and rates follow; the NIC that may now send more, or -1."""
-    pk, fl, cc = t.pk, t.fl, t.cc
+    pk = t.pk
+    fl = t.fl
+    cc = t.cc
     f = pk[i, col.FLOW]
     flags = pk[i, col.FLAGS]
     got = pk[i, col.NUMBER] - fl[f, col.DONE_TO]
     if got > 0:
         fl[f, col.DONE_TO] += got
         fl[f, col.FOLLOWING] = max(fl[f, col.FOLLOWING], fl[f, col.DONE_TO])
-        fl[f, col.PROGRESS] = fl[f, col.ANSWERED] = now
+        fl[f, col.PROGRESS] = fl[f, col.ANSWERED] = time
         fl[f, col.TRIES] = 0
         fl[f, col.RTO] = rules.rto_first
-    rtt = (now - np.int64(pk[i, col.SENT_AT])) & col.CLOCK
+    rtt = (time - np.int64(pk[i, col.SENT_AT])) & col.CLOCK
     if got >= 0:
         cc[f, RTT] = rtt
         t.rtt[0] += rtt
         t.rtt[1] += 1.0
     if rules.windowed:
         if flags & col.IS_GO_BACK:
-            swift_loss(cc, f, now, rules.s)
+            swift_loss(cc, f, time, rules.s)
         elif got > 0:
-            swift_delay(cc, f, now, np.float64(rtt), np.float64(got), rules.s)
+            swift_delay(cc, f, time, np.float64(rtt), np.float64(got), rules.s)
     if flags & col.IS_CNP:
         if rules.control == USE_CUT:
-            window_cut(cc, f, now, rules.d, rules.s)
+            window_cut(cc, f, time, rules.d, rules.s)
         elif rules.paced:
-            dcqcn_cut(cc, f, now, rules.d)
+            dcqcn_cut(cc, f, time, rules.d)
     if flags & col.IS_GO_BACK:
         fl[f, col.FOLLOWING] = fl[f, col.DONE_TO]
     release(t, i)
@@ -76,9 +80,11 @@ def at_sender(t, rules, paths, i, now):
 
 
 @inlined
-def at_receiver(t, far, rules, paths, outages, flapping, i, now):
+def at_receiver(t, far, rules, paths, outages, flapping, i, time):
     """The next in order is taken, a gap asks once for going back; the answer carries a CNP where marks say so."""
-    pk, fl, totals = t.pk, t.fl, t.totals
+    pk = t.pk
+    fl = t.fl
+    totals = t.totals
     f = pk[i, col.FLOW]
     n = pk[i, col.NUMBER]
     flags = col.IS_ANSWER
@@ -86,44 +92,44 @@ def at_receiver(t, far, rules, paths, outages, flapping, i, now):
     if n == fl[f, col.EXPECTED]:
         fl[f, col.EXPECTED] += 1
         totals[col.DELIVERED] += 1
-        fl[f, col.ASKED_AGAIN] = 0
+        fl[f, col.NACKED] = 0
         if fl[f, col.EXPECTED] == paths.packets[f]:
-            fl[f, col.DONE] = now
-            totals[col.LEFT] -= 1
+            fl[f, col.DONE] = time
+            totals[col.UNFINISHED] -= 1
             answer = True
         elif fl[f, col.EXPECTED] % rules.ack_every == 0:
             answer = True
     elif n > fl[f, col.EXPECTED]:
         totals[col.OUT_OF_ORDER] += 1
-        if not fl[f, col.ASKED_AGAIN]:
-            fl[f, col.ASKED_AGAIN] = 1
+        if not fl[f, col.NACKED]:
+            fl[f, col.NACKED] = 1
             flags |= col.IS_GO_BACK
             answer = True
     else:
         totals[col.DUPLICATE] += 1
         answer = True
-    if pk[i, col.FLAGS] & col.IS_MARKED and now - fl[f, col.LAST_CNP] >= rules.cnp_gap:
-        fl[f, col.LAST_CNP] = now
+    if pk[i, col.FLAGS] & col.IS_MARKED and time - fl[f, col.LAST_CNP] >= rules.cnp_gap:
+        fl[f, col.LAST_CNP] = time
         totals[col.NOTIFIED] += 1
         flags |= col.IS_CNP
         answer = True
-    if answer and flapping and outages.flow[f] >= 0 and is_down(outages, outages.flow[f], now):
+    if answer and flapping and outages.flow[f] >= 0 and is_down(outages, outages.flow[f], time):
         answer = False  # the acknowledgement is lost on its way back
     if answer:
         pk[i, col.FLAGS] = flags
         pk[i, col.NUMBER] = fl[f, col.EXPECTED]
         if paths.back[f] < SLOTS:
-            insert(t.head, pk, t.count, now + paths.back[f], i)
+            insert(t.head, pk, t.count, time + paths.back[f], i)
         else:
-            heapq.heappush(far, (now + paths.back[f], np.int64(i)))
+            heapq.heappush(far, (time + paths.back[f], np.int64(i)))
     else:
         release(t, i)
 
 
 @inlined
-def most_of_link(t, links, rules, at):
+def maximum_queue(t, links, rules, node):
     """Bytes that may lie in a switch from one link before it is paused: the dynamic threshold."""
-    return max(np.float64(2 * rules.mtu), links.pfc_alpha * (links.shared[at] - t.used[at]))
+    return max(np.float64(2 * rules.mtu), links.pfc_alpha * (links.shared[node] - t.used[node]))
 
 
 @inlined
@@ -143,7 +149,7 @@ def mark(t, links, i, e):
 
 
 @inlined
-def wait_in_queue(t, i, e, now):
+def wait_in_queue(t, i, e, time):
     """Behind what port e has."""
     pk, lk = t.pk, t.lk
     pk[i, col.AFTER] = -1
@@ -154,43 +160,43 @@ def wait_in_queue(t, i, e, now):
     lk[e, col.LAST] = i
     lk[e, col.QUEUED] += pk[i, col.SIZE]
     lk[e, col.QUEUED_MOST] = max(lk[e, col.QUEUED_MOST], lk[e, col.QUEUED])
-    if lk[e, col.WAKE_AT] == MANY and not lk[e, col.PAUSED]:
-        lk[e, col.WAKE_AT] = max(lk[e, col.FREE_AT], now + 1)
+    if lk[e, col.WAKE_AT] == UNLIMITED and not lk[e, col.PAUSED]:
+        lk[e, col.WAKE_AT] = max(lk[e, col.FREE_AT], time + 1)
         insert(t.head, pk, t.count, lk[e, col.WAKE_AT], t.wakes + e)
 
 
 @inlined
-def at_switch(t, links, rules, paths, i, now):
+def at_switch(t, links, rules, paths, i, time):
     """Dropped, queued, or, with the port that takes it free, sent on at once: that port, else -1."""
     pk, lk = t.pk, t.lk
     f, hop = pk[i, col.FLOW], pk[i, col.HOP]
-    came, e = paths.path[f, hop], paths.path[f, hop + 1]
-    size, at = pk[i, col.SIZE], links.node[e]
+    incoming, e = paths.path[f, hop], paths.path[f, hop + 1]
+    size, node = pk[i, col.SIZE], links.node[e]
     out = NOT_SENT
-    if t.used[at] + size > links.capacity[at]:
+    if t.used[node] + size > links.capacity[node]:
         t.totals[col.DROPPED] += 1
         release(t, i)
     else:
-        t.used[at] += size
-        lk[came, col.ARRIVED] += size
-        may_pause = links.pfc_alpha > 0.0 and not lk[came, col.ASKED] and not lk[came, col.PAUSE_SENT]
-        if may_pause and lk[came, col.ARRIVED] > most_of_link(t, links, rules, at):
-            lk[came, col.ASKED] = 1
-            lk[came, col.PAUSE_SENT] = 1
+        t.used[node] += size
+        lk[incoming, col.ARRIVED] += size
+        may_pause = links.pfc_alpha > 0.0 and not lk[incoming, col.PAUSE_REQUESTED] and not lk[incoming, col.PAUSE_SENT]
+        if may_pause and lk[incoming, col.ARRIVED] > maximum_queue(t, links, rules, node):
+            lk[incoming, col.PAUSE_REQUESTED] = 1
+            lk[incoming, col.PAUSE_SENT] = 1
             t.totals[col.PAUSES] += 1
-            lk[came, col.PAUSE_COUNT] += 1
-            insert(t.head, pk, t.count, now + links.delay[came] + 1, t.pauses + came)
+            lk[incoming, col.PAUSE_COUNT] += 1
+            insert(t.head, pk, t.count, time + links.delay[incoming] + 1, t.pauses + incoming)
         mark(t, links, i, e)
         pk[i, col.HOP] += 1
-        if lk[e, col.FIRST] < 0 and lk[e, col.FREE_AT] <= now and not lk[e, col.PAUSED]:
+        if lk[e, col.FIRST] < 0 and lk[e, col.FREE_AT] <= time and not lk[e, col.PAUSED]:
             out = e
         else:
-            wait_in_queue(t, i, e, now)
+            wait_in_queue(t, i, e, time)
     return out
 
 
 @inlined
-def send_from_switch(t, links, rules, paths, e, packet, now):
+def send_from_switch(t, links, rules, paths, e, packet, time):
     """Port e sends `packet`, which found it free, or (-1) the head of its queue."""
     pk, lk = t.pk, t.lk
     i = packet
@@ -198,18 +204,20 @@ def send_from_switch(t, links, rules, paths, e, packet, now):
         i = lk[e, col.FIRST]
         lk[e, col.FIRST] = pk[i, col.AFTER]
         lk[e, col.QUEUED] -= pk[i, col.SIZE]
-    size, at, came = pk[i, col.SIZE], links.node[e], paths.path[pk[i, col.FLOW], pk[i, col.HOP] - 1]
-    t.used[at] -= size
-    lk[came, col.ARRIVED] -= size
-    may_resume = lk[came, col.ASKED] and not lk[came, col.RESUME_SENT]
-    if may_resume and lk[came, col.ARRIVED] <= most_of_link(t, links, rules, at) - rules.mtu:
-        lk[came, col.ASKED] = 0
-        lk[came, col.RESUME_SENT] = 1
-        insert(t.head, pk, t.count, now + links.delay[came] + 2, t.resumes + came)
-    took = np.int64(size / links.speed[e] + 0.5)
-    lk[e, col.FREE_AT] = now + took
+    size = pk[i, col.SIZE]
+    node = links.node[e]
+    incoming = paths.path[pk[i, col.FLOW], pk[i, col.HOP] - 1]
+    t.used[node] -= size
+    lk[incoming, col.ARRIVED] -= size
+    may_resume = lk[incoming, col.PAUSE_REQUESTED] and not lk[incoming, col.RESUME_SENT]
+    if may_resume and lk[incoming, col.ARRIVED] <= maximum_queue(t, links, rules, node) - rules.mtu:
+        lk[incoming, col.PAUSE_REQUESTED] = 0
+        lk[incoming, col.RESUME_SENT] = 1
+        insert(t.head, pk, t.count, time + links.delay[incoming] + 2, t.resumes + incoming)
+    duration = np.int64(size / links.speed[e] + 0.5)
+    lk[e, col.FREE_AT] = time + duration
     lk[e, col.CARRIED] += size
-    insert(t.head, pk, t.count, now + took + links.delay[e], i)
+    insert(t.head, pk, t.count, time + duration + links.delay[e], i)
     if lk[e, col.FIRST] >= 0:
         lk[e, col.WAKE_AT] = lk[e, col.FREE_AT]
         insert(t.head, pk, t.count, lk[e, col.WAKE_AT], t.wakes + e)

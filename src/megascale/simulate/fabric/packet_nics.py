@@ -1,4 +1,4 @@
-"""How a NIC sends: which of its flows may, in turn, and a packet of it; and retransmission timers.
+"""Sending by a NIC: choice of the next flow, its packet, and retransmission timers.
 
 Functions of the packet kernel's loop, as those of packet_hops.
 """
@@ -14,19 +14,23 @@ from megascale.simulate.fabric import dcqcn, swift
 from megascale.simulate.fabric import packet_tables as col
 from megascale.simulate.fabric.event_wheel import insert, remove
 from megascale.simulate.fabric.jit import inlined
-from megascale.simulate.fabric.packet_tables import IN_HEAP, MANY, SLOTS
+from megascale.simulate.fabric.packet_tables import IN_HEAP, SLOTS, UNLIMITED
 
-dcqcn_advance, dcqcn_sent, swift_loss = dcqcn.advance, dcqcn.on_sent, swift.on_loss
-RATE, CWND, RTT = dcqcn.RATE, dcqcn.CWND, dcqcn.RTT
+dcqcn_advance = dcqcn.advance
+dcqcn_sent = dcqcn.on_sent
+swift_loss = swift.on_loss
+RATE = dcqcn.RATE
+CWND = dcqcn.CWND
+RTT = dcqcn.RTT
 NONE = -1
 
 
 @inlined
-def choose_flow(t, rules, paths, e, now):
+def choose_flow(t, rules, paths, e, time):
     """Round-robin over NIC e's flows: (one that may send now or -1, where to go on, when the soonest other may)."""
     fl, cc = t.fl, t.cc
     low, high = paths.nic_first[e], paths.nic_first[e + 1]
-    chosen, soonest = NONE, np.int64(MANY)
+    chosen, soonest = NONE, np.int64(UNLIMITED)
     j = t.turn[e]
     for _ in range(high - low):
         f = paths.by_nic[j]
@@ -38,7 +42,7 @@ def choose_flow(t, rules, paths, e, now):
             allowed = min(rules.window, max(1, np.int64(cc[f, CWND])))
         if fl[f, col.FOLLOWING] - fl[f, col.DONE_TO] >= allowed:
             continue
-        if fl[f, col.READY] <= now:
+        if fl[f, col.READY] <= time:
             chosen = f
             break
         soonest = min(soonest, fl[f, col.READY])
@@ -46,16 +50,19 @@ def choose_flow(t, rules, paths, e, now):
 
 
 @inlined
-def send_packet(t, far, links, rules, paths, e, f, i, now):
+def send_packet(t, far, links, rules, paths, e, f, i, time):
     """NIC e sends the next packet of flow f, in row i of the pool."""
-    pk, lk, fl, cc = t.pk, t.lk, t.fl, t.cc
+    pk = t.pk
+    lk = t.lk
+    fl = t.fl
+    cc = t.cc
     n = fl[f, col.FOLLOWING]
     size = rules.header + (paths.last[f] if n + 1 == paths.packets[f] else rules.mtu)
     pk[i, col.FLOW] = f
     pk[i, col.NUMBER] = n
     pk[i, col.HOP] = 0
     pk[i, col.SIZE] = size
-    pk[i, col.SENT_AT] = np.int32(now & col.CLOCK)
+    pk[i, col.SENT_AT] = np.int32(time & col.CLOCK)
     pk[i, col.FLAGS] = 0
     fl[f, col.FOLLOWING] = n + 1
     t.totals[col.SENT] += 1
@@ -64,34 +71,34 @@ def send_packet(t, far, links, rules, paths, e, f, i, now):
         t.totals[col.RESENT] += 1
     else:
         fl[f, col.HIGHEST] = n + 1
-    took = np.int64(size / links.speed[e] + 0.5)
-    lk[e, col.FREE_AT] = now + took
+    duration = np.int64(size / links.speed[e] + 0.5)
+    lk[e, col.FREE_AT] = time + duration
     lk[e, col.CARRIED] += size
     gap = 0.0
     if rules.paced:
-        dcqcn_advance(cc, f, np.float64(now), rules.d)
+        dcqcn_advance(cc, f, np.float64(time), rules.d)
         dcqcn_sent(cc, f, np.float64(size), rules.d)
         gap = size / cc[f, RATE]
     if rules.windowed and cc[f, CWND] < 1.0:
         gap = max(gap, cc[f, RTT] / cc[f, CWND])
-    fl[f, col.READY] = now + np.int64(gap)
-    insert(t.head, pk, t.count, now + took + links.delay[e], i)
+    fl[f, col.READY] = time + np.int64(gap)
+    insert(t.head, pk, t.count, time + duration + links.delay[e], i)
     if not fl[f, col.ARMED]:
         fl[f, col.ARMED] = 1
-        fl[f, col.PROGRESS] = max(fl[f, col.PROGRESS], now)
-        fl[f, col.ANSWERED] = max(fl[f, col.ANSWERED], now)
-        heapq.heappush(far, (now + fl[f, col.RTO], np.int64(t.timers + f)))
+        fl[f, col.PROGRESS] = max(fl[f, col.PROGRESS], time)
+        fl[f, col.ANSWERED] = max(fl[f, col.ANSWERED], time)
+        heapq.heappush(far, (time + fl[f, col.RTO], np.int64(t.timers + f)))
 
 
 @inlined
-def wake_nic(t, far, e, when, now):
+def wake_nic(t, far, e, when, time):
     """Look at NIC e again at `when`, unless it is to be looked at sooner."""
     lk = t.lk
     if when < lk[e, col.WAKE_AT]:
-        if lk[e, col.WAKE_AT] != MANY and t.pk[t.wakes + e, col.BEFORE] != IN_HEAP:
+        if lk[e, col.WAKE_AT] != UNLIMITED and t.pk[t.wakes + e, col.BEFORE] != IN_HEAP:
             remove(t.head, t.pk, t.count, lk[e, col.WAKE_AT], t.wakes + e)
         lk[e, col.WAKE_AT] = when
-        if when - now < SLOTS:
+        if when - time < SLOTS:
             insert(t.head, t.pk, t.count, when, t.wakes + e)
         else:
             t.pk[t.wakes + e, col.BEFORE] = IN_HEAP
@@ -99,34 +106,34 @@ def wake_nic(t, far, e, when, now):
 
 
 @inlined
-def send_from_nic(t, far, links, rules, paths, e, now):
+def send_from_nic(t, far, links, rules, paths, e, time):
     """NIC e may send: it does, and knows when to look again. FULL is set where the pool has no row left."""
     lk, fl = t.lk, t.fl
-    if lk[e, col.FREE_AT] > now:
-        if lk[e, col.WAKE_AT] == MANY:
+    if lk[e, col.FREE_AT] > time:
+        if lk[e, col.WAKE_AT] == UNLIMITED:
             lk[e, col.WAKE_AT] = lk[e, col.FREE_AT]
             insert(t.head, t.pk, t.count, lk[e, col.WAKE_AT], t.wakes + e)
     elif not lk[e, col.PAUSED]:
-        f, following, soonest = choose_flow(t, rules, paths, e, now)
+        f, following, soonest = choose_flow(t, rules, paths, e, time)
         i = t.totals[col.FREE]
         if f >= 0 and i < 0:
             t.totals[col.FULL] = 1
-            t.totals[col.LEFT] = 0
+            t.totals[col.UNFINISHED] = 0
         else:
             if f >= 0:
                 t.turn[e] = following
                 t.totals[col.FREE] = t.pk[i, col.AFTER]
-                send_packet(t, far, links, rules, paths, e, f, i, now)
+                send_packet(t, far, links, rules, paths, e, f, i, time)
                 soonest = lk[e, col.FREE_AT]
                 if paths.nic_first[e + 1] - paths.nic_first[e] == 1:
                     soonest = max(soonest, fl[f, col.READY])
                     if fl[f, col.FOLLOWING] >= paths.packets[f]:
-                        soonest = np.int64(MANY)
-            wake_nic(t, far, e, soonest, now)
+                        soonest = np.int64(UNLIMITED)
+            wake_nic(t, far, e, soonest, time)
 
 
 @inlined
-def on_timer(t, far, rules, paths, f, now):
+def on_timer(t, far, rules, paths, f, time):
     """The retransmission timer of flow f: due later, given up, or all since the last answer again: its NIC, or -1."""
     fl = t.fl
     kick = NONE
@@ -134,24 +141,24 @@ def on_timer(t, far, rules, paths, f, now):
     waits = fl[f, col.DONE_TO] < paths.packets[f] and fl[f, col.DONE_TO] < fl[f, col.HIGHEST]
     if waits and fl[f, col.FAILED] < 0:
         due = fl[f, col.PROGRESS] + fl[f, col.RTO]
-        if now < due:
+        if time < due:
             fl[f, col.ARMED] = 1
             heapq.heappush(far, (due, np.int64(t.timers + f)))
         elif (not rules.adaptive and fl[f, col.TRIES] >= rules.retries) or (
-            rules.adaptive and now - fl[f, col.ANSWERED] >= rules.retries * rules.rto_most
+            rules.adaptive and time - fl[f, col.ANSWERED] >= rules.retries * rules.rto_most
         ):
-            fl[f, col.FAILED] = now
-            t.totals[col.LEFT] -= 1
+            fl[f, col.FAILED] = time
+            t.totals[col.UNFINISHED] -= 1
         else:
             fl[f, col.TRIES] += 1
             t.totals[col.TIMEOUTS] += 1
             if rules.adaptive:
                 fl[f, col.RTO] = min(2 * fl[f, col.RTO], rules.rto_most)
-            fl[f, col.PROGRESS] = now
+            fl[f, col.PROGRESS] = time
             fl[f, col.FOLLOWING] = fl[f, col.DONE_TO]
             if rules.windowed:
-                swift_loss(t.cc, f, now, rules.s)
+                swift_loss(t.cc, f, time, rules.s)
             fl[f, col.ARMED] = 1
-            heapq.heappush(far, (now + fl[f, col.RTO], np.int64(t.timers + f)))
+            heapq.heappush(far, (time + fl[f, col.RTO], np.int64(t.timers + f)))
             kick = paths.path[f, 0]
     return kick

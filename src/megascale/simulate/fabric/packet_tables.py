@@ -1,4 +1,4 @@
-"""What the packet kernel's functions share: columns of its tables, and the tuples in which tables and settings travel.
+"""Tables that the packet kernel's functions share: their columns, and the tuples that carry them.
 
 Numbers are int64, times in ticks (event_wheel), rates in bytes a tick. Tuples are named, so that a function takes five
 things and not fifty; the compiler takes them apart again.
@@ -12,25 +12,29 @@ import numpy as np
 
 # What a run was, in `totals`; the last two are the kernel's own: the first free row of the pool, flows not finished.
 (SENT, RESENT, DELIVERED, DROPPED, MARKED, NOTIFIED, PAUSES, OUT_OF_ORDER, DUPLICATE, TIMEOUTS, EVENTS, END, FULL,
- IN_FLIGHT, LOST, WIRE, FREE, LEFT) = range(18)  # fmt: skip
+ IN_FLIGHT, LOST, WIRE, FREE, UNFINISHED) = range(18)  # fmt: skip
 # Columns of a packet's or event's row; 32 bytes, so that handling one touches one cache line.
 FLOW, NUMBER, HOP, SIZE, FLAGS, SENT_AT, AFTER, BEFORE = range(8)
 # Flags of a packet.
-IS_MARKED, IS_ANSWER, IS_CNP, IS_GO_BACK = 1, 2, 4, 8
+IS_MARKED = 1
+IS_ANSWER = 2
+IS_CNP = 4
+IS_GO_BACK = 8
 # Columns of a link: its sender's queue, and what the receiver says to it.
-(FIRST, LAST, QUEUED, QUEUED_MOST, FREE_AT, WAKE_AT, PAUSED, ASKED, PAUSE_SENT, RESUME_SENT, SINCE, PAUSED_FOR,
+(FIRST, LAST, QUEUED, QUEUED_MOST, FREE_AT, WAKE_AT, PAUSED, PAUSE_REQUESTED, PAUSE_SENT, RESUME_SENT,
+ PAUSED_FROM, PAUSED_FOR,
  PAUSE_COUNT, ARRIVED, CARRIED) = range(15)  # fmt: skip
 # Columns of a flow.
-(DONE_TO, FOLLOWING, HIGHEST, EXPECTED, ASKED_AGAIN, READY, PROGRESS, ARMED, RTO, TRIES, LAST_CNP, DONE,
+(DONE_TO, FOLLOWING, HIGHEST, EXPECTED, NACKED, READY, PROGRESS, ARMED, RTO, TRIES, LAST_CNP, DONE,
  FAILED, ANSWERED) = range(14)  # fmt: skip
 SLOTS = 1 << 17  # of the wheel, a tick each: 13.1 us, longer than a hop or an acknowledgement takes
 CLOCK = (1 << 32) - 1  # a packet keeps the low half of its sending time: round trips are shorter than 0.4 s
-MANY = 1 << 62
+UNLIMITED = 1 << 62
 IN_HEAP = -1
 
 
 class Links(NamedTuple):
-    """What does not change of links and switches.
+    """Constant properties of links and switches.
 
     Attributes:
         nics: links below this number leave NICs.
@@ -53,7 +57,7 @@ class Links(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """What does not change of flows.
+    """Constant properties of flows.
 
     Attributes:
         path: [F, hops] links. hops: [F]. packets: [F]. last: [F] payload bytes of the last packet.
@@ -99,7 +103,7 @@ class Rules(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What changes.
+    """State that changes during a simulation.
 
     Attributes:
         head, pk, count: the wheel (event_wheel), whose rows are packets and then a row for each other event.
@@ -129,7 +133,7 @@ class Tables(NamedTuple):
 
 
 def new_tables(links: Links, paths: Paths, rules: Rules, cc: Any, pool: int, seed: int) -> Tables:
-    """All flows waiting for their start, all rows of the pool free."""
+    """Return tables in which all flows wait for their start and all rows of the pool are free."""
     edges, flows = len(links.speed), len(paths.packets)
     timers = pool + 3 * edges
     pk = np.zeros((timers + flows, 8), np.int32)
@@ -138,14 +142,14 @@ def new_tables(links: Links, paths: Paths, rules: Rules, cc: Any, pool: int, see
     pk[pool - 1, AFTER] = -1
     lk = np.zeros((edges, 16), np.int64)
     lk[:, FIRST] = lk[:, LAST] = -1
-    lk[:, WAKE_AT] = MANY  # none pending
+    lk[:, WAKE_AT] = UNLIMITED  # none pending
     fl = np.zeros((flows, 16), np.int64)
     fl[:, READY] = fl[:, PROGRESS] = paths.start
     fl[:, RTO] = rules.rto_first
-    fl[:, LAST_CNP] = -MANY // 2
+    fl[:, LAST_CNP] = -UNLIMITED // 2
     fl[:, DONE] = fl[:, FAILED] = -1
     totals = np.zeros(18, np.int64)
-    totals[LEFT] = flows
+    totals[UNFINISHED] = flows
     return Tables(
         np.full(SLOTS, -1, np.int32), pk, np.zeros(SLOTS // 64 + 1, np.int64), lk,
         np.zeros(len(links.capacity), np.int64), fl, cc, paths.nic_first[:-1].copy(), totals,

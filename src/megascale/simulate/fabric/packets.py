@@ -44,12 +44,12 @@ class Flap:
     """A link that is down for a while: `link` (both directions) from `at` for `lasts` seconds."""
 
     link: int
-    at: float
+    seconds: float
     lasts: float
 
     def __post_init__(self) -> None:
-        if self.at < 0 or self.lasts < 0:
-            raise ConfigError(f"flap at {self.at:g} s for {self.lasts:g} s: times are 0 or more")
+        if self.seconds < 0 or self.lasts < 0:
+            raise ConfigError(f"flap at {self.seconds:g} s for {self.lasts:g} s: times are 0 or more")
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def simulate_packets(
     *,
     starts: Floats | None = None,
     flaps: tuple[Flap, ...] = (),
-    until: float = 3600.0,
+    horizon: float = 3600.0,
     sample_every: float = 0.0,
     watch: int | None = None,
     progress: Callable[[float], None] | None = None,
@@ -186,26 +186,28 @@ def simulate_packets(
     def fresh() -> tuple[Any, ...]:
         return _arguments(topology, flows, settings, links, compact, hops, starts, flaps)
 
-    stop = min(NEVER, int(until / TICK))
+    stop = min(NEVER, int(horizon / TICK))
     watched = int(np.searchsorted(links, watch)) if watch is not None else 0
     if not run.signatures:
         run(*fresh(), 0, 0, 0)  # compiled, or read from the cache, before the clock starts
     arguments = fresh()
-    found: tables.Tables = arguments[0]
+    result_tables: tables.Tables = arguments[0]
     wall = time.perf_counter()
     (samples, mean_rtt), cpu = _run_interruptibly(
-        lambda: run(*arguments, stop, int(sample_every / TICK), watched), found, packets, progress
+        lambda: run(*arguments, stop, int(sample_every / TICK), watched), result_tables, packets, progress
     )
     wall = time.perf_counter() - wall
-    fl, lk, totals = found.fl, found.lk, found.totals
+    fl = result_tables.fl
+    lk = result_tables.lk
+    totals = result_tables.totals
     done, failed = fl[:, tables.DONE], fl[:, tables.FAILED]
     if totals[COUNTERS.index("full")]:
         raise FitError("more packets are under way than the pool holds; use a smaller window_mb or fewer flows")
 
     def spread(values: Any, kind: type) -> Any:
-        whole: Any = np.zeros(topology.links, kind)
-        whole[links] = values
-        return whole
+        per_link: Any = np.zeros(topology.links, kind)
+        per_link[links] = values
+        return per_link
 
     samples = samples.copy()
     samples[:, 0] *= TICK
@@ -226,7 +228,7 @@ def simulate_packets(
 
 
 def _run_interruptibly(
-    kernel: Callable[[], Any], found: tables.Tables, packets: float, progress: Callable[[float], None] | None
+    kernel: Callable[[], Any], result_tables: tables.Tables, packets: float, progress: Callable[[float], None] | None
 ) -> tuple[Any, float]:
     """Run the kernel in a thread and return (its result, CPU seconds).
 
@@ -252,9 +254,9 @@ def _run_interruptibly(
             worker.join(PROGRESS_SECONDS)
             running = worker.is_alive()
             if progress is not None:
-                progress(min(1.0, float(found.totals[tables.DELIVERED]) / packets))
+                progress(min(1.0, float(result_tables.totals[tables.DELIVERED]) / packets))
     except BaseException:
-        found.totals[tables.LEFT] = -NEVER
+        result_tables.totals[tables.UNFINISHED] = -NEVER
         worker.join()
         raise
     if problem:
@@ -277,7 +279,7 @@ def _arguments(
     topology: Topology, flows: Flows, settings: PacketSettings, links: Ints, path: Ints, hops: Ints,
     starts: Floats | None, flaps: tuple[Flap, ...],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What the kernel takes, in ticks and bytes."""
+    """Return the kernel's arguments in ticks and bytes."""
     count = len(flows)
     speed = topology.bandwidth[links] * TICK
     ticks = round(topology.spec.cable_ns * 1e-9 / TICK)
@@ -287,8 +289,10 @@ def _arguments(
     switches = topology.leaves + topology.aggregations + topology.cores
     capacity = np.full(switches, int(topology.spec.buffer_mb * 1e6), np.int64)
     room = 2 * ticks * topology.bandwidth * TICK + 3 * (settings.mtu + settings.header)
-    into = topology.head >= topology.nics
-    headroom = np.bincount(topology.head[into] - topology.nics, weights=room[into], minlength=switches)
+    is_into_switch = topology.head >= topology.nics
+    headroom = np.bincount(
+        topology.head[is_into_switch] - topology.nics, weights=room[is_into_switch], minlength=switches
+    )
     shared = capacity - headroom.astype(np.int64)
     if settings.pfc and (shared <= 0).any():
         raise FitError(
@@ -309,12 +313,12 @@ def _arguments(
     down, up = np.full(len(links), NEVER, np.int64), np.zeros(len(links), np.int64)
     flap_flow = np.full(count, -1, np.int64)
     for flap in flaps:
-        both = _both_directions(topology, flap.link)
-        at = np.flatnonzero(np.isin(links, both))
-        down[at], up[at] = round(flap.at / TICK), round((flap.at + flap.lasts) / TICK)
-        crosses = np.isin(path, at) & (np.arange(path.shape[1]) < hops[:, None])
-        own = crosses.any(axis=1)
-        flap_flow[own] = path[own, crosses[own].argmax(axis=1)]
+        link_pair = _link_pair(topology, flap.link)
+        crossings = np.flatnonzero(np.isin(links, link_pair))
+        down[crossings], up[crossings] = round(flap.seconds / TICK), round((flap.seconds + flap.lasts) / TICK)
+        crosses = np.isin(path, crossings) & (np.arange(path.shape[1]) < hops[:, None])
+        is_affected = crosses.any(axis=1)
+        flap_flow[is_affected] = path[is_affected, crosses[is_affected].argmax(axis=1)]
     outages = tables.Outages(down, up, flap_flow)
     by_nic = np.argsort(path[:, 0], kind="stable")
     nic_first = np.searchsorted(path[by_nic, 0], np.arange(nics + 1))
@@ -343,7 +347,7 @@ def _arguments(
     return tables.new_tables(edges, ways, rules, cc, pool, settings.seed), edges, ways, outages, rules
 
 
-def _both_directions(topology: Topology, link: int) -> Ints:
+def _link_pair(topology: Topology, link: int) -> Ints:
     """A link and the one back."""
     a, b = topology.tail[link], topology.head[link]
     half = {0: topology.nics, 1: topology.uplinks.size, 2: topology.core_links.size}[int(topology.tier[link])]

@@ -41,8 +41,8 @@ class Placement:
     def nic(self, ranks: Ints) -> Ints:
         """The NIC that each rank sends through."""
         ranks = np.asarray(ranks)
-        per = self.grid.ranks_per_host
-        return self.hosts[ranks // per] * self.nics + ranks % per
+        ranks_per_host = self.grid.ranks_per_host
+        return self.hosts[ranks // ranks_per_host] * self.nics + ranks % ranks_per_host
 
     def groups(self, axis: str) -> list[Ints]:
         """NICs of each group of the axis, in ring order (ascending rank, as NCCL's rings follow hosts)."""
@@ -52,14 +52,16 @@ class Placement:
 
     def group_numbers(self, axis: str, ranks: Sequence[int]) -> Ints:
         """[n] numbers, as `groups` counts, of the groups that these ranks are in; ConfigError for no such rank."""
-        asked = np.asarray(ranks, np.int64)
-        if asked.size and (asked.min() < 0 or asked.max() >= self.grid.world):
-            raise ConfigError(f"ranks {asked.min()} to {asked.max()}: the job has 0 to {self.grid.world - 1}")
+        rank_array = np.asarray(ranks, np.int64)
+        if rank_array.size and (rank_array.min() < 0 or rank_array.max() >= self.grid.world):
+            raise ConfigError(f"ranks {rank_array.min()} to {rank_array.max()}: the job has 0 to {self.grid.world - 1}")
         order = ("pipeline", "data", "tensor")
         shape = tuple(self.grid.size(a) for a in order)
-        at = dict(zip(order, np.unravel_index(asked, shape), strict=True))
-        left = [a for a in order if a != axis]
-        return np.unique(at[left[0]] * self.grid.size(left[1]) + at[left[1]])
+        coordinates = dict(zip(order, np.unravel_index(rank_array, shape), strict=True))
+        remaining_axes = [a for a in order if a != axis]
+        return np.unique(
+            coordinates[remaining_axes[0]] * self.grid.size(remaining_axes[1]) + coordinates[remaining_axes[1]]
+        )
 
 
 def data_near(grid: Grid, topology: Topology, seed: int) -> Ints:
@@ -68,14 +70,14 @@ def data_near(grid: Grid, topology: Topology, seed: int) -> Ints:
 
 
 def replicas_near(grid: Grid, topology: Topology, seed: int) -> Ints:
-    """All stages of a replica side by side: pipeline neighbours share a set, data-parallel rings leave it."""
-    per = max(1, grid.ranks_per_host // grid.tensor)  # data-parallel ranks of a stage on one host
-    if grid.data % per or grid.hosts != grid.pipeline * grid.data // per:
+    """Place all stages of a replica next to each other. Pipeline neighbours share a set, data rings leave it."""
+    replicas_per_host = max(1, grid.ranks_per_host // grid.tensor)  # data-parallel ranks of a stage on one host
+    if grid.data % replicas_per_host or grid.hosts != grid.pipeline * grid.data // replicas_per_host:
         raise FitError(
-            f"placement replicas needs data={grid.data} to divide into hosts of {per} data-parallel ranks; "
-            "use --placement data"
+            f"placement replicas needs data={grid.data} to divide into hosts of {replicas_per_host} data-parallel "
+            "ranks; use --placement data"
         )
-    columns = grid.data // per
+    columns = grid.data // replicas_per_host
     return (np.arange(columns)[None, :] * grid.pipeline + np.arange(grid.pipeline)[:, None]).ravel()
 
 
@@ -90,11 +92,11 @@ def adversarial(grid: Grid, topology: Topology, seed: int) -> Ints:
     pods = topology.pod_of[topology.leaf_of[hosts * topology.spec.nics]]
     within = np.empty(len(hosts), np.int64)
     for pod in np.unique(pods):
-        own = np.flatnonzero(pods == pod)
-        sets = topology.set_of_host(own)
+        pod_hosts = np.flatnonzero(pods == pod)
+        sets = topology.set_of_host(pod_hosts)
         # Round-robin over the pod's sets.
-        rank = np.array([np.sum(sets[:i] == sets[i]) for i in range(len(own))])
-        within[own[np.lexsort((sets, rank))]] = np.arange(len(own))
+        rank = np.array([np.sum(sets[:i] == sets[i]) for i in range(len(pod_hosts))])
+        within[pod_hosts[np.lexsort((sets, rank))]] = np.arange(len(pod_hosts))
     return hosts[np.lexsort((pods, within))][: grid.hosts]
 
 
@@ -103,7 +105,7 @@ STRATEGIES: dict[str, Callable[[Grid, Topology, int], Ints]] = {
 }  # fmt: skip
 
 
-def place(grid: Grid, topology: Topology, strategy: str = "data", seed: int = 0) -> Placement:
+def make_placement(grid: Grid, topology: Topology, strategy: str = "data", seed: int = 0) -> Placement:
     """Lay a grid over the fabric by a named strategy, or as a placement file says.
 
     Raises:
@@ -131,21 +133,21 @@ def place(grid: Grid, topology: Topology, strategy: str = "data", seed: int = 0)
 
 
 def checked(placement: Placement, topology: Topology) -> Placement:
-    """DataError for a machine used twice or one that is not there."""
-    seen, counts = np.unique(placement.hosts, return_counts=True)
+    """Raise DataError for a machine that is used twice or does not exist."""
+    hosts, counts = np.unique(placement.hosts, return_counts=True)
     if (counts > 1).any():
         raise DataError(
-            f"placement {placement.name!r} uses machine {seen[counts > 1][0]} {counts.max()} times; each runs one host "
-            "of the job"
+            f"placement {placement.name!r} uses machine {hosts[counts > 1][0]} {counts.max()} times; each runs one "
+            "host of the job"
         )
     if len(placement.hosts) != placement.grid.hosts:
         raise DataError(
             f"placement {placement.name!r} has {len(placement.hosts)} hosts, the job {placement.grid.hosts}"
         )
-    if seen[0] < 0 or seen[-1] >= topology.spec.hosts:
+    if hosts[0] < 0 or hosts[-1] >= topology.spec.hosts:
         raise DataError(
-            f"placement {placement.name!r} names machine {seen[-1] if seen[0] >= 0 else seen[0]}; the fabric has 0 to "
-            f"{topology.spec.hosts - 1}"
+            f"placement {placement.name!r} names machine {hosts[-1] if hosts[0] >= 0 else hosts[0]}; the fabric has "
+            f"0 to {topology.spec.hosts - 1}"
         )
     return placement
 
@@ -166,8 +168,8 @@ def crossing(topology: Topology, flows: Flows) -> Ints:
     """[F] index into CROSSINGS: the highest tier that a flow must pass."""
     a, b = topology.leaf_of[flows.source], topology.leaf_of[flows.target]
     far = np.where(topology.pod_of[a] == topology.pod_of[b], 2, 3)
-    found = np.where(a == b, 1, far)
-    return np.where(topology.host_of(flows.source) == topology.host_of(flows.target), 0, found)
+    levels = np.where(a == b, 1, far)
+    return np.where(topology.host_of(flows.source) == topology.host_of(flows.target), 0, levels)
 
 
 def bytes_by_tier(topology: Topology, flows: Flows) -> Floats:
@@ -187,11 +189,13 @@ def step_flows(placement: Placement, axis: str, size: float, algorithm: str = "r
         raise ConfigError(f"--axis={axis!r}: only {' and '.join(AXES_BETWEEN)} leave a host")
     members = np.array(placement.groups("pipeline"))
     if members.shape[1] < 2:
-        return Flows.of([], [], [])
-    there = np.roll(members, -1, axis=1)
+        return Flows.from_arrays([], [], [])
+    successors = np.roll(members, -1, axis=1)
     number = np.repeat(np.arange(len(members)), members.shape[1])
-    forward = Flows.of(members.ravel(), there.ravel(), size, number)
-    backward = Flows.of(there.ravel(), members.ravel(), size, number)
-    both = Flows.join(forward, backward)
-    out = both.source // placement.nics != both.target // placement.nics
-    return Flows(both.source[out], both.target[out], both.size[out], both.group[out])
+    forward = Flows.from_arrays(members.ravel(), successors.ravel(), size, number)
+    backward = Flows.from_arrays(successors.ravel(), members.ravel(), size, number)
+    both_directions = Flows.join(forward, backward)
+    out = both_directions.source // placement.nics != both_directions.target // placement.nics
+    return Flows(
+        both_directions.source[out], both_directions.target[out], both_directions.size[out], both_directions.group[out]
+    )

@@ -1,4 +1,4 @@
-"""What a training step sends between hosts: bytes of each axis from a configuration, with the model's own counts."""
+"""Bytes that a training step sends between hosts per axis, by the model's own counts."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ class StepTraffic:
 
 
 def step_traffic(config: Config, gpus: int) -> StepTraffic:
-    """Of the fullest stage (the first: it holds the embedding). FitError for sizes that do not divide."""
-    model, parallel, train = config.model, config.parallel, config.train
+    """Return the traffic of the fullest stage, the first. Raises FitError for sizes that do not divide."""
+    model = config.model
+    parallel = config.parallel
+    train = config.train
     grid = Grid.of_world(gpus, parallel.tensor, parallel.pipeline, ranks_per_host=parallel.gpus_per_host)
     count = stage_parameters(model, parallel, 0)
     width = BYTES[train.precision]

@@ -11,7 +11,7 @@ from megascale.simulate.fabric.dcqcn import CWND, LAST_DECREASE, RTT, SWIFT_TARG
 from megascale.simulate.fabric.jit import compiled
 
 # Columns of the parameter vector; SWIFT_TARGET of a flow's state holds base + hops x per_hop.
-AI, BETA, MAX_CUT, FS_ALPHA, FS_SHIFT, FS_RANGE, LEAST, MOST = range(8)
+AI, BETA, MAX_CUT, FS_ALPHA, FS_SHIFT, FS_RANGE, LOWEST, HIGHEST = range(8)
 
 
 @compiled
@@ -22,22 +22,22 @@ def target_delay(cc, f, p):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def on_delay(cc, f, now, rtt, acked, p):  # type: ignore[no-untyped-def]
+def on_delay(cc, f, time, rtt, acked, p):  # type: ignore[no-untyped-def]
     """An acknowledgement of `acked` packets, `rtt` ticks after its packet was sent."""
     cc[f, RTT] = rtt
     target = target_delay(cc, f, p)
     w = cc[f, CWND]
     if rtt < target:
         w += p[AI] * acked / w if w >= 1.0 else p[AI] * acked
-    elif now - cc[f, LAST_DECREASE] >= rtt:
+    elif time - cc[f, LAST_DECREASE] >= rtt:
         w *= max(1.0 - p[BETA] * (rtt - target) / rtt, 1.0 - p[MAX_CUT])
-        cc[f, LAST_DECREASE] = now
-    cc[f, CWND] = min(max(w, p[LEAST]), p[MOST])
+        cc[f, LAST_DECREASE] = time
+    cc[f, CWND] = min(max(w, p[LOWEST]), p[HIGHEST])
 
 
 @compiled
-def on_loss(cc, f, now, p):  # type: ignore[no-untyped-def]
+def on_loss(cc, f, time, p):  # type: ignore[no-untyped-def]
     """Go-back or time-out: the largest cut, at most once a round trip."""
-    if now - cc[f, LAST_DECREASE] >= cc[f, RTT]:
-        cc[f, CWND] = max(cc[f, CWND] * (1.0 - p[MAX_CUT]), p[LEAST])
-        cc[f, LAST_DECREASE] = now
+    if time - cc[f, LAST_DECREASE] >= cc[f, RTT]:
+        cc[f, CWND] = max(cc[f, CWND] * (1.0 - p[MAX_CUT]), p[LOWEST])
+        cc[f, LAST_DECREASE] = time

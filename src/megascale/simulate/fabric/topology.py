@@ -154,7 +154,9 @@ def build(spec: FabricSpec) -> Topology:
     uplinks, pod_of, aggregations = _wire_leaves(spec, leaves, rails, up)
     core_links, cores = _wire_core(spec, uplinks, pod_of, aggregations)
 
-    n, t, a = spec.gpus, leaves, aggregations
+    n = spec.gpus
+    t = leaves
+    a = aggregations
     ends = [(nic, n + leaf_of, 0, spec.plane_gbps)]
     low, high = np.repeat(np.arange(t), uplinks.shape[1]), uplinks.ravel()
     ends.append((n + low, n + t + high, 1, spec.port_gbps))
@@ -214,9 +216,9 @@ def _wire_leaves(spec: FabricSpec, leaves: int, rails: int, up: int) -> tuple[In
         raise FitError('pod="rail" needs tiers=3: with two tiers, NICs of different rails have no path')
     pod_of = order // per_pod
     width = -(-up * per_pod // down)  # aggregation switches that the pod's uplinks fill, rounded to spread evenly
-    each = next(k for k in range(min(width, up), up + 1) if up % k == 0)
-    within = np.arange(up) % each
-    return pod_of[:, None] * each + within[None, :], pod_of, pods * each
+    uplinks_per_leaf = next(k for k in range(min(width, up), up + 1) if up % k == 0)
+    within = np.arange(up) % uplinks_per_leaf
+    return pod_of[:, None] * uplinks_per_leaf + within[None, :], pod_of, pods * uplinks_per_leaf
 
 
 def _share(oversubscription: float) -> float:
@@ -229,7 +231,7 @@ def _wire_core(spec: FabricSpec, uplinks: Ints, pod_of: Ints, aggregations: int)
     pods = int(pod_of.max()) + 1
     if spec.tiers == 2 or pods == 1:
         return np.zeros((aggregations, 0), np.int64), 0
-    each = aggregations // pods
+    aggregations_per_pod = aggregations // pods
     down = np.bincount(uplinks.ravel(), minlength=aggregations).max()
     up = max(1, min(spec.switch_ports - down, round(down / spec.spine_oversubscription)))
     # A core switch per so many uplinks of a plane; every core switch must reach every pod.
@@ -239,9 +241,9 @@ def _wire_core(spec: FabricSpec, uplinks: Ints, pod_of: Ints, aggregations: int)
             f"{pods} pods with {up} uplinks an aggregation switch need {cores} core switches a plane, but each pod "
             f"reaches {up} of them only; fewer hosts, larger switch_ports or a smaller spine_oversubscription"
         )
-    pod, place = np.divmod(np.arange(aggregations), each)
+    pod, position = np.divmod(np.arange(aggregations), aggregations_per_pod)
     inside = (pod[:, None] * up + np.arange(up)) % cores
-    return place[:, None] * cores + inside, each * cores
+    return position[:, None] * cores + inside, aggregations_per_pod * cores
 
 
 def _downlinks(links: Ints, live: Bools, tops: int, first: int) -> tuple[Ints, Ints]:
@@ -251,12 +253,12 @@ def _downlinks(links: Ints, live: Bools, tops: int, first: int) -> tuple[Ints, I
     if not links.size:
         return counts, np.full((tops, bottoms, 1), -1)
     low = np.repeat(np.arange(bottoms), links.shape[1])
-    most = int(np.bincount(links.ravel() * bottoms + low).max())
-    numbers = np.full((tops, bottoms, most), -1)
-    for at in range(links.shape[1]):
-        good = np.flatnonzero(live[:, at])
-        top = links[good, at]
-        numbers[top, good, counts[top, good]] = first + good * links.shape[1] + at
+    maximum = int(np.bincount(links.ravel() * bottoms + low).max())
+    numbers = np.full((tops, bottoms, maximum), -1)
+    for port in range(links.shape[1]):
+        good = np.flatnonzero(live[:, port])
+        top = links[good, port]
+        numbers[top, good, counts[top, good]] = first + good * links.shape[1] + port
         counts[top, good] += 1
     return counts, numbers
 
@@ -268,9 +270,9 @@ def _fail(spec: FabricSpec, names: list[str], tail: Ints, head: Ints, bandwidth:
     number = {name: i for i, name in enumerate(names)}
     bandwidth = bandwidth.copy()
     for text in spec.failed:
-        found = re.fullmatch(r"(\w+?)(?:-(\w+?)(?:\.(\d+))?)?", text)
-        a, b = (number.get(found[1]), number.get(found[2])) if found else (None, None)
-        if found is None or a is None or (found[2] and b is None):
+        match = re.fullmatch(r"(\w+?)(?:-(\w+?)(?:\.(\d+))?)?", text)
+        a, b = (number.get(match[1]), number.get(match[2])) if match else (None, None)
+        if match is None or a is None or (match[2] and b is None):
             raise ConfigError(
                 f"failed={text!r} names nothing of this fabric; switches are leaf0, agg0, core0 ..., a link is "
                 "leaf3-agg5 (all between the two) or leaf3-agg5.0 (one of them), a NIC's is nic0-leaf0"
@@ -278,10 +280,10 @@ def _fail(spec: FabricSpec, names: list[str], tail: Ints, head: Ints, bandwidth:
         if b is None:
             hit = np.flatnonzero((tail == a) | (head == a))
         else:
-            there, back = np.flatnonzero((tail == a) & (head == b)), np.flatnonzero((tail == b) & (head == a))
-            if found[3]:
-                there, back = there[int(found[3]) :][:1], back[int(found[3]) :][:1]
-            hit = np.concatenate([there, back])
+            forward, backward = np.flatnonzero((tail == a) & (head == b)), np.flatnonzero((tail == b) & (head == a))
+            if match[3]:
+                forward, backward = forward[int(match[3]) :][:1], backward[int(match[3]) :][:1]
+            hit = np.concatenate([forward, backward])
         if not len(hit):
             raise ConfigError(
                 f"failed={text!r}: there is no such link between the two; see `megascale network topology`"
@@ -296,12 +298,12 @@ def reachable_leaves(topology: Topology) -> tuple[Bools, Bools]:
     over_core = ((topology.core_reaches > 0).astype(np.float32) @ down.astype(np.float32)) > 0
     up = np.zeros((topology.aggregations, topology.leaves), bool)
     live = topology.bandwidth[topology.up_agg : topology.up_agg + topology.core_links.size] > 0
-    for at in range(topology.core_links.shape[1]):
-        good = live.reshape(topology.core_links.shape)[:, at]
-        up[good] |= over_core[topology.core_links[good, at]]
+    for port in range(topology.core_links.shape[1]):
+        good = live.reshape(topology.core_links.shape)[:, port]
+        up[good] |= over_core[topology.core_links[good, port]]
     # Traffic of a pod never leaves it: an aggregation switch of the leaf's own pod does not go over the core.
-    same = topology.pod_of[None, :] == (np.arange(topology.aggregations) // topology.per_pod)[:, None]
-    return down | (up & ~same), over_core
+    is_same_pod = topology.pod_of[None, :] == (np.arange(topology.aggregations) // topology.per_pod)[:, None]
+    return down | (up & ~is_same_pod), over_core
 
 
 def _check_connected(topology: Topology) -> None:
@@ -317,9 +319,9 @@ def _check_connected(topology: Topology) -> None:
     agg, _ = reachable_leaves(topology)
     live = bandwidth[topology.up_leaf : topology.up_leaf + topology.uplinks.size].reshape(topology.uplinks.shape) > 0
     reach = np.zeros((topology.leaves, topology.leaves), bool)
-    for at in range(topology.uplinks.shape[1]):
-        good = live[:, at]
-        reach[good] |= agg[topology.uplinks[good, at]]
+    for port in range(topology.uplinks.shape[1]):
+        good = live[:, port]
+        reach[good] |= agg[topology.uplinks[good, port]]
     np.fill_diagonal(reach, True)
     if not reach.all():
         a, b = np.argwhere(~reach)[0]

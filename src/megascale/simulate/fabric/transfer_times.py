@@ -31,11 +31,11 @@ class Slowdown:
     values: Floats
     groups: Ints
 
-    def of_all(self, count: int) -> Floats:
+    def for_groups(self, count: int) -> Floats:
         """[draws, count] of all groups; 1 for those that stay inside their hosts."""
-        whole = np.ones((len(self.values), count))
-        whole[:, self.groups] = self.values
-        return whole
+        factors = np.ones((len(self.values), count))
+        factors[:, self.groups] = self.values
+        return factors
 
     @property
     def mean(self) -> float:
@@ -44,11 +44,11 @@ class Slowdown:
 
     @property
     def worst(self) -> float:
-        """Of the slowest group, mean over draws: what a step waits for if every group is on its critical path."""
+        """Return the slow-down of the slowest group, averaged over draws, for a step that waits for every group."""
         return float(self.values.max(axis=1, initial=1.0).mean())
 
     def quantile(self, share: float) -> float:
-        """Of the slowest group over draws."""
+        """Return a quantile over draws of the slowest group's slow-down."""
         return float(np.quantile(self.values.max(axis=1, initial=1.0), share))
 
 
@@ -90,9 +90,9 @@ class FabricTimes:
 
     def slowdown(
         self, axis: str, ranks: Sequence[int] | None = None, concurrent: Sequence[tuple[str, float]] = (),
-        at: float = 0.0,
+        offset: float = 0.0,
     ) -> Slowdown:  # fmt: skip
-        """Of the transfers of an axis.
+        """Return the slow-down of an axis's transfers.
 
         Args:
             axis: data (a collective in each group) or pipeline (both ways between stages).
@@ -100,9 +100,9 @@ class FabricTimes:
             concurrent: other axes under way, with their bytes a rank relative to this axis'.
             at: seconds of the run, for outages.
         """
-        if at < 0:
-            raise ConfigError(f"time {at:g} s: 0 or more")
-        failed = tuple(o.part for o in self.outages if o.start <= at < o.end)
+        if offset < 0:
+            raise ConfigError(f"time {offset:g} s: 0 or more")
+        failed = tuple(o.part for o in self.outages if o.start <= offset < o.end)
         groups = None if ranks is None else self.placement.group_numbers(axis, ranks)
         key = (axis, None if groups is None else tuple(groups.tolist()), tuple(concurrent), failed)
         if key not in self._table:
@@ -120,38 +120,38 @@ class FabricTimes:
     def _measure(
         self, axis: str, groups: Ints | None, concurrent: Sequence[tuple[str, float]], topology: Topology
     ) -> Slowdown:
-        own = step_flows(self.placement, axis, 1e9, self.algorithm if axis == "data" else "ring")
+        flows = step_flows(self.placement, axis, 1e9, self.algorithm if axis == "data" else "ring")
         count = len(self.placement.groups(axis))
         if groups is not None:
-            keep = np.isin(own.group, groups)
-            own = Flows(own.source[keep], own.target[keep], own.size[keep], own.group[keep])
-        if not len(own):
+            keep = np.isin(flows.group, groups)
+            flows = Flows(flows.source[keep], flows.target[keep], flows.size[keep], flows.group[keep])
+        if not len(flows):
             return Slowdown(np.ones((self.draws, 0)), np.zeros(0, np.int64))
-        parts = [own]
-        for other, share in concurrent:
-            if other not in AXES_BETWEEN or share < 0:
+        parts = [flows]
+        for concurrent_axis, share in concurrent:
+            if concurrent_axis not in AXES_BETWEEN or share < 0:
                 raise ConfigError(
-                    f"concurrent traffic ({other!r}, {share:g}): axes are {AXES_BETWEEN}, shares 0 or more"
+                    f"concurrent traffic ({concurrent_axis!r}, {share:g}): axes are {AXES_BETWEEN}, shares 0 or more"
                 )
-            parts.append(step_flows(self.placement, other, share * 1e9))
-        whole = Flows.join(*parts)
+            parts.append(step_flows(self.placement, concurrent_axis, share * 1e9))
+        all_flows = Flows.join(*parts)
         # At full rate: the NIC that has most to send or take in this axis.
         nic = topology.bandwidth[: topology.nics].max()
         sent = np.zeros((2, count))
-        for row, ends in enumerate((own.source, own.target)):
-            load = np.bincount(ends, weights=own.size, minlength=topology.nics)
-            np.maximum.at(sent[row], own.group, load[ends])
+        for row, ends in enumerate((flows.source, flows.target)):
+            load = np.bincount(ends, weights=flows.size, minlength=topology.nics)
+            np.maximum.at(sent[row], flows.group, load[ends])
         ideal = sent.max(axis=0) / nic
-        seen = np.unique(own.group)
-        values = np.empty((self.draws, len(seen)))
-        cut = whole.split(self.queue_pairs)
+        group_numbers = np.unique(flows.group)
+        values = np.empty((self.draws, len(group_numbers)))
+        cut = all_flows.split(self.queue_pairs)
         for draw in range(self.draws):
             keys = five_tuple_keys(cut, draw, self.queue_pairs)
             done = finish_times(
                 route(topology, cut, keys, draw, self.polarised), cut.size, topology.bandwidth, self.tolerance
             )
-            mine = done[: len(own) * self.queue_pairs]
+            finish = done[: len(flows) * self.queue_pairs]
             last = np.zeros(count)
-            np.maximum.at(last, cut.group[: len(mine)], mine)
-            values[draw] = last[seen] / ideal[seen]
-        return Slowdown(values, seen)
+            np.maximum.at(last, cut.group[: len(finish)], finish)
+            values[draw] = last[group_numbers] / ideal[group_numbers]
+        return Slowdown(values, group_numbers)

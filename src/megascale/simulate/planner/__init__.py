@@ -1,1 +1,1 @@
-"""What a layout costs before a GPU is rented."""
+"""Cost of a layout before a GPU is rented."""

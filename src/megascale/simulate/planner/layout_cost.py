@@ -1,4 +1,4 @@
-"""What a layout costs before a GPU is rented: memory, bubble, FLOPs, traffic, and what in it will not pay."""
+"""Memory, bubble, FLOPs and traffic of a layout before a GPU is rented, and notes on settings that do not pay."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def window_time(sequence: int, window: int) -> float:
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """All that `megascale plan` prints. Sizes are bytes, times are in units of the work they are shares of."""
+    """All figures of `megascale plan`. Sizes are in bytes; times are relative to the work of the stage."""
 
     layout: Layout
     device_gib: float
@@ -75,7 +75,9 @@ class LayoutCost:
         model, p = self.config.model, self.layout.grid.pipeline
         period = [flops.layer_flops(model, i) for i in range(len(model.window_pattern))]
         linear = 1.0 if LINEAR_PRECISIONS[self.config.train.linear_precision].float8 == "none" else FLOAT8_TIME
-        halves = [half for one in period for half in (linear * one.projections + one.attention, linear * one.mlp)]
+        halves = [
+            half for layer in period for half in (linear * layer.projections + layer.attention, linear * layer.mlp)
+        ]
         work = np.resize(halves, 2 * model.layers)
         unit = work.sum() / model.layers
         stops = np.cumsum([round(2 * count) for count in split])
@@ -96,12 +98,14 @@ class LayoutCost:
     def memory(self) -> list[MemoryEstimate]:
         """Memory of a rank of each stage."""
         config, grid = self.config, self.layout.grid
-        most = (self.device_gib - RESERVE_GIB) * GIB
-        return [rank_memory(config, grid, self.schedule, s, most)[0] for s in range(grid.pipeline)]
+        limit = (self.device_gib - RESERVE_GIB) * GIB
+        return [rank_memory(config, grid, self.schedule, s, limit)[0] for s in range(grid.pipeline)]
 
     def traffic(self, stage: int) -> TrafficEstimate:
         """Bytes that a rank of `stage` sends in a step."""
-        config, grid, train = self.config, self.layout.grid, self.config.train
+        config = self.config
+        grid = self.layout.grid
+        train = self.config.train
         kinds = train.precision, train.linear_precision
         return stage_traffic(config.model, config.parallel, grid, self.schedule, stage, train.micro_batch, *kinds)
 
@@ -112,7 +116,7 @@ class LayoutCost:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank fits its device."""
+        """Return whether every rank fits its device."""
         return self.needed_gib <= self.device_gib
 
     @property
@@ -140,10 +144,10 @@ class LayoutCost:
         first = best = float(self.timeline.makespan)
         for size in (1, 0.5) if BLOCK_PARTS[self.config.model.block].divides else (1,):
             for _ in range(stages):
-                found = self._best_move(counts, size)
-                if found is None or found[1] > best * (1 - 1e-3):
+                move = self._best_move(counts, size)
+                if move is None or move[1] > best * (1 - 1e-3):
                     break
-                counts, best = found
+                counts, best = move
         return (counts, 1 - best / first) if best < first * (1 - _WORTH) else None
 
     def _best_move(self, counts: list[int | float], size: float) -> tuple[list[int | float], float] | None:
@@ -155,10 +159,10 @@ class LayoutCost:
         targets = [c for c in reversed(range(len(counts))) if c % stages != busiest]  # later: fewer in flight
         number = len(sources) * len(targets)
         moves = []
-        for at in range(0, number, 1 + number * graph.actions // _REPLAYED):
+        for position in range(0, number, 1 + number * graph.actions // _REPLAYED):
             move = counts.copy()
-            move[sources[at // len(targets)]] -= size
-            move[targets[at % len(targets)]] += size
+            move[sources[position // len(targets)]] -= size
+            move[targets[position % len(targets)]] += size
             moves.append([round(n) if n == round(n) else n for n in move])
         if not moves:
             return None
@@ -166,8 +170,10 @@ class LayoutCost:
         return moves[int(np.argmin(times))], float(times.min())
 
     def notes(self) -> list[str]:
-        """What the numbers hide: layouts and windows that do not pay, a sentence each."""
-        model, parallel, grid = self.config.model, self.config.parallel, self.layout.grid
+        """Return one sentence per layout or window setting that does not pay."""
+        model = self.config.model
+        parallel = self.config.parallel
+        grid = self.layout.grid
         notes = []
         if model.window is not None and model.window >= model.sequence_length:
             notes.append(f"model.window={model.window} covers the whole sequence: all layers use full attention")
@@ -187,9 +193,9 @@ class LayoutCost:
             notes.append(f"layers are split unevenly over chunks: {_runs(counts)} (logits weigh in layers)")
         if parallel.layer_split is None and self.faster_split is not None:
             split, gain = self.faster_split
-            other = self._changed(parallel={"layer_split": split})
-            more = other.needed_gib - self.needed_gib
-            if other.fits or not self.fits:
+            alternative = self._changed(parallel={"layer_split": split})
+            more = alternative.needed_gib - self.needed_gib
+            if alternative.fits or not self.fits:
                 notes.append(
                     f"--parallel.layer_split={str(split).replace(' ', '')} fills the bubble with work of the first "
                     f"stage: a step {gain:.1%} shorter for {max(0.0, more):.1f} GiB more on the fullest rank"
@@ -201,16 +207,16 @@ class LayoutCost:
             )
         if parallel.zero == 2:
             saved = self._zero_saving() / GIB
-            words = f"saves {saved:.1f} GiB" if saved > 0 else f"needs {-saved:.1f} GiB more, not less (too few chunks)"
+            text = f"saves {saved:.1f} GiB" if saved > 0 else f"needs {-saved:.1f} GiB more, not less (too few chunks)"
             notes.append(
                 f"parallel.zero=2 reduces gradients {self.layout.microbatches} times a step where parallel.zero=1 "
-                f"reduces once, and {words}"
+                f"reduces once, and {text}"
             )
         return notes
 
     def _zero_saving(self) -> int:
-        other = self._changed(parallel={"zero": 1}, kernels={"graphs": "off"})  # which zero=2 does not have
-        return max(m.total for m in other.memory) - max(m.total for m in self.memory)
+        alternative = self._changed(parallel={"zero": 1}, kernels={"graphs": "off"})  # which zero=2 does not have
+        return max(m.total for m in alternative.memory) - max(m.total for m in self.memory)
 
     def _changed(self, **sections: dict[str, Any]) -> LayoutCost:
         config = self.config.model_copy(
@@ -246,7 +252,9 @@ class LayoutCost:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data for JSON."""
-        model, grid, train = self.config.model, self.layout.grid, self.config.train
+        model = self.config.model
+        grid = self.layout.grid
+        train = self.config.train
         count = flops.flops_per_token(model)
         tokens = train.global_batch * model.sequence_length
         return {

@@ -36,7 +36,7 @@ def unit_timeline(schedule: Schedule) -> Timeline:
 
 
 def terminal_rows(schedule: Schedule, width: int) -> list[Text] | None:
-    """One line a stage, time from left to right; None if `width` columns are too few.
+    """Return one row per stage, time from left to right, or None if `width` columns do not suffice.
 
     A forward shows its micro-batch, a backward its micro-batch followed by "<".
     """
@@ -53,18 +53,18 @@ def terminal_rows(schedule: Schedule, width: int) -> list[Text] | None:
     graph = timeline.graph
     rows = []
     for stage in range(schedule.stages):
-        row, at = Text(), 0
+        row, column = Text(), 0
         for n in np.flatnonzero((graph.stage == stage) & (graph.kind <= ActionKind.BACKWARD)):
             start, end = round(timeline.start[n]), round(timeline.end[n])
             backward = graph.kind[n] == ActionKind.BACKWARD
-            row.append(" " * ((start - at) * scale))
+            row.append(" " * ((start - column) * scale))
             cells = (end - start) * scale
             label = str(graph.microbatch[n])[-cells if backward else -scale :]
             label = label.ljust(cells, "<") if backward else label.rjust(cells)
             shade = colour(bool(backward), int(graph.chunk[n]), schedule.virtual)
             row.append(label, style=f"{'black' if _light(shade) else 'white'} on {shade}")
-            at = end
-        row.append(" " * ((columns - at) * scale))
+            column = end
+        row.append(" " * ((columns - column) * scale))
         rows.append(row)
     return rows
 
@@ -96,21 +96,23 @@ def _draw_schedule(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-d
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
-    timeline, graph, v = plan.timeline, plan.timeline.graph, plan.schedule.virtual
+    timeline = plan.timeline
+    graph = plan.timeline.graph
+    v = plan.schedule.virtual
     makespan = float(timeline.makespan)
     compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
-    until = 100.0
+    limit = 100.0
     if len(compute) > _DRAWN * plan.schedule.stages:
-        until = 100 * _DRAWN * plan.schedule.stages / len(compute)
-        compute = compute[timeline.start[compute] < makespan * until / 100]
-    left, right = timeline.start[compute] / makespan * 100, timeline.end[compute] / makespan * 100
+        limit = 100 * _DRAWN * plan.schedule.stages / len(compute)
+        compute = compute[timeline.start[compute] < makespan * limit / 100]
+    starts, ends = timeline.start[compute] / makespan * 100, timeline.end[compute] / makespan * 100
     low = graph.stage[compute] - 0.42
     corners = np.stack(
         [
-            np.stack([left, low], 1),
-            np.stack([right, low], 1),
-            np.stack([right, low + 0.84], 1),
-            np.stack([left, low + 0.84], 1),
+            np.stack([starts, low], 1),
+            np.stack([ends, low], 1),
+            np.stack([ends, low + 0.84], 1),
+            np.stack([starts, low + 0.84], 1),
         ],
         axis=1,
     )
@@ -120,18 +122,18 @@ def _draw_schedule(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-d
         PolyCollection(list(corners), facecolors=shades, edgecolors="none" if crowded else "white", lw=0.3)
     )
     # Label forwards, or backwards, if the narrowest has room: a digit is about half a percent of the axis wide.
-    room = (0.3 + 0.55 * len(str(plan.schedule.microbatches - 1))) * until / 100
+    room = (0.3 + 0.55 * len(str(plan.schedule.microbatches - 1))) * limit / 100
     for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
-        mine = np.flatnonzero(graph.kind[compute] == kind)
-        if (right - left)[mine].min() < room:
+        matching = np.flatnonzero(graph.kind[compute] == kind)
+        if (ends - starts)[matching].min() < room:
             continue
-        for n in mine:
+        for n in matching:
             ink = "black" if _light(shades[n]) else "white"
             text = str(graph.microbatch[compute[n]])
-            axes.text((left[n] + right[n]) / 2, low[n] + 0.42, text, ha="center", va="center", fontsize=7, color=ink)
-    axes.set_xlim(0, until)
+            axes.text((starts[n] + ends[n]) / 2, low[n] + 0.42, text, ha="center", va="center", fontsize=7, color=ink)
+    axes.set_xlim(0, limit)
     axes.set_ylim(plan.schedule.stages - 0.4, -0.6)
-    part = "" if until == 100 else f"; the first {until:.2g}% are shown"
+    part = "" if limit == 100 else f"; the first {limit:.2g}% are shown"
     axes.set_xlabel(f"share of the step, % (compute by FLOPs, transfers free{part})")
     axes.set_ylabel("pipeline stage")
     axes.yaxis.get_major_locator().set_params(integer=True)

@@ -1,1 +1,1 @@
-"""How well the simulator predicts: one module a kind of anchor, `report` runs them all."""
+"""Validation of the simulator: one module per kind of measured steps."""

@@ -20,7 +20,7 @@ from megascale.simulate.case import Case
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.measured_runs import load_predictions
 from megascale.simulate.software import MEGATRON_DEEPSPEED, Software, stack, switch
-from megascale.simulate.step import Scenario, own_software
+from megascale.simulate.step import Scenario, engine_software
 from megascale.simulate.validation.split import is_development
 
 # vTrain does not print its vocabulary; Megatron-DeepSpeed pads GPT-2's to this.
@@ -69,12 +69,12 @@ def anchor_file(name: str) -> dict[str, Any]:
     return tomllib.loads((resources.files("megascale.simulate") / "anchors" / f"{name}.toml").read_text())
 
 
-def data_folder(given: Path | None = None) -> Path | None:
-    """Where data of others lies: the option, else MEGASCALE_ANCHORS, else ../shared/data; None if there is none."""
-    if given is not None:
-        if not given.is_dir():
-            raise DataError(f"--data={given} is no folder; name the one that holds {VTRAIN_FILE} and {TRACE_FILE}")
-        return given
+def find_data_folder(requested: Path | None = None) -> Path | None:
+    """Return the folder of others' data: the option, MEGASCALE_ANCHORS, or ../shared/data; None if none exists."""
+    if requested is not None:
+        if not requested.is_dir():
+            raise DataError(f"--data={requested} is no folder; name the one that holds {VTRAIN_FILE} and {TRACE_FILE}")
+        return requested
     named = os.environ.get("MEGASCALE_ANCHORS")
     repository = Path(__file__).resolve().parents[4]
     for folder in (Path(named) if named else None, Path("../shared/data"), repository.parent / "shared" / "data"):
@@ -92,10 +92,13 @@ def strong_scaling() -> Rows:
     """The paper's 16 rows: Megatron-LM (first) and MegaScale, 175B on 256 to 12,288 GPUs."""
     tree = anchor_file("megascale")
     model, layout = ModelConfig(**tree["model_175b"]), tree["layout_175b"]
-    names, cases, seconds, first = [], [], [], []
+    names = []
+    cases = []
+    seconds = []
+    first = []
     for software, batch, gpus, step, _ in tree["strong_scaling"]["rows"]:
         replica = layout["tensor"] * layout["pipeline"]
-        cases.append(Case.of(model, stack(software), data=gpus // replica, batch=batch, **layout))
+        cases.append(Case.from_model(model, stack(software), data=gpus // replica, batch=batch, **layout))
         names.append(f"{software} {gpus:,} GPUs, batch {batch:,}")
         seconds.append(step)
         first.append(software == "megatron-2023")
@@ -108,52 +111,56 @@ def paper_development() -> Rows:
     return rows.subset(rows.gpus < LARGE)
 
 
-def own_rounds() -> list[str]:
+def list_rounds() -> list[str]:
     """Names of the prediction files whose runs have shipped measurements."""
     return list(anchor_file("own-runs"))
 
 
-def own_cluster(name: str) -> str:
+def cluster_of_round(name: str) -> str:
     """Return the cluster on which the runs of a prediction file were measured."""
     return str(anchor_file("own-runs")[name].get("cluster", "h200-host"))
 
 
-def own_runs(name: str) -> Rows:
+def load_round(name: str) -> Rows:
     """Measured steps of this project's engine for the predictions of one file, as cases under the stack assumed.
 
     Without those that ran on other links than the cluster's or in another layout than predicted.
     """
-    table, (_, said) = anchor_file("own-runs")[name], load_predictions(name)
-    apart = {*table.get("moved", ()), *table.get("host_memory", ())}
-    cluster = load_cluster(own_cluster(name))
-    names, cases, seconds = [], [], []
-    for one in said:
-        if one.name in table["seconds"] and one.name not in apart:
-            config = one.config(table.get("graphs", "off"))
-            software = own_software(config, stack(one.software))
-            scenario = Scenario(config, one.gpus, cluster, Calibration("none", cluster.name), software)
-            names.append(one.name)
+    table, (_, predictions) = anchor_file("own-runs")[name], load_predictions(name)
+    excluded = {*table.get("moved", ()), *table.get("host_memory", ())}
+    cluster = load_cluster(cluster_of_round(name))
+    names = []
+    cases = []
+    seconds = []
+    for prediction in predictions:
+        if prediction.name in table["seconds"] and prediction.name not in excluded:
+            config = prediction.config(table.get("graphs", "off"))
+            software = engine_software(config, stack(prediction.software))
+            scenario = Scenario(config, prediction.gpus, cluster, Calibration("none", cluster.name), software)
+            names.append(prediction.name)
             cases.append(scenario.case())
-            seconds.append(float(table["seconds"][one.name]))
+            seconds.append(float(table["seconds"][prediction.name]))
     return _rows(names, cases, seconds, [True] * len(names), table["measured"])
 
 
-def own_first() -> Rows:
+def load_first_round() -> Rows:
     """The first round of own runs, which constants may be fitted on."""
-    return own_runs("h200")
+    return load_round("h200")
 
 
 def ablation() -> tuple[Rows, np.ndarray]:
     """The paper's ablation: cases (seconds derived from MFU are in `seconds`) and MFU in percent."""
     tree = anchor_file("megascale")
-    model, layout, table = ModelConfig(**tree["model_175b"]), tree["layout_175b"], tree["ablation"]
+    model = ModelConfig(**tree["model_175b"])
+    layout = tree["layout_175b"]
+    table = tree["ablation"]
     software: Software = stack("megatron-2023")
     names, cases = [], []
     for technique, _ in table["rows"]:
         if technique != "baseline":
             software = switch(software, [technique], True)
         replica = layout["tensor"] * layout["pipeline"]
-        cases.append(Case.of(model, software, data=table["gpus"] // replica, batch=table["batch"], **layout))
+        cases.append(Case.from_model(model, software, data=table["gpus"] // replica, batch=table["batch"], **layout))
         names.append(technique if technique == "baseline" else f"+ {technique}")
     printed = np.array([mfu for _, mfu in table["rows"]])
     return _with_mfu(names, cases, printed, table["source"]), printed
@@ -162,11 +169,13 @@ def ablation() -> tuple[Rows, np.ndarray]:
 def weak_scaling() -> tuple[Rows, np.ndarray]:
     """The paper's 530B bars: cases and MFU in percent."""
     tree = anchor_file("megascale")
-    model, layout, table = ModelConfig(**tree["model_530b"]), tree["layout_530b"], tree["weak_scaling"]
+    model = ModelConfig(**tree["model_530b"])
+    layout = tree["layout_530b"]
+    table = tree["weak_scaling"]
     names, cases = [], []
     for software, gpus, _ in table["rows"]:
         replica = layout["tensor"] * layout["pipeline"]
-        cases.append(Case.of(model, stack(software), data=gpus // replica, batch=gpus, **layout))
+        cases.append(Case.from_model(model, stack(software), data=gpus // replica, batch=gpus, **layout))
         names.append(f"{software} {gpus:,} GPUs")
     printed = np.array([mfu for _, _, mfu in table["rows"]])
     return _with_mfu(names, cases, printed, table["source"]), printed
@@ -184,10 +193,12 @@ def h200_peers(host_bound: bool = False) -> Rows:
     tree = anchor_file("h200-peers")
     model, batch = ModelConfig(**tree["model"]), tree["runs"]["batch"]
     software = stack("megatron-core-h200")
-    names, cases, seconds = [], [], []
+    names = []
+    cases = []
+    seconds = []
     for tensor, pipeline, virtual, data, micro, step in tree["runs"]["host_bound" if host_bound else "rows"]:
         cases.append(
-            Case.of(
+            Case.from_model(
                 model,
                 software,
                 tensor=tensor,
@@ -203,13 +214,15 @@ def h200_peers(host_bound: bool = False) -> Rows:
     return _rows(names, cases, seconds, [True] * len(names), tree["runs"]["source"])
 
 
-def own_h100() -> Rows:
+def load_h100_runs() -> Rows:
     """Steps of this project's engine on H100s that were known before the fifth round."""
     table, cluster = anchor_file("h100-runs")["own"], load_cluster("h100-host")
-    names, cases, seconds = [], [], []
+    names = []
+    cases = []
+    seconds = []
     for name, gpus, settings, step in table["rows"]:
         config = configuration.load(None, [*settings, "train.precision=bfloat16"])
-        software = own_software(config, stack("megascale-h200"))
+        software = engine_software(config, stack("megascale-h200"))
         scenario = Scenario(config, gpus, cluster, Calibration("none", cluster.name), software)
         names.append(name)
         cases.append(scenario.case())
@@ -220,13 +233,15 @@ def own_h100() -> Rows:
 def later_peers(machine: str, host_bound: bool = False) -> Rows:
     """Megatron-Core's steps on the rented hosts since 2026-11-23; `machine`: "peers" (H100) or "peers-h200"."""
     table = anchor_file("h100-runs")[machine]
-    names, cases, seconds = [], [], []
+    names = []
+    cases = []
+    seconds = []
     for row in table["host_bound" if host_bound else "rows"]:
         layers, vocabulary, precision, tensor, pipeline, virtual, data, micro, batch, step = row
         model = ModelConfig(layers=layers, hidden=5120, heads=40, vocab_size=vocabulary, sequence_length=2048)
         software = replace(stack("megatron-core-h200"), float8=precision == "float8")
         layout = {"tensor": tensor, "pipeline": pipeline, "virtual": virtual, "data": data}
-        cases.append(Case.of(model, software, micro=micro, batch=batch, **layout))
+        cases.append(Case.from_model(model, software, micro=micro, batch=batch, **layout))
         names.append(f"{layers} layers, {precision}, TP{tensor} PP{pipeline}(x{virtual}) DP{data}, micro-batch {micro}")
         seconds.append(step)
     return _rows(names, cases, seconds, [True] * len(names), table["source"])
@@ -236,14 +251,17 @@ def nemo_h100() -> tuple[Rows, np.ndarray]:
     """NeMo's published steps on H100, and which of them are on the development side of the split."""
     tree = anchor_file("published")
     models = {name: ModelConfig(**settings) for name, settings in tree["models"].items()}
-    names, cases, seconds, development = [], [], [], []
+    names = []
+    cases = []
+    seconds = []
+    development = []
     for table_name, table in tree["nemo-h100"].items():
         for *configuration_, value in table["rows"]:
             name, precision, gpus, tensor, pipeline, virtual, micro, batch = configuration_
             model, data = models[name], gpus // (tensor * pipeline)
             software = replace(stack("nemo"), float8=precision == "float8")
             layout = {"tensor": tensor, "pipeline": pipeline, "virtual": virtual, "data": data}
-            cases.append(Case.of(model, software, micro=micro, batch=batch, **layout))
+            cases.append(Case.from_model(model, software, micro=micro, batch=batch, **layout))
             names.append(f"{name} {precision} {gpus:,} GPUs TP{tensor} PP{pipeline}(x{virtual}), micro-batch {micro}")
             tokens = batch * model.sequence_length
             seconds.append(tokens / (value * gpus) if table["value"] == "tokens" else value)
@@ -268,13 +286,16 @@ def full_sharding_rows() -> list[ShardedRows]:
     tables = []
     for table_name, table in tree["fsdp"].items():
         base = stack(table["software"])
-        names, cases, seconds, development = [], [], [], []
+        names = []
+        cases = []
+        seconds = []
+        development = []
         for *configuration_, step in table["rows"]:
             name, precision, gpus, length, micro, batch, recompute = configuration_
             model = ModelConfig(**{**tree["models"][name], "sequence_length": length})
             software = replace(base, float8=precision == "float8", recompute=recompute)
             layout = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": gpus}
-            cases.append(Case.of(model, software, micro=micro, batch=batch, **layout))
+            cases.append(Case.from_model(model, software, micro=micro, batch=batch, **layout))
             names.append(f"{name} {precision} {gpus} GPUs, {length:,} tokens, recompute {recompute}")
             seconds.append(step)
             development.append(is_development("fsdp", " ".join([table_name, *map(str, configuration_)])))
@@ -293,21 +314,23 @@ def korthikanti() -> Rows:
     """Megatron-LM's steps of Korthikanti et al. 2022: full recomputation, and sequence parallelism with recomputed
     core attention."""
     tree = anchor_file("published")["korthikanti-2022"]
-    names, cases, seconds = [], [], []
+    names = []
+    cases = []
+    seconds = []
     for name, layers, hidden, heads, gpus, pipeline, virtual, micro, batch, full, selective in tree["rows"]:
         model = ModelConfig(layers=layers, hidden=hidden, heads=heads, vocab_size=51200, sequence_length=2048)
         layout = {"tensor": 8, "pipeline": pipeline, "virtual": virtual, "data": gpus // 8 // pipeline, "micro": micro}
         older = replace(stack("megatron-2023"), attention="unfused", sequence_parallel=False, recompute="full")
         newer = replace(stack("megatron-2023"), attention="unfused", recompute="core-attention")
         for how, software, step in (("full", older, full), ("core attention", newer, selective)):
-            cases.append(Case.of(model, software, batch=batch, **layout))
+            cases.append(Case.from_model(model, software, batch=batch, **layout))
             names.append(f"{name}, {gpus} GPUs, {how} recomputed")
             seconds.append(step)
     return _rows(names, cases, seconds, [True] * len(names), tree["source"])
 
 
 def vtrain_development(rows: Rows) -> np.ndarray:
-    """Which of vTrain's rows are on the development side of the split: by their configuration's hash."""
+    """Return which rows of vTrain are development rows, by the hash of their configuration."""
     c = rows.cases
     figures = (c.layers, c.hidden, c.heads, c.sequence, c.tensor, c.pipeline, c.data, c.micro, c.batch)
     keys = [" ".join(str(int(f[i])) for f in figures) for i in range(len(rows))]
@@ -317,7 +340,9 @@ def vtrain_development(rows: Rows) -> np.ndarray:
 def vtrain(folder: Path) -> Rows:
     """vTrain's measured rows, in the file's order. DataError if the file is damaged."""
     path = folder / VTRAIN_FILE
-    names, cases, seconds = [], [], []
+    names = []
+    cases = []
+    seconds = []
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             table = list(csv.reader(file))[1:]
@@ -327,7 +352,7 @@ def vtrain(folder: Path) -> Rows:
                 layers=layers, hidden=hidden, heads=heads, vocab_size=VTRAIN_VOCABULARY, sequence_length=sequence
             )
             cases.append(
-                Case.of(
+                Case.from_model(
                     model,
                     MEGATRON_DEEPSPEED,
                     tensor=tensor,

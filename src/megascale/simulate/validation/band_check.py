@@ -13,17 +13,17 @@ from megascale.simulate.validation.anchors import (
     LARGE,
     VTRAIN_FILE,
     Rows,
-    own_runs,
+    load_round,
     strong_scaling,
     vtrain,
     vtrain_development,
     weak_scaling,
 )
-from megascale.simulate.validation.score import AnchorCheck, column, predict, seen
+from megascale.simulate.validation.score import AnchorCheck, column, describe_split, predict
 
 
 def unfitted_evidence(cluster: ClusterSpec, rows: Rows) -> Calibration:
-    """What rows say of others like them with nothing fitted: their errors and ranges."""
+    """Return the errors and ranges of rows for bands of similar rows without a fit."""
     off = np.log(predict(cluster, rows) / rows.seconds)
     return Calibration(
         "nothing fitted", cluster.name, residuals=tuple(off.tolist()), rows=rows.names, ranges=ranges_of(rows.cases)
@@ -38,13 +38,13 @@ def check_bands(cluster: ClusterSpec, folder: Path | None) -> list[AnchorCheck]:
     parts = [
         column("paper from 3,072 GPUs", cluster, table.subset(table.gpus >= LARGE), shipped),
         column("530B", cluster, weak_scaling()[0], shipped),
-        column("own second round", h200, own_runs("h200-second"), engine),
+        column("own second round", h200, load_round("h200-second"), engine),
     ]
     if folder is not None and (folder / VTRAIN_FILE).is_file():
         hdr, rows = load_cluster("a100-hdr"), vtrain(folder)
         ours = vtrain_development(rows)
-        held, known = rows.subset(~ours), unfitted_evidence(hdr, rows.subset(ours))
-        parts.append(column("vTrain, held-out half, by its development rows' errors", hdr, held, known))
+        held_out, evidence = rows.subset(~ours), unfitted_evidence(hdr, rows.subset(ours))
+        parts.append(column("vTrain, held-out half, by its development rows' errors", hdr, held_out, evidence))
     count = sum(p.rows for p in parts)
     covered = 100.0 * sum(p.rows * (p.covered or 0.0) for p in parts) / count
     width = 100.0 * sum(p.rows * (p.width or 0.0) for p in parts) / count
@@ -54,7 +54,7 @@ def check_bands(cluster: ClusterSpec, folder: Path | None) -> list[AnchorCheck]:
             f"bands on {count} held-out rows: coverage of P10 to P90 (80 wanted) and mean width",
             {"coverage off 80": (abs(covered - 80.0), 8.0, " points"), "width": (width, 15.0, "%")},
             "nothing of these rows; widths were set on development rows",
-            (f"covered {covered:.0f}%", seen("paper-large", "weak-scaling", "own-second", "vtrain-multi")),
+            (f"covered {covered:.0f}%", describe_split("paper-large", "weak-scaling", "own-second", "vtrain-multi")),
             columns=tuple(parts),
         )
     ]

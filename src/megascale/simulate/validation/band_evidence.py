@@ -1,4 +1,4 @@
-"""Where the widths of bands come from: errors on development rows, by group of conditions. Nothing held out is read."""
+"""Evidence for band widths: errors on development rows per group of conditions. No held-out row is read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megascale.simulate.validation.anchors import (
     full_sharding_rows,
     h200_peers,
     later_peers,
+    load_first_round,
+    load_h100_runs,
     nemo_development,
-    own_first,
-    own_h100,
     paper_development,
     vtrain,
     vtrain_development,
@@ -34,7 +34,7 @@ def errors(cluster: ClusterSpec, rows: Rows, constants: Constants = Constants())
 
 
 def conformal(sizes: np.ndarray) -> float:
-    """What COVERED of rows like these stay below: the split-conformal quantile of absolute errors."""
+    """Return the split-conformal quantile: the share COVERED of absolute errors stays below it."""
     ordered = np.sort(np.abs(sizes))
     rank = int(np.ceil(COVERED * (len(ordered) + 1)))
     return float(ordered[min(rank, len(ordered)) - 1])
@@ -60,24 +60,24 @@ def another_series() -> float:
     )
 
 
-def other_stack() -> float:
+def unfitted_stack_spread() -> float:
     """Spread under constants of another stack on the same machine."""
     return _spread(
         [
-            _under("h200-host", own_first(), "h200-host"),
+            _under("h200-host", load_first_round(), "h200-host"),
             _under("h200-host", h200_peers(), "h200-engine"),
-            _under("h100-host", own_h100(), "h100-host"),
+            _under("h100-host", load_h100_runs(), "h100-host"),
             _under("h100-host", later_peers("peers"), "h100-engine"),
         ]
     )
 
 
-def other_machine() -> float:
+def unfitted_machine_spread() -> float:
     """Spread under constants of the same stack on another machine."""
     return _spread(
         [
-            _under("h100-host", own_h100(), "h200-engine"),
-            _under("h200-host", own_first(), "h100-engine"),
+            _under("h100-host", load_h100_runs(), "h200-engine"),
+            _under("h200-host", load_first_round(), "h100-engine"),
             _under("h100-host", later_peers("peers"), "h200-host"),
             _under("h200-host", h200_peers(), "h100-host"),
             _under("h200-host", later_peers("peers-h200"), "h100-host"),
@@ -85,12 +85,12 @@ def other_machine() -> float:
     )
 
 
-def other_both() -> float:
+def unfitted_stack_and_machine_spread() -> float:
     """Spread under constants of another stack on another machine."""
     return _spread(
         [
-            _under("h100-host", own_h100(), "h200-host"),
-            _under("h200-host", own_first(), "h100-host"),
+            _under("h100-host", load_h100_runs(), "h200-host"),
+            _under("h200-host", load_first_round(), "h100-host"),
             _under("h100-host", later_peers("peers"), "h200-engine"),
             _under("h200-host", h200_peers(), "h100-engine"),
             _under("h100-dgx", nemo_development(), "h100-host"),
@@ -102,26 +102,28 @@ def without_power() -> float:
     """Return P90 of ln(measured / predicted) of steps on H100s whose cluster gives no sustained GEMM rate."""
     limited = load_cluster("h100-host")
     unlimited = limited.model_copy(update={"power": None})
-    return -ends(errors(unlimited, own_h100()))[0]
+    return -ends(errors(unlimited, load_h100_runs()))[0]
 
 
-def each_gpu_doubling(folder: Path) -> float:
+def spread_per_doubling(folder: Path) -> float:
     """Spread a doubling of GPUs beyond a fit: drifts of series under constants of other series. Needs vTrain's rows.
 
     A drift is the slope of errors over doublings of GPUs. Fits of a series' own smaller rows are no evidence: those to
     256 and to 512 GPUs do not decide their constant, which is said of such a fit wherever one is made.
     """
     paper, hdr = load_cluster("a100-roce"), load_cluster("a100-hdr")
-    rows, own, measured = paper_development(), own_first(), vtrain(folder)
+    rows = paper_development()
+    engine_rows = load_first_round()
+    measured = vtrain(folder)
     megatron, ours = rows.subset(rows.first), rows.subset(~rows.first)
     unfitted = measured.subset(vtrain_development(measured))
-    found = [
+    samples = [
         _drift(megatron, errors(paper, megatron, _all_of(paper, ours))),
         _drift(ours, errors(paper, ours, _all_of(paper, megatron))),
-        _drift(own, _under("h200-host", own, "h200-host")),
+        _drift(engine_rows, _under("h200-host", engine_rows, "h200-host")),
         _drift(unfitted, errors(hdr, unfitted)),
     ]
-    return conformal(np.array(found)) / Z90
+    return conformal(np.array(samples)) / Z90
 
 
 def _all_of(cluster: ClusterSpec, rows: Rows) -> Constants:
@@ -129,7 +131,7 @@ def _all_of(cluster: ClusterSpec, rows: Rows) -> Constants:
 
 
 def _drift(rows: Rows, off: np.ndarray) -> float:
-    """How much errors grow with each doubling of GPUs: the slope of a line through them."""
+    """Return the slope of errors over doublings of GPUs."""
     return float(np.polyfit(np.log2(rows.gpus.astype(float)), off, 1)[0])
 
 
@@ -139,7 +141,7 @@ def vtrain_unfitted(folder: Path) -> np.ndarray:
     return errors(load_cluster("a100-hdr"), measured.subset(vtrain_development(measured)))
 
 
-def known_groups(folder: Path) -> dict[str, np.ndarray]:
+def load_error_groups(folder: Path) -> dict[str, np.ndarray]:
     """Errors with nothing fitted, by group of one machine and one stack. Needs vTrain's rows."""
     paper, table = load_cluster("a100-roce"), paper_development()
     host, rented = load_cluster("h200-host"), load_cluster("h100-host")
@@ -150,27 +152,27 @@ def known_groups(folder: Path) -> dict[str, np.ndarray]:
         "MegaScale in the paper": np.concatenate([errors(paper, table.subset(~table.first)), techniques]),
         "Megatron-Core on H200": np.concatenate([errors(host, h200_peers()), errors(host, later_peers("peers-h200"))]),
         "Megatron-Core on H100": errors(rented, later_peers("peers")),
-        "this engine on H200": errors(host, own_first()),
-        "this engine on H100": errors(rented, own_h100()),
+        "this engine on H200": errors(host, load_first_round()),
+        "this engine on H100": errors(rented, load_h100_runs()),
         "NeMo on H100": errors(load_cluster("h100-dgx"), nemo_development()),
     }
 
 
-def nothing_fitted(folder: Path) -> tuple[float, float]:
+def unfitted_spread(folder: Path) -> tuple[float, float]:
     """P10 and P90 with nothing fitted on known machines and stacks: those of the groups furthest out.
 
     What is predicted is a group of its own, so quantiles are of groups and not of their rows. vTrain's group, which
     `KNOWN_PAIRS` has a width for, is left out.
     """
-    both = [ends(found) for name, found in known_groups(folder).items() if name != VTRAIN]
-    return min(low for low, _ in both), max(high for _, high in both)
+    quantiles = [ends(errors_of_group) for name, errors_of_group in load_error_groups(folder).items() if name != VTRAIN]
+    return min(low for low, _ in quantiles), max(high for _, high in quantiles)
 
 
-def unseen(folder: Path) -> tuple[float, float]:
+def unseen_spread(folder: Path) -> tuple[float, float]:
     """P10 of the group that is predicted fastest and P90 of the slowest; full sharding's groups are among them."""
-    groups = list(known_groups(folder).values())
+    groups = list(load_error_groups(folder).values())
     for table in full_sharding_rows():
         if table.development.any():
             groups.append(errors(load_cluster(table.cluster), table.rows.subset(table.development)))
-    both = [ends(one) for one in groups]
-    return min(low for low, _ in both), max(high for _, high in both)
+    quantiles = [ends(group) for group in groups]
+    return min(low for low, _ in quantiles), max(high for _, high in quantiles)

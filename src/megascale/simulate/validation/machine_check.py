@@ -12,7 +12,7 @@ from megascale.simulate.calibration import Calibration, load_calibration
 from megascale.simulate.cluster import ClusterSpec, load_cluster
 from megascale.simulate.measured_runs import load_predictions
 from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, own_software, run
+from megascale.simulate.step import Scenario, engine_software, run
 from megascale.simulate.validation.anchors import (
     VTRAIN_FILE,
     Rows,
@@ -20,10 +20,10 @@ from megascale.simulate.validation.anchors import (
     full_sharding_rows,
     korthikanti,
     later_peers,
+    list_rounds,
+    load_h100_runs,
+    load_round,
     nemo_h100,
-    own_h100,
-    own_rounds,
-    own_runs,
     vtrain,
     vtrain_development,
 )
@@ -34,32 +34,32 @@ from megascale.simulate.validation.score import (
     ScoreColumn,
     column,
     constants_of,
+    describe_split,
     efficiency_control,
     listing,
     percent,
     predict,
     scored,
-    seen,
 )
 
 # Rounds of own runs that nothing was fitted on, and the cluster of each.
 ROUNDS = {"h100-fifth": "h100-host", "h200-fifth": "h200-host"}
 # Share of measured steps that bands are to hold, in percent, and how far from it still passes.
-WANTED, TOLERANCE = 80.0, 10.0
+COVERAGE_TARGET, TOLERANCE = 80.0, 10.0
 # Most of the A100 rows of other stacks that may lie outside their bands, in percent.
-MOST_OUTSIDE = 25.0
+MAXIMUM_OUTSIDE = 25.0
 
 
 def check_unseen_runs() -> AnchorCheck:
     """Return A11: the fifth round of own runs, predicted with constants of runs that were measured earlier."""
-    what = (
+    title = (
         "own engine on 1, 2 and 4 H100 and on 1 and 2 H200, configurations never measured before, by the model "
         "frozen before them"
     )
-    shipped = own_rounds()
+    shipped = list_rounds()
     missing = [name for name in ROUNDS if name not in shipped]
     if missing:
-        return AnchorCheck("A11", what, skipped=f"no measurement is shipped of round {', '.join(missing)}")
+        return AnchorCheck("A11", title, skipped=f"no measurement is shipped of round {', '.join(missing)}")
     rounds = [_UnseenRound.load(name, cluster) for name, cluster in ROUNDS.items()]
     predicted = np.concatenate([item.predicted for item in rounds])
     seconds = np.concatenate([item.rows.seconds for item in rounds])
@@ -74,14 +74,18 @@ def check_unseen_runs() -> AnchorCheck:
     columns = [overall]
     for item in rounds:
         columns.extend(item.columns())
-    figures = {"mean": (overall.mean, 3.0, "%"), "worst": (overall.worst, 10.0, "%"), "coverage off 80": _off(overall)}
+    figures = {
+        "mean": (overall.mean, 3.0, "%"),
+        "worst": (overall.worst, 10.0, "%"),
+        "coverage off 80": coverage_error(overall),
+    }
     fitted = "; ".join(f"{item.engine.name}: {constants_of(item.engine)}" for item in rounds)
     return AnchorCheck(
         "A11",
-        what,
+        title,
         figures,
         f"nothing of these rows; calibrations {fitted}",
-        (seen("own-fifth"),),
+        (describe_split("own-fifth"),),
         tuple(
             line for item in rounds for line in listing(item.rows, item.predicted, np.zeros(len(item.rows), dtype=bool))
         ),
@@ -91,7 +95,7 @@ def check_unseen_runs() -> AnchorCheck:
 
 @dataclass(frozen=True)
 class _UnseenRound:
-    """One round of own runs on one cluster, with the event-level predictions of `simulate predict`.
+    """A round of own runs on one cluster, with the event-level predictions of `simulate predict`.
 
     Attributes:
         predicted: step times in seconds, one per row, like `inside` (whether the band holds the measured step) and
@@ -116,13 +120,13 @@ class _UnseenRound:
             if prediction.name not in measured:
                 continue
             config, base = prediction.config("auto"), stack(prediction.software)
-            scenario = Scenario(config, prediction.gpus, cluster, engine, own_software(config, base), base=base)
+            scenario = Scenario(config, prediction.gpus, cluster, engine, engine_software(config, base), base=base)
             estimates.append(run(scenario, "event"))
             seconds.append(float(measured[prediction.name]))
         return cls(
             cluster=cluster,
             engine=engine,
-            rows=own_runs(name),
+            rows=load_round(name),
             predicted=np.array([estimate.seconds for estimate in estimates]),
             inside=np.array(
                 [estimate.low <= step <= estimate.high for estimate, step in zip(estimates, seconds, strict=True)]
@@ -132,7 +136,7 @@ class _UnseenRound:
 
     def columns(self) -> tuple[ScoreColumn, ...]:
         """Score this round alone: the event level, the closed form with and without constants, and the control."""
-        earlier = own_h100() if self.cluster.name == "h100-host" else own_runs("h200")
+        earlier = load_h100_runs() if self.cluster.name == "h100-host" else load_round("h200")
         control = efficiency_control(self.rows, earlier)
         machine = self.cluster.name
         return (
@@ -150,47 +154,49 @@ class _UnseenRound:
 
 def check_nemo() -> AnchorCheck:
     """A12: NVIDIA's published steps on H100 that are held out, by constants of those that are not."""
-    what = "NeMo and Megatron-Bridge on 8 to 2,048 H100, bfloat16 and float8: held-out rows of public tables"
+    title = "NeMo and Megatron-Bridge on 8 to 2,048 H100, bfloat16 and float8: held-out rows of public tables"
     cluster = load_cluster("h100-dgx")
     rows, development = nemo_h100()
-    held_rows, known = rows.subset(~development), rows.subset(development)
+    held_out, development_rows = rows.subset(~development), rows.subset(development)
     nemo = load_calibration(None, cluster.name, "nemo")
-    held = column(f"{FITTED} on {len(known)} development rows", cluster, held_rows, nemo, "nemo")
+    score = column(f"{FITTED} on {len(development_rows)} development rows", cluster, held_out, nemo, "nemo")
     rented, peers = load_cluster("h100-host"), later_peers("peers")
-    control = efficiency_control(held_rows, known)
+    control = efficiency_control(held_out, development_rows)
     columns = (
-        held,
-        column(NOTHING, cluster, held_rows, None, "nemo"),
-        column("development rows", cluster, known, nemo, "nemo"),
+        score,
+        column(NOTHING, cluster, held_out, None, "nemo"),
+        column("development rows", cluster, development_rows, nemo, "nemo"),
         column("Megatron-Core measured here, development", rented, peers, None, "megatron-core"),
-        scored("control: development rows' efficiency", percent(control, held_rows.seconds)),
+        scored("control: development rows' efficiency", percent(control, held_out.seconds)),
     )
-    figures = {"mean": (held.mean, 4.0, "%"), "coverage off 80": _off(held)}
-    predicted = predict(cluster, held_rows, nemo.constants)
-    return _check("A12", what, figures, held_rows, predicted, nemo, (seen("nemo-h100"),), columns)
+    figures = {"mean": (score.mean, 4.0, "%"), "coverage off 80": coverage_error(score)}
+    predicted = predict(cluster, held_out, nemo.constants)
+    return _check("A12", title, figures, held_out, predicted, nemo, (describe_split("nemo-h100"),), columns)
 
 
-def check_others_on_a100(folder: Path | None) -> AnchorCheck:
+def check_a100_stacks(folder: Path | None) -> AnchorCheck:
     """A13: whether the bands of stacks on A100s hold their held-out steps; nothing is fitted."""
     paper = load_cluster("a100-roce")
     columns = [column("Korthikanti et al. 2022, Megatron-LM", paper, korthikanti(), None, "megatron-2023")]
     for table in full_sharding_rows():
-        held = table.rows.subset(~table.development)
-        if len(held) and table.cluster.startswith("a100"):
-            columns.append(column("PyTorch's FSDP (YaFSDP's table)", load_cluster(table.cluster), held, None, "fsdp"))
+        held_out = table.rows.subset(~table.development)
+        if len(held_out) and table.cluster.startswith("a100"):
+            columns.append(
+                column("PyTorch's FSDP (YaFSDP's table)", load_cluster(table.cluster), held_out, None, "fsdp")
+            )
     if folder is not None and (folder / VTRAIN_FILE).is_file():
         measured = vtrain(folder)
-        held = measured.subset(~vtrain_development(measured))
-        columns.append(column("vTrain, held-out half", load_cluster("a100-hdr"), held, None, "megatron-deepspeed"))
-    count = sum(one.rows for one in columns)
-    outside = 100.0 * sum(one.rows * (1.0 - (one.covered or 0.0)) for one in columns) / count
+        held_out = measured.subset(~vtrain_development(measured))
+        columns.append(column("vTrain, held-out half", load_cluster("a100-hdr"), held_out, None, "megatron-deepspeed"))
+    count = sum(score.rows for score in columns)
+    outside = 100.0 * sum(score.rows * (1.0 - (score.covered or 0.0)) for score in columns) / count
     return AnchorCheck(
         "A13",
         f"bands of other stacks on A100s, {count} held-out rows, nothing fitted",
-        {"outside": (outside, MOST_OUTSIDE, "%")},
+        {"outside": (outside, MAXIMUM_OUTSIDE, "%")},
         "nothing",
         (
-            seen("korthikanti-2022", "fsdp", "vtrain-multi"),
+            describe_split("korthikanti-2022", "fsdp", "vtrain-multi"),
             "after a first score of 25% of Korthikanti's rows inside, the band with nothing fitted was made that of "
             "the worst group of development rows instead of quantiles of all rows",
             "PyTorch's FSDP: after a first score of 19.1% mean error, passes of eager kernels were counted "
@@ -200,13 +206,13 @@ def check_others_on_a100(folder: Path | None) -> AnchorCheck:
     )
 
 
-def _off(held: ScoreColumn) -> tuple[float, float, str]:
-    return abs(100.0 * (held.covered or 0.0) - WANTED), TOLERANCE, " points"
+def coverage_error(score: ScoreColumn) -> tuple[float, float, str]:
+    return abs(100.0 * (score.covered or 0.0) - COVERAGE_TARGET), TOLERANCE, " points"
 
 
 def _check(
     key: str,
-    what: str,
+    title: str,
     figures: dict[str, tuple[float, float, str]],
     rows: Rows,
     predicted: np.ndarray,
@@ -217,7 +223,7 @@ def _check(
     fitted = np.zeros(len(rows), dtype=bool)
     return AnchorCheck(
         key,
-        what,
+        title,
         figures,
         f"nothing of these rows; calibration {calibration.name}: {constants_of(calibration)}",
         notes,

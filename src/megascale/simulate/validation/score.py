@@ -32,12 +32,14 @@ from megascale.simulate.validation.split import SETS
 # Constants fitted, the fewest that the development rows identify; other choices are printed beside them.
 TABLE_CONSTANTS = ("fixed",)
 VTRAIN_CONSTANTS = ("compute",)
-NOTHING, FITTED, CONTROL = "nothing fitted", "fitted", "control"
+NOTHING = "nothing fitted"
+FITTED = "fitted"
+CONTROL = "control"
 
 
 @dataclass(frozen=True)
 class ScoreColumn:
-    """One way to predict a set of rows, scored.
+    """The score of one way to predict a set of rows.
 
     Attributes:
         name: NOTHING, FITTED or CONTROL, and what of.
@@ -58,7 +60,7 @@ class ScoreColumn:
 
 @dataclass(frozen=True)
 class AnchorCheck:
-    """One line of the validation table.
+    """A row of the validation table.
 
     Attributes:
         key, what: A1.. and what it tests.
@@ -72,7 +74,7 @@ class AnchorCheck:
     """
 
     key: str
-    what: str
+    title: str
     figures: dict[str, tuple[float, float, str]] = field(default_factory=dict)
     fitted: str = "nothing"
     notes: tuple[str, ...] = ()
@@ -83,7 +85,7 @@ class AnchorCheck:
 
     @property
     def passed(self) -> bool | None:
-        """Whether every figure meets its target; None if skipped."""
+        """Return whether every figure meets its target, or None if the check was skipped."""
         if self.skipped:
             return None
         return all(reached <= target for reached, target, _ in self.figures.values())
@@ -147,12 +149,12 @@ def affine_control(rows: Rows, chosen: np.ndarray) -> np.ndarray:
     m = np.asarray(rows.cases.microbatches, dtype=float)
     out = np.zeros(len(rows))
     for system in (True, False):
-        mine = rows.first == system
+        is_system = rows.first == system
         design = np.stack([m, np.ones(len(m))], axis=1)
-        used = mine & chosen
+        used = is_system & chosen
         weight = 1.0 / rows.seconds[used]
         slope = np.linalg.lstsq(design[used] * weight[:, None], np.ones(int(used.sum())), rcond=None)[0]
-        out[mine] = design[mine] @ slope
+        out[is_system] = design[is_system] @ slope
     return out
 
 
@@ -166,15 +168,15 @@ def efficiency_control(rows: Rows, learnt: Rows) -> np.ndarray:
 
     out = np.zeros(len(rows))
     for system in (True, False):
-        mine, theirs = rows.first == system, learnt.first == system
-        if mine.any():
-            theirs = theirs if theirs.any() else np.ones(len(learnt), dtype=bool)
-            ratio = np.exp(np.mean(np.log(learnt.seconds[theirs] / bare(learnt)[theirs])))
-            out[mine] = bare(rows)[mine] * ratio
+        is_system, is_learnt_system = rows.first == system, learnt.first == system
+        if is_system.any():
+            is_learnt_system = is_learnt_system if is_learnt_system.any() else np.ones(len(learnt), dtype=bool)
+            ratio = np.exp(np.mean(np.log(learnt.seconds[is_learnt_system] / bare(learnt)[is_learnt_system])))
+            out[is_system] = bare(rows)[is_system] * ratio
     return out
 
 
-def levels_apart(cluster: ClusterSpec, rows: Rows, constants: Constants) -> float:
+def level_difference(cluster: ClusterSpec, rows: Rows, constants: Constants) -> float:
     """Largest difference between the levels in percent, slow hosts and jitter off."""
     calm = cluster.stragglers.model_copy(update={"slow_hosts": 0.0, "jitter": 0.0})
     quiet = cluster.model_copy(update={"stragglers": calm})
@@ -186,10 +188,12 @@ def levels_apart(cluster: ClusterSpec, rows: Rows, constants: Constants) -> floa
     return float(np.abs(percent(np.array(event), closed)).max())
 
 
-def _other_choice(cluster: ClusterSpec, rows: Rows, names: Sequence[str], chosen: np.ndarray, held: np.ndarray) -> str:
-    """What fitting other constants on the same rows would have given."""
+def _fit_alternative(
+    cluster: ClusterSpec, rows: Rows, names: Sequence[str], chosen: np.ndarray, held_out: np.ndarray
+) -> str:
+    """Return the score of a fit of other constants on the same rows."""
     result = fit_rows(cluster, rows, names, chosen)
-    errors = np.abs(percent(predict(cluster, rows, result.constants), rows.seconds))[held]
+    errors = np.abs(percent(predict(cluster, rows, result.constants), rows.seconds))[held_out]
     return f"with {', '.join(names)} instead: mean {errors.mean():.2f}%, worst {errors.max():.1f}%"
 
 
@@ -208,15 +212,15 @@ def constants_of(calibration: Calibration) -> str:
     return f"{values} on {len(calibration.residuals)} rows"
 
 
-def seen(*names: str) -> str:
-    """Which side of the split sets are on, and what was seen of them before."""
-    return "; ".join(f"{n}: {SETS[n].side}, seen before the rule: {SETS[n].seen}" for n in names)
+def describe_split(*names: str) -> str:
+    """Return the side of the split that sets are on, and what was known of them before."""
+    return "; ".join(f"{n}: {SETS[n].side}, seen before the rule: {SETS[n].prior_knowledge}" for n in names)
 
 
 def _anomalies() -> tuple[str, ...]:
     return tuple(
-        f"anomalous row kept and scored: {software} at {gpus:,} GPUs, {why}"
-        for software, gpus, why in anchor_file("megascale")["strong_scaling"]["anomalies"]
+        f"anomalous row kept and scored: {software} at {gpus:,} GPUs, {reason}"
+        for software, gpus, reason in anchor_file("megascale")["strong_scaling"]["anomalies"]
     )
 
 
@@ -233,27 +237,28 @@ def check_left_out(cluster: ClusterSpec) -> AnchorCheck:
     rows = strong_scaling()
     small = rows.gpus < LARGE
     fitted = calibration_of(cluster, rows, TABLE_CONSTANTS, small)
-    left_out = np.zeros(int(small.sum()))
-    control_out = np.zeros(len(left_out))
+    predicted = np.zeros(int(small.sum()))
+    control_out = np.zeros(len(predicted))
     part = rows.subset(small)
     for i in range(len(part)):
-        others = np.arange(len(part)) != i
-        left_out[i] = predict(cluster, part, fit_rows(cluster, part, TABLE_CONSTANTS, others).constants)[i]
-        control_out[i] = affine_control(part, others)[i]
-    errors = np.abs(percent(left_out, part.seconds))
-    apart = levels_apart(cluster, rows, fitted.constants)
+        remaining = np.arange(len(part)) != i
+        predicted[i] = predict(cluster, part, fit_rows(cluster, part, TABLE_CONSTANTS, remaining).constants)[i]
+        control_out[i] = affine_control(part, remaining)[i]
+    errors = np.abs(percent(predicted, part.seconds))
+    difference = level_difference(cluster, rows, fitted.constants)
     return AnchorCheck(
         "A1",
         "strong scaling to 1,024 GPUs (development rows), each row left out of the fit in turn",
         {"mean": (float(errors.mean()), 2.0, "%"), "worst": (float(errors.max()), 6.5, "%")},
         constants_of(fitted),
         (
-            f"the event level differs from the closed form by at most {apart:.2f}% on all 16 rows without slow hosts",
-            _other_choice(cluster, rows, ("compute", "fixed"), small, small) + " (in sample)",
-            seen("paper-small"),
+            f"the event level differs from the closed form by at most {difference:.2f}% on all 16 rows without slow "
+            "hosts",
+            _fit_alternative(cluster, rows, ("compute", "fixed"), small, small) + " (in sample)",
+            describe_split("paper-small"),
             *fitted.warnings,
         ),
-        listing(part, left_out, np.zeros(len(part), dtype=bool)),
+        listing(part, predicted, np.zeros(len(part), dtype=bool)),
         columns=_columns(cluster, part, fitted, control_out),
     )
 
@@ -272,9 +277,9 @@ def check_extrapolation(cluster: ClusterSpec) -> AnchorCheck:
         {"mean": (float(errors.mean()), 2.5, "%")},
         constants_of(fitted),
         (
-            _other_choice(cluster, rows, ("compute", "fixed"), small, ~small),
-            _other_choice(cluster, rows, ("compute", "fixed", "data_share"), small, ~small),
-            seen("paper-large"),
+            _fit_alternative(cluster, rows, ("compute", "fixed"), small, ~small),
+            _fit_alternative(cluster, rows, ("compute", "fixed", "data_share"), small, ~small),
+            describe_split("paper-large"),
             *_anomalies(),
         ),
         listing(rows, got, small),
@@ -287,51 +292,51 @@ def check_headline(cluster: ClusterSpec) -> AnchorCheck:
     rows = strong_scaling()
     source = (rows.gpus < LARGE) & rows.first
     third_fit = calibration_of(cluster, rows, TABLE_CONSTANTS, source)
-    others = rows.subset(~rows.first)
-    got = predict(cluster, others, third_fit.constants)
-    errors = np.abs(percent(got, others.seconds))
+    megascale_rows = rows.subset(~rows.first)
+    got = predict(cluster, megascale_rows, third_fit.constants)
+    errors = np.abs(percent(got, megascale_rows.seconds))
     return AnchorCheck(
         "A3",
         "headline: constants from Megatron-LM's 4 rows to 1,024 GPUs, MegaScale's 8 rows by switching techniques on",
         {"mean": (float(errors.mean()), 4.0, "%")},
         constants_of(third_fit),
-        (seen("paper-small", "paper-large"), *third_fit.warnings),
-        listing(others, got, np.zeros(len(others), dtype=bool)),
-        columns=_columns(cluster, others, third_fit, efficiency_control(others, rows.subset(source))),
+        (describe_split("paper-small", "paper-large"), *third_fit.warnings),
+        listing(megascale_rows, got, np.zeros(len(megascale_rows), dtype=bool)),
+        columns=_columns(cluster, megascale_rows, third_fit, efficiency_control(megascale_rows, rows.subset(source))),
     )
 
 
 def check_vtrain(folder: Path | None) -> list[AnchorCheck]:
     """A4: vTrain's measured rows, nothing fitted on any; and fitted on the development half, scored on the other."""
-    what = "vTrain's 40 rows (64 to 512 A100, full recomputation)"
+    title = "vTrain's 40 rows (64 to 512 A100, full recomputation)"
     if folder is None or not (folder / VTRAIN_FILE).is_file():
-        why = "data of others is not here (see --data): 40 rows of vTrain"
-        return [AnchorCheck("A4", what, skipped=why)]
+        reason = "data of others is not here (see --data): 40 rows of vTrain"
+        return [AnchorCheck("A4", title, skipped=reason)]
     cluster = load_cluster("a100-hdr")
     rows = vtrain(folder)
     ours = vtrain_development(rows)
     fitted = calibration_of(cluster, rows, VTRAIN_CONSTANTS, ours)
     plain = np.abs(percent(predict(cluster, rows), rows.seconds))
-    held = rows.subset(~ours)
-    errors = np.abs(percent(predict(cluster, held, fitted.constants), held.seconds))
+    held_out = rows.subset(~ours)
+    errors = np.abs(percent(predict(cluster, held_out, fitted.constants), held_out.seconds))
     paper = load_calibration("a100-roce", cluster.name)
     return [
         AnchorCheck(
             "A4",
-            what + ": nothing fitted, all rows; and fitted on the development rows, scored on the held-out",
+            title + ": nothing fitted, all rows; and fitted on the development rows, scored on the held-out",
             {"not fitted": (float(plain.mean()), 6.0, "%"), "fitted": (float(errors.mean()), 8.0, "%")},
             constants_of(fitted),
             (
                 f"nothing fitted: {int(ours.sum())} development rows {plain[ours].mean():.2f}%, {int((~ours).sum())} "
                 f"held-out rows {plain[~ours].mean():.2f}%",
-                seen("vtrain-multi"),
+                describe_split("vtrain-multi"),
                 *fitted.warnings,
             ),
             listing(rows, predict(cluster, rows), np.zeros(len(rows), dtype=bool)),
             columns=(
                 column(f"{NOTHING}, all rows", cluster, rows),
                 column("nothing of them: the paper's calibration, all rows", cluster, rows, paper),
-                *_columns(cluster, held, fitted, efficiency_control(held, rows.subset(ours))),
+                *_columns(cluster, held_out, fitted, efficiency_control(held_out, rows.subset(ours))),
             ),
         )
     ]
@@ -343,7 +348,7 @@ def check_mfu(cluster: ClusterSpec) -> list[AnchorCheck]:
     table = strong_scaling()
     learnt = table.subset(table.gpus < LARGE)
     checks = []
-    for key, what, side, (rows, printed), targets in (
+    for key, title, side, (rows, printed), targets in (
         ("A5", "the paper's ablation in MFU points", "ablation", ablation(), {"mean": 1.0, "worst": 1.5}),
         ("A6", "530B weak scaling in MFU points", "weak-scaling", weak_scaling(), {"mean": 2.0}),
     ):
@@ -357,13 +362,13 @@ def check_mfu(cluster: ClusterSpec) -> list[AnchorCheck]:
         checks.append(
             AnchorCheck(
                 key,
-                what,
+                title,
                 {name: (float(reached[name]), target, " points") for name, target in targets.items()},
                 f"nothing of it; calibration {calibration.name}: {constants_of(calibration)} of the paper's table",
                 (
                     f"nothing fitted: mean {plain.mean():.2f} points; control (one efficiency a system of the table, "
                     f"textbook bubble): mean {bare.mean():.2f} points",
-                    seen(side),
+                    describe_split(side),
                     *(
                         f"{name}: printed {a:.1f}, predicted {b:.1f}"
                         for name, a, b in zip(rows.names, printed, mfu, strict=True)

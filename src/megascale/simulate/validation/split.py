@@ -1,4 +1,4 @@
-"""Which measured rows the model may be developed on, and which are held out: a rule fixed before scores were looked at.
+"""Split of measured rows into development and held-out rows, by a rule fixed before scoring.
 
 Fixed on 2026-11-23, in a commit of its own, before any row was scored in that round of work on the model. Physics may
 be changed with development rows in view and constants fitted on them; held-out rows are scored when the model is
@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-DEVELOPMENT, HELD_OUT, BY_HASH = "development", "held-out", "by hash"
+DEVELOPMENT = "development"
+HELD_OUT = "held-out"
+BY_HASH = "by hash"
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class MeasuredSet:
     """
 
     side: str
-    why: str
-    seen: str
+    reason: str
+    prior_knowledge: str
     share: float = 0.5
 
 
@@ -91,7 +93,7 @@ SETS = {
 
 
 def is_development(name: str, key: str) -> bool:
-    """Whether the row `key` of set `name` may be developed on.
+    """Return whether the row `key` of set `name` is a development row.
 
     By hash: the first eight hexadecimal digits of SHA-256 of "NAME KEY", as a fraction of 16^8, are below the set's
     share. `key` holds the row's configuration and nothing measured.

@@ -1,4 +1,4 @@
-"""All checks A1 to A13 in one table: reached, target, pass or miss, what was fitted, what was skipped."""
+"""Table of the checks A1 to A13: figure, target, verdict, fitted constants, reason for a skip."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megascale.simulate.validation.anchors import (
     TRACE_FILE,
     TRACE_RESULT,
     anchor_file,
-    own_cluster,
-    own_rounds,
-    own_runs,
+    cluster_of_round,
+    list_rounds,
+    load_round,
     strong_scaling,
 )
 from megascale.simulate.validation.band_check import check_bands
-from megascale.simulate.validation.machine_check import check_nemo, check_others_on_a100, check_unseen_runs
+from megascale.simulate.validation.machine_check import check_a100_stacks, check_nemo, check_unseen_runs
 from megascale.simulate.validation.score import (
     CONTROL,
     FITTED,
@@ -61,39 +61,43 @@ def check_runs(runs: Path | None) -> list[AnchorCheck]:
 
 
 def _check_predictions(runs: Path | None, predictions: str) -> list[AnchorCheck]:
-    made, said = load_predictions(predictions)
-    what = f"own runs against predictions {predictions} made {made}"
+    provenance, predictions_list = load_predictions(predictions)
+    title = f"own runs against predictions {predictions} made {provenance}"
     shipped = anchor_file("own-runs").get(predictions, {}).get("seconds", {})
-    found = [(p, m.seconds) for p, m in matching(said, runs)] if runs is not None else []
-    found = found or [(p, float(shipped[p.name])) for p in said if p.name in shipped]
-    if not found:
-        where = f"no run folder of the predictions in {runs}" if runs is not None else "no --runs folder given"
-        return [AnchorCheck("A7", what, skipped=f"{where}: {len(said)} predictions wait for their measurement")]
-    errors = np.array([100.0 * (p.seconds / s - 1.0) for p, s in found])
-    inside = sum(p.low <= s <= p.high for p, s in found)
-    missing = sorted({p.name for p in said} - {p.name for p, _ in found})
-    notes = [f"{inside} of {len(found)} measurements lie in their P10-P90 band"]
+    matches = [(p, m.seconds) for p, m in matching(predictions_list, runs)] if runs is not None else []
+    matches = matches or [(p, float(shipped[p.name])) for p in predictions_list if p.name in shipped]
+    if not matches:
+        reason = f"no run folder of the predictions in {runs}" if runs is not None else "no --runs folder given"
+        return [
+            AnchorCheck(
+                "A7", title, skipped=f"{reason}: {len(predictions_list)} predictions wait for their measurement"
+            )
+        ]
+    errors = np.array([100.0 * (p.seconds / s - 1.0) for p, s in matches])
+    inside = sum(p.low <= s <= p.high for p, s in matches)
+    missing = sorted({p.name for p in predictions_list} - {p.name for p, _ in matches})
+    notes = [f"{inside} of {len(matches)} measurements lie in their P10-P90 band"]
     if missing:
         notes.append(f"not measured: {', '.join(missing)}")
     return [
         AnchorCheck(
             "A7",
-            what,
+            title,
             {"mean": (float(np.abs(errors).mean()), 4.0, "%"), "worst": (float(np.abs(errors).max()), 10.0, "%")},
             "nothing of it",
             tuple(notes),
-            tuple((p.name, s, p.seconds, False) for p, s in found),
+            tuple((p.name, s, p.seconds, False) for p, s in matches),
             columns=_today(predictions),
         )
     ]
 
 
 def _today(predictions: str) -> tuple[ScoreColumn, ...]:
-    """What today's model says of runs that were measured since: no prediction, but how the model has changed."""
-    if predictions not in own_rounds():
+    """Return scores of the current model on runs that were measured since. They are not predictions."""
+    if predictions not in list_rounds():
         return ()
-    cluster, rows = load_cluster(own_cluster(predictions)), own_runs(predictions)
-    engine, learnt = load_calibration(None, cluster.name, "megascale"), own_runs("h200")
+    cluster, rows = load_cluster(cluster_of_round(predictions)), load_round(predictions)
+    engine, learnt = load_calibration(None, cluster.name, "megascale"), load_round("h200")
     control = efficiency_control(rows, learnt)
     return (
         column(f"{NOTHING}, today's model", cluster, rows, None, "megascale"),
@@ -109,13 +113,13 @@ def check_trace(folder: Path | None, replay: Replay) -> list[AnchorCheck]:
         replay: returns the what-if result of a trace file (observe/analysis/whatif.py), which this package does not
             import.
     """
-    what = "replay of a ByteDance Megatron job (8 ranks, 32 steps)"
+    title = "replay of a ByteDance Megatron job (8 ranks, 32 steps)"
     if folder is None or not (folder / TRACE_FILE).is_file():
-        return [AnchorCheck("A8", what, skipped="data of others is not here (see --data): the trace ST")]
+        return [AnchorCheck("A8", title, skipped="data of others is not here (see --data): the trace ST")]
     try:
         result = replay(folder / TRACE_FILE)
     except DataError as error:
-        return [AnchorCheck("A8", what, skipped=str(error))]
+        return [AnchorCheck("A8", title, skipped=str(error))]
     total = 100.0 * abs(result.replayed / result.recorded - 1.0)
     notes = [
         f"recorded step {result.recorded:.4f} s, replayed {result.replayed:.4f} s; without launch gaps "
@@ -136,7 +140,7 @@ def check_trace(folder: Path | None, replay: Replay) -> list[AnchorCheck]:
             f"worst stage alone: stage {stage}, {ours:.4f}; published "
             f"{float(published['blocking_decompose_by_stage'][str(stage)]):.4f}"
         )
-    return [AnchorCheck("A8", what, figures, "nothing", tuple(notes))]
+    return [AnchorCheck("A8", title, figures, "nothing", tuple(notes))]
 
 
 def best_of(times: int, call: Callable[[], object]) -> float:
@@ -163,9 +167,9 @@ def check_speed() -> list[AnchorCheck]:
         "micro": rng.choice([1, 2, 4], n),
     }
 
-    def many() -> object:
+    def price_batch() -> object:
         return price(
-            lambda part: Case.of(model, MEGASCALE, batch=6144, **{k: v[part] for k, v in arrays.items()}),
+            lambda part: Case.from_model(model, MEGASCALE, batch=6144, **{k: v[part] for k, v in arrays.items()}),
             n,
             cluster,
             Constants(),
@@ -174,7 +178,7 @@ def check_speed() -> list[AnchorCheck]:
     rows = strong_scaling()
     last = rows.subset(np.arange(len(rows)) == len(rows) - 1).cases
     case = Case(**{k: v[0].item() for k, v in vars(last).items()})
-    seconds = best_of(3, many) * GOAL_LAYOUTS / n
+    seconds = best_of(3, price_batch) * GOAL_LAYOUTS / n
     event = best_of(3, lambda: simulate(cluster, case))
     jittered = best_of(2, lambda: simulate(cluster, case, jitter=cluster.stragglers.jitter))
     return [
@@ -206,8 +210,8 @@ def validate(data: Path | None, runs: Path | None, replay: Replay, only: list[st
         ({"A10"}, lambda: check_bands(cluster, data)),
         ({"A11"}, lambda: [check_unseen_runs()]),
         ({"A12"}, lambda: [check_nemo()]),
-        ({"A13"}, lambda: [check_others_on_a100(data)]),
+        ({"A13"}, lambda: [check_a100_stacks(data)]),
     ]
-    wanted = {key.upper() for key in only} if only else None
-    checks = [check for keys, suite in suites if wanted is None or keys & wanted for check in suite()]
-    return [check for check in checks if wanted is None or check.key in wanted]
+    selected = {key.upper() for key in only} if only else None
+    checks = [check for keys, suite in suites if selected is None or keys & selected for check in suite()]
+    return [check for check in checks if selected is None or check.key in selected]
