@@ -55,7 +55,10 @@ def calibrate(
     unknown = [n for n in names if n not in BOUNDS]
     if unknown:
         raise ConfigError(f"--fit={fitted}: {unknown[0]!r} is no constant; known: {', '.join(BOUNDS)}")
-    begin = load_calibration(start, machine.name).constants if start else Calibration("", "").constants
+    if start:
+        begin = load_calibration(start, machine.name).constants
+    else:
+        begin = Calibration("", "").constants
     if anchor is not None:
         if anchor not in TABLES:
             raise ConfigError(f"--anchor={anchor!r} is unknown; known: {', '.join(TABLES)}")

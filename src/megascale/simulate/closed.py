@@ -178,7 +178,10 @@ def stage_times(
     blocking = piped & ~np.asarray(case.pp_overlap, dtype=bool)
     exchange = np.where(blocking, np.where(case.virtual > 1, transfer_pair, transfer) + overlap.blocking_us * 1e-6, 0.0)
     exchanges = np.where(blocking, np.where(case.virtual > 1, case.virtual, 2), 0)
-    residual_share = overlap.pp_residual if constants.pp_residual is None else constants.pp_residual
+    if constants.pp_residual is None:
+        residual_share = overlap.pp_residual
+    else:
+        residual_share = constants.pp_residual
     residual = np.where(piped & ~blocking, residual_share * 2 * case.virtual * transfer, 0.0)
 
     embedding = case.vocab * case.hidden / case.tensor
@@ -335,7 +338,10 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
     the all-reduce of the input gradient runs under the weight-gradient GEMM or, in older stacks, after both.
     """
     overlap = cluster.overlap
-    residual_share = overlap.tp_residual if constants.tp_residual is None else constants.tp_residual
+    if constants.tp_residual is None:
+        residual_share = overlap.tp_residual
+    else:
+        residual_share = constants.tp_residual
     collective = _tensor_collective(cluster, case, network)
     gather = _tensor_collective(cluster, case, network, np.where(gathers_bytes(case), 1.0, 2.0))
     blocks = np.where(case.parallel_block, 1.0, 2.0)
@@ -370,7 +376,10 @@ def slow_host_seconds(cluster: ClusterSpec, case: Case, constants: Constants, ti
     paper gained by removing such hosts, about 0.7 MFU points.
     """
     rate = cluster.stragglers.slow_hosts
-    slowdown = cluster.stragglers.slow_by if constants.slow_by is None else constants.slow_by
+    if constants.slow_by is None:
+        slowdown = cluster.stragglers.slow_by
+    else:
+        slowdown = constants.slow_by
     hosts = np.maximum(1.0, case.gpus / cluster.gpus_per_host)
     last = 1.0 - (1.0 - rate) ** (hosts / case.pipeline)
     elsewhere = 1.0 - (1.0 - rate) ** (hosts - hosts / case.pipeline)

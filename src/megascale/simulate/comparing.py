@@ -62,7 +62,10 @@ def explain_run(
     scenario = Scenario(measured.config, measured.gpus, machine, fitted, engine_software(measured.config, base))
     result = run(scenario, check_memory=False)
     gap = result.seconds / measured.seconds - 1.0
-    inside = "inside" if result.low <= measured.seconds <= result.high else "outside"
+    if result.low <= measured.seconds <= result.high:
+        inside = "inside"
+    else:
+        inside = "outside"
     rows: list[Row] = [
         {
             "what": "measured step",
@@ -82,8 +85,14 @@ def explain_run(
         best = int(np.abs(seconds - measured.seconds).argmin())
         current = getattr(fitted.constants, constant)
         closes = abs(seconds[best] / measured.seconds - 1.0) < 0.01
-        verdict = "closes the gap" if closes else f"leaves {seconds[best] / measured.seconds - 1:+.1%}"
-        was = "the cluster's figure" if current is None else f"{current:.3g}"
+        if closes:
+            verdict = "closes the gap"
+        else:
+            verdict = f"leaves {seconds[best] / measured.seconds - 1:+.1%}"
+        if current is None:
+            was = "the cluster's figure"
+        else:
+            was = f"{current:.3g}"
         rows.append({"what": f"{constant} alone at", "value": float(grid[best]), "remark": f"{verdict}; now {was}"})
     return rows
 

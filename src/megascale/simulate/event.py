@@ -77,8 +77,14 @@ def simulate(
     blocking = float(times.exchanges) > 0
     if blocking:
         graph = graph.awaiting(blocking_waits(graph))
-    uneven = network if isinstance(network, UnevenNetwork) else None
-    stage_shares = np.ones(p) if uneven is None else np.broadcast_to(uneven.stage_shares(), (p,))
+    if isinstance(network, UnevenNetwork):
+        uneven = network
+    else:
+        uneven = None
+    if uneven is None:
+        stage_shares = np.ones(p)
+    else:
+        stage_shares = np.broadcast_to(uneven.stage_shares(), (p,))
     durations = _durations(cluster, case, times, graph, blocking, layers, stage_shares)
     if case.dp_overlap:
         durations = _stretched(cluster, graph, durations, times)
@@ -86,7 +92,10 @@ def simulate(
     slow = _slowness(cluster, case, slow_hosts or {})
     compute = graph.kind <= ActionKind.BACKWARD
     # Replicas whose hosts are alike run alike: replay one of each kind.
-    sends = np.ones(len(slow)) if uneven is None else np.broadcast_to(uneven.replica_shares(), (len(slow),))
+    if uneven is None:
+        sends = np.ones(len(slow))
+    else:
+        sends = np.broadcast_to(uneven.replica_shares(), (len(slow),))
     kinds, which = np.unique(np.column_stack([slow, sends]), axis=0, return_inverse=True)
     which = np.asarray(which).reshape(-1)
     if jitter > 0:
@@ -136,7 +145,10 @@ def _durations(
     else:
         share = float(times.residual) / (2 * v)
     gather = float(times.gather) / v if case.dp_overlap else 0.0
-    reduce = float(times.scatter) / v if case.dp_overlap else 0.0
+    if case.dp_overlap:
+        reduce = float(times.scatter) / v
+    else:
+        reduce = 0.0
     if case.reduce_each:
         reduce /= int(case.microbatches)
     gathers, reduces = gather * shares[:, None], reduce * shares[:, None]
@@ -231,7 +243,10 @@ def _slowness(cluster: ClusterSpec, case: Case, slow_hosts: Mapping[int, float])
 def draw_hosts(cluster: ClusterSpec, case: Case, seed: int, slow_by: float | None = None) -> dict[int, float]:
     """A random fleet: each host is slow with the cluster's probability."""
     hosts = max(1, -(-int(case.gpus) // cluster.gpus_per_host))
-    slowdown = cluster.stragglers.slow_by if slow_by is None else slow_by
+    if slow_by is None:
+        slowdown = cluster.stragglers.slow_by
+    else:
+        slowdown = slow_by
     # Slow in forward, which is a third of the compute.
     slowdown = slowdown / 3.0
     chosen = np.flatnonzero(np.random.default_rng(seed).random(hosts) < cluster.stragglers.slow_hosts)

@@ -145,7 +145,10 @@ def networks(scenario: Scenario, base: Network, times: AxisTimes, reference: Axi
         float(AxisTimes.worst(values).mean()) for values in (reference.data, reference.busy, reference.pipeline)
     )
     overlapped = np.maximum(times.data, times.busy - (busy - alone))
-    data_slowdowns = overlapped if scenario.software.dp_overlap else times.data
+    if scenario.software.dp_overlap:
+        data_slowdowns = overlapped
+    else:
+        data_slowdowns = times.data
     return [
         SharedFabricNetwork(base, slower * data / alone, slower * pipeline / stages)
         for data, pipeline in zip(data_slowdowns, times.pipeline, strict=True)
@@ -205,7 +208,10 @@ def step_on_network(
         raise ConfigError("--fabric knows data- and pipeline-parallel traffic only; leave out --context and experts")
     first_times = measure(first.config, first.gpus, variant)
     paper = paper_network(first.gpus, first.config.parallel.gpus_per_host, variant)
-    reference = first_times if paper.key == variant.key else measure(first.config, first.gpus, paper)
+    if paper.key == variant.key:
+        reference = first_times
+    else:
+        reference = measure(first.config, first.gpus, paper)
     results = []
     for scenario in scenarios:
         base = RingNetwork(scenario.cluster, scenario.calibration.constants.dp_efficiency)

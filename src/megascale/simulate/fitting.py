@@ -55,7 +55,10 @@ def fit(
 
     best: tuple[float, np.ndarray] | None = None
     for share in (None, 0.25, 0.75):
-        x = guess if share is None else low + share * (high - low)
+        if share is None:
+            x = guess
+        else:
+            x = low + share * (high - low)
         x, cost = _descend(residual, x, low, high)
         if best is None or cost < best[0] - 1e-15:
             best = (cost, x)

@@ -131,7 +131,10 @@ def gemm_seconds(
     peak = np.where(float8, gpu.float8_tflops or gpu.peak_tflops, gpu.peak_tflops)
     # The multipliers of float8 reach the power limit at another share of their peak.
     power = cluster.power
-    sustained = power.float8_sustained / power.gemm_sustained if power and power.float8_sustained else 1.0
+    if power and power.float8_sustained:
+        sustained = power.float8_sustained / power.gemm_sustained
+    else:
+        sustained = 1.0
     rate = peak * 1e12 * np.minimum(np.minimum(burst, kernels.gemm_best), cap * np.where(float8, sustained, 1.0))
     compute = 2.0 * batch * rows * columns * depth / rate + (kernels.gemm_gap_us or 0.0) * 1e-6
     bandwidth = gpu.memory_gbs * 1e9 * kernels.memory * np.where(np.asarray(batch) > 1, BATCHED_MEMORY, 1.0)
@@ -196,7 +199,9 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
 
 def padding(kernel: str, head: Any) -> Any:
     """Work added by padding the head dimension to what the kernel has: 32, 64, 128 for FlashAttention-1."""
-    sizes = (32, 64, 128) if kernel == "flash1" else (32, 64, 96, 128, 256)
+    sizes: tuple[int, ...] = (32, 64, 96, 128, 256)
+    if kernel == "flash1":
+        sizes = (32, 64, 128)
     padded: Any = head
     for size in reversed(sizes):
         padded = np.where(head <= size, size, padded)

@@ -58,7 +58,10 @@ def cluster_from(figures: dict[str, Any], base: ClusterSpec, name: str) -> Clust
     for key in Power.model_fields:
         sources.pop(f"power.{key}", None)
     tree["power"] = {"idle": ASSUMED_IDLE, "exponent": ASSUMED_EXPONENT}
-    watts = f" at {figures['watts']:.0f} W" if figures["watts"] else ""
+    if figures["watts"]:
+        watts = f" at {figures['watts']:.0f} W"
+    else:
+        watts = ""
     put("power", "gemm_sustained", sustained_share, f"8,192^3 for seconds on end{watts}" if not cpu else "for a while")
     sources["power.idle"] = sources["power.exponent"] = "assumed"
     if base.power is not None and base.power.float8_sustained is not None and not cpu:

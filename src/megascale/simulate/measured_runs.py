@@ -138,7 +138,10 @@ def _measured(source: Path, config: Config, gpus: int, steps: list[float], devic
 def measures(source: Path, gpus: int | None = None) -> list[MeasuredRun]:
     """Return the measured runs of `source`, one per timed run of a `benchmarks targets --out FILE.json` file."""
     try:
-        cases = json.loads(source.read_text())["cases"] if source.is_file() else None
+        if source.is_file():
+            cases = json.loads(source.read_text())["cases"]
+        else:
+            cases = None
     except (ValueError, KeyError, TypeError):
         cases = None
     if cases is None:
@@ -168,7 +171,10 @@ def _benched(source: Path, report: Any) -> MeasuredRun:
         ) from None
     if len(steps) < LEAST_STEPS:
         raise DataError(f"{source} has {len(steps)} timed steps; a measurement needs at least --steps {LEAST_STEPS}")
-    device = "cpu" if config.train.device == "cpu" or "cpu" in str(report.get("device", "")).lower() else "cuda"
+    if config.train.device == "cpu" or "cpu" in str(report.get("device", "")).lower():
+        device = "cpu"
+    else:
+        device = "cuda"
     return _measured(source, config, gpus, steps, device)
 
 

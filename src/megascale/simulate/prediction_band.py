@@ -120,7 +120,10 @@ def band_width(
         if name == "GPUs":
             doubling = EACH_GPU_DOUBLING * doublings
         else:
-            doubling = EACH_DOUBLING * doublings if name in FEATURES[:4] else EACH_KIND * (doublings > 0)
+            if name in FEATURES[:4]:
+                doubling = EACH_DOUBLING * doublings
+            else:
+                doubling = EACH_KIND * (doublings > 0)
         variance = np.add(variance, np.square(doubling))
         if value.ndim == 0 and doublings > 0.01:
             shown = [f"{x:,.0f}" if abs(x) < 1e7 else f"{x:.3g}" for x in (float(value), low, high)]

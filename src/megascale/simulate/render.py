@@ -72,7 +72,10 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
         soft_wrap=True,
     )
     models_memory = all(r.scenario.software.is_memory_modelled for r in results)
-    memory_label = "memory of the fullest rank" if models_memory else "memory of the fullest rank, this engine's"
+    if models_memory:
+        memory_label = "memory of the fullest rank"
+    else:
+        memory_label = "memory of the fullest rank, this engine's"
     rows = [
         ["linear layers in", *(r.scenario.software.precision for r in results)],
         ["step, s", *(f"[bold]{r.seconds:.3f}[/bold]" for r in results)],

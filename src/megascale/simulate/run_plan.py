@@ -43,7 +43,10 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"the config.toml of {run.name} is damaged: {error}") from None
     machine = load_cluster(cluster) if cluster else None
-    memory = machine.gpu.memory_gib if machine is not None else DEVICES[_DEVICE]
+    if machine is not None:
+        memory = machine.gpu.memory_gib
+    else:
+        memory = DEVICES[_DEVICE]
     plan = make_plan(config, world, memory)
     graph, timeline = plan.timeline.graph, plan.timeline
     bars = []

@@ -106,7 +106,9 @@ class Software:
         """Return the precision of linear layers as a user reads it."""
         if not self.float8:
             return "bfloat16"
-        return "float8, weight gradients in bfloat16" if self.bf16_weight_gradients else "float8"
+        if self.bf16_weight_gradients:
+            return "float8, weight gradients in bfloat16"
+        return "float8"
 
     @property
     def is_memory_modelled(self) -> bool:
@@ -263,6 +265,9 @@ def switch(software: Software, names: list[str], on: bool) -> Software:
     for name in names:
         if name not in TECHNIQUES:
             raise ConfigError(f"technique {name!r} is unknown; known: {', '.join(TECHNIQUES)}")
-        fields = TECHNIQUES[name] if on else {key: getattr(MEGATRON_2023, key) for key in TECHNIQUES[name]}
+        if on:
+            fields = TECHNIQUES[name]
+        else:
+            fields = {key: getattr(MEGATRON_2023, key) for key in TECHNIQUES[name]}
         software = replace(software, **fields)
     return software

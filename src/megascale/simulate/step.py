@@ -288,11 +288,10 @@ def run(
             "over their ranks, replicas over them, and no more than all experts see a token"
         )
     if check_memory and not scenario.beyond_training and memory > scenario.cluster.gpu.memory_gib:
-        memory_note = (
-            ""
-            if scenario.software.is_memory_modelled
-            else f", which is this engine's need: that of {scenario.label} differs"
-        )
+        if scenario.software.is_memory_modelled:
+            memory_note = ""
+        else:
+            memory_note = f", which is this engine's need: that of {scenario.label} differs"
         raise FitError(
             f"{scenario.label}: the fullest rank needs {memory:.1f} GiB and a {scenario.cluster.gpu.name} has "
             f"{scenario.cluster.gpu.memory_gib:g}{memory_note}; raise parallel.tensor, parallel.pipeline or the number "
@@ -316,7 +315,9 @@ def run(
     shares = {name: float(value) for name, value in parts.as_dict().items()}
     seconds, event = float(parts.total), None
     if level == "event":
-        hosts = draw_hosts(scenario.cluster, case, fleet, constants.slow_by) if fleet is not None else slow_hosts
+        hosts = slow_hosts
+        if fleet is not None:
+            hosts = draw_hosts(scenario.cluster, case, fleet, constants.slow_by)
 
         def events(slow: dict[int, float] | None) -> SimulatedEvent:
             return simulate(

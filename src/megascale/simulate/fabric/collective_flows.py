@@ -59,7 +59,9 @@ def hierarchical(nics: Ints, size: float, passes: float = 1.0, group: int = 0, *
     if local * len(hosts) != len(nics):
         raise ConfigError(f"hierarchical needs as many members on every host; {len(nics)} on {len(hosts)} hosts")
     parts = [ring(nics[i::local], size / local, passes, group) for i in range(local)]
-    return Flows.join(*parts) if parts else Flows.from_arrays([], [], [])
+    if parts:
+        return Flows.join(*parts)
+    return Flows.from_arrays([], [], [])
 
 
 ALGORITHMS: dict[str, Callable[..., Flows]] = {
@@ -79,7 +81,10 @@ def collective(algorithm: str, groups: Sequence[Ints], size: float, nics_per_hos
         raise ConfigError(f"--algorithm={algorithm!r} is unknown; {', '.join(ALGORITHMS)}")
     if size < 0:
         raise ConfigError(f"a collective of {size:g} bytes: sizes are 0 or more")
-    more = {"per_host": nics_per_host} if algorithm == "hierarchical" else {}
+    if algorithm == "hierarchical":
+        more = {"per_host": nics_per_host}
+    else:
+        more = {}
     parts = [ALGORITHMS[algorithm](np.asarray(g), size, passes, i, **more) for i, g in enumerate(groups)]
     return outside_hosts(Flows.join(*parts) if parts else Flows.from_arrays([], [], []), nics_per_host)
 

@@ -52,5 +52,8 @@ def state_and_vectors(
     state[:, d.RTT] = base_rtt
     state[:, d.SWIFT_TARGET] = (swift.base_us + swift.hop_us * hops) * micro
     fills = np.clip(line * base_rtt / packet, 1.0, window)
-    state[:, d.CWND] = min(swift.first, float(window)) if swift.first else fills
+    if swift.first:
+        state[:, d.CWND] = min(swift.first, float(window))
+    else:
+        state[:, d.CWND] = fills
     return state, rates, delays, round(dcqcn.cnp_us * micro)

@@ -98,7 +98,10 @@ def five_tuple_keys(flows: Flows, seed: int, queue_pairs: int = 1, entropy: Entr
         start = _mix(np.array([seed], np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
         source, target = flows.source.astype(np.uint64), flows.target.astype(np.uint64)
         address = (source << np.uint64(32)) | target
-        number = np.arange(len(flows), dtype=np.uint64) if entropy == "qp" else address
+        if entropy == "qp":
+            number = np.arange(len(flows), dtype=np.uint64)
+        else:
+            number = address
         if entropy == "qp":
             number = number + np.uint64(1) + _mix(address + start)
         port = (_mix(number ^ start) & np.uint64(0x3FFF)) | np.uint64(0xC000)
@@ -127,7 +130,10 @@ def route(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, polarised
     keys = keys[away]
     with np.errstate(over="ignore"):
         switches = np.arange(topology.leaves + topology.aggregations + topology.cores, dtype=np.uint64)
-        seeds = np.zeros_like(switches) if polarised else _mix(switches + np.uint64(seed * 1_000_003 + 7))
+        if polarised:
+            seeds = np.zeros_like(switches)
+        else:
+            seeds = _mix(switches + np.uint64(seed * 1_000_003 + 7))
 
     def pick(switch: Ints, which: Keys, counts: Ints) -> Ints:
         return (_mix(which ^ seeds[switch]) % counts.astype(np.uint64)).astype(np.int64)
@@ -153,11 +159,10 @@ def route(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, polarised
         agg = agg.copy()
         aggregation, high = agg[far], topology.core_links.shape[1]
         links = live[topology.up_agg : topology.up_agg + topology.core_links.size].reshape(topology.core_links.shape)
-        good = (
-            None
-            if core_ok is None
-            else links[aggregation] & core_ok[topology.core_links[aggregation], goal[far][:, None]]
-        )
+        if core_ok is None:
+            good = None
+        else:
+            good = links[aggregation] & core_ok[topology.core_links[aggregation], goal[far][:, None]]
         up = _choose(aggregation + shift, keys[far], high, pick, good)
         paths[away[far], 2] = topology.up_agg + aggregation * high + up
         core = topology.core_links[aggregation, up]
@@ -211,11 +216,10 @@ def occupancy_of_worst(flows: int, uplinks: int) -> Floats:
             continue
         # Coefficients of (sum_{i<=most} (x s)^i / i!)^k with s = n/k: the scale keeps them near 1.
         i = np.arange(maximum + 1)
-        uplink_terms = (
-            np.exp(i * np.log(flows / uplinks) - log_factorial[: maximum + 1] - flows / uplinks)
-            if flows
-            else np.ones(1)
-        )
+        if flows:
+            uplink_terms = np.exp(i * np.log(flows / uplinks) - log_factorial[: maximum + 1] - flows / uplinks)
+        else:
+            uplink_terms = np.ones(1)
         power = np.ones(1)
         base = uplink_terms
         remaining = uplinks
@@ -225,7 +229,10 @@ def occupancy_of_worst(flows: int, uplinks: int) -> Floats:
             base = np.convolve(base, base)[: flows + 1]
             remaining >>= 1
         # Poisson occupancies, given that they add up to n, are the multinomial's.
-        total = np.exp(flows * np.log(flows) - flows - log_factorial[flows]) if flows else 1.0
+        if flows:
+            total = np.exp(flows * np.log(flows) - flows - log_factorial[flows])
+        else:
+            total = 1.0
         below[maximum] = power[flows] / total if len(power) > flows else 0.0
         if below[maximum] > 1 - 1e-12:
             below[maximum:] = 1.0
@@ -263,7 +270,9 @@ def _binomial(n: int, p: float) -> Floats:
         return np.eye(n + 1)[n]
     k = np.arange(n + 1)
     if n < 900:
-        return np.array([float(comb(n, int(i))) for i in k]) * p**k * (1 - p) ** (n - k) if n < 300 else _big(n, p)
+        if n < 300:
+            return np.array([float(comb(n, int(i))) for i in k]) * p**k * (1 - p) ** (n - k)
+        return _big(n, p)
     return _big(n, p)
 
 

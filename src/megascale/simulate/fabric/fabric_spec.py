@@ -110,7 +110,9 @@ def fabric_of(tree: Mapping[str, Any], changes: Mapping[str, Any] | None = None)
 
 def _described(key: str) -> str:
     field = FabricSpec.model_fields.get(key.split(".")[0])
-    return f"it is {field.description or key}" if field else f"keys are {', '.join(FabricSpec.model_fields)}"
+    if field:
+        return f"it is {field.description or key}"
+    return f"keys are {', '.join(FabricSpec.model_fields)}"
 
 
 def leaf_ports(spec: FabricSpec) -> tuple[int, int]:
@@ -129,7 +131,10 @@ def check_sizes(spec: FabricSpec) -> FabricSpec:
             "cannot fail alone; leave failed out, or use planes=1"
         )
     if spec.leaf_split * spec.plane_gbps > spec.port_gbps * (1 + 1e-9):
-        nic_key = "nic_gbps" if spec.planes == 1 else f"nic_gbps / planes={spec.planes}"
+        if spec.planes == 1:
+            nic_key = "nic_gbps"
+        else:
+            nic_key = f"nic_gbps / planes={spec.planes}"
         raise FitError(
             f"leaf_split={spec.leaf_split} x {nic_key}={spec.plane_gbps:g} is more than port_gbps={spec.port_gbps:g}; "
             f"use leaf_split={max(1, int(spec.port_gbps // spec.plane_gbps))}"

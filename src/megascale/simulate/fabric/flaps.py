@@ -87,7 +87,10 @@ def judge(durations: Floats, timeout: int, retries: int, adaptive: bool, restart
     lives = np.isfinite(times)
     abort = float(1 - lives.mean())
     stalled = float(times[lives].mean()) if lives.any() else 0.0
-    idle = float((times - durations)[lives].mean()) if lives.any() else 0.0
+    if lives.any():
+        idle = float((times - durations)[lives].mean())
+    else:
+        idle = 0.0
     recovery = (1 - abort) * stalled + abort * (end + restart)
     return Timers(timeout, retries, adaptive, abort, idle, stalled, end, (1 - dead) * recovery + dead * (end + restart))
 

@@ -93,7 +93,10 @@ def finish_times(
     """
     if (sizes < 0).any():
         raise ConfigError(f"a flow of {sizes.min():g} bytes: sizes are 0 or more")
-    begin = np.zeros(len(sizes)) if starts is None else np.asarray(starts, float)
+    if starts is None:
+        begin = np.zeros(len(sizes))
+    else:
+        begin = np.asarray(starts, float)
     if (begin < 0).any():
         raise ConfigError(f"a flow starts at {begin.min():g} s: delays are 0 or more")
     sharing = Sharing(paths, bandwidth)
@@ -118,7 +121,10 @@ def finish_times(
         if time + horizon >= coming:
             horizon = coming - time
         over = need <= horizon
-        spent = max(first, float(need[over].max())) if over.any() else horizon
+        if over.any():
+            spent = max(first, float(need[over].max()))
+        else:
+            spent = horizon
         remaining[active] = np.maximum(0.0, remaining[active] - rates[active] * spent)
         done[over] = time + need[over]
         time += spent
@@ -126,4 +132,6 @@ def finish_times(
 
 def jain(rates: Floats) -> float:
     """Jain's fairness index: 1 for equal rates, 1/n for one that has all."""
-    return float(rates.sum() ** 2 / (len(rates) * (rates**2).sum())) if len(rates) and (rates > 0).any() else 1.0
+    if len(rates) and (rates > 0).any():
+        return float(rates.sum() ** 2 / (len(rates) * (rates**2).sum()))
+    return 1.0

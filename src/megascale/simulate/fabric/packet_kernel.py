@@ -149,7 +149,10 @@ def run(owned_tables, owned_links, owned_paths, owned_outages, rules, stop, samp
     flapping = outages.down.min() < UNLIMITED
     time = np.int64(0)
     while totals[col.UNFINISHED] > 0:
-        time = far[0][0] if count[-1] == 0 else next_time(head, count, time, min(far[0][0], time + SLOTS))
+        if count[-1] == 0:
+            time = far[0][0]
+        else:
+            time = next_time(head, count, time, min(far[0][0], time + SLOTS))
         if time >= stop or time >= UNLIMITED:
             break
         if sample_every > 0 and time >= next_sample and sampled < len(samples):

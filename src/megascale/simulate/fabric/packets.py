@@ -187,7 +187,10 @@ def simulate_packets(
         return _arguments(topology, flows, settings, links, compact, hops, starts, flaps)
 
     stop = min(NEVER, int(horizon / TICK))
-    watched = int(np.searchsorted(links, watch)) if watch is not None else 0
+    if watch is not None:
+        watched = int(np.searchsorted(links, watch))
+    else:
+        watched = 0
     if not run.signatures:
         run(*fresh(), 0, 0, 0)  # compiled, or read from the cache, before the clock starts
     arguments = fresh()
@@ -300,14 +303,23 @@ def _arguments(
             f"({headroom.max() / 1e6:.1f} MB); use a larger buffer_mb or a shorter cable_ns"
         )
     kmin, kmax = settings.dcqcn.kmin_kb * 1e3, settings.dcqcn.kmax_kb * 1e3
-    scale = topology.bandwidth[links] / (25e9 / 8) if settings.dcqcn.scale_ecn else np.ones(len(links))
+    if settings.dcqcn.scale_ecn:
+        scale = topology.bandwidth[links] / (25e9 / 8)
+    else:
+        scale = np.ones(len(links))
     marks = settings.control not in ("none", "swift")
     packets = np.maximum(1, np.ceil(flows.size / settings.mtu)).astype(np.int64)
     last = np.maximum(1, np.ceil(flows.size - (packets - 1) * settings.mtu)).astype(np.int64)
-    start = np.zeros(count, np.int64) if starts is None else np.round(starts / TICK).astype(np.int64)
+    if starts is None:
+        start = np.zeros(count, np.int64)
+    else:
+        start = np.round(starts / TICK).astype(np.int64)
     line = speed[path[:, 0]]
     small = 64 + settings.header - 12
-    slow = np.array([(1.0 / speed[path[f, : hops[f]]]).sum() for f in range(count)]) if count < 2000 else hops / line
+    if count < 2000:
+        slow = np.array([(1.0 / speed[path[f, : hops[f]]]).sum() for f in range(count)])
+    else:
+        slow = hops / line
     back = (hops * ticks + small * slow).astype(np.int64)
     base_rtt = back + hops * ticks + (settings.mtu + settings.header) * slow
     down, up = np.full(len(links), NEVER, np.int64), np.zeros(len(links), np.int64)
@@ -329,7 +341,10 @@ def _arguments(
         settings.dcqcn, settings.swift, settings.mtu + settings.header, line, hops, base_rtt.astype(float), window, TICK
     )
     rto = round(4.096e-6 * 2**settings.timeout / TICK)
-    first = round(settings.adaptive_us * 1e-6 / TICK) if settings.adaptive_us else rto
+    if settings.adaptive_us:
+        first = round(settings.adaptive_us * 1e-6 / TICK)
+    else:
+        first = rto
     pool = int(min(2 * np.minimum(packets, window).sum() + 1024, 1 << 23))
     on = settings.control not in ("none", "dcqcn")  # Swift or a hybrid: a window that follows each round trip
     edges = tables.Links(
@@ -366,6 +381,9 @@ def compare_controls(
     """Simulate the same traffic under each control; `progress` is called with a control and its share of packets."""
     results = {}
     for name in controls:
-        share = None if progress is None else partial(progress, name)
+        if progress is None:
+            share = None
+        else:
+            share = partial(progress, name)
         results[name] = simulate_packets(topology, flows, paths, replace(settings, control=name), progress=share)
     return results

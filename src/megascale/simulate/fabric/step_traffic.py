@@ -49,7 +49,10 @@ def step_traffic(config: Config, gpus: int) -> StepTraffic:
             f"train.micro_batch={train.micro_batch}; use a multiple of {grid.data * train.micro_batch}"
         )
     micro_batches = train.global_batch // (grid.data * train.micro_batch)
-    reduce_width = width if parallel.reduce_dtype == "bfloat16" else max(4, width)
+    if parallel.reduce_dtype == "bfloat16":
+        reduce_width = width
+    else:
+        reduce_width = max(4, width)
     return StepTraffic(
         grid=grid,
         reduce=float(count * reduce_width) if grid.data > 1 else 0.0,

@@ -193,7 +193,10 @@ def _wire_leaves(spec: FabricSpec, leaves: int, rails: int, up: int) -> tuple[In
     A pod has as many leaf switches as an aggregation switch has ports down, and as many aggregation switches as a leaf
     switch has uplinks, one to each; where fewer leaf switches come together, an aggregation switch takes several.
     """
-    down = spec.switch_ports if spec.tiers == 2 else round(spec.switch_ports * _share(spec.spine_oversubscription))
+    if spec.tiers == 2:
+        down = spec.switch_ports
+    else:
+        down = round(spec.switch_ports * _share(spec.spine_oversubscription))
     per_pod = down if leaves >= down else leaves
     if spec.pod == "sets" and per_pod < leaves:
         per_pod = max(1, per_pod // rails) * rails

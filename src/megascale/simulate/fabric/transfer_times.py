@@ -40,7 +40,9 @@ class Slowdown:
     @property
     def mean(self) -> float:
         """Over groups and draws."""
-        return float(self.values.mean()) if self.values.size else 1.0
+        if self.values.size:
+            return float(self.values.mean())
+        return 1.0
 
     @property
     def worst(self) -> float:
@@ -103,7 +105,10 @@ class FabricTimes:
         if offset < 0:
             raise ConfigError(f"time {offset:g} s: 0 or more")
         failed = tuple(o.part for o in self.outages if o.start <= offset < o.end)
-        groups = None if ranks is None else self.placement.group_numbers(axis, ranks)
+        if ranks is None:
+            groups = None
+        else:
+            groups = self.placement.group_numbers(axis, ranks)
         key = (axis, None if groups is None else tuple(groups.tolist()), tuple(concurrent), failed)
         if key not in self._table:
             self._table[key] = self._measure(axis, groups, concurrent, self._fabric(failed))

@@ -74,7 +74,10 @@ class LayoutCost:
     def _work(self, split: Sequence[int | float]) -> tuple[np.ndarray, np.ndarray]:
         model, p = self.config.model, self.layout.grid.pipeline
         period = [flops.layer_flops(model, i) for i in range(len(model.window_pattern))]
-        linear = 1.0 if LINEAR_PRECISIONS[self.config.train.linear_precision].float8 == "none" else FLOAT8_TIME
+        if LINEAR_PRECISIONS[self.config.train.linear_precision].float8 == "none":
+            linear = 1.0
+        else:
+            linear = FLOAT8_TIME
         halves = [
             half for layer in period for half in (linear * layer.projections + layer.attention, linear * layer.mlp)
         ]
@@ -148,7 +151,9 @@ class LayoutCost:
                 if move is None or move[1] > best * (1 - 1e-3):
                     break
                 counts, best = move
-        return (counts, 1 - best / first) if best < first * (1 - _WORTH) else None
+        if best < first * (1 - _WORTH):
+            return (counts, 1 - best / first)
+        return None
 
     def _best_move(self, counts: list[int | float], size: float) -> tuple[list[int | float], float] | None:
         """The split that a move of `size` layers off the busiest stage makes fastest, and its step; None: no move."""
@@ -207,7 +212,10 @@ class LayoutCost:
             )
         if parallel.zero == 2:
             saved = self._zero_saving() / GIB
-            text = f"saves {saved:.1f} GiB" if saved > 0 else f"needs {-saved:.1f} GiB more, not less (too few chunks)"
+            if saved > 0:
+                text = f"saves {saved:.1f} GiB"
+            else:
+                text = f"needs {-saved:.1f} GiB more, not less (too few chunks)"
             notes.append(
                 f"parallel.zero=2 reduces gradients {self.layout.microbatches} times a step where parallel.zero=1 "
                 f"reduces once, and {text}"

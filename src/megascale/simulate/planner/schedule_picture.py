@@ -60,7 +60,10 @@ def terminal_rows(schedule: Schedule, width: int) -> list[Text] | None:
             row.append(" " * ((start - column) * scale))
             cells = (end - start) * scale
             label = str(graph.microbatch[n])[-cells if backward else -scale :]
-            label = label.ljust(cells, "<") if backward else label.rjust(cells)
+            if backward:
+                label = label.ljust(cells, "<")
+            else:
+                label = label.rjust(cells)
             shade = colour(bool(backward), int(graph.chunk[n]), schedule.virtual)
             row.append(label, style=f"{'black' if _light(shade) else 'white'} on {shade}")
             column = end
@@ -133,7 +136,10 @@ def _draw_schedule(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-d
             axes.text((starts[n] + ends[n]) / 2, low[n] + 0.42, text, ha="center", va="center", fontsize=7, color=ink)
     axes.set_xlim(0, limit)
     axes.set_ylim(plan.schedule.stages - 0.4, -0.6)
-    part = "" if limit == 100 else f"; the first {limit:.2g}% are shown"
+    if limit == 100:
+        part = ""
+    else:
+        part = f"; the first {limit:.2g}% are shown"
     axes.set_xlabel(f"share of the step, % (compute by FLOPs, transfers free{part})")
     axes.set_ylabel("pipeline stage")
     axes.yaxis.get_major_locator().set_params(integer=True)

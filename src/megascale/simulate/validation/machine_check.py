@@ -136,7 +136,10 @@ class _UnseenRound:
 
     def columns(self) -> tuple[ScoreColumn, ...]:
         """Score this round alone: the event level, the closed form with and without constants, and the control."""
-        earlier = load_h100_runs() if self.cluster.name == "h100-host" else load_round("h200")
+        if self.cluster.name == "h100-host":
+            earlier = load_h100_runs()
+        else:
+            earlier = load_round("h200")
         control = efficiency_control(self.rows, earlier)
         machine = self.cluster.name
         return (

@@ -170,7 +170,10 @@ def efficiency_control(rows: Rows, learnt: Rows) -> np.ndarray:
     for system in (True, False):
         is_system, is_learnt_system = rows.first == system, learnt.first == system
         if is_system.any():
-            is_learnt_system = is_learnt_system if is_learnt_system.any() else np.ones(len(learnt), dtype=bool)
+            if is_learnt_system.any():
+                is_learnt_system = is_learnt_system
+            else:
+                is_learnt_system = np.ones(len(learnt), dtype=bool)
             ratio = np.exp(np.mean(np.log(learnt.seconds[is_learnt_system] / bare(learnt)[is_learnt_system])))
             out[is_system] = bare(rows)[is_system] * ratio
     return out

@@ -64,10 +64,16 @@ def _check_predictions(runs: Path | None, predictions: str) -> list[AnchorCheck]
     provenance, predictions_list = load_predictions(predictions)
     title = f"own runs against predictions {predictions} made {provenance}"
     shipped = anchor_file("own-runs").get(predictions, {}).get("seconds", {})
-    matches = [(p, m.seconds) for p, m in matching(predictions_list, runs)] if runs is not None else []
+    if runs is not None:
+        matches = [(p, m.seconds) for p, m in matching(predictions_list, runs)]
+    else:
+        matches = []
     matches = matches or [(p, float(shipped[p.name])) for p in predictions_list if p.name in shipped]
     if not matches:
-        reason = f"no run folder of the predictions in {runs}" if runs is not None else "no --runs folder given"
+        if runs is not None:
+            reason = f"no run folder of the predictions in {runs}"
+        else:
+            reason = "no --runs folder given"
         return [
             AnchorCheck(
                 "A7", title, skipped=f"{reason}: {len(predictions_list)} predictions wait for their measurement"
