@@ -54,7 +54,7 @@ def calibrate(
     names = [n.strip() for n in fitted.split(",")]
     unknown = [n for n in names if n not in BOUNDS]
     if unknown:
-        raise ConfigError(f"--fit={fitted}: {unknown[0]!r} is no constant; known: {', '.join(BOUNDS)}")
+        raise ConfigError(f"--fit={fitted}: {unknown[0]!r} is not a constant; known: {', '.join(BOUNDS)}")
     if start:
         begin = load_calibration(start, machine.name).constants
     else:

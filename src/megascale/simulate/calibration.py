@@ -1,4 +1,4 @@
-"""Constants that measurements decide: values, bounds, where they come from, what could not be told apart.
+"""Constants fitted to measurements: values, bounds, sources, and which of them could not be separated.
 
 A calibration belongs to one cluster and one family of runs. It is a TOML file; some are shipped in `calibrations/`.
 """
@@ -47,7 +47,7 @@ class Constants:
     data_share: float = 0.5
 
     def with_values(self, values: dict[str, float]) -> Constants:
-        """A copy with some constants set; ConfigError for a name that is none."""
+        """Return a copy with some constants set. Raises ConfigError for an unknown name."""
         for name in values:
             if name not in BOUNDS:
                 raise ConfigError(f"constant {name!r} is unknown; known: {', '.join(BOUNDS)}")

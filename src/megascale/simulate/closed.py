@@ -44,7 +44,7 @@ class Parts:
         recompute: forward passes done again.
         host: what launching kernels takes beyond what they run.
         exchange: exposed transfers of keys and values around a ring, and of tokens to experts.
-        tensor, pipeline, data: exposed communication on each axis (with the slow-down of what runs beside compute).
+        tensor, pipeline, data: exposed communication on each axis (with the slow-down of transfers that overlap compute).
         logits: what the last stage's output GEMM and loss add, since everyone waits for it.
         bubble: idle while the pipeline fills and drains.
         stragglers: waiting for slow hosts.
@@ -474,7 +474,7 @@ def pieces_of(case: Case) -> Any:
 
 
 def _overlapped(collective: Any, compute: Any, slowdown: Any, transfers: Any, stages: Any) -> Any:
-    """Seconds that a round of `compute` ends later for a collective beside it.
+    """Seconds that a round of `compute` is delayed by an overlapping collective.
 
     Either the round waits for the collective's end, or its passes are slowed while the collective lasts on any of
     the stages that they go through, and the transfers between stages share its NIC.

@@ -65,7 +65,7 @@ class LinkSpec(_Part):
         min_length=1,
         description="[[ranks, GB/s], ...]: bus bandwidth of large collectives by group size, interpolated in log",
     )
-    p2p_gbs: float = Field(gt=0, description="GB/s of one large send beside one receive")
+    p2p_gbs: float = Field(gt=0, description="GB/s of one large send with a concurrent receive")
     latency_us: float = Field(ge=0, description="fixed time of a collective or transfer")
     hop_us: float = Field(ge=0, description="added for each rank of a ring")
     leaf_hosts: int | None = Field(None, ge=1, description="hosts under one set of leaf switches; absent: unknown")
@@ -78,7 +78,7 @@ class Overlap(_Part):
 
     tp_residual: float = Field(ge=0, le=1, description="share of tensor-parallel communication still exposed")
     pp_residual: float = Field(ge=0, le=1, description="share of pipeline transfers still exposed")
-    slowdown: float = Field(ge=0, le=1, description="compute slows by this while a collective runs beside it")
+    slowdown: float = Field(ge=0, le=1, description="compute slows by this while a collective overlaps it")
     blocking_us: float = Field(ge=0, description="idle time of a blocking exchange beyond the transfer (host sync)")
 
 
@@ -107,7 +107,7 @@ class ClusterSpec(_Part):
     gpus_per_host: int = Field(ge=1)
     gpu: GpuSpec
     kernels: Kernels
-    power: Power | None = Field(None, description="absent where nobody measured it")
+    power: Power | None = Field(None, description="absent without a measurement")
     host: Host | None = Field(None, description="absent: launches take as long as on a DGX host")
     inside: LinkSpec = Field(description="within a host")
     between: LinkSpec = Field(description="between hosts")
@@ -193,5 +193,5 @@ def cluster_of(tree: Mapping[str, Any]) -> ClusterSpec:
         )
     unknown = sorted(set(cluster.sources) - figures)
     if unknown:
-        raise ConfigError(f"cluster {cluster.name!r} names a source for {unknown[0]!r}, which is no figure of it")
+        raise ConfigError(f"cluster {cluster.name!r} names a source for {unknown[0]!r}, which it has no figure for")
     return cluster

@@ -215,7 +215,7 @@ def blocking_waits(graph: Graph) -> np.ndarray:
 
 
 def _stretched(cluster: ClusterSpec, graph: Graph, durations: np.ndarray, times: StageTimes) -> np.ndarray:
-    """Durations with what runs beside them: collectives slow compute, transfers share the NIC with collectives."""
+    """Return durations with overlap: collectives slow compute, transfers share the NIC with collectives."""
     compute = graph.kind <= ActionKind.BACKWARD
     longer = durations
     for _ in range(PASSES):

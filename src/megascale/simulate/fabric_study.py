@@ -47,7 +47,7 @@ class Variant:
 
     @property
     def key(self) -> str:
-        """Equal for variants whose network is: a change to what the shipped fabric has is none."""
+        """Return a key that is equal for variants with equal networks. A change to a shipped value has no effect."""
         plain = load_fabric(self.fabric).model_dump()
         changes = {k: v for k, v in sorted(self.changes.items()) if plain.get(k) != v}
         return repr(replace(self, changes=changes))
@@ -81,8 +81,8 @@ class AxisTimes:
     """A step's transfers on a network, over their time at its NICs' full rate.
 
     Attributes:
-        data: [draws, stages] the slowest data-parallel group of each stage, all groups at once, nothing beside them.
-        busy: the same beside the step's pipeline traffic.
+        data: [draws, stages] the slowest data-parallel group of each stage, all groups at once, without other traffic.
+        busy: the same with the step's pipeline traffic.
         pipeline: [draws, replicas] the slowest transfer between stages of each replica, all at once.
         nic: bytes/s of a NIC. traffic: what a step sends. wall: seconds that this took.
     """

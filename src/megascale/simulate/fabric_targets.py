@@ -341,7 +341,7 @@ def under_subscribed(hosts: int = 384) -> Finding:
         f"{name} x{ratio:.2f}, 16 queue pairs x{split_ratio:.2f}" for name, (ratio, split_ratio) in times.items()
     )
     narrower = times["1:2"][0] < 0.9 * times["1:1"][0]
-    # Up to 40% in a whole all-reduce, of which flows are a part.
+    # Up to 40% in a whole all-reduce, which flows are a part of.
     spread = all(split_ratio < ratio / 1.4 for ratio, split_ratio in times.values())
     return f"slowest flow: {text}", "1:2 at least 10% faster, queue pairs 40%", narrower and spread
 

@@ -78,7 +78,7 @@ def cluster_from(figures: dict[str, Any], base: ClusterSpec, name: str) -> Clust
 
 
 def calibration_from(figures: dict[str, Any], cluster: ClusterSpec) -> Calibration:
-    """Constants of a machine on which kernels but no steps were measured: nothing fitted, the evidence beside it."""
+    """Return unfitted constants of a machine on which only kernels were measured, with the evidence."""
     rows = [f"GEMM {m} x {n} x {k}: {rate:.4g} TFLOP/s" for m, n, k, rate in figures["gemms"]]
     rows += [f"attention, {length} tokens: {rate:.4g} TFLOP/s" for length, rate in figures["attention"]]
     rows += [

@@ -25,7 +25,7 @@ from megascale.simulate.cluster import ClusterSpec
 
 # Steps at the start of a run that compile, allocate and measure kernels.
 WARM_UP = 5
-# Fewer steps than this after the warm-up are no measurement.
+# Fewer steps than this after the warm-up are not a measurement.
 LEAST_STEPS = 3
 _LONGEST = 1e9  # seconds; a longer step is damage
 
@@ -93,7 +93,7 @@ def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
         try:
             report = json.loads(folder.read_text())
         except ValueError as error:
-            raise DataError(f"{folder} is no JSON: {error}; name a file of `bench train --out`") from None
+            raise DataError(f"{folder} is not valid JSON: {error}; name a file of `bench train --out`") from None
         return _benched(folder, report)
     if not is_small_file(folder / "config.toml"):
         raise DataError(
@@ -105,7 +105,7 @@ def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
         metrics = list(_step_seconds(folder / "metrics.jsonl"))
     except (OSError, ConfigError) as error:
         raise DataError(
-            f"{folder} is no run folder: {error}; name one such as runs/NAME, or a file of `bench train --out`"
+            f"{folder} is not a run folder: {error}; name one such as runs/NAME, or a file of `bench train --out`"
         ) from None
     records: dict[int, float] = {}
     world, device = gpus, config.train.device if config.train.device != "auto" else "cpu"

@@ -32,11 +32,11 @@ class Software:
     """A training stack as a set of switches and host times.
 
     Attributes:
-        family: the code base, by which constants and errors of one stack are told from another's.
+        family: the code base, by which constants and errors of one stack are kept apart from another's.
         parallel_block: x + Attn(LN x) + MLP(LN x) instead of the serial block (paper section 3.1).
         window: sliding-window attention of this many tokens, None for full attention.
         tp_overlap: tensor-parallel all-gather and reduce-scatter run under the GEMMs they feed (section 3.2).
-        pp_overlap: sends and receives run beside compute; False is one blocking exchange after which the host
+        pp_overlap: sends and receives overlap compute; False is one blocking exchange after which the host
             synchronises the device, as Megatron-LM did in January 2023.
         dp_overlap: gradients scattered and parameters gathered chunk by chunk under compute, first gather prefetched.
         fused_operators: one kernel each for bias + GeLU, norm + residual, attention on strided inputs.
@@ -55,7 +55,7 @@ class Software:
         tied_shards: first and last stage sum their shards of a tied embedding's gradient, not all of it.
         launch_us: time of a DGX host to launch one kernel, with the Python around it. A cluster's host.slowness
             multiplies it.
-        region_host_us: time of a DGX host to enter or leave a tensor-parallel region, beside its kernels, likewise.
+        region_host_us: time of a DGX host to enter or leave a tensor-parallel region, besides its kernels.
         float8_host: how many times as long the host takes where linear layers multiply in float8.
         region_gap_us: what a collective of such a region takes on the device beyond what it takes alone: ranks that
             come late to it, waits between streams. HOST_SOURCES says where these four come from for each stack.

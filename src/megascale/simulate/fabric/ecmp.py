@@ -190,7 +190,7 @@ def _choose(switch: Ints, keys: Keys, width: int, pick, good: Bools | None) -> I
 
 @dataclass(frozen=True)
 class Conflicts:
-    """n equal flows hashed over k uplinks of which each carries c at full rate.
+    """Return the conflicts of n equal flows hashed over k uplinks that each carry c flows at full rate.
 
     Attributes:
         utilisation: share of the flows' demand that is carried while all are active.

@@ -1,4 +1,4 @@
-"""The packet kernel: one compiled loop over events. What it models, and what not, is said in packets.py.
+"""The packet kernel: one compiled loop over events. packets.py lists its assumptions.
 
 Events are rows of one table: a packet (its arrival at the end of a link, or its acknowledgement at the sender), waking
 a port, pausing and resuming one, a flow's retransmission timer. The loop takes them in the order of their ticks; what

@@ -233,7 +233,7 @@ class LayoutCost:
         return replace(self, layout=lay_out(config, self.layout.grid.world))
 
     def remedies(self) -> list[str]:
-        """Overrides, each of which alone makes a plan fit that does not; cheapest first."""
+        """Return overrides that each make the plan fit, cheapest first."""
         parallel, train = self.config.parallel, self.config.train
         tries: list[tuple[str, dict[str, dict[str, Any]]]] = []
         if self.config.kernels.graphs == "on":

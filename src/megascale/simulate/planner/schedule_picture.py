@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Chunk 0 to the last, dark to light; forwards blue, backwards green.
 _FORWARD = ("#1b3a6b", "#2f6db3", "#5b9bd5", "#86b9e6", "#add2f0", "#d2e7f8")
 _BACKWARD = ("#1e5631", "#2f7d4a", "#4ca66b", "#7fc295", "#a9d8b8", "#d0ecd9")
-# A stage's computes drawn at most: more cannot be told apart, and cost minutes.
+# A stage's computes drawn at most: more cannot be distinguished and take minutes.
 _DRAWN = 2000
 _KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "buffers", "reserve")
 _KIND_COLOURS = ("#4c72b0", "#55a868", "#8172b3", "#dd8452", "#c44e52", "#937860", "#8c8c8c", "#d9d9d9")

@@ -73,7 +73,9 @@ def find_data_folder(requested: Path | None = None) -> Path | None:
     """Return the folder of others' data: the option, MEGASCALE_ANCHORS, or ../shared/data; None if none exists."""
     if requested is not None:
         if not requested.is_dir():
-            raise DataError(f"--data={requested} is no folder; name the one that holds {VTRAIN_FILE} and {TRACE_FILE}")
+            raise DataError(
+                f"--data={requested} is not a folder; name the one that holds {VTRAIN_FILE} and {TRACE_FILE}"
+            )
         return requested
     named = os.environ.get("MEGASCALE_ANCHORS")
     repository = Path(__file__).resolve().parents[4]

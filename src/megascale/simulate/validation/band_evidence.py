@@ -108,7 +108,7 @@ def without_power() -> float:
 def spread_per_doubling(folder: Path) -> float:
     """Spread a doubling of GPUs beyond a fit: drifts of series under constants of other series. Needs vTrain's rows.
 
-    A drift is the slope of errors over doublings of GPUs. Fits of a series' own smaller rows are no evidence: those to
+    A drift is the slope of errors over doublings of GPUs. Fits of a series' own smaller rows are not evidence: those to
     256 and to 512 GPUs do not decide their constant, which is said of such a fit wherever one is made.
     """
     paper, hdr = load_cluster("a100-roce"), load_cluster("a100-hdr")

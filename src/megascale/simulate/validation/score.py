@@ -29,7 +29,7 @@ from megascale.simulate.validation.anchors import (
 )
 from megascale.simulate.validation.split import SETS
 
-# Constants fitted, the fewest that the development rows identify; other choices are printed beside them.
+# Constants fitted, the fewest that the development rows identify; other choices are printed next to them.
 TABLE_CONSTANTS = ("fixed",)
 VTRAIN_CONSTANTS = ("compute",)
 NOTHING = "nothing fitted"

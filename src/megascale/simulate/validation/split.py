@@ -22,7 +22,7 @@ class MeasuredSet:
 
     Attributes:
         side: DEVELOPMENT, HELD_OUT or BY_HASH.
-        why: the reason, none of which is a score.
+        why: the reason, which never is a score.
         seen: what the makers of the model had seen of it before the rule was fixed.
         share: of the rows of a set by hash, the share that may be developed on.
     """
@@ -71,13 +71,13 @@ SETS = {
     "nemo-h100": MeasuredSet(
         BY_HASH,
         "public tables of NeMo and Megatron-Bridge on H100, fixed on 2026-11-26 before any row was scored",
-        "the rise of the 340B float8 rows from 128 to 2,048 GPUs and a mean error of all were told by others",
+        "the rise of the 340B float8 rows from 128 to 2,048 GPUs and a mean error of all came from others",
         share=0.4,
     ),
     "fsdp": MeasuredSet(
         BY_HASH,
         "published steps of fully sharded data parallelism, fixed on 2026-11-26 before any row was scored",
-        "that such rows were priced 6 to 38% too fast was told by others",
+        "that such rows were priced 6 to 38% too fast came from others",
         share=0.4,
     ),
     "h100-own": MeasuredSet(DEVELOPMENT, "own runs on H100 before the fifth round", "all, 2026-11-26; not fitted"),

@@ -135,7 +135,7 @@ def check_trace(folder: Path | None, replay: Replay) -> list[AnchorCheck]:
     try:
         published = json.loads((folder / TRACE_RESULT).read_text())
     except (OSError, ValueError):
-        notes.append("the published result is not beside the trace: slow-down not compared")
+        notes.append("the folder of the trace has no published result: slow-down not compared")
     else:
         theirs = float(published["blocking_slowdown"])
         figures["slow-down"] = (100.0 * abs((result.slow_down - 1.0) / (theirs - 1.0) - 1.0), 10.0, "%")
