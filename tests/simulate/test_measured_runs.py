@@ -121,7 +121,7 @@ def test_calibrate_from_runs_recovers_the_constant(tmp_path):
     assert any("cannot decide" in w for w in one.warnings)
     with pytest.raises(ConfigError, match="nothing to fit"):
         calibrate([], None, "h200-host", None, "compute", None, None)
-    with pytest.raises(ConfigError, match="no constant"):
+    with pytest.raises(ConfigError, match="not a constant"):
         calibrate(folders, None, "h200-host", None, "warp", None, None)
 
 

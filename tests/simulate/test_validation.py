@@ -310,7 +310,7 @@ def test_absent_data_is_skipped_and_said(tmp_path, monkeypatch):
         measured = any(f"predictions {name} made" in check.title for name in list_rounds() if name != "h200-third")
         assert waiting != measured
         assert waiting == ("wait for their measurement" in check.skipped)
-    with pytest.raises(DataError, match="no folder"):
+    with pytest.raises(DataError, match="not a folder"):
         find_data_folder(tmp_path / "nowhere")
 
 

@@ -44,7 +44,7 @@ class Parts:
         recompute: forward passes done again.
         host: what launching kernels takes beyond what they run.
         exchange: exposed transfers of keys and values around a ring, and of tokens to experts.
-        tensor, pipeline, data: exposed communication on each axis (with the slow-down of transfers that overlap compute).
+        tensor, pipeline, data: exposed communication per axis, with the slow-down of compute that it overlaps.
         logits: what the last stage's output GEMM and loss add, since everyone waits for it.
         bubble: idle while the pipeline fills and drains.
         stragglers: waiting for slow hosts.

@@ -97,7 +97,7 @@ def waterfall(results: Sequence[StepEstimate], path: Path) -> None:
 def ablation_chart(
     names: Sequence[str], values: Sequence[float], path: Path, printed: Sequence[float] | None = None
 ) -> None:
-    """MFU in percent as techniques are switched on one after another; `printed`: published values, drawn next to the predictions."""
+    """Plot the MFU in percent as techniques are switched on in turn, next to the published values `printed`."""
     figure, axes = _figure(8.5, 4.2)
     spots = np.arange(len(names))
     wide = 0.4 if printed is not None else 0.7
