@@ -14,9 +14,8 @@ from megascale.core import strict_json
 from megascale.errors import ConfigError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.fabric_network import SharedFabricNetwork
 from megascale.simulate.fabric_study import Variant, step_on_network
-from megascale.simulate.network import RingNetwork
+from megascale.simulate.network import RingNetwork, SharedFabricNetwork
 from megascale.simulate.software import stack
 from megascale.simulate.step import Scenario, engine_software, run
 

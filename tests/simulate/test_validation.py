@@ -35,7 +35,6 @@ from megascale.simulate.validation.anchors import (
     vtrain,
     weak_scaling,
 )
-from megascale.simulate.validation.band_check import check_bands, unfitted_evidence
 from megascale.simulate.validation.band_evidence import (
     another_series,
     conformal,
@@ -48,7 +47,13 @@ from megascale.simulate.validation.band_evidence import (
     vtrain_unfitted,
     without_power,
 )
-from megascale.simulate.validation.machine_check import check_a100_stacks, check_nemo, check_unseen_runs
+from megascale.simulate.validation.held_out_checks import (
+    check_a100_stacks,
+    check_bands,
+    check_nemo,
+    check_unseen_runs,
+    unfitted_evidence,
+)
 from megascale.simulate.validation.score import (
     TABLE_CONSTANTS,
     affine_control,

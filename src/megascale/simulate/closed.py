@@ -18,7 +18,6 @@ from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.kernel_times import gathers_bytes, layer_times, logits_seconds, optimizer_seconds
 from megascale.simulate.network import Network, RingNetwork, flow_slowdown
 from megascale.simulate.software import RECOMPUTE, RECOMPUTED, RECOMPUTED_ATTENTION
-from megascale.simulate.token_exchange import expert_exchange, ring_attention
 
 # Stages that exchange in lock-step wait for the slowest: the pace rises by this share of the standard deviation of a
 # slot. Measured on the event-driven level (tests/simulate/test_levels.py holds the two together).
@@ -482,3 +481,34 @@ def _overlapped(collective: Any, compute: Any, slowdown: Any, transfers: Any, st
     alone = collective / (1.0 + slowdown)
     slow = slowdown * np.minimum(compute, alone + np.minimum(compute / stages, alone) * (stages - 1))
     return np.maximum(slow + np.where(collective > 0, transfers, 0.0), collective - compute)
+
+
+def ring_attention(cluster: ClusterSpec, case: Case, network: Network, forward: Any, backward: Any) -> tuple[Any, Any]:
+    """Context parallelism: keys and values go round while attention works on those that are here.
+
+    `forward`, `backward`: seconds of a rank's attention, which hide the transfers. In backward the gradients of keys
+    and values go round too. Causal work is taken as balanced over the ranks (each has an early and a late part).
+    """
+    steps = case.context - 1
+    block = 2.0 * 2.0 * case.tokens * case.kv / case.tensor
+    inside = case.tensor * case.context <= cluster.gpus_per_host
+    block_seconds = np.where(steps > 0, network.p2p(block, inside), 0.0)
+    # Each step of the ring hides behind one of `context` parts of attention.
+    waits = [
+        np.maximum(0.0, steps * factor * block_seconds - work * steps / case.context)
+        for factor, work in ((1.0, forward), (2.0, backward))
+    ]
+    return waits[0], waits[1]
+
+
+def expert_exchange(cluster: ClusterSpec, case: Case, network: Network) -> tuple[Any, Any]:
+    """Experts on several ranks: an all-to-all of tokens there and one back, forward and again backward; all exposed.
+
+    Tokens are taken as spread evenly over experts; each goes to `top_k` of them.
+    """
+    away = (case.expert_parallel - 1) / case.expert_parallel
+    width = case.hidden / np.where(case.sequence_parallel, case.tensor, 1)
+    moved = 2.0 * case.tokens * width * case.top_k * away
+    inside = case.tensor * case.context * case.expert_parallel <= cluster.gpus_per_host
+    round_trip = np.where(case.expert_parallel > 1, 2.0 * network.p2p(moved, inside), 0.0)
+    return round_trip, round_trip

@@ -23,8 +23,7 @@ from megascale.simulate.fabric.placement import make_placement
 from megascale.simulate.fabric.step_traffic import StepTraffic, step_traffic
 from megascale.simulate.fabric.topology import GIGABIT, Floats, build
 from megascale.simulate.fabric.transfer_times import FabricTimes, Outage
-from megascale.simulate.fabric_network import SharedFabricNetwork
-from megascale.simulate.network import Network, RingNetwork
+from megascale.simulate.network import Network, RingNetwork, SharedFabricNetwork
 from megascale.simulate.software import stack
 from megascale.simulate.step import Level, Scenario, StepEstimate, engine_software, run
 

@@ -18,7 +18,7 @@ from megascale.errors import ConfigError, remedy
 
 KERNELS = (
     "dcqcn.py", "swift.py", "hybrid.py", "event_wheel.py", "packet_kernel.py", "packet_hops.py", "packet_nics.py",
-    "packet_tables.py", "packet_views.py", "control_settings.py", "jit.py",
+    "packet_tables.py", "control_settings.py", "jit.py",
 )  # fmt: skip
 Function = TypeVar("Function", bound=Callable[..., Any])
 

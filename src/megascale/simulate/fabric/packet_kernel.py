@@ -25,8 +25,16 @@ from megascale.simulate.fabric.packet_hops import (
     send_from_switch,
 )
 from megascale.simulate.fabric.packet_nics import on_timer, send_from_nic
-from megascale.simulate.fabric.packet_tables import IN_HEAP, IS_ANSWER, SLOTS, UNLIMITED
-from megascale.simulate.fabric.packet_views import unowned_links, unowned_outages, unowned_paths, unowned_tables
+from megascale.simulate.fabric.packet_tables import (
+    IN_HEAP,
+    IS_ANSWER,
+    SLOTS,
+    UNLIMITED,
+    unowned_links,
+    unowned_outages,
+    unowned_paths,
+    unowned_tables,
+)
 
 NONE = -1
 

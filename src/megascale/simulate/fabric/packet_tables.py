@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megascale.simulate.fabric.jit import inlined, memory_view
+
 # What a run was, in `totals`; the last two are the kernel's own: the first free row of the pool, flows not finished.
 (SENT, RESENT, DELIVERED, DROPPED, MARKED, NOTIFIED, PAUSES, OUT_OF_ORDER, DUPLICATE, TIMEOUTS, EVENTS, END, FULL,
  IN_FLIGHT, LOST, WIRE, FREE, UNFINISHED) = range(18)  # fmt: skip
@@ -155,3 +157,46 @@ def new_tables(links: Links, paths: Paths, rules: Rules, cc: Any, pool: int, see
         np.zeros(len(links.capacity), np.int64), fl, cc, paths.nic_first[:-1].copy(), totals,
         np.array([seed * 2 + 1], np.uint64), np.zeros(2), pool, pool, pool + edges, pool + 2 * edges, timers,
     )  # fmt: skip
+
+
+view = memory_view()
+
+
+@inlined
+def unowned(table):
+    """The same memory, not counted."""
+    return view(table.ctypes.data, table.shape, table.dtype)
+
+
+@inlined
+def unowned_tables(t):
+    """See packet_tables.Tables."""
+    return Tables(
+        unowned(t.head), unowned(t.pk), unowned(t.count), unowned(t.lk), unowned(t.used), unowned(t.fl), unowned(t.cc),
+        unowned(t.turn), unowned(t.totals), unowned(t.random), unowned(t.rtt), t.pool, t.wakes, t.pauses, t.resumes,
+        t.timers,
+    )  # fmt: skip
+
+
+@inlined
+def unowned_links(links):
+    """See packet_tables.Links."""
+    return Links(
+        links.nics, unowned(links.speed), unowned(links.delay), unowned(links.node), unowned(links.capacity),
+        unowned(links.shared), links.pfc_alpha, unowned(links.kmin), unowned(links.kmax), links.pmax,
+    )  # fmt: skip
+
+
+@inlined
+def unowned_paths(paths):
+    """See packet_tables.Paths."""
+    return Paths(
+        unowned(paths.path), unowned(paths.hops), unowned(paths.packets), unowned(paths.last), unowned(paths.start),
+        unowned(paths.back), unowned(paths.by_nic), unowned(paths.nic_first),
+    )  # fmt: skip
+
+
+@inlined
+def unowned_outages(outages):
+    """See packet_tables.Outages."""
+    return Outages(unowned(outages.down), unowned(outages.up), unowned(outages.flow))

@@ -3,7 +3,7 @@
 `FabricTimes.slowdown` takes the axis, which of its groups, what else is under way and when, and returns how much longer
 than at the NIC's full rate the transfer takes, for every group and every draw of the hash seeds. Results are tabulated
 by (axis, groups, concurrency, failed parts), so that a step model may ask any number of times. A model of times
-multiplies its bandwidth term by it (simulate/fabric_network.py).
+multiplies its bandwidth term by it (simulate/network.py).
 """
 
 from __future__ import annotations

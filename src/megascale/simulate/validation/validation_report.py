@@ -28,8 +28,7 @@ from megascale.simulate.validation.anchors import (
     load_round,
     strong_scaling,
 )
-from megascale.simulate.validation.band_check import check_bands
-from megascale.simulate.validation.machine_check import check_a100_stacks, check_nemo, check_unseen_runs
+from megascale.simulate.validation.held_out_checks import check_a100_stacks, check_bands, check_nemo, check_unseen_runs
 from megascale.simulate.validation.score import (
     CONTROL,
     FITTED,
