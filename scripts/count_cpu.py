@@ -34,29 +34,29 @@ ROOT, RESULT = "MEGASCALE_CPU_ROOT", "MEGASCALE_CPU_RESULT"
 
 def processes() -> dict[int, tuple[int, float]]:
     """Parent and processor seconds (its own and of the children it has waited for) of every process here."""
-    found = {}
+    result = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
             except OSError:  # gone
                 continue
-            found[int(name)] = int(fields[1]), sum(map(int, fields[11:15])) / TICKS
-    return found
+            result[int(name)] = int(fields[1]), sum(map(int, fields[11:15])) / TICKS
+    return result
 
 
 def below(root: int) -> dict[int, float]:
     """Processor seconds of each process under `root`, which is not one of them."""
-    found = processes()
+    result = processes()
     inside: dict[int, bool] = {root: True, 0: False}
 
     def is_inside(pid: int) -> bool:
         if pid not in inside:
             inside[pid] = False  # against a circle of numbers that were used again
-            inside[pid] = pid in found and is_inside(found[pid][0])
+            inside[pid] = pid in result and is_inside(result[pid][0])
         return inside[pid]
 
-    return {pid: seconds for pid, (_, seconds) in found.items() if pid != root and is_inside(pid)}
+    return {pid: seconds for pid, (_, seconds) in result.items() if pid != root and is_inside(pid)}
 
 
 class Counted:
@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Counted(int(os.environ[ROOT]), Path(os.environ[RESULT])))
 
 
-def run(words: list[str], result: Path) -> tuple[int, float, float, float]:
+def run(arguments: list[str], result: Path) -> tuple[int, float, float, float]:
     """Runs pytest and waits for all that it left behind.
 
     Returns:
@@ -99,15 +99,15 @@ def run(words: list[str], result: Path) -> tuple[int, float, float, float]:
     """
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "this kernel has no child subreaper")
-    here = Path(__file__).resolve().parent
-    paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    local = Path(__file__).resolve().parent
+    paths = [str(local), str(local.parent), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {
         ROOT: str(os.getpid()),
         RESULT: str(result),
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
     began = time.monotonic()
-    pytest_ = subprocess.Popen([sys.executable, "-m", "pytest", "-p", Path(__file__).stem, *words], env=env)
+    pytest_ = subprocess.Popen([sys.executable, "-m", "pytest", "-p", Path(__file__).stem, *arguments], env=env)
     # Orphans are waited for at once, as init does: some tests look whether a process is gone.
     while pytest_.returncode is None:
         pid, status = os.wait()

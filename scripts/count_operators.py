@@ -70,7 +70,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"{name}, DP2, ZeRO-1", case(1, 1, 2, microbatches=2, parallel={"bucket_elements": 900}, **options)
 
 
-def python_calls(engine: Engine, step: int, told: Told) -> int:
+def python_calls(engine: Engine, step: int, report: Told) -> int:
     """How many Python functions this step calls, generators' resumptions among them."""
     calls = 0
 
@@ -81,7 +81,7 @@ def python_calls(engine: Engine, step: int, told: Told) -> int:
     gc.disable()
     sys.setprofile(note)
     try:
-        run_step(engine, step, told)
+        run_step(engine, step, report)
     finally:
         sys.setprofile(None)
         gc.enable()
@@ -90,27 +90,27 @@ def python_calls(engine: Engine, step: int, told: Told) -> int:
 
 def count(rank: int, world: int, tree: dict[str, Any]) -> dict[str, Any]:
     """A worker's second step by kernel, its third by the profiler, its fourth by Python's."""
-    engine, told, seen = make_engine(rank, world, tree), Told(), Recorded()
-    run_step(engine, 1, told)
-    with seen:
-        run_step(engine, 2, told)
+    engine, report, observed = make_engine(rank, world, tree), Told(), Recorded()
+    run_step(engine, 1, report)
+    with observed:
+        run_step(engine, 2, report)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        run_step(engine, 3, told)
-    calls = python_calls(engine, 4, told)
+        run_step(engine, 3, report)
+    calls = python_calls(engine, 4, report)
     return {
         "python calls": calls,
         "operators": sum(e.count for e in profile.key_averages() if "::" in e.key),
-        "kernels": len(seen.kernels),
-        "order": hashlib.blake2b("\n".join(seen.kernels).encode(), digest_size=6).hexdigest(),
-        "results": [value.hex() for value in told.losses + told.norms],
+        "kernels": len(observed.kernels),
+        "order": hashlib.blake2b("\n".join(observed.kernels).encode(), digest_size=6).hexdigest(),
+        "results": [value.hex() for value in report.losses + report.norms],
     }
 
 
-def row(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> tuple[list[str], bool]:
+def row(then: list[dict[str, Any]], current: list[dict[str, Any]]) -> tuple[list[str], bool]:
     """Counts of rank 0 before and after, what is equal on all ranks, and whether nothing is worse."""
-    counts = [f"{then[0][what]:,}, {now[0][what]:,}" for what in ("operators", "kernels", "python calls")]
-    equal = [[one[what] for one in now] == [one[what] for one in then] for what in ("order", "results")]
-    more = any(now[0][what] > then[0][what] for what in ("operators", "kernels"))
+    counts = [f"{then[0][subject]:,}, {current[0][subject]:,}" for subject in ("operators", "kernels", "python calls")]
+    equal = [[item[what] for item in current] == [one[what] for one in then] for what in ("order", "results")]
+    more = any(current[0][what] > then[0][what] for what in ("operators", "kernels"))
     return [*counts, *("equal" if one else "DIFFERS" for one in equal)], all(equal) and not more
 
 
@@ -118,25 +118,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--against", type=Path)
-    given = parser.parse_args()
-    before = json.loads(given.against.read_text()) if given.against else None
-    pool, found, worse = Pool(), {}, []
+    inputs = parser.parse_args()
+    before = json.loads(inputs.against.read_text()) if inputs.against else None
+    pool, result, worse = Pool(), {}, []
     print("| case | operators | kernels | Python calls | order and sizes | losses, norms |\n|---|---|---|---|---|---|")
-    for key, one in cases():
-        found[key] = now = pool.run(count, one.world, one.tree)
+    for key, item in cases():
+        result[key] = current = pool.run(count, item.world, item.tree)
         if before is None:
-            cells, fine = [f"{now[0][what]:,}" for what in ("operators", "kernels", "python calls")] + ["", ""], True
+            cells, fine = (
+                [f"{current[0][subject]:,}" for subject in ("operators", "kernels", "python calls")] + ["", ""],
+                True,
+            )
         elif key not in before:
-            cells, fine = [f"not in {given.against}", *[""] * 4], False
+            cells, fine = [f"not in {inputs.against}", *[""] * 4], False
         else:
-            cells, fine = row(before[key], now)
+            cells, fine = row(before[key], current)
         worse += [] if fine else [key]
         print(f"| {' | '.join([key, *cells])} |", flush=True)
-    given.out.write_text(json.dumps(found))
+    inputs.out.write_text(json.dumps(result))
     pool.close()
     if worse:
-        sys.exit(f"{len(worse)} of {len(found)} cases differ, ask for more or are not there: {'; '.join(worse)}")
-    print(f"{len(found)} cases" + ("" if before is None else ", none worse"))
+        sys.exit(f"{len(worse)} of {len(result)} cases differ, ask for more or are not there: {'; '.join(worse)}")
+    print(f"{len(result)} cases" + ("" if before is None else ", none worse"))
 
 
 if __name__ == "__main__":

@@ -38,14 +38,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     parser.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("google-chrome"))
     parser.add_argument("--only", default="", help="names, separated by commas")
-    given = parser.parse_args()
-    wanted = given.only.split(",") if given.only else [name for name, *_ in PICTURES if name != "hang"]
+    inputs = parser.parse_args()
+    expected = inputs.only.split(",") if inputs.only else [name for name, *_ in PICTURES if name != "hang"]
     command = [
         sys.executable,
         "-m",
         "megascale",
         "dashboard",
-        str(given.runs),
+        str(inputs.runs),
         "--port=0",
         "--no-browser",
         "--no-token",
@@ -53,26 +53,26 @@ def main() -> int:
     served = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert served.stdout is not None
     try:
-        found = re.search(r"https?://\S+", served.stdout.readline())
-        if found is None:
+        result = re.search(r"https?://\S+", served.stdout.readline())
+        if result is None:
             return 1
         with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=given.chromium, args=["--no-sandbox"])
+            browser = playwright.chromium.launch(executable_path=inputs.chromium, args=["--no-sandbox"])
             for name, view, theme, steps in PICTURES:
-                if name not in wanted:
+                if name not in expected:
                     continue
                 context = browser.new_context(viewport={"width": 1280, "height": 720}, color_scheme=theme)
                 page = context.new_page()
-                page.goto(f"{found[0]}{view}")
+                page.goto(f"{result[0]}{view}")
                 page.wait_for_selector("main[data-ready]")
                 for step in steps:
-                    what, _, where = step.partition(" ")
-                    if what == "click":
+                    subject, _, where = step.partition(" ")
+                    if subject == "click":
                         page.locator(where).first.click()
                     else:
                         page.wait_for_selector(where)
                 page.wait_for_timeout(1500)  # for a picture, not a test: drawings and live state come in
-                page.screenshot(path=given.out / f"dashboard-{name}.png")
+                page.screenshot(path=inputs.out / f"dashboard-{name}.png")
                 context.close()
             browser.close()
     finally:

@@ -33,21 +33,21 @@ def main() -> int:
     parser.add_argument("--no-browser", action="store_true")
     parser.add_argument("--port", type=int, default=8265)
     parser.add_argument("--steps", type=int, default=600)
-    given = parser.parse_args()
+    inputs = parser.parse_args()
     command = [sys.executable, "-m", "megascale"]
-    launched = [*command, "launch", "examples/demo.toml", f"--train.steps={given.steps}", "--observe.progress=false"]
+    launched = [*command, "launch", "examples/demo.toml", f"--train.steps={inputs.steps}", "--observe.progress=false"]
     job = subprocess.Popen(launched)
     over = threading.Event()
-    threading.Thread(target=break_it, args=(command, given.steps, over), daemon=True).start()
+    threading.Thread(target=break_it, args=(command, inputs.steps, over), daemon=True).start()
     page = None
     try:
         while not RUN.is_dir() and job.poll() is None:
             time.sleep(0.2)
-        shown = [*command, "dashboard", str(RUN), f"--port={given.port}"] + ["--no-browser"] * given.no_browser
+        shown = [*command, "dashboard", str(RUN), f"--port={inputs.port}"] + ["--no-browser"] * inputs.no_browser
         page = subprocess.Popen(shown)
         code = job.wait()
         print(f"the job has ended with exit code {code}; its page stays until Ctrl-C", flush=True)
-        if not given.no_browser:
+        if not inputs.no_browser:
             page.wait()
         return code
     except KeyboardInterrupt:
@@ -62,13 +62,13 @@ def main() -> int:
 
 def break_it(command: list[str], steps: int, over: threading.Event) -> None:
     """Inject each fault once its step was trained."""
-    for share, words, said in FAULTS:
+    for share, arguments, output in FAULTS:
         step = int(share * steps)
         while newest_step() < step:
             if over.wait(0.5):
                 return
-        print(f"demo: step {step}: {said}", flush=True)
-        subprocess.run([*command, "faults", "inject", *words, "--run", str(RUN)], check=False)
+        print(f"demo: step {step}: {output}", flush=True)
+        subprocess.run([*command, "faults", "inject", *arguments, "--run", str(RUN)], check=False)
 
 
 def newest_step() -> int:

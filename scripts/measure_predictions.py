@@ -128,13 +128,13 @@ def plan_memory(prediction: Prediction, cluster_name: str) -> float:
 
 def bench_words(prediction: Prediction) -> list[str]:
     """Return the words after `megascale` that run the case."""
-    settings = dict(one.split("=", 1) for one in prediction.settings)
+    settings = dict(item.split("=", 1) for item in prediction.settings)
     preset = settings.pop("model.preset")
     settings.pop("train.name", None)
     count = round(TIMED_SECONDS / prediction.seconds)
     steps = max(FEWEST_STEPS, min(MOST_STEPS, count))
-    words = ["bench", "train", preset, *(f"--{key}={value}" for key, value in settings.items())]
-    return [*words, f"--steps={steps}", f"--warmup={WARM_UP}"]
+    arguments = ["bench", "train", preset, *(f"--{key}={value}" for key, value in settings.items())]
+    return [*arguments, f"--steps={steps}", f"--warmup={WARM_UP}"]
 
 
 def estimate_seconds(prediction: Prediction) -> float:
@@ -183,19 +183,19 @@ def run_cases(waiting: list[Prediction], devices: list[str], arguments: argparse
 
 def start_case(prediction: Prediction, devices: list[str], folder: Path) -> RunningCase:
     """Start the benchmark of one case in a session of its own."""
-    own = folder / prediction.name
-    own.mkdir()
-    words = [*bench_words(prediction), f"--train.runs={own}", f"--out={own / 'result.json'}"]
+    local = folder / prediction.name
+    local.mkdir()
+    arguments = [*bench_words(prediction), f"--train.runs={local}", f"--out={local / 'result.json'}"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices), "COLUMNS": "120"}
-    with open(own / "output.log", "wb") as log:
+    with open(local / "output.log", "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megascale.cli.main", *words],
+            [sys.executable, "-m", "megascale.cli.main", *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
         )
-    return RunningCase(prediction, devices, process, time.monotonic(), own)
+    return RunningCase(prediction, devices, process, time.monotonic(), local)
 
 
 def end_case(case: RunningCase) -> None:

@@ -171,10 +171,10 @@ class MutationFinder(ast.NodeVisitor):
         self.mutations.append(Mutation(operator, start, stop, new, line, self.lines[line - 1].strip(), change))
 
     def add_token(
-        self, operator: str, around: ast.AST, left: ast.AST, right: ast.AST, old: str, new: Iterable[str]
+        self, operator: str, around: ast.AST, remaining: ast.AST, right: ast.AST, old: str, new: Iterable[str]
     ) -> None:
         """Keep the mutations that replace the token `old`, which stands between two nodes."""
-        start, stop = self.span(left)[1], self.span(right)[0]
+        start, stop = self.span(remaining)[1], self.span(right)[0]
         gap = re.sub(rb"#[^\n]*", lambda comment: b" " * len(comment[0]), self.source[start:stop])
         token = re.search(rb"\s+".join(re.escape(word.encode()) for word in old.split()), gap)
         if token is None:
@@ -245,12 +245,12 @@ class MutationFinder(ast.NodeVisitor):
             self.visit(node.func)
             return
         pairs = [] if name in COMMUTATIVE else list(zip(node.args, node.args[1:], strict=False))
-        for left, right in pairs:
-            texts = self.text(left), self.text(right)
-            if texts[0] == texts[1] or ast.Starred in (type(left), type(right)):
+        for remaining, right in pairs:
+            texts = self.text(remaining), self.text(right)
+            if texts[0] == texts[1] or ast.Starred in (type(remaining), type(right)):
                 continue
-            start, stop = self.span(left)[0], self.span(right)[1]
-            between = self.source[self.span(left)[1] : self.span(right)[0]].decode()
+            start, stop = self.span(remaining)[0], self.span(right)[1]
+            between = self.source[self.span(remaining)[1] : self.span(right)[0]].decode()
             self.add("swapped argument", node, start, stop, texts[1] + between + texts[0])
         if isinstance(node.func, ast.Attribute) and name in UNWRAPPED_METHODS:
             name_start = self.span(node.func)[1] - len(name)
@@ -305,16 +305,16 @@ class MutationFinder(ast.NodeVisitor):
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
         """Exchange `and` and `or`."""
         old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
-        for left, right in zip(node.values, node.values[1:], strict=False):
-            self.add_token("negated condition", node, left, right, old, [new])
+        for remaining, right in zip(node.values, node.values[1:], strict=False):
+            self.add_token("negated condition", node, remaining, right, old, [new])
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
         """Exchange the operators."""
         operands = [node.left, *node.comparators]
-        for operator, left, right in zip(node.ops, operands, operands[1:], strict=False):
+        for operator, remaining, right in zip(node.ops, operands, operands[1:], strict=False):
             old, new = COMPARISONS[type(operator)]
-            self.add_token("comparison", node, left, right, old, new)
+            self.add_token("comparison", node, remaining, right, old, new)
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
@@ -710,7 +710,7 @@ def _by_area(results: Sequence[Result]) -> dict[str, list[Result]]:
     return rows
 
 
-def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="which mutants are drawn (default: 1)")
@@ -719,7 +719,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("bench-mutants.json"), help="JSON file for the results")
     parser.add_argument("--rerun", type=Path, metavar="JSON", help="run the survivors of an earlier campaign again")
     parser.add_argument("--list", action="store_true", help="print the areas and exit")
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 def main() -> int:

@@ -36,12 +36,12 @@ def main() -> int:
     """Launch, kill, wait, write the picture; 1 if the job did not recover."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("docs/images/recovery.svg"))
-    given = parser.parse_args()
+    inputs = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="megascale-record-"))
-    words = [*COMMAND.split()[1:], f"--train.runs={folder}", "--observe.progress=false"]
+    arguments = [*COMMAND.split()[1:], f"--train.runs={folder}", "--observe.progress=false"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": str(WIDTH)}
     job = subprocess.Popen(
-        [sys.executable, "-m", "megascale", *words], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-m", "megascale", *arguments], stdout=subprocess.PIPE, text=True, env=environment
     )
     try:
         shown, recovered = watch(job, folder / "stdlib")
@@ -49,7 +49,7 @@ def main() -> int:
         job.send_signal(signal.SIGINT)
         job.communicate()
         shutil.rmtree(folder, ignore_errors=True)
-    picture(shown, given.out)
+    picture(shown, inputs.out)
     return 0 if recovered else 1
 
 
@@ -89,8 +89,8 @@ def picture(shown: list[tuple[float | None, str]], out: Path) -> None:
     """The lines as a terminal's picture."""
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
-        for since, line in shown:
-            text = Text(f"{since:+6.1f} s  " if since is not None else " " * 10, style="bright_black")
+        for start, line in shown:
+            text = Text(f"{start:+6.1f} s  " if start is not None else " " * 10, style="bright_black")
             text.append(line, style="bold" if line.startswith("$") else "cyan" if line.startswith("driver") else "")
             console.print(text)
         console.save_svg(str(out), title="kill -9, and on")

@@ -145,24 +145,24 @@ def iterate_bindings(tree: ast.Module) -> Iterator[Binding]:
     scopes: list[tuple[ast.AST, str]] = [(tree, "")]
     while scopes:
         scope, function = scopes.pop()
-        found: list[tuple[str, int]] = []
+        result: list[tuple[str, int]] = []
         nodes = list(ast.iter_child_nodes(scope))
         while nodes:
             node = nodes.pop()
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.append((node.id, node.lineno))
+                result.append((node.id, node.lineno))
             elif isinstance(node, ast.arg):
-                found.append((node.arg, node.lineno))
+                result.append((node.arg, node.lineno))
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.append((node.attr, node.lineno))
+                result.append((node.attr, node.lineno))
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.append((node.name, node.lineno))
+                result.append((node.name, node.lineno))
                 is_class = isinstance(node, ast.ClassDef)
                 scopes.append((node, function if is_class else node.name))
                 continue
             nodes.extend(ast.iter_child_nodes(node))
-        siblings = frozenset(name for name, _ in found)
-        for name, line in found:
+        siblings = frozenset(name for name, _ in result)
+        for name, line in result:
             yield Binding(name=name, line=line, function=function, siblings=siblings)
 
 
@@ -180,9 +180,9 @@ def count_names(path: Path, tree: ast.Module, counts: Counts) -> None:
     """Count names, names that are odd words, and names with odd or retired words as parts."""
     for binding in iterate_bindings(tree):
         counts.values["names"] += 1
-        whole = binding.name.lower().strip("_")
-        if whole in ODD_WORDS:
-            if not is_exempt(binding, whole):
+        full = binding.name.lower().strip("_")
+        if full in ODD_WORDS:
+            if not is_exempt(binding, full):
                 counts.values["odd names"] += 1
                 counts.findings.append((path, binding.line, f"name `{binding.name}`"))
             continue

@@ -75,12 +75,12 @@ def _received(sent: Any) -> int:
 class _Service:
     """What is used of subprocess.Popen."""
 
-    def __init__(self, launch: Launch, words: Sequence[str], files: Sequence[int]) -> None:
-        said = [*map(str, launch.arguments), *words]
+    def __init__(self, launch: Launch, arguments: Sequence[str], files: Sequence[int]) -> None:
+        output = [*map(str, launch.arguments), *arguments]
         # A file has another number there.
-        given: list[Any] = [_Handle(int(word)) if word in map(str, files) else word for word in said]
+        inputs: list[Any] = [_Handle(int(word)) if word in map(str, files) else word for word in output]
         variables = os.environ | dict(launch.environment)
-        args = (launch.module, given, variables, os.getcwd(), str(launch.log or os.devnull))
+        args = (launch.module, inputs, variables, os.getcwd(), str(launch.log or os.devnull))
         self._process = context.Process(target=_serve, args=args)
         self._process.start()
         process._children.discard(self._process)  # type: ignore[attr-defined]  # who ends does not wait for it
@@ -108,15 +108,15 @@ class _Service:
 _new = Launch.spawn
 
 
-def _spawn(self: Launch, *words: str, files: Sequence[int] = ()) -> Any:
+def _spawn(self: Launch, *arguments: str, files: Sequence[int] = ()) -> Any:
     if self.module not in MODULES:
-        return _new(self, *words, files=files)
+        return _new(self, *arguments, files=files)
     if self.log is not None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-    return _Service(self, words, files)
+    return _Service(self, arguments, files)
 
 
-def _serve(module: str, words: list[str | int], env: Mapping[str, str], cwd: str, log: str) -> None:
+def _serve(module: str, arguments: list[str | int], env: Mapping[str, str], cwd: str, log: str) -> None:
     """In the forked process: become the service."""
     os.setsid()
     handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -128,7 +128,7 @@ def _serve(module: str, words: list[str | int], env: Mapping[str, str], cwd: str
     os.environ.update(env)
     os.chdir(cwd)
     Path("/proc/self/comm").write_text(module.rpartition(".")[2][:15])
-    sys.argv = [module, *map(str, words)]
+    sys.argv = [module, *map(str, arguments)]
     if "--parent" in sys.argv:
         sys.argv[sys.argv.index("--parent") + 1] = str(os.getppid())
     importlib.import_module(module).main()

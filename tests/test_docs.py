@@ -18,8 +18,8 @@ LINK = re.compile(r"\]\(([\w./-]+\.(?:md|py|toml))(?:#[\w-]*)?\)")
 
 def files(path: str) -> list[Path]:
     """What a page may mean: a path from the root, the package or docs/, or the end of one in package or tests."""
-    found = [file for base in BASES for file in base.glob(path.rstrip("/"))]
-    return found or [file for base in (BASES[1], ROOT / "tests") for file in base.rglob(path)]
+    result = [file for base in BASES for file in base.glob(path.rstrip("/"))]
+    return result or [file for base in (BASES[1], ROOT / "tests") for file in base.rglob(path)]
 
 
 def defines(file: Path, name: str) -> bool:
@@ -35,10 +35,10 @@ def test_what_a_page_names_is_there(page):
     for dotted in MODULE.findall(text):
         *parents, last = dotted[1:].split(".")
         module = "/".join([*parents, last])
-        there = (
+        present = (
             files(f"{module}.py") or files(module) or any(defines(f, last) for f in files("/".join(parents) + ".py"))
         )
-        missing += [] if there else [f"megascale{dotted}"]
+        missing += [] if present else [f"megascale{dotted}"]
     missing += [link for link in LINK.findall(text) if not (page.parent / link).exists()]
     assert not missing
 

@@ -36,14 +36,14 @@ def lint_imports(tree: Path) -> tuple[int, str]:
     program = Path(sys.executable).with_name("lint-imports")
     if not program.exists():
         pytest.skip("import-linter is not installed (extra: dev)")
-    found = subprocess.run(
+    result = subprocess.run(
         [program, "--no-logo", "--no-cache", "--config", CONTRACTS],
         cwd=tree,
         env=os.environ | {"PYTHONPATH": str(tree), "COLUMNS": "200"},
         capture_output=True,
         text=True,
     )
-    return found.returncode, found.stdout + found.stderr
+    return result.returncode, result.stdout + result.stderr
 
 
 def test_a_tree_that_keeps_the_table_passes(tree: Path) -> None:
@@ -115,12 +115,12 @@ def test_files_that_comments_name_are_there() -> None:
         f"/{file.relative_to(ROOT).as_posix()}"
         for file in [p for name in ("src", "tests", "scripts") for p in (ROOT / name).rglob("*.py")]
     ]
-    others = {"begun.py", "megatron/core/datasets/indexed_dataset.py"}  # a user's and Megatron's
+    peers = {"begun.py", "megatron/core/datasets/indexed_dataset.py"}  # a user's and Megatron's
     lost = [
         f"{file.relative_to(source)}: {name}"
         for file in sorted(source.rglob("*.py"))
         for name in re.findall(r"(?<![\w/.{}*-])((?:[\w-]+/)*[\w-]+\.py)\b", file.read_text())
-        if name not in others and not any(there.endswith(f"/{name}") for there in files)
+        if name not in peers and not any(present.endswith(f"/{name}") for present in files)
     ]
     assert lost == []
 

@@ -55,8 +55,8 @@ def mutate() -> ModuleType:
     ],
 )
 def test_each_operator(mutate, source, mutants):
-    found = mutate.find_mutations(source.encode())
-    assert {mutation.apply(source.encode()).decode() for mutation in found} == mutants
+    result = mutate.find_mutations(source.encode())
+    assert {mutation.apply(source.encode()).decode() for mutation in result} == mutants
 
 
 @pytest.mark.parametrize(

@@ -19,19 +19,19 @@ def wheel(tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, "-w", out, ROOT], check=True)
-    (made,) = out.glob("*.whl")
-    return made
+    (built,) = out.glob("*.whl")
+    return built
 
 
 def test_it_holds_what_the_source_tree_holds(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     source = ROOT / "src" / "megascale"
-    wanted = {
+    expected = {
         f"megascale/{file.relative_to(source)}"
         for file in source.rglob("*")
         if file.is_file() and file.suffix != ".pyc" and "node_modules" not in file.parts
     }
-    assert wanted <= names
+    assert expected <= names
     assert "megascale/py.typed" in names
     assert not [name for name in names if name.startswith(("tests/", "docs/"))]
 
@@ -39,10 +39,10 @@ def test_it_holds_what_the_source_tree_holds(wheel):
 def test_its_metadata(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
-    found = message_from_string(archive.read(name).decode())
-    assert found["License-Expression"] == "Apache-2.0"
-    assert "Typing :: Typed" in found.get_all("Classifier")
-    needs = [need for need in found.get_all("Requires-Dist") if "extra ==" not in need]
+    result = message_from_string(archive.read(name).decode())
+    assert result["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in result.get_all("Classifier")
+    needs = [need for need in result.get_all("Requires-Dist") if "extra ==" not in need]
     # Light: what only some runs need is an extra.
     assert not [need for need in needs if need.startswith(("tensorboard", "wandb", "fastapi", "kubernetes", "numba"))]
 

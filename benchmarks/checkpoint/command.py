@@ -123,8 +123,8 @@ def _stall(
     table.add_row("a step", f"{f['plain_step_s']:.3f} s")
     table.add_row("a step that begins with a save", f"{statistics.median(f['save_step_s']):.3f} s ({f['slower']:+.1%})")
     table.add_row("staged, checksums included, after", f"{statistics.median(f['staged_s']):.2f} s")
-    place = f"in place after {f['in_place_s']:.2f} s, {f['prepare_s']:.2f} s of it before the first step"
-    table.add_row("staging memory", f"{f['staging_bytes'] / 1e9:.2f} GB, {lock}, {place}")
+    location = f"in place after {f['in_place_s']:.2f} s, {f['prepare_s']:.2f} s of it before the first step"
+    table.add_row("staging memory", f"{f['staging_bytes'] / 1e9:.2f} GB, {lock}, {location}")
     table.add_row("saves skipped", str(f["skipped"]))
     console.print(table)
     return f

@@ -51,8 +51,8 @@ def main(
     from rich.table import Table
 
     console = Console()
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        result = measure(Path(place), size * 1_000_000, cores, vocab_size)
+    with tempfile.TemporaryDirectory(dir=folder) as location:
+        result = measure(Path(location), size * 1_000_000, cores, vocab_size)
     table = Table("what", "seconds", "MB/s", "share", "CPU seconds", "share")
     base = result["rows"][0]
     for row in result["rows"]:
@@ -86,15 +86,16 @@ def measure(folder: Path, size: int, cores: int, vocab_size: int) -> dict[str, A
     documents, text_bytes = write_jsonl(folder / "text.jsonl", texts, size)
     # The library does half of the text before and half after: what else the machine does then weighs on both.
     order = [("encode_batch", 0), ("encode_batch_fast", 0), ("", 0), ("encode_batch_fast", 1), ("encode_batch", 1)]
-    told: dict[str, dict[str, Any]] = {}
+    report: dict[str, dict[str, Any]] = {}
     for method, half in order:
         name, call = (method, f"library({method!r}, {half})") if method else ("data build", f"ours({cores})")
         for key, value in _apart(call, folder, cores).items():
-            kept = told.setdefault(name, {})
-            kept[key] = kept.get(key, 0) + value
+            retained = report.setdefault(name, {})
+            retained[key] = retained.get(key, 0) + value
     names = ("encode_batch", "encode_batch_fast", "data build")
     rows = [
-        {"what": name, "megabytes_per_second": text_bytes / told[name]["seconds"] / 1e6, **told[name]} for name in names
+        {"what": name, "megabytes_per_second": text_bytes / report[name]["seconds"] / 1e6, **report[name]}
+        for name in names
     ]
     return {
         "rows": rows,
@@ -172,8 +173,8 @@ def _batches(path: Path) -> Iterator[list[str]]:
 
 
 def _processor_seconds() -> float:
-    both = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in both)
+    pair = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in pair)
 
 
 def library(method: str, half: int) -> dict[str, float]:
@@ -197,8 +198,8 @@ def ours(workers: int) -> dict[str, float]:
     from megascale.data.prepare.builder import build
 
     start = time.perf_counter()
-    made = build("built", inputs=["text.jsonl"], tokenizer="tokenizer.json", workers=workers, progress=False)
+    built = build("built", inputs=["text.jsonl"], tokenizer="tokenizer.json", workers=workers, progress=False)
     seconds = time.perf_counter() - start
-    told = {"seconds": seconds, "cpu_seconds": _processor_seconds()}
+    report = {"seconds": seconds, "cpu_seconds": _processor_seconds()}
     shutil.rmtree("built")
-    return {**told, "tokens": sum(part.tokens for part in made.manifest.parts.values())}
+    return {**report, "tokens": sum(part.tokens for part in built.manifest.parts.values())}

@@ -23,7 +23,7 @@ def temporary_folder(prefix: str = "megascale-bench-") -> Iterator[str]:
 
 
 def _remove(name: str) -> None:
-    until = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + GRACE_SECONDS
     while True:
         try:
             shutil.rmtree(name)
@@ -31,6 +31,6 @@ def _remove(name: str) -> None:
         except OSError:  # something came, or what was listed has gone meanwhile
             if not os.path.exists(name):
                 return
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
         time.sleep(0.05)

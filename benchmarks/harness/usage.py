@@ -16,17 +16,17 @@ def drop(path: Path) -> None:
 
 def children(pid: int) -> list[int]:
     """Process ids of all threads' children."""
-    found = []
+    result = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):
-            found += [int(word) for word in (task / "children").read_text().split()]
-    return found
+            result += [int(word) for word in (task / "children").read_text().split()]
+    return result
 
 
 def cpu(pid: int) -> float:
     """Processor seconds so far, its own."""
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    arguments = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(arguments[11]) + int(arguments[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def read(pid: int) -> int:

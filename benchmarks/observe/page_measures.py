@@ -46,22 +46,22 @@ def chromium(program: str) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--js-flags=--expose-gc"])
-        yield found
-        found.close()
+        result = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--js-flags=--expose-gc"])
+        yield result
+        result.close()
 
 
 def view_seconds(browser: Any, address: str, times: int) -> list[float]:
     """Seconds from the start of the navigation to the view's first answer shown, each in a fresh profile."""
-    found = []
+    result = []
     for _ in range(times):
         context = browser.new_context(viewport={"width": 1280, "height": 720})
         page = context.new_page()
         page.goto(address)
         page.wait_for_selector("main[data-ready]", timeout=60_000)
-        found.append(int(page.locator("main").get_attribute("data-ready")) / 1e3)
+        result.append(int(page.locator("main").get_attribute("data-ready")) / 1e3)
         context.close()
-    return found
+    return result
 
 
 def frame_seconds(page: Any, selector: str, kind: str) -> list[float]:
@@ -74,31 +74,31 @@ def page_bytes(browser: Any) -> int:
     session = browser.new_browser_cdp_session()
     processes = session.send("SystemInfo.getProcessInfo")["processInfo"]
     session.detach()
-    return max(usage.memory(one["id"]) for one in processes if one["type"] == "renderer")
+    return max(usage.memory(item["id"]) for item in processes if item["type"] == "renderer")
 
 
 def server_bytes(pid: int) -> int:
     """The most memory that the server and the processes that answer have had, each for itself; what they share counts
     in each."""
-    found = 0
-    for one in [pid, *usage.children(pid)]:
-        for line in Path(f"/proc/{one}/status").read_text().splitlines():
-            found += 1024 * int(line.split()[1]) if line.startswith("VmHWM:") else 0
-    return found
+    result = 0
+    for item in [pid, *usage.children(pid)]:
+        for line in Path(f"/proc/{item}/status").read_text().splitlines():
+            result += 1024 * int(line.split()[1]) if line.startswith("VmHWM:") else 0
+    return result
 
 
 def live_seconds(page: Any, run: Path, times: int, step: int) -> list[float]:
     """From a record's last byte to its step in the page, the clocks being one."""
-    found = []
+    result = []
     for number in range(step + 1, step + times + 1):
         record = {"step": number, "time": time.time(), "loss": 2.0, "seconds": 6.34, "tokens_per_second": 2e6}
         with open(run / "metrics.jsonl", "a") as out:
             out.write(strict_json.dumps(record) + "\n")
         began = time.monotonic()
         page.wait_for_selector(f".tile.now >> text=step {number:,}", timeout=30_000)
-        found.append(time.monotonic() - began)
+        result.append(time.monotonic() - began)
         time.sleep(0.3 * (number % 3))  # at other moments of the server's look
-    return found
+    return result
 
 
 def told(values: list[float]) -> dict[str, float]:

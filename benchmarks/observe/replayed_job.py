@@ -74,12 +74,12 @@ def _order(job: Job) -> tuple[tuple[int, int, int, int], ...]:
         for s in range(job.stages):
             while at[s] < len(lists[s]):
                 kind, chunk, batch = lists[s][at[s]]
-                whole = chunk * job.stages + s
+                full = chunk * job.stages + s
                 forward = kind == ActionKind.FORWARD
-                needs = whole - 1 if forward else whole + 1
+                needs = full - 1 if forward else full + 1
                 if 0 <= needs <= last and (int(kind), needs, batch) not in done:
                     break
-                done.add((int(kind), whole, batch))
+                done.add((int(kind), full, batch))
                 order.append((s, int(kind), chunk, batch))
                 at[s] += 1
         if len(order) == before:
@@ -98,19 +98,19 @@ def replayed(
     for k in range(steps):
         records = np.zeros((world, len(rows)), ROLLUP)
         for column, (kind, axis, total, waited) in enumerate(rows):
-            one = records[:, column]
-            one["kind"], one["axis"] = kind, axis
-            one["count"] = count if kind in (SpanKind.FORWARD, SpanKind.BACKWARD) else 1
-            one["total_ns"] = figures[total][k]
+            single = records[:, column]
+            single["kind"], single["axis"] = kind, axis
+            single["count"] = count if kind in (SpanKind.FORWARD, SpanKind.BACKWARD) else 1
+            single["total_ns"] = figures[total][k]
             if waited:
-                one["waited_ns"] = figures[waited][k]
-            one["longest_ns"] = one["total_ns"] // np.maximum(1, one["count"])
-            one["host_ns"] = 0.6 * one["total_ns"]
-            one["first_ns"], one["last_ns"] = begin_ns + figures["begin"][k], begin_ns + figures["end"][k]
+                single["waited_ns"] = figures[waited][k]
+            single["longest_ns"] = single["total_ns"] // np.maximum(1, single["count"])
+            single["host_ns"] = 0.6 * single["total_ns"]
+            single["first_ns"], single["last_ns"] = begin_ns + figures["begin"][k], begin_ns + figures["end"][k]
             if kind == SpanKind.FINISH_REDUCTIONS:
-                one["first_ns"] = begin_ns + figures["reduce_begin"][k]
+                single["first_ns"] = begin_ns + figures["reduce_begin"][k]
             elif kind in (SpanKind.GARBAGE_PAUSE, SpanKind.ALLOCATOR_RETRY):
-                one["count"] = figures["pauses" if kind == SpanKind.GARBAGE_PAUSE else "retries"][k]
+                single["count"] = figures["pauses" if kind == SpanKind.GARBAGE_PAUSE else "retries"][k]
         yield k + 1, records
         begin_ns += int(figures["sync"][k])
 
@@ -139,11 +139,11 @@ def machine_noise(world: int, steps: int, random: Any, spells: int = _SPELLS) ->
     """Factors of all computes by machines as they are, [steps, ranks]; see the head of this file."""
     pace = 1 + _PACE * random.standard_normal(world)
     fresh = random.standard_normal((steps, world), np.float32)
-    own = np.empty_like(fresh)
-    own[0] = fresh[0]
+    local = np.empty_like(fresh)
+    local[0] = fresh[0]
     for k in range(1, steps):
-        own[k] = _CARRIED * own[k - 1] + np.sqrt(1 - _CARRIED**2) * fresh[k]
-    factor = pace * np.exp(_JITTER * own) * np.exp(_COMMON * random.standard_normal((steps, 1)))
+        local[k] = _CARRIED * local[k - 1] + np.sqrt(1 - _CARRIED**2) * fresh[k]
+    factor = pace * np.exp(_JITTER * local) * np.exp(_COMMON * random.standard_normal((steps, 1)))
     factor *= 1 + (random.random((steps, world)) < _HICCUPS) * random.exponential(_HICCUP, (steps, world))
     for rank in random.choice(world, min(spells, world), replace=False):
         first = random.integers(0, max(1, steps - _SPELL_STEPS))
@@ -175,13 +175,13 @@ def _times(job: Job, steps: int, random: Any, faults: Faults, extra: Extra) -> d
     work[0], work[-1] = _EMBEDDING, _LOGITS
     count = job.virtual * job.microbatches
     added = (spread(extra.late_ns) + pause + samples) / count  # within the forwards, in equal parts
-    own: dict[ActionKind, Array] = {
+    local: dict[ActionKind, Array] = {
         ActionKind.FORWARD: spread(FORWARD_NS * factor) * work[:, None, None],
         ActionKind.BACKWARD: spread(BACKWARD_NS * factor) * work[:, None, None],
     }
-    whole: dict[ActionKind, Array] = {
-        ActionKind.FORWARD: own[ActionKind.FORWARD] + added,
-        ActionKind.BACKWARD: own[ActionKind.BACKWARD],
+    full: dict[ActionKind, Array] = {
+        ActionKind.FORWARD: local[ActionKind.FORWARD] + added,
+        ActionKind.BACKWARD: local[ActionKind.BACKWARD],
     }
     of_link = spread(np.broadcast_to(link, (steps, job.world)))
     message = np.exp(_LINK_JITTER * random.standard_normal(shape).astype(np.float32)) * TRANSFER_NS
@@ -189,44 +189,44 @@ def _times(job: Job, steps: int, random: Any, faults: Faults, extra: Extra) -> d
     # Between steps: each rank's own update lies before its next step.
     begin = np.concatenate([update[:1], update[:-1]]) + outside
     gather = _moved(_GATHER_NS, of_link, random)
-    now = {s: (begin[:, s] + gather[:, s]).max(2) for s in range(stages)}  # [steps, data]: tensor peers together
-    at_tensor = {s: now[s][:, :, None] - begin[:, s] - gather[:, s] for s in range(stages)}
+    current = {s: (begin[:, s] + gather[:, s]).max(2) for s in range(stages)}  # [steps, data]: tensor peers together
+    at_tensor = {s: current[s][:, :, None] - begin[:, s] - gather[:, s] for s in range(stages)}
     waits = {name: np.zeros(shape, np.float32) for name in ("pf", "pb", "tf", "tb")}
     for s in range(stages):
         waits["tf"][:, s] = at_tensor[s]
-    slowest = {kind: values.max(3) for kind, values in whole.items()}
+    slowest = {kind: values.max(3) for kind, values in full.items()}
     sent: dict[tuple[int, int, int], Array] = {}
     last = stages * job.virtual - 1
     for s, code, chunk, batch in _order(job):
         kind = ActionKind(code)
         forward = kind == ActionKind.FORWARD
         position = chunk * stages + s
-        start = now[s]
+        start = current[s]
         from_ = position - 1 if forward else position + 1
         if 0 <= from_ <= last:
             source = from_ % stages
             slower = np.maximum(of_link[0, source], of_link[0, s])
-            there = sent.pop((code, from_, batch))[:, :, None] + message[:, s] * slower
-            waited = np.maximum(0.0, there - start[:, :, None])
+            present = sent.pop((code, from_, batch))[:, :, None] + message[:, s] * slower
+            waited = np.maximum(0.0, present - start[:, :, None])
             waits["pf" if forward else "pb"][:, s] += waited
             longest = waited.max(2)
             waits["tf" if forward else "tb"][:, s] += longest[:, :, None] - waited
             start = start + longest
-        now[s] = start + slowest[kind][:, s]
+        current[s] = start + slowest[kind][:, s]
         if (forward and position < last) or (not forward and position > 0):
-            sent[code, position, batch] = now[s]
-    end = np.stack([now[s] for s in range(stages)], 1)[..., None] + np.zeros(tensor, np.float32)
+            sent[code, position, batch] = current[s]
+    end = np.stack([current[s] for s in range(stages)], 1)[..., None] + np.zeros(tensor, np.float32)
     for name, kind in (("tf", ActionKind.FORWARD), ("tb", ActionKind.BACKWARD)):
-        waits[name] += count * (slowest[kind][..., None] - whole[kind])
+        waits[name] += count * (slowest[kind][..., None] - full[kind])
     reduced = end.max(2, keepdims=True) + _moved(_REDUCE_NS, of_link, random)
     wait_reduce = reduced - end
     sync = reduced.max((1, 2, 3)) + _NORM_NS
     wait_world = sync[:, None, None, None] - reduced + np.zeros(shape, np.float32)
     previous = np.concatenate([update[:1], update[:-1]])
     figures = {
-        "forward": count * whole[ActionKind.FORWARD] + waits["pf"] + waits["tf"] + gather,
+        "forward": count * full[ActionKind.FORWARD] + waits["pf"] + waits["tf"] + gather,
         "forward_waited": waits["pf"] + waits["tf"] + gather + samples,
-        "backward": count * whole[ActionKind.BACKWARD] + waits["pb"] + waits["tb"],
+        "backward": count * full[ActionKind.BACKWARD] + waits["pb"] + waits["tb"],
         "backward_waited": waits["pb"] + waits["tb"],
         "wait_reduce": wait_reduce,
         "optimizer": wait_world + update,
@@ -246,11 +246,11 @@ def _times(job: Job, steps: int, random: Any, faults: Faults, extra: Extra) -> d
     figures["step_waited"] = (
         figures["wait_tensor"] + figures["wait_pipeline"] + figures["wait_data"] + samples + wait_world
     )
-    found = {name: np.asarray(values.reshape(steps, job.world), np.int64) for name, values in figures.items()}
-    found["pauses"] = np.broadcast_to(np.asarray(extra.pauses, np.int64), (steps, job.world))
-    found["retries"] = np.broadcast_to(np.asarray(extra.retries, np.int64), (steps, job.world))
-    found["sync"] = sync.astype(np.int64)
-    return found
+    result = {name: np.asarray(values.reshape(steps, job.world), np.int64) for name, values in figures.items()}
+    result["pauses"] = np.broadcast_to(np.asarray(extra.pauses, np.int64), (steps, job.world))
+    result["retries"] = np.broadcast_to(np.asarray(extra.retries, np.int64), (steps, job.world))
+    result["sync"] = sync.astype(np.int64)
+    return result
 
 
 def _moved(nanoseconds: float, link: Array, random: Any) -> Array:

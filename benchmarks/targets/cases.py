@@ -103,8 +103,8 @@ class TargetCase(BaseModel):
         for name in (*self.must, *self.aim):
             figure = FIGURES.get(name)
             if figure is None or self.bench not in figure.benches:
-                known = ", ".join(n for n, f in FIGURES.items() if self.bench in f.benches)
-                raise ValueError(f"there is no figure {name!r} of bench {self.bench}; there are {known}")
+                expected = ", ".join(n for n, f in FIGURES.items() if self.bench in f.benches)
+                raise ValueError(f"there is no figure {name!r} of bench {self.bench}; there are {expected}")
             if figure.ratio and self.over is None:
                 raise ValueError(f"{name} compares with another case; name it, such as over='F3'")
         if worse := [n for n in self.aim if n not in self.must or not FIGURES[n].meets(self.aim[n], self.must[n])]:
@@ -114,11 +114,11 @@ class TargetCase(BaseModel):
     @property
     def goals(self) -> str:
         """What it must reach, and the aim, in words."""
-        said = []
+        output = []
         for name, value in self.must.items():
             aim = f" (aim {FIGURES[name].form.format(self.aim[name])})" if name in self.aim else ""
-            said.append(f"{FIGURES[name].label} {FIGURES[name].bound(value)}{aim}")
-        return ", ".join(said)
+            output.append(f"{FIGURES[name].label} {FIGURES[name].bound(value)}{aim}")
+        return ", ".join(output)
 
     @property
     def slots(self) -> int:
@@ -152,8 +152,8 @@ class TargetCase(BaseModel):
 
     def key(self, replicas: int) -> str:
         """Changes with what is measured, not with what it must reach."""
-        what = strict_json.dumps([self.words(replicas), self.environment], sort_keys=True)
-        return hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
+        subject = strict_json.dumps([self.words(replicas), self.environment], sort_keys=True)
+        return hashlib.blake2b(subject.encode(), digest_size=8).hexdigest()
 
     def config(self, replicas: int) -> Config:
         """What the bench will run, laid out. MegascaleError if its words are wrong or do not divide."""
@@ -203,30 +203,30 @@ def load(file: Path | None) -> list[TargetCase]:
     for case in cases:
         if case.over is None:
             continue
-        other = by_name.get(case.over)
-        if other is None or other is case:
+        second = by_name.get(case.over)
+        if second is None or second is case:
             raise ConfigError(f"--file={name}: case {case.name}: over={case.over!r} is no other case of the file")
-        same = ("bench", "gpus", "data", "least")
-        if differs := [key for key in same if getattr(other, key) != getattr(case, key)]:
+        equal = ("bench", "gpus", "data", "least")
+        if differs := [key for key in equal if getattr(second, key) != getattr(case, key)]:
             raise ConfigError(
                 f"--file={name}: case {case.name}: over={case.over!r} has another {differs[0]}, so their steps do not "
-                f"compare; give both the same {', '.join(same)}"
+                f"compare; give both the same {', '.join(equal)}"
             )
     return cases
 
 
 def _explain(error: Any, tree: dict[str, Any]) -> str:
-    place = list(error["loc"])
-    if len(place) < 2 or place[0] != "case" or not isinstance(place[1], int):
-        known = "cases are tables [[case]]"
-        return f"{'.'.join(map(str, place))}={str(error['input'])[:60]} is wrong: {error['msg']}; {known}"
-    told = tree["case"][place[1]]
-    who = f"case {told.get('name', place[1] + 1) if isinstance(told, dict) else place[1] + 1}"
-    key = ".".join(map(str, place[2:]))
+    location = list(error["loc"])
+    if len(location) < 2 or location[0] != "case" or not isinstance(location[1], int):
+        expected = "cases are tables [[case]]"
+        return f"{'.'.join(map(str, location))}={str(error['input'])[:60]} is wrong: {error['msg']}; {expected}"
+    report = tree["case"][location[1]]
+    name = f"case {report.get('name', location[1] + 1) if isinstance(report, dict) else location[1] + 1}"
+    key = ".".join(map(str, location[2:]))
     if error["type"] == "value_error":
-        return f"{who}: {error['ctx']['error']}"
+        return f"{name}: {error['ctx']['error']}"
     if error["type"] == "extra_forbidden":
-        return f"{who}: there is no key {key} (value {error['input']!r}); known: {', '.join(TargetCase.model_fields)}"
+        return f"{name}: there is no key {key} (value {error['input']!r}); known: {', '.join(TargetCase.model_fields)}"
     if error["type"] == "missing":
-        return f"{who}: {key} is missing ({TargetCase.model_fields[key].description or 'see targets.toml'})"
-    return f"{who}: {key}={error['input']!r} is wrong: {error['msg'][0].lower()}{error['msg'][1:]}"
+        return f"{name}: {key} is missing ({TargetCase.model_fields[key].description or 'see targets.toml'})"
+    return f"{name}: {key}={error['input']!r} is wrong: {error['msg'][0].lower()}{error['msg'][1:]}"

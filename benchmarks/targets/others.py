@@ -25,12 +25,12 @@ class OtherCommands(BaseModel):
 
 def load_others() -> list[OtherCommands]:
     """The shipped ones."""
-    return [OtherCommands.model_validate(one) for one in tomllib.loads(shipped(FILE))["other"]]
+    return [OtherCommands.model_validate(item) for item in tomllib.loads(shipped(FILE))["other"]]
 
 
 def others() -> Iterator[str]:
     """Lines that say them."""
     yield "Beside these cases:"
-    for one in load_others():
-        yield f"{one.title}: {one.needs}; {one.goal}"
-        yield from (f"  {line}" for line in one.lines)
+    for item in load_others():
+        yield f"{item.title}: {item.needs}; {item.goal}"
+        yield from (f"  {line}" for line in item.lines)

@@ -24,8 +24,8 @@ HOST_MEMORY_GBS = 11.2
 @cache
 def predictions() -> Mapping[str, float]:
     """Seconds of a step by TargetCase.key."""
-    found = tomllib.loads(shipped(FILE)).get("predicted", [])
-    return {one["key"]: float(one["seconds"]) for one in found}
+    result = tomllib.loads(shipped(FILE)).get("predicted", [])
+    return {item["key"]: float(item["seconds"]) for item in result}
 
 
 def predicted(case: TargetCase, replicas: int) -> float | None:
@@ -46,8 +46,8 @@ def predict(case: TargetCase, replicas: int) -> tuple[float, float, float]:
         slow = {"bus": [[2, HOST_MEMORY_GBS]], "p2p_gbs": HOST_MEMORY_GBS}
         cluster = cluster.model_copy(update={"inside": cluster.inside.model_copy(update=slow)})
     software = engine_software(config, MEGASCALE_H200)
-    found = run(Scenario(config, replicas * case.gpus, cluster, constants, software), "event")
-    return found.seconds, found.low, found.high
+    result = run(Scenario(config, replicas * case.gpus, cluster, constants, software), "event")
+    return result.seconds, result.low, result.high
 
 
 def lines(cases: Iterable[TargetCase]) -> Iterable[str]:

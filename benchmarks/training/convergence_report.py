@@ -36,13 +36,13 @@ class ConvergenceOutcome:
 def tokens_to(outcome: ConvergenceOutcome, loss: float) -> float | None:
     """Tokens after which the held-out loss is first at most `loss`, between evaluations by a straight line."""
     before: tuple[int, float] | None = None
-    for place, value in zip(outcome.tokens, outcome.held_out, strict=True):
+    for location, value in zip(outcome.tokens, outcome.held_out, strict=True):
         if value <= loss:
             if before is None or before[1] <= loss:
-                return float(place)
+                return float(location)
             share = (before[1] - loss) / (before[1] - value)
-            return before[0] + share * (place - before[0])
-        before = (place, value)
+            return before[0] + share * (location - before[0])
+        before = (location, value)
     return None
 
 
@@ -52,12 +52,12 @@ def paired(
     """Held-out loss at the end, variant - against, over the seeds that both have: mean, its standard error (None for
     one pair), pairs. None without a pair. `unquantised`: the variant's loss is that of its weights without float8."""
     of = {o.seed: o.unquantised if unquantised else o.last for o in outcomes if o.variant == variant}
-    other = {o.seed: o.last for o in outcomes if o.variant == against}
-    found = [loss - other[seed] for seed, loss in of.items() if loss is not None and seed in other]
-    if not found:
+    second = {o.seed: o.last for o in outcomes if o.variant == against}
+    result = [loss - second[seed] for seed, loss in of.items() if loss is not None and seed in second]
+    if not result:
         return None
-    error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else None
-    return statistics.mean(found), error, len(found)
+    error = statistics.stdev(result) / len(result) ** 0.5 if len(result) > 1 else None
+    return statistics.mean(result), error, len(result)
 
 
 def _in_words(pair: tuple[float, float | None, int] | None) -> str:
@@ -72,24 +72,24 @@ def show(outcomes: list[ConvergenceOutcome], console: Any) -> None:
     from rich.table import Table
 
     names = list(dict.fromkeys(o.variant for o in outcomes))
-    means = {n: statistics.mean(o.last for o in outcomes if o.variant == n) for n in names}
+    meanings = {n: statistics.mean(o.last for o in outcomes if o.variant == n) for n in names}
     plain = any(o.unquantised is not None for o in outcomes)
     columns = ["variant", "held-out loss", "seeds apart", f"against {names[0]}"]
     table = Table(*columns, *["its weights without float8"] * plain, "tokens to its loss", "tokens/s")
     for name in names:
-        mine = [o for o in outcomes if o.variant == name]
-        needed = [tokens_to(o, means[names[0]]) for o in mine]
+        local = [o for o in outcomes if o.variant == name]
+        needed = [tokens_to(o, meanings[names[0]]) for o in local]
         reached = [n for n in needed if n is not None]
-        known = any(o.unquantised is not None for o in mine)
-        also = [_in_words(paired(outcomes, name, names[0], unquantised=True)) if known else ""]
+        expected = any(o.unquantised is not None for o in local)
+        also = [_in_words(paired(outcomes, name, names[0], unquantised=True)) if expected else ""]
         table.add_row(
             name,
-            f"{means[name]:.4f}",
-            f"{max(o.last for o in mine) - min(o.last for o in mine):.4f}",
+            f"{meanings[name]:.4f}",
+            f"{max(o.last for o in local) - min(o.last for o in local):.4f}",
             "" if name == names[0] else _in_words(paired(outcomes, name, names[0])),
             *also * plain,
-            f"{statistics.mean(reached) / 1e6:,.1f} M" if len(reached) == len(mine) else "not reached",
-            f"{statistics.mean(o.tokens_per_second for o in mine):,.0f}",
+            f"{statistics.mean(reached) / 1e6:,.1f} M" if len(reached) == len(local) else "not reached",
+            f"{statistics.mean(o.tokens_per_second for o in local):,.0f}",
         )
     console.print(table)
 
@@ -103,10 +103,10 @@ def seeds_in_words(seeds: list[int]) -> str:
     return ", ".join(f"seed {seed} {shapes[i % len(shapes)]}" for i, seed in enumerate(seeds))
 
 
-def _above(one: ConvergenceOutcome, base: ConvergenceOutcome) -> dict[int, float]:
+def _above(single: ConvergenceOutcome, base: ConvergenceOutcome) -> dict[int, float]:
     """By how much the losses of `one` are above those of `base`, by tokens, where both were evaluated."""
     of = dict(zip(base.tokens, base.held_out, strict=True))
-    return {t: loss - of[t] for t, loss in zip(one.tokens, one.held_out, strict=True) if t in of}
+    return {t: loss - of[t] for t, loss in zip(single.tokens, single.held_out, strict=True) if t in of}
 
 
 def draw(outcomes: list[ConvergenceOutcome], out: Path, title: str) -> None:
@@ -117,17 +117,17 @@ def draw(outcomes: list[ConvergenceOutcome], out: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    names, seeds = (list(dict.fromkeys(getattr(o, what) for o in outcomes)) for what in ("variant", "seed"))
+    names, seeds = (list(dict.fromkeys(getattr(o, subject) for o in outcomes)) for subject in ("variant", "seed"))
     bases = {o.seed: o for o in outcomes if o.variant == names[0]}
-    apart = [(o, _above(o, bases[o.seed])) for o in outcomes if o.variant != names[0] and o.seed in bases]
-    apart = [(o, places) for o, places in apart if places]
+    separate = [(o, _above(o, bases[o.seed])) for o in outcomes if o.variant != names[0] and o.seed in bases]
+    separate = [(o, locations) for o, locations in separate if locations]
     figure, panels = plt.subplots(
-        1 + bool(apart),
-        figsize=(9, 7.5 if apart else 5.5),
+        1 + bool(separate),
+        figsize=(9, 7.5 if separate else 5.5),
         layout="constrained",
         sharex=True,
         squeeze=False,
-        height_ratios=[2, 1][: 1 + bool(apart)],
+        height_ratios=[2, 1][: 1 + bool(separate)],
     )
     axes = panels[0, 0]
 
@@ -147,12 +147,12 @@ def draw(outcomes: list[ConvergenceOutcome], out: Path, title: str) -> None:
     axes.set_ylabel("Held-out loss (nats per token)")
     axes.set_title(title, fontsize=10)
     axes.legend(title=f"Held-out loss at the end (dots: of all samples)\n{seeds_in_words(seeds)}", frameon=False)
-    if apart:
+    if separate:
         below = panels[1, 0]
-        for o, at in apart:
+        for o, at in separate:
             line(below, o, at)
         # The first steps, where runs leave their plateau at different times, would hide all that follows.
-        late = [value for _, at in apart for value in list(at.values())[len(at) // 4 :]]
+        late = [value for _, at in separate for value in list(at.values())[len(at) // 4 :]]
         margin = 0.2 * (max(*late, 0.0) - min(*late, 0.0)) or 1e-3
         below.set_ylim(min(*late, 0.0) - margin, max(*late, 0.0) + margin)
         below.axhline(0.0, color="C0", linewidth=0.8)

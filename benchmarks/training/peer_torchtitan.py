@@ -31,7 +31,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
     data = job.world // (job.tensor * job.pipeline)
     # Their sizes of the MLP: two thirds of four times the width, times a factor, rounded up.
     plain = int(2 * 4 * shape["hidden"] / 3)
-    made = TransformerModelArgs(
+    built = TransformerModelArgs(
         dim=shape["hidden"],
         n_layers=shape["layers"],
         n_heads=shape["heads"],
@@ -62,7 +62,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
 
     spec = replace(
         llama3.get_train_spec(),
-        model_args={FLAVOUR: made},
+        model_args={FLAVOUR: built},
         build_dataloader_fn=lambda dp_rank, **_: Random(dp_rank),
         build_tokenizer_fn=None,
     )
@@ -86,7 +86,7 @@ def _in_step(job: PeerJob, data: int) -> int:
 def _arguments(job: PeerJob) -> list[str]:
     """Its command line for a job."""
     data = job.world // (job.tensor * job.pipeline)
-    words = {
+    arguments = {
         "model.name": "measured",
         "model.flavor": FLAVOUR,
         "training.local_batch_size": job.micro_batch * _in_step(job, data),
@@ -101,18 +101,18 @@ def _arguments(job: PeerJob) -> list[str]:
         "optimizer.lr": 1e-4,
     }
     if job.pipeline > 1:
-        words["parallelism.pipeline_parallel_schedule"] = "Interleaved1F1B" if job.virtual > 1 else "1F1B"
+        arguments["parallelism.pipeline_parallel_schedule"] = "Interleaved1F1B" if job.virtual > 1 else "1F1B"
     if job.float8:
-        words |= {"model.converters": "quantize.linear.float8", "quantize.linear.float8.filter_fqns": "output"}
+        arguments |= {"model.converters": "quantize.linear.float8", "quantize.linear.float8.filter_fqns": "output"}
         if job.float8 != "tensorwise":  # that one has no name where parameters are gathered in float8
-            words["quantize.linear.float8.recipe_name"] = job.float8
+            arguments["quantize.linear.float8.recipe_name"] = job.float8
     flags = ["--compile.enable"] if torch.cuda.is_available() else []
     if job.tensor > 1 and torch.cuda.is_available():
         flags.append("--parallelism.enable_async_tensor_parallel")
     if job.float8 == "tensorwise" and data > 1:
         flags.append("--quantize.linear.float8.enable_fsdp_float8_all_gather")
         flags.append("--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp")
-    return [f"--{key}={value}" for key, value in words.items()] + flags
+    return [f"--{key}={value}" for key, value in arguments.items()] + flags
 
 
 if __name__ == "__main__":

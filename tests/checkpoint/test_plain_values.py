@@ -35,12 +35,12 @@ def same(a: Any, b: Any) -> bool:
 @settings(deadline=None)
 def test_arrays_in_dataclasses_are_read_back(one: np.ndarray, two: np.ndarray, size: int) -> None:
     part = RankPart(one, two, one, two, size)
-    found = load(dump(part), RankPart | str)
-    assert all(same(getattr(part, name), getattr(found, name)) for name in vars(part))
+    result = load(dump(part), RankPart | str)
+    assert all(same(getattr(part, name), getattr(result, name)) for name in vars(part))
     offer = Offer({"a": TensorInfo((2, 3), "float32")}, one, two)
-    found = load(dump(offer), Offer | str)
-    assert found.tensors == offer.tensors
-    assert same(found.box, two)
+    result = load(dump(offer), Offer | str)
+    assert result.tensors == offer.tensors
+    assert same(result.box, two)
 
 
 @given(st.binary(max_size=200))
@@ -76,8 +76,8 @@ def _with_a_pickle(rank: int, size: int, path: Path) -> str:
 
 
 def test_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
-    told = run_group(2, _with_a_pickle, tmp_path / "trap")
-    assert all("is not what was due" in text for text in told)
+    report = run_group(2, _with_a_pickle, tmp_path / "trap")
+    assert all("is not what was due" in text for text in report)
     assert not (tmp_path / "trap").exists()
 
 

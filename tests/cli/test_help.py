@@ -41,10 +41,10 @@ def test_help_lists_every_command_and_loads_nothing_heavy():
 
 def test_a_command_is_made_by_the_module_that_the_table_names():
     """For a command that the table lacks, all others are made too."""
-    made = {
+    built = {
         command: module for module in set(COMMANDS.values()) for command in get_command(command_line([module])).commands
     }
-    assert made == COMMANDS
+    assert built == COMMANDS
 
 
 def test_a_command_makes_no_module_but_its_own():
@@ -56,8 +56,8 @@ def test_a_command_makes_no_module_but_its_own():
         "finally:\n    json.dump(list(sys.modules), sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    made = {f"megascale.cli.{module}" for module in COMMANDS.values()} & set(json.loads(done.stderr))
-    assert made == {"megascale.cli.decline"}
+    built = {f"megascale.cli.{module}" for module in COMMANDS.values()} & set(json.loads(done.stderr))
+    assert built == {"megascale.cli.decline"}
     assert "Usage: megascale decline" in done.stdout or "megascale decline" in done.stdout
 
 
@@ -91,13 +91,13 @@ def test_a_bench_that_left_the_package_names_its_new_command(name):
     assert word in {"benchmarks": BENCHMARKS, "tests.chaos": CAMPAIGNS}[program]
 
 
-def leaf_commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaf_commands(command: Any, arguments: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield every command that takes no further command, with the words that call it."""
     if not hasattr(command, "list_commands"):
-        yield words, command
+        yield arguments, command
         return
     for name in command.list_commands(None):
-        yield from leaf_commands(command.get_command(None, name), (*words, name))
+        yield from leaf_commands(command.get_command(None, name), (*arguments, name))
 
 
 @pytest.mark.parametrize("app", [app, benchmarks.app], ids=["megascale", "benchmarks"])
@@ -106,14 +106,14 @@ def test_help_shows_words_in_brackets(app, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     bracketed = re.compile(r"\\?(\[[a-z][^\[\]]*\])")
     checked = 0
-    for words, command in leaf_commands(get_command(app)):
+    for arguments, command in leaf_commands(get_command(app)):
         help_texts = [getattr(parameter, "help", None) or "" for parameter in command.params]
         expected = [text for help_text in help_texts for text in bracketed.findall(help_text)]
         if not expected:
             continue
-        output = CliRunner().invoke(app, [*words, "--help"]).output
+        output = CliRunner().invoke(app, [*arguments, "--help"]).output
         shown = "".join(re.sub("[│╭╮╰╯─]", "", output).split())
         for text in expected:
-            assert "".join(text.split()) in shown, f"{' '.join(words)}: {text} is not shown"
+            assert "".join(text.split()) in shown, f"{' '.join(arguments)}: {text} is not shown"
             checked += 1
     assert checked

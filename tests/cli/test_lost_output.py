@@ -38,14 +38,14 @@ def test_training_of_several_ranks_goes_on_to_its_end(tiny, tmp_path):
 
 def test_a_lost_stdout_is_said_on_stderr(tiny):
     process = Forked(["train", tiny, "--train.steps=1"], before=STDOUT_FULL, split=True)
-    said = process.communicate(timeout=120)[1]
+    output = process.communicate(timeout=120)[1]
     assert process.returncode == 0
-    assert said == "note: standard output is lost (No space left on device); the command goes on without it\n"
+    assert output == "note: standard output is lost (No space left on device); the command goes on without it\n"
 
 
-@pytest.mark.parametrize("words", [[], ["--parallel.data=2"]], ids=["one process", "two ranks"])
-def test_a_closed_session_saves(tiny, tmp_path, words):
-    process = Forked(["train", tiny, "--train.steps=100000", "--checkpoint.interval=0", *words], before=PIPE)
+@pytest.mark.parametrize("arguments", [[], ["--parallel.data=2"]], ids=["one process", "two ranks"])
+def test_a_closed_session_saves(tiny, tmp_path, arguments):
+    process = Forked(["train", tiny, "--train.steps=100000", "--checkpoint.interval=0", *arguments], before=PIPE)
     run = tmp_path / "runs" / "tiny"
     wait_for_step(run, 2, process)
     for _ in range(2):  # a shell and the kernel each send one
@@ -64,17 +64,17 @@ def test_under_nohup_a_closed_session_changes_nothing(tiny, tmp_path):
     assert checkpoint.latest(tmp_path / "runs" / "tiny" / "checkpoints") == 200
 
 
-@pytest.mark.parametrize(("before", "code", "words"), [(STDOUT_FULL, 1, 1), (PIPE, 1, 0), (ABSENT, 0, 0)])
-def test_a_command_that_prints_ends_without_a_traceback(before, code, words):
+@pytest.mark.parametrize(("before", "code", "arguments"), [(STDOUT_FULL, 1, 1), (PIPE, 1, 0), (ABSENT, 0, 0)])
+def test_a_command_that_prints_ends_without_a_traceback(before, code, arguments):
     process = Forked(["config", "train"], before=before, split=True)
-    said = process.communicate(timeout=60)[1]
+    output = process.communicate(timeout=60)[1]
     assert process.returncode == code
     error = "error: standard output cannot be written: No space left on device\n"
-    assert said == error * words
+    assert output == error * arguments
 
 
 @pytest.mark.parametrize(
-    ("words", "work"),
+    ("arguments", "work"),
     [
         (["train", "job.toml"], True),
         (["train", "--dry-run"], False),
@@ -86,5 +86,5 @@ def test_a_command_that_prints_ends_without_a_traceback(before, code, words):
         ([], False),
     ],
 )
-def test_which_commands_work(words, work):
-    assert is_work(words) is work
+def test_which_commands_work(arguments, work):
+    assert is_work(arguments) is work

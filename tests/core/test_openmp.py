@@ -27,16 +27,16 @@ ctypes.CDLL({library!r})
 def library() -> Path:
     spec = importlib.util.find_spec("torch")
     assert spec is not None
-    found = list((Path(spec.origin or "").parent / "lib").glob("libgomp*.so*"))
-    if not found:
+    result = list((Path(spec.origin or "").parent / "lib").glob("libgomp*.so*"))
+    if not result:
         pytest.skip("this torch does not use GNU's OpenMP")
-    return found[0]
+    return result[0]
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_threads_sleep_at_barriers_unless_the_user_says_otherwise(given, expected):
+@pytest.mark.parametrize(("inputs", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_sleep_at_barriers_unless_the_user_says_otherwise(inputs, expected):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    environment |= {"OMP_DISPLAY_ENV": "true", **given}
+    environment |= {"OMP_DISPLAY_ENV": "true", **inputs}
     command = [sys.executable, "-c", CODE.format(library=str(library()))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert f"OMP_WAIT_POLICY = '{expected}'" in done.stderr

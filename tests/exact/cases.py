@@ -39,8 +39,8 @@ class Case:
     @property
     def twin(self) -> dict[str, Any]:
         """The same training on one process, all samples of a step at once."""
-        whole = {**self.tree["train"], "micro_batch": self.tree["train"]["global_batch"]}
-        return {**self.tree, "parallel": {}, "overlap": {}, "train": whole}
+        full = {**self.tree["train"], "micro_batch": self.tree["train"]["global_batch"]}
+        return {**self.tree, "parallel": {}, "overlap": {}, "train": full}
 
 
 def case(

@@ -23,12 +23,12 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def one_process(pool: Pool) -> Callable[..., Told]:
     """What one process tells of a configuration after some steps, trained once."""
-    known: dict[str, Told] = {}
+    expected: dict[str, Told] = {}
 
     def run(tree: dict[str, Any], steps: int = STEPS) -> Told:
         key = json.dumps([tree, steps], sort_keys=True)
-        if key not in known:
-            [known[key]] = pool.run(train, 1, tree, steps)
-        return known[key]
+        if key not in expected:
+            [expected[key]] = pool.run(train, 1, tree, steps)
+        return expected[key]
 
     return run

@@ -79,17 +79,17 @@ def run_ranks(file: Path, common: list[str], starts: list[Start]) -> list[Ended]
 
 
 @contextmanager
-def launched(file: Path, *words: str) -> Iterator[tuple[Forked, dict[int, psutil.Process]]]:
+def launched(file: Path, *arguments: str) -> Iterator[tuple[Forked, dict[int, psutil.Process]]]:
     """`megascale train FILE`, and the ranks that it started, once the first step is in the metrics."""
     from megascale.config import load
     from megascale.core.status import read_status
 
-    launcher = Forked(["train", file, *words], env=ENVIRONMENT)
+    launcher = Forked(["train", file, *arguments], env=ENVIRONMENT)
     children: list[psutil.Process] = []
     try:
-        wait_for_step(load(file, words).run_folder, 1, launcher)
+        wait_for_step(load(file, arguments).run_folder, 1, launcher)
         children = psutil.Process(launcher.pid).children(recursive=True)
-        status = [read_status(file) for file in (load(file, words).run_folder / "status").glob("rank-*.status")]
+        status = [read_status(file) for file in (load(file, arguments).run_folder / "status").glob("rank-*.status")]
         yield launcher, {s.rank: psutil.Process(s.pid) for s in status if s is not None}
     finally:
         launcher.kill()

@@ -12,15 +12,15 @@ PAIR = ["--parallel.tensor=2", "--rendezvous.timeout=60"]
 
 
 def assert_told(ended, code, *parts):
-    for one in ended:
-        assert one.code == code, one
-        assert "Traceback" not in one.said
+    for item in ended:
+        assert item.code == code, item
+        assert "Traceback" not in item.said
         for part in parts:
-            assert part in one.said, one
+            assert part in item.said, item
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("arguments", "parts"),
     [
         (["--parallel.tensor=3"], ["model.heads=4", "parallel.tensor=3", "--parallel.tensor=2"]),
         (
@@ -31,13 +31,13 @@ def assert_told(ended, code, *parts):
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )
-def test_what_does_not_divide_is_said_once_before_any_process_starts(words, parts, tiny, megascale, tmp_path):
-    found = megascale("train", tiny, *words)
-    assert found.returncode == 3, found.stderr
-    assert "Traceback" not in found.stderr
+def test_what_does_not_divide_is_said_once_before_any_process_starts(arguments, parts, tiny, megascale, tmp_path):
+    result = megascale("train", tiny, *arguments)
+    assert result.returncode == 3, result.stderr
+    assert "Traceback" not in result.stderr
     for part in parts:
-        assert part in " ".join(found.stderr.split()), found.stderr
-    assert found.stderr.count("error:") == 1
+        assert part in " ".join(result.stderr.split()), result.stderr
+    assert result.stderr.count("error:") == 1
     assert not (tmp_path / "runs").exists()
 
 
@@ -55,8 +55,8 @@ def test_another_world_size(tiny):
 def test_a_rank_that_comes_after_the_start_has_failed(tiny):
     """Rank 5 raises the alarm at once; rank 0, who serves the store, stays until rank 1 has heard of it too."""
     late = "import time; time.sleep(4)"
-    few = ["--train.micro_batch=1", "--train.global_batch=3", "--rendezvous.timeout=60"]
-    ended = run_ranks(tiny, few, [Start(0, 3), Start(1, 3, before=late), Start(5, 3)])
+    small = ["--train.micro_batch=1", "--train.global_batch=3", "--rendezvous.timeout=60"]
+    ended = run_ranks(tiny, small, [Start(0, 3), Start(1, 3, before=late), Start(5, 3)])
     assert_told(ended, 2, "rank 5 is outside a world of 3")
 
 
@@ -72,8 +72,8 @@ def test_other_versions(tiny):
 
 
 def test_a_rank_that_never_comes(tiny):
-    few = ["--train.micro_batch=1", "--train.global_batch=3", "--rendezvous.timeout=12"]
-    ended = run_ranks(tiny, few, [Start(0, 3), Start(2, 3)])
+    small = ["--train.micro_batch=1", "--train.global_batch=3", "--rendezvous.timeout=12"]
+    ended = run_ranks(tiny, small, [Start(0, 3), Start(2, 3)])
     assert_told(ended, 1, "rank 1 of 3 did not come", "rendezvous.timeout=12", "look at its log")
 
 
@@ -87,16 +87,16 @@ def test_a_rank_that_dies_while_groups_are_made(tiny):
         "import os, megascale.rendezvous.start_job as start\n"
         "start.make_groups = lambda *args, **options: os.kill(os.getpid(), 9)"
     )
-    few = [*PAIR, "--rendezvous.group_timeout=8"]
-    waiting, killed = run_ranks(tiny, few, [Start(0, 2), Start(1, 2, before=dies)])
+    small = [*PAIR, "--rendezvous.group_timeout=8"]
+    waiting, killed = run_ranks(tiny, small, [Start(0, 2), Start(1, 2, before=dies)])
     assert killed.code == -signal.SIGKILL
     assert_told([waiting], 1, "rank 0 could not meet rank 1 in group tensor/0", "--rendezvous.group_timeout")
 
 
 def test_a_rank_that_hangs_in_a_step(tiny, tmp_path):
     """Neither rank waits for ever: the one that waits gives up, and the one that hung finds itself alone."""
-    words = [*PAIR, "--rendezvous.group_timeout=10", "--train.steps=100000"]
-    with ranks(tiny, words, [Start(0, 2), Start(1, 2)]) as (waiting, hanging):
+    arguments = [*PAIR, "--rendezvous.group_timeout=10", "--train.steps=100000"]
+    with ranks(tiny, arguments, [Start(0, 2), Start(1, 2)]) as (waiting, hanging):
         wait_for_step(tmp_path / "runs" / "tiny", 2, waiting)
         hanging.send_signal(signal.SIGSTOP)
         first = end(waiting)

@@ -34,13 +34,13 @@ def evaluate(rank: int, world: int, tree: dict[str, Any], held_out: str) -> list
     After the last step no gather is under way: without `Engine.whole` a rank holds only its own shards up to date.
     """
     engine = make_engine(rank, world, tree)
-    told = Told()
+    report = Told()
     losses = [evaluate_file(engine, engine.config, held_out).loss]
     for step in range(1, STEPS + 1):
-        run_step(engine, step, told)
+        run_step(engine, step, report)
         # Seven windows, so that the ranks do not share them evenly.
         losses.append(evaluate_file(engine, engine.config, held_out, samples=7 if step == 1 else None).loss)
-    return [*losses, *told.losses]
+    return [*losses, *report.losses]
 
 
 @pytest.mark.parametrize(

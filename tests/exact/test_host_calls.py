@@ -29,12 +29,12 @@ def test_calls_of_a_step(tmp_path):
     ).tree
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        engine, told = make_engine(0, 1, tree), Told()
+        engine, report = make_engine(0, 1, tree), Told()
         for step in (1, 2, 3):  # the first micro-batch learns, the first steps choose
-            run_step(engine, step, told)
+            run_step(engine, step, report)
         profile = cProfile.Profile()
         profile.enable()
-        run_step(engine, 4, told)
+        run_step(engine, 4, report)
         profile.disable()
     finally:
         dist.destroy_process_group()

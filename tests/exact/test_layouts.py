@@ -24,8 +24,8 @@ PARTS = 4
 
 def check(case: Case, pool, one_process, steps: int, late: bool = False) -> None:
     config = from_tree(case.tree)
-    found = pool.run(train, case.world, case.tree, steps, late_gemms if late else nullcontext)
-    assert_equal(one_process(case.twin, steps), found, config.model)
+    result = pool.run(train, case.world, case.tree, steps, late_gemms if late else nullcontext)
+    assert_equal(one_process(case.twin, steps), result, config.model)
 
 
 @pytest.mark.parametrize("name", HARD)

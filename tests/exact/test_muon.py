@@ -45,14 +45,14 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_is_the_one_process_run(name, pool, one_process):
-    own = CASES[name]
-    found = pool.run(train, own.world, own.tree, FEW_STEPS)
-    assert_equal(one_process(own.twin, FEW_STEPS), found, from_tree(own.tree).model)
-    kept = {box.name.split(".", 2)[1] for one in found for box in one.state if box.name.startswith("optimizer.")}
-    assert kept == {"momentum", "exp_avg", "exp_avg_sq"}
+    local = CASES[name]
+    result = pool.run(train, local.world, local.tree, FEW_STEPS)
+    assert_equal(one_process(local.twin, FEW_STEPS), result, from_tree(local.tree).model)
+    retained = {box.name.split(".", 2)[1] for item in result for box in item.state if box.name.startswith("optimizer.")}
+    assert retained == {"momentum", "exp_avg", "exp_avg_sq"}
     assert not [
         box.name
-        for one in found
+        for one in result
         for box in one.state
         if box.name.startswith("optimizer.exp") and "layers." in box.name and box.name.endswith("query.weight")
     ]

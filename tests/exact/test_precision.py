@@ -34,15 +34,15 @@ def layouts(precision: str) -> dict[str, Case]:
 def test_only_the_order_of_sums_differs(precision, name, pool, one_process):
     layout = layouts(precision)[name]
     reference = one_process({**layout.tree, "parallel": {}}, FEW_STEPS)
-    found = differences(reference, pool.run(train, layout.world, layout.tree, FEW_STEPS), from_tree(layout.tree).model)
-    for what, apart in found.items():
-        if "key.bias" in what:
+    result = differences(reference, pool.run(train, layout.world, layout.tree, FEW_STEPS), from_tree(layout.tree).model)
+    for subject, separate in result.items():
+        if "key.bias" in subject:
             continue  # zero but for rounding, which is coarse here
-        if what.startswith("step 1"):
-            assert apart < 1e-6, what
-        elif what.startswith("step"):
+        if subject.startswith("step 1"):
+            assert separate < 1e-6, subject
+        elif subject.startswith("step"):
             # By now a weight may have been rounded the other way; stale or unsynchronised ones would be far off.
-            assert apart < (2e-2 if precision == "bfloat16" else 1e-4), what
+            assert separate < (2e-2 if precision == "bfloat16" else 1e-4), subject
 
 
 def numbers(rank: int, size: int) -> torch.Tensor:
@@ -52,26 +52,26 @@ def numbers(rank: int, size: int) -> torch.Tensor:
 
 def reduced(rank: int, world: int, size: int) -> torch.Tensor:
     """This rank's slice of a rounded reduction."""
-    whole = numbers(rank, size)
+    full = numbers(rank, size)
     axis = Axis(dist.group.WORLD, world, rank)
-    pending = reduce_scatter_rounded(whole, axis, torch.bfloat16)
+    pending = reduce_scatter_rounded(full, axis, torch.bfloat16)
     part = pending.wait()
     assert pending.wait() is part  # a second wait adds nothing again
-    assert part.data_ptr() == whole.view(world, -1)[rank].data_ptr()
+    assert part.data_ptr() == full.view(world, -1)[rank].data_ptr()
     return part.clone()
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_rounded_gradients_are_summed_in_full(world, pool):
     size = 64 * world
-    found = pool.run(reduced, world, size)
-    for rank, part in enumerate(found):
-        own = slice(64 * rank, 64 * (rank + 1))
-        others = [numbers(r, size)[own].bfloat16().float() for r in range(world) if r != rank]
-        expected = numbers(rank, size)[own] + torch.stack(others).sum(0)
+    result = pool.run(reduced, world, size)
+    for rank, part in enumerate(result):
+        local = slice(64 * rank, 64 * (rank + 1))
+        peers = [numbers(r, size)[local].bfloat16().float() for r in range(world) if r != rank]
+        expected = numbers(rank, size)[local] + torch.stack(peers).sum(0)
         assert torch.allclose(part, expected, rtol=1e-6, atol=0.0)
         # Not what a sum in bfloat16 would give.
-        rounded = torch.stack([numbers(r, size)[own].bfloat16() for r in range(world)]).sum(0).float()
+        rounded = torch.stack([numbers(r, size)[local].bfloat16() for r in range(world)]).sum(0).float()
         assert not torch.equal(part, rounded)
 
 
@@ -87,7 +87,7 @@ def test_training_with_rounded_gradients_differs_by_their_rounding(zero, pool):
         parallel={"bucket_elements": 500, "reduce_dtype": "bfloat16"},
         train={"precision": "float32"},
     )
-    first, second = (pool.run(train, 4, one.tree, FEW_STEPS)[0] for one in (plain, rounded))
+    first, second = (pool.run(train, 4, item.tree, FEW_STEPS)[0] for item in (plain, rounded))
     assert first.losses[0] == second.losses[0]
     assert first.losses[-1] != second.losses[-1]
     assert second.losses == pytest.approx(first.losses, rel=1e-2)
@@ -97,9 +97,9 @@ def test_training_with_rounded_gradients_differs_by_their_rounding(zero, pool):
 
 
 @pytest.mark.parametrize(
-    ("words", "part"),
+    ("arguments", "part"),
     [(["--parallel.zero=0"], "parallel.zero=1 or 2"), (["--train.precision=float64"], "train.precision=float64")],
 )
-def test_rounding_where_it_harms_is_refused(words, part):
+def test_rounding_where_it_harms_is_refused(arguments, part):
     with pytest.raises(ConfigError, match=part):
-        load(None, ["--parallel.reduce_dtype=bfloat16", *words])
+        load(None, ["--parallel.reduce_dtype=bfloat16", *arguments])

@@ -41,8 +41,8 @@ def test_the_wish_of_any_rank_counts_on_every_rank(axes, pool):
 
 def test_a_signal_to_one_rank_saves_and_ends_all(tiny, tmp_path):
     run = tmp_path / "runs" / "tiny"
-    words = ("--parallel.data=2", "--train.steps=100000", "--checkpoint.interval=0")
-    with launched(tiny, *words) as (launcher, ranks):
+    arguments = ("--parallel.data=2", "--train.steps=100000", "--checkpoint.interval=0")
+    with launched(tiny, *arguments) as (launcher, ranks):
         wait_for_step(run, 3, launcher)
         ranks[1].send_signal(signal.SIGTERM)
         ended = end(launcher)

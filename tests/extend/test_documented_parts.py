@@ -25,7 +25,7 @@ def package(tmp_path, monkeypatch):
 
 def test_a_run_with_all_of_them(package, megascale, tiny, tokens, tmp_path):
     np.save(tmp_path / "train.npy", IndexedDataset(tokens / "train").stream)
-    words = [
+    arguments = [
         f"--data.train={tmp_path}/train.npy",
         "--model.activation=squared_relu",
         "--train.loss=z_loss",
@@ -37,7 +37,7 @@ def test_a_run_with_all_of_them(package, megascale, tiny, tokens, tmp_path):
         "--lr.peak=1.0",  # which makes it worse, so that patience ends
         "--checkpoint.interval=0",
     ]
-    done = megascale("train", tiny, *words)
+    done = megascale("train", tiny, *arguments)
     assert done.returncode == 130, done.stderr
     assert "held-out loss 1 " in done.stdout
     held_out = [
@@ -45,15 +45,15 @@ def test_a_run_with_all_of_them(package, megascale, tiny, tokens, tmp_path):
     ]
     best = min(range(len(held_out)), key=held_out.__getitem__)
     assert len(held_out) - best - 1 in (3, 4)  # the run ends after the next step
-    words = ["--resilience.cluster=telling", "--parallel.data=1", "--train.name=told", "--checkpoint.linger=0"]
-    found = megascale("launch", tiny, *words)
-    assert found.returncode == 0, found.stderr
-    assert "a node is asked for" in found.stdout
+    arguments = ["--resilience.cluster=telling", "--parallel.data=1", "--train.name=told", "--checkpoint.linger=0"]
+    result = megascale("launch", tiny, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "a node is asked for" in result.stdout
 
 
 def test_the_notebooks_example_runs(tmp_path):
     code = dict(EXAMPLES)
     process = Forked(["--version"], cwd=tmp_path, before=code["A loss"] + code["From a notebook"])
-    said, _ = process.communicate(timeout=120)
-    assert process.wait() == 0, said
-    assert int(said.splitlines()[0]) > 1000
+    output, _ = process.communicate(timeout=120)
+    assert process.wait() == 0, output
+    assert int(output.splitlines()[0]) > 1000

@@ -51,10 +51,12 @@ def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
     ("shape", "zero"), [((1, 2, 1), 1), ((1, 2, 2), 1), ((1, 2, 2), 2)], ids=["PP2", "PP2 x DP2", "PP2 x DP2, ZeRO-2"]
 )
 def test_it_trains_as_one_process_does(shape, zero, pool, one_process):
-    own = case(*shape, microbatches=3, zero=zero, parallel={"schedule": "forwards_first", "bucket_elements": 900})
-    layout = lay_out(from_tree(own.tree), own.world)
+    local = case(*shape, microbatches=3, zero=zero, parallel={"schedule": "forwards_first", "bucket_elements": 900})
+    layout = lay_out(from_tree(local.tree), local.world)
     assert [a.kind for a in layout.schedule()[0] if a.kind.is_compute] == [ActionKind.FORWARD] * 3 + [
         ActionKind.BACKWARD
     ] * 3
     assert layout.schedule() != one_f_one_b(2, 3)
-    assert_equal(one_process(own.twin), pool.run(train_own, own.world, own.tree, STEPS), from_tree(own.tree).model)
+    assert_equal(
+        one_process(local.twin), pool.run(train_own, local.world, local.tree, STEPS), from_tree(local.tree).model
+    )

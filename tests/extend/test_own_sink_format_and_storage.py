@@ -171,7 +171,7 @@ def test_a_run_goes_to_another_sink_from_another_format_through_another_storage(
     services, package, arrays, megascale, tiny, tmp_path
 ):
     shelf = tmp_path / "shelf"
-    own = [
+    local = [
         f"--data.train={arrays}/train.npy",
         f"--data.valid={arrays}/valid.npy",
         "--train.eval_interval=4",
@@ -183,17 +183,17 @@ def test_a_run_goes_to_another_sink_from_another_format_through_another_storage(
         "--checkpoint.linger=5",
     ]
     plain = megascale("train", tiny, "--train.name=plain", "--train.eval_interval=4")
-    first = megascale("train", tiny, *own, "--train.steps=8", "--train.stop_after=5")
-    second = megascale("train", tiny, *own)
+    first = megascale("train", tiny, *local, "--train.steps=8", "--train.stop_after=5")
+    second = megascale("train", tiny, *local)
     assert (plain.returncode, first.returncode, second.returncode) == (0, 0, 0), first.stderr + second.stderr
     run = tmp_path / "runs" / "tiny"
     assert losses(run) == losses(tmp_path / "runs" / "plain")
     assert len(losses(run)) == 8
     with open(run / "losses.csv", newline="") as file:
         rows = list(csv.reader(file))
-    told = [float.fromhex(loss) for what, loss in rows if what != "from step"]
+    report = [float.fromhex(loss) for subject, loss in rows if subject != "from step"]
     assert [step for what, step in rows if what == "from step"] == ["0", "5"]
-    assert told == losses(run)
+    assert report == losses(run)
     assert not (run / "checkpoints").exists() or not any((run / "checkpoints").glob("step-*"))
     assert any("COMMIT" in file.name for file in shelf.iterdir())
     listed = megascale("checkpoint", "verify", run)
@@ -201,7 +201,7 @@ def test_a_run_goes_to_another_sink_from_another_format_through_another_storage(
 
     # What a format says its files are is watched like ours.
     np.save(arrays / "train.npy", np.load(arrays / "train.npy")[::-1])
-    changed = megascale("train", tiny, *own, "--train.steps=9")
+    changed = megascale("train", tiny, *local, "--train.steps=9")
     assert changed.returncode == 4
     assert "train.npy was changed" in changed.stderr
 

@@ -47,9 +47,9 @@ def bits(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone().reshape(-1).view(torch.uint8) for tensor in tensors]
 
 
-def restore(tensors: list[Tensor], held: list[Tensor]) -> None:
-    for tensor, kept in zip(tensors, held, strict=True):
-        tensor.data.copy_(kept)
+def restore(tensors: list[Tensor], stored: list[Tensor]) -> None:
+    for tensor, retained in zip(tensors, stored, strict=True):
+        tensor.data.copy_(retained)
 
 
 def microseconds(call: Callable[[], Any]) -> float:
@@ -58,22 +58,22 @@ def microseconds(call: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     for _ in range(REPEATS):
         call()
-    taken = time.perf_counter() - begin
+    used = time.perf_counter() - begin
     torch.cuda.synchronize()
-    return taken / REPEATS * 1e6
+    return used / REPEATS * 1e6
 
 
 def in_c(kernel: Any, grid: Any, arguments: tuple[Any, ...], ours: Callable[[], None]) -> Callable[[], None]:
     """What `ours` comes to in the end, all of it known: what neither way can do without."""
-    known = kernel.forms[tuple(map(type, arguments))].__globals__["known"]
-    others = dict(known)
-    known.clear()
+    expected = kernel.forms[tuple(map(type, arguments))].__globals__["known"]
+    peers = dict(expected)
+    expected.clear()
     ours()
-    ((run, between, rest, packed),) = known.values()
-    known.update(others)
-    given = (*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments], *rest)
+    ((run, between, remaining, packed),) = expected.values()
+    expected.update(peers)
+    inputs = (*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments], *remaining)
     stream = torch_private.current_raw_stream(torch_private.current_device())
-    passed = (*grid, *(1,) * (3 - len(grid)), stream, *between, *((given,) if packed else given))
+    passed = (*grid, *(1,) * (3 - len(grid)), stream, *between, *((inputs,) if packed else inputs))
     return lambda: run(*passed)
 
 
@@ -90,7 +90,7 @@ class Compared:
         """In the place of Kernel.launch: compare, and launch what was asked for, on what was there."""
         itself = kernel.fn.__name__
         tensors = list({id(a): a for a in arguments if isinstance(a, Tensor)}.values())
-        given = [tensor.detach().clone() for tensor in tensors]
+        inputs = [tensor.detach().clone() for tensor in tensors]
         fill(tensors)
         before = [tensor.detach().clone() for tensor in tensors]
 
@@ -102,12 +102,12 @@ class Compared:
 
         ours()  # the first of a key is Triton's
         restore(tensors, before)
-        asked = 0
+        requested = 0
         run = JITFunction.run
 
         def counted(self: Any, *a: Any, **k: Any) -> Any:
-            nonlocal asked
-            asked += 1
+            nonlocal requested
+            requested += 1
             return run(self, *a, **k)
 
         with mock.patch.object(JITFunction, "run", counted):
@@ -117,23 +117,29 @@ class Compared:
         restore(tensors, before)
         triton_s()
         torch.cuda.synchronize()
-        wanted = bits(tensors)
-        equal = all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-        moved = any(not torch.equal(a, b) for a, b in zip(bits(before), wanted, strict=True))
-        row = {"case": self.case, "kernel": itself, "arguments": len(arguments), "equal": equal, "by_key": not asked}
+        expected = bits(tensors)
+        equal = all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        moved = any(not torch.equal(a, b) for a, b in zip(bits(before), expected, strict=True))
+        row = {
+            "case": self.case,
+            "kernel": itself,
+            "arguments": len(arguments),
+            "equal": equal,
+            "by_key": not requested,
+        }
         row |= {"wrote": moved, "grid": list(grid)}
         if (itself, len(arguments), tuple(sorted(meta))) not in self.seen:
             self.seen.add((itself, len(arguments), tuple(sorted(meta))))
             self.timed.append((row, triton_s, ours, in_c(kernel, grid, arguments, ours)))
         self.rows.append(row)
-        restore(tensors, given)
+        restore(tensors, inputs)
         triton_s()
 
     def time(self) -> None:
         """One launch of each kernel, both ways in turn; outside of any mode of torch, which each tensor would ask."""
         for row, triton_s, ours, in_c in self.timed:
-            taken = [(microseconds(triton_s), microseconds(ours), microseconds(in_c)) for _ in range(ROUNDS)]
-            row |= {name: min(column) for name, column in zip(TIMES, zip(*taken, strict=True), strict=True)}
+            used = [(microseconds(triton_s), microseconds(ours), microseconds(in_c)) for _ in range(ROUNDS)]
+            row |= {name: min(column) for name, column in zip(TIMES, zip(*used, strict=True), strict=True)}
 
 
 def main() -> int:
@@ -160,11 +166,11 @@ def main() -> int:
         times = "".join(f" {row[name]:10.1f}" for name in TIMES)
         print(f"{row['kernel']:28} {row['case'][:52]:52}{times}")
     wrong = [row for row in rows if not row["equal"]]
-    left = [row for row in rows if not row["by_key"]]
+    remaining = [row for row in rows if not row["by_key"]]
     idle = [row for row in rows if not row["wrote"]]
-    for what, found in (("other bits", wrong), ("not by key", left), ("wrote nothing", idle)):
-        for row in found:
-            print(f"! {what}: {row['kernel']} in {row['case']}")
+    for subject, match in (("other bits", wrong), ("not by key", remaining), ("wrote nothing", idle)):
+        for row in match:
+            print(f"! {subject}: {row['kernel']} in {row['case']}")
     theirs, ours, least = (sum(row[name] for row in timed) / len(timed) for name in TIMES)
     facts = {
         "device": torch.cuda.get_device_name(),
@@ -174,14 +180,14 @@ def main() -> int:
         "kernels": len({row["kernel"] for row in rows}),
         "launches": len(rows),
         "other_bits": len(wrong),
-        "not_by_key": len(left),
+        "not_by_key": len(remaining),
         "triton_us": theirs,
         "by_key_us": ours,
         "in_c_us": least,
     }
     print(" ".join(f"{name}={value}" for name, value in facts.items()))
     out.write_text(json.dumps({**facts, "rows": rows}, indent=1))
-    return int(bool(wrong or left) or ours >= theirs)
+    return int(bool(wrong or remaining) or ours >= theirs)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def site() -> Iterator[KubernetesSite]:
     folder = Path(tempfile.mkdtemp(prefix="ms"))
     try:
-        with KubernetesSite(folder / "s", NODES, gpus=1) as there:
-            yield there
+        with KubernetesSite(folder / "s", NODES, gpus=1) as present:
+            yield present
     finally:
         shutil.rmtree(folder, ignore_errors=True)

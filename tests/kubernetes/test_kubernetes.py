@@ -29,7 +29,7 @@ def test_what_is_right_comes_of_it(faults, kind, record_property):
 
 
 def test_the_session_that_the_documentation_shows(site, tmp_path):
-    said: list[str] = []
-    assert session(site, tmp_path, said.append), "\n".join(said)
+    output: list[str] = []
+    assert session(site, tmp_path, output.append), "\n".join(output)
     site.repair()
-    assert any("spare" in line for line in said)
+    assert any("spare" in line for line in output)

@@ -27,19 +27,28 @@ SETTINGS = (
 @pytest.mark.parametrize("settings", [SETTINGS[:1], SETTINGS], ids=["few", "many"])
 @pytest.mark.parametrize("form", ["nodes", "driver"])
 def test_the_server_takes_what_is_printed(site, tmp_path, form, settings):
-    words = ["launch", str(make(tmp_path)), "--cluster", "kubernetes", "--train.name=demo", "--dry-run", "--form", form]
-    command = [sys.executable, "-m", "megascale.cli.main", *words, *settings]
+    arguments = [
+        "launch",
+        str(make(tmp_path)),
+        "--cluster",
+        "kubernetes",
+        "--train.name=demo",
+        "--dry-run",
+        "--form",
+        form,
+    ]
+    command = [sys.executable, "-m", "megascale.cli.main", *arguments, *settings]
     printed = subprocess.run(command, capture_output=True, text=True)
     assert printed.returncode == 0, printed.stderr
-    said = site.kubectl("apply", "--dry-run=server", "-f", "-", said=printed.stdout)
-    kinds = {line.partition("/")[0].split(".")[0] for line in said.splitlines()}
+    output = site.kubectl("apply", "--dry-run=server", "-f", "-", said=printed.stdout)
+    kinds = {line.partition("/")[0].split(".")[0] for line in output.splitlines()}
     assert kinds >= ({"pod", "configmap", "secret"} if form == "nodes" else {"job", "role", "serviceaccount"})
 
 
 def test_the_server_takes_the_kustomize_base(site):
     printed = site.kubectl("kustomize", str(BASE))
-    said = site.kubectl("apply", "--dry-run=server", "-f", "-", said=printed)
-    assert "job.batch/" in said
+    output = site.kubectl("apply", "--dry-run=server", "-f", "-", said=printed)
+    assert "job.batch/" in output
 
 
 def test_the_server_refuses_what_is_no_pod(site):

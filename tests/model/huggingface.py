@@ -64,8 +64,8 @@ def small(family: str, seed: int = 0, **settings: object):
 
 def load(folder: Path):
     """A folder as users load it; every tensor of the model must come from the folder."""
-    model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(found.values()), found
+    model, result = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(result.values()), result
     return model.eval()
 
 

@@ -24,25 +24,25 @@ def lines(capsys, records, steps=1150, interval=1):
 @pytest.mark.parametrize("steps", [1150, 500_000])
 def test_lines_fit_80_columns(capsys, monkeypatch, more, steps):
     monkeypatch.delenv("COLUMNS", raising=False)
-    found = lines(capsys, [{"step": steps - 9 + i, **RECORD, **more} for i in range(9)], steps)
-    assert max(map(len, found)) <= 80
-    assert "loss 2.817" in found[-1]
-    assert "123.5k tok/s" in found[-1]
+    result = lines(capsys, [{"step": steps - 9 + i, **RECORD, **more} for i in range(9)], steps)
+    assert max(map(len, result)) <= 80
+    assert "loss 2.817" in result[-1]
+    assert "123.5k tok/s" in result[-1]
 
 
 def test_nothing_is_left_out_where_there_is_room(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    found = lines(capsys, [{"step": i, **RECORD, "mfu": 0.4123} for i in range(1, 6)])
-    assert found[-1].startswith("step 5/1150  loss 2.817  lr 1.2e-3  norm 1.13  123.5k tok/s  MFU 41%  136 GiB  ")
+    result = lines(capsys, [{"step": i, **RECORD, "mfu": 0.4123} for i in range(1, 6)])
+    assert result[-1].startswith("step 5/1150  loss 2.817  lr 1.2e-3  norm 1.13  123.5k tok/s  MFU 41%  136 GiB  ")
 
 
 def test_the_time_left_is_that_of_warm_steps(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     times = iter([100.0, 101.0, 102.0, 103.0, 104.0])  # of steps 3 to 7; the first two are not asked
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(times))
-    found = lines(capsys, [{"step": i, **RECORD} for i in range(1, 8)], steps=67)
-    assert all("left" not in line for line in found[:3])
-    assert [line.split("  ")[-1] for line in found[3:]] == ["1m03s left", "1m02s left", "1m01s left", "1m00s left"]
+    result = lines(capsys, [{"step": i, **RECORD} for i in range(1, 8)], steps=67)
+    assert all("left" not in line for line in result[:3])
+    assert [line.split("  ")[-1] for line in result[3:]] == ["1m03s left", "1m02s left", "1m01s left", "1m00s left"]
 
 
 def test_without_its_package_tensorboard_is_left_out(monkeypatch, tmp_path):

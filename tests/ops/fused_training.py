@@ -27,8 +27,8 @@ def steps(mode: str, model: dict, recompute: str) -> tuple[list[tuple[float, flo
     }
     engine = Engine(lay_out(from_tree(tree), 1), None, torch.device("cpu"))
     rows = torch.randint(0, 64, (5, 1), generator=torch.Generator().manual_seed(0))
-    told = [engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-3) for step in (1, 2)]
-    return [(float(one.loss), float(one.grad_norm)) for one in told], engine.runtime.kernels.active()
+    report = [engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-3) for step in (1, 2)]
+    return [(float(item.loss), float(item.grad_norm)) for item in report], engine.runtime.kernels.active()
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,6 @@ def test_fused_steps_are_the_plain_ones(model, recompute):
     assert active["adamw"] == active["cross entropy"] == "triton"
     if recompute == "none":
         assert active["add norm"] == "triton"
-    for mine, theirs in zip(fused, plain, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
+    for local, remote in zip(fused, plain, strict=True):
+        assert local == pytest.approx(remote, rel=1e-5)
     assert plain[0] != plain[-1]

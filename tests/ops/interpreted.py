@@ -60,8 +60,8 @@ _broadcast = _semantic.broadcast_impl_value
 
 def _broadcast_unless_equal(self, lhs, rhs):
     """Triton makes two blocks of one shape anew in that shape before each operation on both."""
-    left, right = lhs.type, rhs.type
-    if left.is_block() and right.is_block() and list(left.shape) == list(right.shape):
+    remaining, right = lhs.type, rhs.type
+    if remaining.is_block() and right.is_block() and list(remaining.shape) == list(right.shape):
         return lhs, rhs
     return _broadcast(self, lhs, rhs)
 
@@ -107,9 +107,9 @@ def _convert_as_hardware_does(data, from_type, to_type, rounding):
     if to_type not in kinds:
         return _convert(data, from_type, to_type, rounding)
     wide = torch.from_numpy(np.frombuffer(data.tobytes(), np.float32).copy())
-    made = wide.to(kinds[to_type])
-    assert not ((wide.abs() > torch.finfo(made.dtype).max) & wide.isfinite()).any(), "not clamped"
-    return made.view(torch.uint8).numpy().reshape(data.shape)
+    built = wide.to(kinds[to_type])
+    assert not ((wide.abs() > torch.finfo(built.dtype).max) & wide.isfinite()).any(), "not clamped"
+    return built.view(torch.uint8).numpy().reshape(data.shape)
 
 
 interpreter._convert_float = _convert_as_hardware_does

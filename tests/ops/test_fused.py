@@ -29,17 +29,17 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Element
     command += [str(HERE / f"{file}.py") for file in FILES]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=850)
     assert record.exists(), done.stdout[-6000:] + done.stderr[-2000:]
-    found: dict[str, list[ElementTree.Element]] = {file: [] for file in FILES}
+    result: dict[str, list[ElementTree.Element]] = {file: [] for file in FILES}
     for case in ElementTree.parse(record).iter("testcase"):
-        found[case.get("classname", "").rpartition(".")[2] or case.get("name", "").rpartition(".")[2]].append(case)
-    return found
+        result[case.get("classname", "").rpartition(".")[2] or case.get("name", "").rpartition(".")[2]].append(case)
+    return result
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_interpreted(file: str, outcomes: dict[str, list[ElementTree.Element]]) -> None:
     cases = outcomes[file]
     assert cases
-    told = [
+    report = [
         f"{case.get('name')}: {part.tag}\n{part.text}" for case in cases for part in case if part.tag != "system-out"
     ]
-    assert not told, "\n".join(told)[-6000:]
+    assert not report, "\n".join(report)[-6000:]

@@ -24,14 +24,16 @@ def compare(
 
     def run(function: Callable[..., Tensor], inputs: list[Tensor | None], upstream: Tensor) -> list[Tensor]:
         y = function(*inputs)
-        wanted = [t for t in inputs if t is not None]
-        return [y, *torch.autograd.grad(y, wanted, upstream.to(y.dtype))]
+        expected = [t for t in inputs if t is not None]
+        return [y, *torch.autograd.grad(y, expected, upstream.to(y.dtype))]
 
-    given = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+    supplied = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
     wide = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
     shape = reference(*wide).shape
     first = next(t for t in tensors if t is not None)
     upstream = torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(first.dtype)
-    for i, (a, b) in enumerate(zip(run(fused, given, upstream), run(reference, wide, upstream.double()), strict=True)):
+    for i, (a, b) in enumerate(
+        zip(run(fused, supplied, upstream), run(reference, wide, upstream.double()), strict=True)
+    ):
         assert a.shape == b.shape
         assert distance(a, b) <= tolerance, f"{'output' if i == 0 else f'gradient {i}'}: {distance(a, b):.2e}"

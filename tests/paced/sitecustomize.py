@@ -23,9 +23,9 @@ REST = float(os.environ.get("MEGASCALE_TEST_REST", "0.03"))  # seconds
 def _pace(module: ModuleType) -> None:
     step = module.Engine.step
 
-    def rested(*given: Any, **more: Any) -> Any:
+    def rested(*inputs: Any, **more: Any) -> Any:
         time.sleep(REST)
-        return step(*given, **more)
+        return step(*inputs, **more)
 
     module.Engine.step = rested
 

@@ -19,10 +19,10 @@ from tests.rendezvous.conftest import needs_redis
 def test_a_training_run_over_redis_through_a_server_restart(tiny, tmp_path, redis_server):
     """The url is all that changes; the run goes to its end and leaves nothing in the server."""
     server = redis_server("--requirepass", "s3cret")
-    words = ["train", tiny, "--train.steps=30", "--parallel.tensor=2", "--checkpoint.interval=0"]
+    arguments = ["train", tiny, "--train.steps=30", "--parallel.tensor=2", "--checkpoint.interval=0"]
     url = f"--rendezvous.url=redis://:s3cret@127.0.0.1:{server.port}"
     metrics = tmp_path / "runs" / "redis" / "metrics.jsonl"
-    run = Forked([*words, url, "--train.name=redis"], before=PACED, output=tmp_path / "out.txt")
+    run = Forked([*arguments, url, "--train.name=redis"], before=PACED, output=tmp_path / "out.txt")
     try:
         deadline = time.monotonic() + 120
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
@@ -46,8 +46,8 @@ def test_a_training_run_over_redis_through_a_server_restart(tiny, tmp_path, redi
 
 @needs_redis
 def test_the_bench_of_starts(tmp_path):
-    words = "init --ranks 64,128 --store tcp,tcp-legacy,redis --calls 3 --repeat 1 --out"
-    done = CliRunner().invoke(app, [*words.split(), str(tmp_path / "init.json")])
+    arguments = "init --ranks 64,128 --store tcp,tcp-legacy,redis --calls 3 --repeat 1 --out"
+    done = CliRunner().invoke(app, [*arguments.split(), str(tmp_path / "init.json")])
     assert done.exception is None, done.output
     record = json.loads((tmp_path / "init.json").read_text())
     assert (tmp_path / "init.png").stat().st_size > 10_000
@@ -73,7 +73,7 @@ def test_the_papers_number_of_calls():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "output"),
     [
         ("--store etcd", "choose among"),
         ("--ranks many", "is not a list of numbers"),
@@ -81,7 +81,7 @@ def test_the_papers_number_of_calls():
         ("--ranks 64 --store redis --redis-server absent-server", "not installed"),
     ],
 )
-def test_bad_words(words, said):
-    result = CliRunner().invoke(app, ["init", *words.split()])
+def test_bad_words(arguments, output):
+    result = CliRunner().invoke(app, ["init", *arguments.split()])
     assert isinstance(result.exception, MegascaleError)
-    assert said in str(result.exception)
+    assert output in str(result.exception)

@@ -37,10 +37,10 @@ class Launched(JobEvents):
     the driver runs `before`, Python, first.
     """
 
-    def __init__(self, file: Path, name: str, *words: str, cwd: Path, new: bool, before: str) -> None:
+    def __init__(self, file: Path, name: str, *arguments: str, cwd: Path, new: bool, before: str) -> None:
         self.run = cwd / "runs" / name
         self.cwd, self.new, self.before = cwd, new, f"{PACED}\n{before}"
-        self.words = ["launch", str(file), f"--train.name={name}", *QUICK, *words]
+        self.words = ["launch", str(file), f"--train.name={name}", *QUICK, *arguments]
         self.seen = 0
         self.output = cwd / f"{name}.out"
         self.process = self.start()
@@ -66,17 +66,17 @@ class Launched(JobEvents):
             )
         return self.process
 
-    def wait(self, find: Callable[[], object], what: str):
+    def wait(self, find: Callable[[], object], subject: str):
         deadline = time.monotonic() + WAIT
         while time.monotonic() < deadline:
-            if found := find():
-                return found
+            if result := find():
+                return result
             if self.process.poll() is not None:
-                if found := find():
-                    return found
+                if result := find():
+                    return result
                 break
             time.sleep(0.02)
-        raise AssertionError(f"{what} did not come:\n{self.story()}")
+        raise AssertionError(f"{subject} did not come:\n{self.story()}")
 
     def story(self) -> str:
         lines = [f"{e.id} {e.kind} {e.action} {e.nodes} {e.evidence}" for e in self.events()]
@@ -91,8 +91,8 @@ class Launched(JobEvents):
 
         def find() -> int:
             folders = [self.run, *self.run.parent.glob(f"{self.run.name}.apart/*/runs/{self.run.name}")]
-            found = [read_status(folder / "status" / f"rank-{rank}.status") for folder in folders]
-            newest = max((status for status in found if status), key=lambda s: s.time_ns, default=None)
+            result = [read_status(folder / "status" / f"rank-{rank}.status") for folder in folders]
+            newest = max((status for status in result if status), key=lambda s: s.time_ns, default=None)
             return newest.pid if newest is not None else 0
 
         return self.wait(find, "a whole status")
@@ -128,8 +128,8 @@ def launch(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     pytest.importorskip("fastapi")
     started: list[Launched] = []
 
-    def begin(name: str, *words: str, new: bool = False, before: str = "") -> Launched:
-        started.append(Launched(tiny, name, *words, cwd=tmp_path, new=new, before=before))
+    def begin(name: str, *arguments: str, new: bool = False, before: str = "") -> Launched:
+        started.append(Launched(tiny, name, *arguments, cwd=tmp_path, new=new, before=before))
         return started[-1]
 
     yield begin

@@ -16,20 +16,20 @@ from tests.resilience.conftest import Launched
 from tests.resilience.test_launch import losses, same
 
 
-def foreign(given: str, run: Path) -> list[str]:
+def foreign(inputs: str, run: Path) -> list[str]:
     """Paths of the run folder in what an agent was given, but for the storage of its checkpoints."""
     shared = str(run / "checkpoints")
-    return [word for word in given.replace(shared, "").split('"') if word.startswith(f"{run}/") or word == str(run)]
+    return [word for word in inputs.replace(shared, "").split('"') if word.startswith(f"{run}/") or word == str(run)]
 
 
 # A rank that is stopped trains, and does not save.
 WORDS = ["--checkpoint.interval=0", "--lr.decay=constant"]
 
 
-def apart(launch, *words: str) -> tuple[Launched, list[Path]]:
+def apart(launch, *arguments: str) -> tuple[Launched, list[Path]]:
     """A job of two nodes and a spare after its first step, and the nodes' folders."""
     job = launch(
-        "apart", "--nodes=2", "--spares=1", "--resilience.cluster=apart", "--train.steps=100000", *WORDS, *words
+        "apart", "--nodes=2", "--spares=1", "--resilience.cluster=apart", "--train.steps=100000", *WORDS, *arguments
     )
     job.until("first_step")
     return job, sorted((job.run.parent / "apart.apart").iterdir())
@@ -57,8 +57,8 @@ def test_kill_hang_new_driver_and_hot_update_leave_the_weights_of_an_undisturbed
     pids = [job.pid(0), job.pid(1)]
     job.start()  # at another address, which the agents are given
     job.until("driver_took_over")
-    seen = job.wait(lambda: losses(job.run), "a step since the trainers began anew")
-    job.until_step(seen[-1][0] + 3)
+    observed = job.wait(lambda: losses(job.run), "a step since the trainers began anew")
+    job.until_step(observed[-1][0] + 3)
     assert [job.pid(0), job.pid(1)] == pids
 
     assert megascale("restart", job.run, "--lr.peak=0.005").returncode == 0
@@ -78,8 +78,10 @@ def test_kill_hang_new_driver_and_hot_update_leave_the_weights_of_an_undisturbed
     for name in ("metrics.tmp", "flight"):
         assert not (job.run / name).exists()
     with SpanTables(job.run) as tables:
-        known = tables.query("SELECT DISTINCT rank FROM rollups WHERE action = 'step' ORDER BY rank")["rank"].tolist()
-    assert known == [0, 1]
+        expected = tables.query("SELECT DISTINCT rank FROM rollups WHERE action = 'step' ORDER BY rank")[
+            "rank"
+        ].tolist()
+    assert expected == [0, 1]
     folders = {folder.name for folder in (job.run / "spans").iterdir()}
     assert {"host=0@n0", "host=1@n1"} <= folders <= {"host=0@n0", "host=1@n1", "host=0@n2"}
     assert sorted(f.name for f in (job.run / "status").iterdir()) == ["rank-0.evidence", "rank-1.evidence"]  # the hang
@@ -96,8 +98,8 @@ def test_faults_hangs_copies_and_plots_need_no_shared_folder(launch, megascale):
     more = ["--resilience.faults=true", "--observe.tensorboard=true", "--resilience.listen=0.0.0.0"]
     more += ["--checkpoint.background=true", "--checkpoint.replicas=true", "--checkpoint.linger=20"]
     job, hosts = apart(launch, *more)
-    told = next(e for e in job.events() if e.kind == "address_open")
-    assert "resilience.listen=0.0.0.0" in told.evidence[0]
+    report = next(e for e in job.events() if e.kind == "address_open")
+    assert "resilience.listen=0.0.0.0" in report.evidence[0]
     assert not (job.run / "checkpoints" / "replica.token").exists()  # agents made it, each for its own ranks
 
     calm = megascale("hang", job.run, "--json", "--watch=8")
@@ -109,10 +111,10 @@ def test_faults_hangs_copies_and_plots_need_no_shared_folder(launch, megascale):
     assert megascale("faults", "inject", "exception", "--run", job.run, "--rank=1").returncode == 0
     assert job.until("user_error").ranks == (1,)
     job.until("first_step", attempt=2)
-    (taken,) = (job.run / "faults").iterdir()
-    assert taken.suffix == ".injected"
-    seen = job.wait(lambda: losses(job.run), "a step since the trainers began anew")
-    job.until_step(seen[-1][0] + 3)  # once only
+    (used,) = (job.run / "faults").iterdir()
+    assert used.suffix == ".injected"
+    observed = job.wait(lambda: losses(job.run), "a step since the trainers began anew")
+    job.until_step(observed[-1][0] + 3)  # once only
 
     assert megascale("faults", "inject", "spin", "--run", job.run, "--rank=1").returncode == 0
     hang = job.until("hang")

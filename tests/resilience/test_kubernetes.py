@@ -36,9 +36,9 @@ class Site:
 @pytest.fixture
 def site(launch, tmp_path: Path) -> Iterator[Callable[..., Site]]:
     """Makes a cluster of so many machines."""
-    made: list[Site] = []
+    built: list[Site] = []
 
-    def make(machines: int, *words: str) -> Site:
+    def make(machines: int, *arguments: str) -> Site:
         store = Store()
         for i in range(machines):
             store.create("nodes", machine(f"k{i}"))
@@ -50,7 +50,7 @@ def site(launch, tmp_path: Path) -> Iterator[Callable[..., Site]]:
         kubelets = Kubelets(store, tmp_path / "pods", more)
         kubelets.start()
 
-        def start(name: str, *others: str) -> Launched:
+        def start(name: str, *peers: str) -> Launched:
             return launch(
                 name,
                 "--cluster=kubernetes",
@@ -58,15 +58,15 @@ def site(launch, tmp_path: Path) -> Iterator[Callable[..., Site]]:
                 "--kubernetes.image=local/megascale:1",
                 f"--kubernetes.python={sys.executable}",
                 "--train.steps=100000",
-                *words,
-                *others,
+                *arguments,
+                *peers,
             )
 
-        made.append(Site(store, server, kubelets, start))
-        return made[-1]
+        built.append(Site(store, server, kubelets, start))
+        return built[-1]
 
     yield make
-    for each in made:
+    for each in built:
         each.kubelets.stop()
         each.server.down()
 
@@ -82,8 +82,8 @@ def test_deleted_pod_is_replaced_by_a_spare_and_a_new_driver_takes_over(site):
     job.process.wait()
     job.start()
     job.until("driver_took_over")
-    seen = job.wait(lambda: losses(job.run), "a step")
-    job.until_step(seen[-1][0] + 3)
+    observed = job.wait(lambda: losses(job.run), "a step")
+    job.until_step(observed[-1][0] + 3)
     assert not [e for e in job.events() if e.kind == "attempt_started" and e.attempt > 2]
     job.process.send_signal(signal.SIGINT)
     assert job.finish() == 130, job.story()

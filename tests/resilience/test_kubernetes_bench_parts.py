@@ -29,8 +29,8 @@ class _Trainer:
     """A process that writes a rank's status as a trainer does, and has in its command line what theirs have."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        words = [sys.executable, "-c", _TRAINER, str(folder), str(rank), "fork_server"]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        arguments = [sys.executable, "-c", _TRAINER, str(folder), str(rank), "fork_server"]
+        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.step(0)
 
     def step(self, number: int) -> None:
@@ -47,9 +47,9 @@ class _Trainer:
 
 @pytest.fixture
 def trainers(tmp_path) -> Iterator[list[_Trainer]]:
-    found: list[_Trainer] = []
-    yield found
-    for each in found:
+    result: list[_Trainer] = []
+    yield result
+    for each in result:
         each.end()
 
 
@@ -96,8 +96,8 @@ def test_a_device_plugin_speaks_the_kubelets_protocol():
     from tests.chaos.kubernetes.gpus import messages
 
     kinds = messages()
-    told = kinds["ListAndWatchResponse"](devices=[kinds["Device"](ID="GPU-0", health="Unhealthy")])
+    report = kinds["ListAndWatchResponse"](devices=[kinds["Device"](ID="GPU-0", health="Unhealthy")])
     # A repeated message (field 1) of two strings (fields 1 and 2).
-    assert told.SerializeToString() == b"\x0a\x12\x0a\x05GPU-0\x12\x09Unhealthy"
-    asked = kinds["AllocateRequest"].FromString(b"\x0a\x07\x0a\x05GPU-3")
-    assert list(asked.container_requests[0].devicesIDs) == ["GPU-3"]
+    assert report.SerializeToString() == b"\x0a\x12\x0a\x05GPU-0\x12\x09Unhealthy"
+    requested = kinds["AllocateRequest"].FromString(b"\x0a\x07\x0a\x05GPU-3")
+    assert list(requested.container_requests[0].devicesIDs) == ["GPU-3"]

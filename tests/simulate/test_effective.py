@@ -55,5 +55,5 @@ def test_more_spares_faster_repair_and_quicker_detection_never_hurt():
 
 
 def test_same_seed_same_faults():
-    one, two = (simulate_run(2 * DAY, 1500, FaultRates(), 600.0, trials=30, seed=7).wall for _ in range(2))
-    assert np.array_equal(one, two)
+    first, second = (simulate_run(2 * DAY, 1500, FaultRates(), 600.0, trials=30, seed=7).wall for _ in range(2))
+    assert np.array_equal(first, second)

@@ -33,8 +33,8 @@ def scenario():
 
 
 def test_the_calibrations_own_network_changes_nothing(scenario):
-    (found,) = step_on_network([scenario], Variant(changes={"hosts": GPUS // 8}, draws=2))
-    assert found.seconds == pytest.approx(found.plain.seconds, rel=1e-3)
+    (result,) = step_on_network([scenario], Variant(changes={"hosts": GPUS // 8}, draws=2))
+    assert result.seconds == pytest.approx(result.plain.seconds, rel=1e-3)
 
 
 def test_what_is_worse_takes_longer(scenario):
@@ -72,25 +72,27 @@ def test_the_event_level_slows_the_stage_and_the_replica_that_are_slow(scenario)
     last = seconds([1.0] * (stages - 1) + [20.0], [1.0] * replicas)
     every = seconds([20.0] * stages, [1.0] * replicas)
     assert calm < last < every
-    one = seconds([1.0] * stages, [20.0] + [1.0] * (replicas - 1))
-    assert calm < one <= seconds([1.0] * stages, [20.0] * replicas)
+    single = seconds([1.0] * stages, [20.0] + [1.0] * (replicas - 1))
+    assert calm < single <= seconds([1.0] * stages, [20.0] * replicas)
 
 
 def test_the_command_shows_both_networks():
-    words = ["simulate", "step", *WORDS, "--gpus", str(GPUS), "--fabric", "megascale", "--starts", "2"]
-    words += [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
-    shown = CliRunner().invoke(app, [*words, "--placement", "random", "--outage", "core0@0:60", "--against", "none"])
+    arguments = ["simulate", "step", *WORDS, "--gpus", str(GPUS), "--fabric", "megascale", "--starts", "2"]
+    arguments += [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    shown = CliRunner().invoke(
+        app, [*arguments, "--placement", "random", "--outage", "core0@0:60", "--against", "none"]
+    )
     assert shown.exit_code == 0, shown.output
     assert "down: core0" in shown.output
     assert "calibrated" in shown.output
-    record = strict_json.loads(CliRunner().invoke(app, [*words, "--against", "none", "--json"]).output)[0]
+    record = strict_json.loads(CliRunner().invoke(app, [*arguments, "--against", "none", "--json"]).output)[0]
     assert len(record["network"]["seconds"]) == 2
     assert record["network"]["slowdowns"]["pipeline"]["calibrated"] >= 1
     assert record["seconds"] in record["network"]["seconds"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "report"),
     [
         (["--placement", "random"], "add --fabric"),
         (["--fabric", "megascale", "--outage", "core0"], "--outage='core0' must be PART@FROM:TO"),
@@ -99,7 +101,7 @@ def test_the_command_shows_both_networks():
         (["--fabric", "megascale", "--context", "2"], "leave out --context"),
     ],
 )
-def test_bad_options_name_the_remedy(words, told):
-    found = CliRunner().invoke(app, ["simulate", "step", *WORDS, "--gpus", str(GPUS), *words])
-    assert isinstance(found.exception, ConfigError)
-    assert told in str(found.exception)
+def test_bad_options_name_the_remedy(arguments, report):
+    result = CliRunner().invoke(app, ["simulate", "step", *WORDS, "--gpus", str(GPUS), *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert report in str(result.exception)

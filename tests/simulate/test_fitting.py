@@ -23,31 +23,31 @@ def test_recovers_constants(compute, fixed):
     cluster, rows = load_cluster("a100-roce"), strong_scaling()
     truth = Constants(compute=compute, fixed=fixed)
     seconds = predict(cluster, rows, truth)
-    found = fit(("compute", "fixed"), lambda c: predict(cluster, rows, c), seconds)
-    assert found.constants.compute == pytest.approx(compute, rel=1e-3)
-    assert found.constants.fixed == pytest.approx(fixed, rel=1e-2, abs=1e-3)
-    assert np.abs(found.residuals).max() < 1e-4
-    assert not found.warnings
+    result = fit(("compute", "fixed"), lambda c: predict(cluster, rows, c), seconds)
+    assert result.constants.compute == pytest.approx(compute, rel=1e-3)
+    assert result.constants.fixed == pytest.approx(fixed, rel=1e-2, abs=1e-3)
+    assert np.abs(result.residuals).max() < 1e-4
+    assert not result.warnings
 
 
 def test_warns_of_what_cannot_be_told_apart():
     """Two constants that only ever act as their product."""
     x = np.linspace(1, 3, 6)
-    found = fit(("compute", "overhead"), lambda c: c.compute * c.overhead * x, 1.2 * x)
-    assert any("cannot tell apart" in w and "compute" in w and "overhead" in w for w in found.warnings)
+    result = fit(("compute", "overhead"), lambda c: c.compute * c.overhead * x, 1.2 * x)
+    assert any("cannot tell apart" in w and "compute" in w and "overhead" in w for w in result.warnings)
 
 
 def test_warns_at_a_bound():
     x = np.linspace(1, 3, 6)
-    found = fit(("compute",), lambda c: c.compute * x, 5.0 * x)
-    assert found.constants.compute == BOUNDS["compute"][1]
-    assert any("stands at its bound" in w for w in found.warnings)
+    result = fit(("compute",), lambda c: c.compute * x, 5.0 * x)
+    assert result.constants.compute == BOUNDS["compute"][1]
+    assert any("stands at its bound" in w for w in result.warnings)
 
 
 def test_more_constants_than_rows_is_said():
     x = np.array([1.0])
-    found = fit(("compute", "fixed"), lambda c: c.compute * x + c.fixed, 2.0 * x)
-    assert any("cannot tell apart" in w for w in found.warnings)
+    result = fit(("compute", "fixed"), lambda c: c.compute * x + c.fixed, 2.0 * x)
+    assert any("cannot tell apart" in w for w in result.warnings)
 
 
 @settings(max_examples=30, deadline=None)
@@ -58,8 +58,8 @@ def test_more_constants_than_rows_is_said():
 )
 def test_calibration_files_round_trip(tmp_path_factory, compute, text, residuals):
     path = tmp_path_factory.mktemp("calibration") / "mine.toml"
-    made = Calibration("mine", "a100-roce", Constants(compute=compute), {"compute": 0.1}, (text,), tuple(residuals))
-    path.write_text(made.to_toml())
+    built = Calibration("mine", "a100-roce", Constants(compute=compute), {"compute": 0.1}, (text,), tuple(residuals))
+    path.write_text(built.to_toml())
     read = load_calibration(str(path), "a100-roce")
     assert read.constants.compute == pytest.approx(compute, rel=1e-5)
     assert read.rows == (text,)
@@ -67,13 +67,13 @@ def test_calibration_files_round_trip(tmp_path_factory, compute, text, residuals
 
 
 def test_bands_hold_the_step_and_widen_with_the_residuals():
-    cluster, one = load_cluster("a100-roce"), case()
-    here = {"fitted": {"compute": 0.1}, "ranges": ranges_of(one)}
-    narrow = Calibration("a", "a100-roce", residuals=(0.01, -0.01, 0.01, -0.01, 0.01), **here)
-    wide = Calibration("b", "a100-roce", residuals=(0.1, -0.1, 0.1, -0.1, 0.1), **here)
-    bands = [band_width(cluster, one, c).around(10.0) for c in (wide, narrow)]
+    cluster, single = load_cluster("a100-roce"), case()
+    local = {"fitted": {"compute": 0.1}, "ranges": ranges_of(single)}
+    narrow = Calibration("a", "a100-roce", residuals=(0.01, -0.01, 0.01, -0.01, 0.01), **local)
+    wide = Calibration("b", "a100-roce", residuals=(0.1, -0.1, 0.1, -0.1, 0.1), **local)
+    bands = [band_width(cluster, single, c).around(10.0) for c in (wide, narrow)]
     assert bands[0][0] < bands[1][0] < 10.0 < bands[1][1] < bands[0][1]
-    assert band_width(cluster, one, narrow).reasons == ()
+    assert band_width(cluster, single, narrow).reasons == ()
 
 
 def test_bands_of_the_uncalibrated_reach_further_up():
@@ -84,22 +84,22 @@ def test_bands_of_the_uncalibrated_reach_further_up():
 
 
 def test_bands_widen_outside_what_was_fitted_and_say_why():
-    cluster, one = load_cluster("a100-roce"), case()
-    fitted = Calibration("a", "a100-roce", fitted={"compute": 0.1}, residuals=(0.01,) * 9, ranges=ranges_of(one))
-    inside = band_width(cluster, one, fitted)
-    for other, word in (
+    cluster, single = load_cluster("a100-roce"), case()
+    fitted = Calibration("a", "a100-roce", fitted={"compute": 0.1}, residuals=(0.01,) * 9, ranges=ranges_of(single))
+    inside = band_width(cluster, single, fitted)
+    for peer, word in (
         (case(data=192, batch=6144), "GPUs"),
         (case(micro=4), "micro-batch"),
         (case(model=GPT_13B), "layer weights"),
     ):
-        outside = band_width(cluster, other, fitted)
+        outside = band_width(cluster, peer, fitted)
         assert outside.spread > inside.spread
         assert word in " ".join(outside.reasons)
-        assert "outside what was fitted" in " ".join(cautions(cluster, other, fitted))
-    foreign = band_width(load_cluster("a100-hdr"), one, fitted)
+        assert "outside what was fitted" in " ".join(cautions(cluster, peer, fitted))
+    foreign = band_width(load_cluster("a100-hdr"), single, fitted)
     assert foreign.spread > 1.5 * inside.spread
     assert "is of cluster a100-roce, not a100-hdr" in foreign.reasons[0]
-    assert "assumed, not measured" in " ".join(cautions(load_cluster("h200-host"), one, fitted))
+    assert "assumed, not measured" in " ".join(cautions(load_cluster("h200-host"), single, fitted))
     assert "assumed, not measured" not in " ".join(cautions(load_cluster("h200-host"), case(1, 1, 1, 8, 1, 8), fitted))
 
 
@@ -117,23 +117,23 @@ def test_constants_that_rows_do_not_decide_are_flagged():
     cluster, rows = load_cluster("a100-roce"), strong_scaling()
     rng = np.random.default_rng(0)
     noisy = predict(cluster, rows, Constants(fixed=0.002)) * np.exp(rng.normal(0, 0.02, len(rows)))
-    found = fit(("fixed",), lambda c: predict(cluster, rows, c), noisy)
-    assert "fixed" in " ".join(found.warnings)
+    result = fit(("fixed",), lambda c: predict(cluster, rows, c), noisy)
+    assert "fixed" in " ".join(result.warnings)
     unseen = fit(("compute", "tp_residual"), lambda c: predict(cluster, rows.subset(rows.first), c), noisy[rows.first])
     assert "cannot tell apart" in " ".join(unseen.warnings)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "output"),
     [
         ({"gpu": {"name": "x"}}, "gpu.peak_tflops"),
         ({"surprise": 1}, "surprise"),
         ({"sources": {}}, "no source"),
     ],
 )
-def test_a_wrong_cluster_is_refused(change, says):
+def test_a_wrong_cluster_is_refused(change, output):
     tree = load_cluster("a100-roce").model_dump() | change
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=output):
         cluster_of(tree)
 
 

@@ -15,11 +15,11 @@ from tests.simulate.simulator_cases import calm, case
 @pytest.mark.parametrize("software", [MEGASCALE, MEGATRON_2023])
 @pytest.mark.parametrize("data", [4, 48, 192])
 def test_nics_half_as_fast_cost_the_same_on_both_levels_to_a_point(software, data):
-    one, full = case(data=data, batch=32 * data, software=software), calm()
+    single, full = case(data=data, batch=32 * data, software=software), calm()
     half = with_figure(full, "between", "gbs", full.between.gbs / 2)
     closed, event = (
         100 * (level(half) / level(full) - 1)
-        for level in (lambda c: float(step_parts(c, one).total), lambda c: simulate(c, one).seconds)
+        for level in (lambda c: float(step_parts(c, single).total), lambda c: simulate(c, single).seconds)
     )
     assert closed > 0.3
     assert closed == pytest.approx(event, abs=1.0)
@@ -27,8 +27,8 @@ def test_nics_half_as_fast_cost_the_same_on_both_levels_to_a_point(software, dat
 
 def test_a_longer_start_never_makes_a_step_shorter():
     """The first gather is charged whatever else a step's ends take."""
-    one, cluster = case(data=192, batch=6144), calm()
-    seconds = [float(step_parts(cluster, one, Constants(fixed=f)).total) for f in (0.0, 0.05, 0.2, 1.0)]
-    events = [simulate(cluster, one, Constants(fixed=f)).seconds for f in (0.0, 0.05, 0.2, 1.0)]
+    single, cluster = case(data=192, batch=6144), calm()
+    seconds = [float(step_parts(cluster, single, Constants(fixed=f)).total) for f in (0.0, 0.05, 0.2, 1.0)]
+    events = [simulate(cluster, single, Constants(fixed=f)).seconds for f in (0.0, 0.05, 0.2, 1.0)]
     assert seconds == sorted(seconds)
     assert [b - a for a, b in zip(events, seconds, strict=True)] == pytest.approx([seconds[0] - events[0]] * 4)

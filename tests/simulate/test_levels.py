@@ -32,54 +32,56 @@ def build(shape, software, data=1):
     return case(tensor, pipeline, virtual, data, micro, batch, software, GPT_13B)
 
 
-def tolerance(one):
+def tolerance(single):
     """Blocking exchanges: the last stage of plain 1F1B has half as many, hops within hosts wait for those between."""
-    if one.pp_overlap or one.pipeline == 1:
+    if single.pp_overlap or single.pipeline == 1:
         return 0.003
-    return 0.015 if one.virtual == 1 else 0.006
+    return 0.015 if single.virtual == 1 else 0.006
 
 
 @settings(max_examples=25, deadline=None)
 @given(SHAPES, st.sampled_from([MEGASCALE, MEGATRON_2023]))
 def test_levels_agree_on_the_pipeline(shape, software):
     """One replica, no jitter, no slow hosts: schedule, transfers, logits and blocking exchanges are the same."""
-    one = build(shape, software)
+    single = build(shape, software)
     cluster = calm()
-    assert simulate(cluster, one).seconds == pytest.approx(float(step_parts(cluster, one).total), rel=tolerance(one))
+    assert simulate(cluster, single).seconds == pytest.approx(
+        float(step_parts(cluster, single).total), rel=tolerance(single)
+    )
 
 
 @settings(max_examples=15, deadline=None)
 @given(SHAPES, st.sampled_from([2, 4, 8]))
 def test_levels_agree_on_data_parallelism_without_overlap(shape, data):
-    one = build(shape, MEGATRON_2023, data)
+    single = build(shape, MEGATRON_2023, data)
     cluster = calm()
     # Stages that drain early reduce while others still compute: up to 0.52 % over all of these shapes.
-    rel = max(tolerance(one), 0.006)
-    assert simulate(cluster, one).seconds == pytest.approx(float(step_parts(cluster, one).total), rel=rel)
+    rel = max(tolerance(single), 0.006)
+    assert simulate(cluster, single).seconds == pytest.approx(float(step_parts(cluster, single).total), rel=rel)
 
 
 @pytest.mark.parametrize("data", [4, 48, 192])
 @pytest.mark.parametrize("virtual", [1, 2, 6])
 def test_levels_stay_close_with_everything_overlapped(data, virtual):
     """Overlapped collectives meet compute in ways that a formula can only approach."""
-    one = case(data=data, virtual=virtual, batch=32 * data)
+    single = case(data=data, virtual=virtual, batch=32 * data)
     cluster = calm()
-    assert simulate(cluster, one).seconds == pytest.approx(float(step_parts(cluster, one).total), rel=0.025)
+    assert simulate(cluster, single).seconds == pytest.approx(float(step_parts(cluster, single).total), rel=0.025)
 
 
 @settings(max_examples=20, deadline=None)
 @given(SHAPES)
 def test_free_communication_gives_the_ideal_bubble(shape):
     """Without communication the step is m times the last stage and an idle time of (p-1)/(v m) of the others'."""
-    one = build(shape, MEGASCALE)
+    single = build(shape, MEGASCALE)
     free = with_part(calm(), "inside", bus=[[2, 1e12]], p2p_gbs=1e12, latency_us=0.0, hop_us=0.0)
     free = with_part(free, "between", gbs=1e12, bus=[[2, 1e12]], p2p_gbs=1e12, latency_us=0.0, hop_us=0.0)
-    p, v, m = int(one.pipeline), int(one.virtual), int(one.microbatches)
-    parts, times = step_parts(free, one), stage_times(free, one)
+    p, v, m = int(single.pipeline), int(single.virtual), int(single.microbatches)
+    parts, times = step_parts(free, single), stage_times(free, single)
     busy = m * float(times.forward + times.backward)
     idle = ideal_bubble(p, v, m) * busy
     assert float(parts.bubble) == pytest.approx(idle, rel=1e-6, abs=1e-9)
-    event = simulate(free, one).seconds - float(parts.optimizer)
+    event = simulate(free, single).seconds - float(parts.optimizer)
     logits = m * float(times.last_forward + times.last_backward)
     assert event - busy - logits == pytest.approx(idle, rel=1e-4, abs=1e-6)
 
@@ -88,18 +90,18 @@ def test_lock_step_exchanges_pay_for_jitter_and_overlapped_ones_do_not():
     """The closed form's COUPLING holds against the event level."""
     cluster = with_part(calm(), "stragglers", jitter=0.02)
     for software, most in ((MEGATRON_2023, 0.02), (MEGASCALE, 0.004)):
-        one = case(data=4, batch=256, software=software)
-        steady = simulate(cluster, one).seconds
-        shaken = sum(simulate(cluster, one, jitter=0.02, seed=s).seconds for s in range(3)) / 3
+        single = case(data=4, batch=256, software=software)
+        steady = simulate(cluster, single).seconds
+        shaken = sum(simulate(cluster, single, jitter=0.02, seed=s).seconds for s in range(3)) / 3
         assert steady <= shaken * 1.0005
         assert shaken / steady - 1.0 < most
-        closed_cost = float(step_parts(cluster, one).total / step_parts(calm(), one).total) - 1.0
+        closed_cost = float(step_parts(cluster, single).total / step_parts(calm(), single).total) - 1.0
         assert closed_cost == pytest.approx(shaken / steady - 1.0, abs=0.004)
 
 
 def test_parts_add_up():
-    one = case(software=MEGATRON_2023)
-    parts = step_parts(calm(), one)
+    single = case(software=MEGATRON_2023)
+    parts = step_parts(calm(), single)
     assert sum(float(v) for v in parts.as_dict().values()) == pytest.approx(float(parts.total))
     assert all(float(v) >= 0 for v in parts.as_dict().values())
 
@@ -124,10 +126,10 @@ def test_zero_2_pays_for_reducing_every_micro_batch():
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_long_rounds_hide_a_slow_network_on_both_levels(pipeline):
     """And cost nothing where there is nothing to hide."""
-    one = case(1, pipeline, 5, 8 // pipeline, 2, 8 * 2 * 8 // pipeline, model=GPT_13B)
+    single = case(1, pipeline, 5, 8 // pipeline, 2, 8 * 2 * 8 // pipeline, model=GPT_13B)
     fast = calm("h200-host")
     slow = with_part(fast, "inside", bus=[[2, 11.2]], p2p_gbs=11.0)
-    longer = [replace(one, micro_batch_group_size=size) for size in (pipeline, 4, 8)]
+    longer = [replace(single, micro_batch_group_size=size) for size in (pipeline, 4, 8)]
     for level in (lambda net, c: simulate(net, c).seconds, lambda net, c: float(step_parts(net, c).total)):
         a, b, c = (level(slow, case) for case in longer)
         assert a > 1.05 * b > 1.05 * 1.05 * c

@@ -22,11 +22,11 @@ def measured(tmp_path_factory):
     """One measurement of this machine, two processes for the collectives."""
     start_processes = pytest.importorskip("torch.multiprocessing").start_processes
     folder = tmp_path_factory.mktemp("machine")
-    words = ["simulate", "measure", "--device", "cpu", "--seconds", "0.02", "--processes", "2"]
+    arguments = ["simulate", "measure", "--device", "cpu", "--seconds", "0.02", "--processes", "2"]
     with pytest.MonkeyPatch.context() as patch:
         # Its two processes fork from the suite's server, which has torch.
         patch.setattr("torch.multiprocessing.spawn", partial(start_processes, start_method="forkserver"))
-        done = CliRunner().invoke(app, [*words, "--out", str(folder), "--json"], catch_exceptions=False)
+        done = CliRunner().invoke(app, [*arguments, "--out", str(folder), "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return folder, json.loads(done.stdout)
 
@@ -47,30 +47,33 @@ def test_files_say_what_was_measured_and_what_was_not(measured):
 
 def test_a_step_of_the_measured_machine_takes_longer_than_a_gpu_s(measured):
     folder, _ = measured
-    cluster, one = load_cluster(str(folder / "this-machine.toml")), case(1, 1, 1, 1, 1, 4, model=GPT_13B)
-    assert float(step_parts(cluster, one).total) > 10 * float(step_parts(load_cluster("a100-roce"), one).total)
+    cluster, single = load_cluster(str(folder / "this-machine.toml")), case(1, 1, 1, 1, 1, 4, model=GPT_13B)
+    assert float(step_parts(cluster, single).total) > 10 * float(step_parts(load_cluster("a100-roce"), single).total)
 
 
 def test_a_gpu_s_figures_keep_its_printed_peak_and_power_limit(measured):
     _, figures = measured
     gemms = [[4096, 4096, 4096, 700.0], [8192, 8192, 8192, 790.0], [2048, 6144, 12288, 730.0]]
-    told = figures | {"device": "NVIDIA H200", "memory_gib": 139.8, "processors": 132, "gemms": gemms}
-    told |= {"sustained_tflops": 670.0, "watts": 692.0, "copy_gbs": 4170.0, "add_gbs": 4200.0}
+    report = figures | {"device": "NVIDIA H200", "memory_gib": 139.8, "processors": 132, "gemms": gemms}
+    report |= {"sustained_tflops": 670.0, "watts": 692.0, "copy_gbs": 4170.0, "add_gbs": 4200.0}
     base = load_cluster("h200-host")
-    cluster = cluster_from(told, base, "mine")
+    cluster = cluster_from(report, base, "mine")
     assert cluster.gpu.peak_tflops == base.gpu.peak_tflops
     assert cluster.kernels.gemm_best == pytest.approx(790 / 989.4)
     assert cluster.power is not None
     assert cluster.power.gemm_sustained == pytest.approx(670 / 989.4)
     assert "692 W" in cluster.sources["power.gemm_sustained"]
     assert cluster.power.float8_sustained == pytest.approx(670 / 989.4 * 0.627 / 0.685)
-    cool = cluster_from(told | {"sustained_tflops": 795.0}, base, "cool")
+    cool = cluster_from(report | {"sustained_tflops": 795.0}, base, "cool")
     # Nothing is held back: a GEMM alone holds its best rate for as long as it runs.
     assert cool.power is not None
     assert cool.power.gemm_sustained > cool.kernels.gemm_best
 
 
 def test_wrong_devices_are_refused():
-    for words, says in ((["--device", "tpu"], "use auto, cpu, cuda"), (["--like", "nowhere"], "neither a shipped")):
-        with pytest.raises(ConfigError, match=says):
-            CliRunner().invoke(app, ["simulate", "measure", "--seconds", "0.01", *words], catch_exceptions=False)
+    for arguments, output in (
+        (["--device", "tpu"], "use auto, cpu, cuda"),
+        (["--like", "nowhere"], "neither a shipped"),
+    ):
+        with pytest.raises(ConfigError, match=output):
+            CliRunner().invoke(app, ["simulate", "measure", "--seconds", "0.01", *arguments], catch_exceptions=False)

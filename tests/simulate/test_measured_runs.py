@@ -31,8 +31,8 @@ SMALL = ["model.preset=gpt-1.3b", "train.micro_batch=4", "train.global_batch=64"
 ONE_GPU = ["--gpus", "8", "--parallel.tensor=1", "--parallel.pipeline=1", "--parallel.virtual_stages=1"]
 
 
-def invoke(*words):
-    return CliRunner().invoke(app, ["simulate", *words], catch_exceptions=False)
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
 
 
 def write_run(folder, settings, seconds, world, steps=20):
@@ -78,21 +78,21 @@ def test_a_bench_is_a_measurement_too(tmp_path, megascale):
         refused = megascale("simulate", *command)
         assert refused.returncode == 2
         assert "ran on a CPU" in refused.stderr
-    told = json.loads(file.read_text())
+    report = json.loads(file.read_text())
     # All that `python -m benchmarks targets` has timed on links as they are.
-    run = {"told": told, "command": "megascale bench train tiny"}
+    run = {"told": report, "command": "megascale bench train tiny"}
     slow, failed = {**run, "command": "NCCL_P2P_DISABLE=1 megascale bench train tiny"}, {**run, "told": None}
     traced = {**run, "told": {"ranks": []}}
     cases = {"T1": {"0": run, "1": run}, "T4": {"0": slow}, "T5": {"0": traced}, "F1": {"1": failed}}
     every = tmp_path / "all.json"
     every.write_text(json.dumps({"gpus": 1, "cases": cases}))
-    assert [one.folder.name for one in measures(every)] == [f"all.json, T1, repeat {n}" for n in (1, 2)]
+    assert [item.folder.name for item in measures(every)] == [f"all.json, T1, repeat {n}" for n in (1, 2)]
     every.write_text(json.dumps({"gpus": 1, "cases": {"T4": {"0": slow}}}))
     with pytest.raises(DataError, match="holds no timed run"):
         measures(every)
     assert measures(file) == [measured]
     for damage in ({"all_step_seconds": [1.0]}, {"settings": {"model": {"layers": -1}}}, {"processes": None}):
-        file.write_text(json.dumps(told | damage))
+        file.write_text(json.dumps(report | damage))
         with pytest.raises(DataError, match=r"tiny\.json"):
             measure(file)
 
@@ -113,12 +113,12 @@ def test_calibrate_from_runs_recovers_the_constant(tmp_path):
         software = engine_software(config, stack("megascale-h200"))
         seconds = run(Scenario(config, tensor, cluster, truth, software)).seconds
         folders.append(write_run(tmp_path / name, settings, seconds, tensor))
-    found, table = calibrate(folders, None, "h200-host", None, "compute", None, None)
-    assert found.constants.compute == pytest.approx(1.23, rel=1e-3)
-    assert len(found.rows) == len(table) == 4
-    assert not found.warnings
-    one, _ = calibrate(folders[:1], None, "h200-host", None, "compute,fixed", None, None)
-    assert any("cannot decide" in w for w in one.warnings)
+    result, table = calibrate(folders, None, "h200-host", None, "compute", None, None)
+    assert result.constants.compute == pytest.approx(1.23, rel=1e-3)
+    assert len(result.rows) == len(table) == 4
+    assert not result.warnings
+    single, _ = calibrate(folders[:1], None, "h200-host", None, "compute,fixed", None, None)
+    assert any("cannot decide" in w for w in single.warnings)
     with pytest.raises(ConfigError, match="nothing to fit"):
         calibrate([], None, "h200-host", None, "compute", None, None)
     with pytest.raises(ConfigError, match="not a constant"):
@@ -127,10 +127,10 @@ def test_calibrate_from_runs_recovers_the_constant(tmp_path):
 
 @pytest.mark.parametrize("name", ["h200", "h200-fourth"])
 def test_predictions_were_made_for_configurations_that_lay_out(name):
-    made, said = load_predictions(name)
-    assert "before" in made
-    assert len({p.name for p in said}) == len(said) >= 10
-    for p in said:
+    built, output = load_predictions(name)
+    assert "before" in built
+    assert len({p.name for p in output}) == len(output) >= 10
+    for p in output:
         config = p.config()
         assert config.train.name == p.name
         scenario = Scenario(
@@ -148,26 +148,26 @@ def test_predictions_were_made_for_configurations_that_lay_out(name):
 
 
 def test_own_runs_are_compared(tmp_path):
-    _, said = load_predictions("h200")
-    for p, factor in zip(said[:2], (1.02, 1.2), strict=True):
+    _, output = load_predictions("h200")
+    for p, factor in zip(output[:2], (1.02, 1.2), strict=True):
         write_run(tmp_path / p.name, p.settings, p.seconds * factor, p.gpus)
-    others = check_runs(tmp_path)
-    check = next(one for one in others if "predictions h200 made" in one.title)
+    peers = check_runs(tmp_path)
+    check = next(item for item in peers if "predictions h200 made" in item.title)
     # Rounds of which the folder has no run fall back on the shipped measurements.
-    found = {round_: next(one for one in others if round_ in one.title) for round_ in ("second", "third", "fourth")}
-    assert {name: len(one.rows) for name, one in found.items()} == {"second": 8, "third": 8, "fourth": 12}
+    result = {round_: next(one for one in peers if round_ in one.title) for round_ in ("second", "third", "fourth")}
+    assert {name: len(one.rows) for name, one in result.items()} == {"second": 8, "third": 8, "fourth": 12}
     # The third round was predicted of an engine without graphs, so that its small models missed; the model that stood
     # when it was measured had not seen it.
-    assert found["third"].passed is False
-    today = next(one for one in found["third"].columns if one.name.startswith("fitted"))
+    assert result["third"].passed is False
+    today = next(one for one in result["third"].columns if one.name.startswith("fitted"))
     assert today.mean < 2.5
     assert today.worst < 4.5
     assert check.passed is False
     assert len(check.rows) == 2
     assert any("not measured" in note for note in check.notes)
-    write_run(tmp_path / said[2].name, [*said[2].settings, "parallel.tensor=2"], 1.0, 2)
+    write_run(tmp_path / output[2].name, [*output[2].settings, "parallel.tensor=2"], 1.0, 2)
     with pytest.raises(DataError, match="parallel"):
-        matching(said, tmp_path)
+        matching(output, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +178,9 @@ def scenario():
 
 
 def test_search_finds_layouts_that_fit(scenario):
-    found = search(scenario.config, scenario.cluster, scenario.calibration, scenario.software, 64, 12288)
-    assert (found.tensor * found.pipeline * found.data == found.gpus).all()
-    results = best(found, scenario.config, scenario, 3072)
+    result = search(scenario.config, scenario.cluster, scenario.calibration, scenario.software, 64, 12288)
+    assert (result.tensor * result.pipeline * result.data == result.gpus).all()
+    results = best(result, scenario.config, scenario, 3072)
     seconds = [r.seconds for r in results]
     assert seconds == sorted(seconds)
     assert all(r.memory_gib <= 80 and r.scenario.gpus == 3072 for r in results)
@@ -191,14 +191,14 @@ def test_search_finds_layouts_that_fit(scenario):
 
 def test_search_chooses_what_to_recompute():
     """Half of gpt-13b on eight H100s: a larger micro-batch that fits by recomputing is faster than a smaller one."""
-    words = ["model.preset=gpt-13b", "train.precision=bfloat16", "train.global_batch=64"]
-    config, cluster, base = configuration.load(None, words), load_cluster("h100-dgx"), stack("megascale-h200")
+    arguments = ["model.preset=gpt-13b", "train.precision=bfloat16", "train.global_batch=64"]
+    config, cluster, base = configuration.load(None, arguments), load_cluster("h100-dgx"), stack("megascale-h200")
     calibration = load_calibration("h100-engine", "h100-host")
     scenario = Scenario(config, 8, cluster, calibration, engine_software(config, base), base=base)
     fastest = {}
     for kinds in (["none"], ["full"], list(ENGINE_RECOMPUTE)):
-        found = search(config, cluster, calibration, scenario.software, 8, 8, kinds)
-        fastest[kinds[-1], len(kinds)] = best(found, config, scenario, 8)
+        output = search(config, cluster, calibration, scenario.software, 8, 8, kinds)
+        fastest[kinds[-1], len(kinds)] = best(output, config, scenario, 8)
     everything = fastest["full", 5]
     assert everything[0].seconds <= min(fastest["none", 1][0].seconds, fastest["full", 1][0].seconds)
     used = {result.scenario.config.parallel.recompute for result in everything}
@@ -215,53 +215,53 @@ def test_search_chooses_what_to_recompute():
 
 
 def test_search_prices_the_files_precision_and_kinds_that_are_known():
-    words = ["--model.preset=gpt-13b", "--gpus", "8", "--cluster", "h100-dgx", "--train.global_batch=64", "--json"]
+    arguments = ["--model.preset=gpt-13b", "--gpus", "8", "--cluster", "h100-dgx", "--train.global_batch=64", "--json"]
     plain, fast = (
-        json.loads(invoke("search", *words, *more).stdout)["layouts"][0]
+        json.loads(invoke("search", *arguments, *more).stdout)["layouts"][0]
         for more in ([], ["--train.linear_precision=float8"])
     )
     assert (plain["precision"], fast["precision"]) == ("bfloat16", "float8")
     assert fast["seconds"] < 0.85 * plain["seconds"]
     with pytest.raises(ConfigError, match="'some' is unknown"):
-        invoke("search", *words, "--recompute", "none,some")
-    without = json.loads(invoke("search", *words, "--recompute", "none", "--no-memory").stdout)["layouts"]
-    assert {one["recompute"] for one in without} == {"none"}
+        invoke("search", *arguments, "--recompute", "none,some")
+    without = json.loads(invoke("search", *arguments, "--recompute", "none", "--no-memory").stdout)["layouts"]
+    assert {item["recompute"] for item in without} == {"none"}
     assert without[0]["seconds"] < plain["seconds"]
 
 
 def test_search_takes_long_rounds_where_the_network_is_slow():
-    words = ["model.preset=gpt-13b", "train.precision=bfloat16", "parallel.reduce_dtype=bfloat16"]
-    config = configuration.load(None, [*words, "train.global_batch=64", "parallel.recompute=selective"])
+    arguments = ["model.preset=gpt-13b", "train.precision=bfloat16", "parallel.reduce_dtype=bfloat16"]
+    config = configuration.load(None, [*arguments, "train.global_batch=64", "parallel.recompute=selective"])
     fast = load_cluster("h200-host")
     slow = fast.model_copy(update={"inside": fast.inside.model_copy(update={"bus": [[2, 11.2]], "p2p_gbs": 11.0})})
-    for cluster, wanted in ((fast, False), (slow, True)):
-        found = search(
+    for cluster, expected in ((fast, False), (slow, True)):
+        result = search(
             config, cluster, load_calibration("h200-engine", "h200-host"), engine_software(config, MEGASCALE), 8, 8
         )
-        long = found.micro_batch_group_size > 0
+        long = result.micro_batch_group_size > 0
         # PP2 in five chunks and DP4: fits, and gains a fifth where links are slow.
-        same = (found.tensor == 1) & (found.pipeline == 2) & (found.virtual == 5) & (found.micro == 2)
-        assert (same & ~long).sum() == 1
-        assert (same & long).any() == wanted
-        if wanted:
-            assert found.seconds[same & long][0] < 0.85 * found.seconds[same & ~long][0]
-        one_stage = long & (found.pipeline == 1)
+        equal = (result.tensor == 1) & (result.pipeline == 2) & (result.virtual == 5) & (result.micro == 2)
+        assert (equal & ~long).sum() == 1
+        assert (equal & long).any() == expected
+        if expected:
+            assert result.seconds[equal & long][0] < 0.85 * result.seconds[equal & ~long][0]
+        one_stage = long & (result.pipeline == 1)
         assert one_stage.any()
-        assert (found.micro_batch_group_size[one_stage] * found.micro[one_stage] * found.data[one_stage] == 64).all()
+        assert (result.micro_batch_group_size[one_stage] * result.micro[one_stage] * result.data[one_stage] == 64).all()
     scenario = Scenario(
         config, 8, slow, load_calibration("h200-engine", "h200-host"), engine_software(config, MEGASCALE)
     )
-    assert any(r.scenario.config.parallel.micro_batch_group_size for r in best(found, config, scenario, 8, count=20))
+    assert any(r.scenario.config.parallel.micro_batch_group_size for r in best(result, config, scenario, 8, count=20))
 
 
 def test_fewest_meets_the_deadline(scenario):
-    found = search(scenario.config, scenario.cluster, scenario.calibration, scenario.software, 64, 12288)
-    few = fewest(found, scenario.config, scenario, 300e9, 5.0)
-    assert few.days(300e9) <= 5.0
-    longer = fewest(found, scenario.config, scenario, 300e9, 10.0)
-    assert longer.scenario.gpus < few.scenario.gpus
+    result = search(scenario.config, scenario.cluster, scenario.calibration, scenario.software, 64, 12288)
+    small = fewest(result, scenario.config, scenario, 300e9, 5.0)
+    assert small.days(300e9) <= 5.0
+    longer = fewest(result, scenario.config, scenario, 300e9, 10.0)
+    assert longer.scenario.gpus < small.scenario.gpus
     with pytest.raises(FitError, match="cannot be done"):
-        fewest(found, scenario.config, scenario, 300e9, 0.5)
+        fewest(result, scenario.config, scenario, 300e9, 0.5)
 
 
 def test_sensitivities_have_the_right_sign(scenario):
@@ -357,8 +357,8 @@ def test_ablate_sweep_search_effective(tmp_path):
     rows = json.loads(swept.stdout)["rows"]
     assert len(rows) == 6
     assert rows[0]["seconds"] > rows[1]["seconds"] > rows[3]["seconds"]
-    found = json.loads(invoke("search", EXAMPLE, "--gpus", "1024:4096", "--days", "9", "--json").stdout)
-    assert found["layouts"][0]["gpus"] <= 4096
+    result = json.loads(invoke("search", EXAMPLE, "--gpus", "1024:4096", "--days", "9", "--json").stdout)
+    assert result["layouts"][0]["gpus"] <= 4096
     spent = json.loads(invoke("effective", EXAMPLE, "--gpus", "12288", "--trials", "40", "--json").stdout)
     assert 0.3 < spent["effective_p10"] <= spent["effective"] <= 1
 
@@ -385,7 +385,7 @@ def test_validate_prints_pass_or_miss():
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("arguments", "code", "output"),
     [
         (["step", EXAMPLE, "--gpus", "100"], 3, "cannot be laid out"),
         (["step", EXAMPLE, *ONE_GPU], 3, "GiB"),
@@ -403,10 +403,10 @@ def test_validate_prints_pass_or_miss():
         (["effective", EXAMPLE, "--gpus", "256", "--host-mtbf", "nan"], 2, "'--host-mtbf'"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_exits_with_the_reason(words, code, says, megascale):
-    done = megascale("simulate", *(Path(EXAMPLE).absolute() if word == EXAMPLE else word for word in words))
+def test_what_cannot_run_exits_with_the_reason(arguments, code, output, megascale):
+    done = megascale("simulate", *(Path(EXAMPLE).absolute() if word == EXAMPLE else word for word in arguments))
     assert done.returncode == code, done.stderr
-    assert says in done.stderr
+    assert output in done.stderr
 
 
 def test_no_torch():
@@ -428,12 +428,12 @@ def test_predictions_are_written_before_and_read_after(tmp_path):
     out = tmp_path / "said.toml"
     done = invoke("predict", str(plan), "--calibration", "h200-engine", "--note", "nothing measured", "--out", str(out))
     assert done.exit_code == 0, done.output
-    made, (said,) = load_predictions(str(out))
-    assert "h200-engine" in made
-    assert "nothing measured" in made
-    assert (said.name, said.gpus) == ("first", 1)
-    assert said.low < said.seconds < said.high
-    write_run(tmp_path / "runs" / "first", list(said.settings), said.seconds * 1.1, 1)
+    built, (output,) = load_predictions(str(out))
+    assert "h200-engine" in built
+    assert "nothing measured" in built
+    assert (output.name, output.gpus) == ("first", 1)
+    assert output.low < output.seconds < output.high
+    write_run(tmp_path / "runs" / "first", list(output.settings), output.seconds * 1.1, 1)
     rows = json.loads(invoke("compare", "--runs", str(tmp_path / "runs"), "--predictions", str(out), "--json").output)
     assert len(rows) == 1
     plan.write_text("[[run]]\nname = 'first'\n")

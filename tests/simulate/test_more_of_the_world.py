@@ -29,15 +29,15 @@ from tests.simulate.simulator_cases import GPT_13B, GPT_175B, case, with_part
 H200 = load_cluster("h200-host")
 
 
-def step_json(*words: str) -> list[dict]:
+def step_json(*arguments: str) -> list[dict]:
     """What `simulate step --json` prints of both stacks."""
-    done = CliRunner().invoke(app, ["simulate", "step", *words, "--json"], catch_exceptions=False)
+    done = CliRunner().invoke(app, ["simulate", "step", *arguments, "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
 
-def parts(one: Case) -> dict[str, float]:
-    return {k: float(v) for k, v in step_parts(H200, one).as_dict().items()}
+def parts(single: Case) -> dict[str, float]:
+    return {k: float(v) for k, v in step_parts(H200, single).as_dict().items()}
 
 
 def moe(**more) -> Case:
@@ -93,8 +93,8 @@ def test_a_varied_setting_changes_the_stack_that_it_decides():
 
 @pytest.mark.parametrize("name", ["float8", "default"])
 def test_a_step_hangs_on_the_gpu_s_peak_in_either_precision(name):
-    words = [word.removeprefix("--") for word in FLOAT8 if "=" in word]
-    config = configuration.load(None, [*words, f"train.linear_precision={name}"])
+    arguments = [word.removeprefix("--") for word in FLOAT8 if "=" in word]
+    config = configuration.load(None, [*arguments, f"train.linear_precision={name}"])
     base = stack("megascale-h200")
     calibration = load_calibration("h200-engine", H200.name)
     changes = sensitivities(Scenario(config, 2, H200, calibration, engine_software(config, base), base=base))
@@ -113,11 +113,13 @@ def test_full_sharding_is_priced_by_what_its_gathers_and_reductions_cannot_hide(
     h100 = load_cluster("h100-dgx")
     model = configuration.load(None, ["model.preset=llama-8b"]).model
     layout = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": 64, "micro": 1}
-    kept, sharded = (
+    retained, sharded = (
         Case.from_model(model, replace(stack("megatron-fsdp"), full_sharding=on), batch=64, **layout)
         for on in (False, True)
     )
-    seconds = {one: float(step_parts(h100, kept if one == "kept" else sharded).data) for one in ("kept", "sharded")}
+    seconds = {
+        item: float(step_parts(h100, retained if item == "kept" else sharded).data) for item in ("kept", "sharded")
+    }
     assert seconds["sharded"] > 1.5 * seconds["kept"] > 0
     # Each micro-batch gathers and reduces again; replicas that keep their weights do so once per step.
     four = Case.from_model(model, stack("megatron-fsdp"), batch=256, **layout)
@@ -145,61 +147,61 @@ def test_full_sharding_on_the_command_line():
 def test_memory_of_another_stack_is_not_claimed():
     with pytest.raises(FitError, match=r"this engine.s need: that of nemo differs.*--no-memory"):
         step_json(*SHARDED, "--software", "nemo", "--model.layers=128")
-    words = ["--software", "nemo", "--model.layers=128", "--no-memory"]
-    (result,) = step_json(*SHARDED, *words)
+    arguments = ["--software", "nemo", "--model.layers=128", "--no-memory"]
+    (result,) = step_json(*SHARDED, *arguments)
     assert result["memory_gib"] > 80
     assert any("memory is this engine's" in text for text in result["cautions"])
-    shown = CliRunner().invoke(app, ["simulate", "step", *SHARDED, *words], catch_exceptions=False).stdout
+    shown = CliRunner().invoke(app, ["simulate", "step", *SHARDED, *arguments], catch_exceptions=False).stdout
     assert "memory of the fullest rank, this engine's" in shown
-    (own,) = step_json(*SHARDED, "--no-memory")
-    assert not any("memory" in text for text in own["cautions"])
+    (local,) = step_json(*SHARDED, "--no-memory")
+    assert not any("memory" in text for text in local["cautions"])
 
 
 def test_each_stack_has_its_own_constants_and_a_band_by_what_is_known_of_it():
-    machine, one = load_cluster("h100-host"), case(1, 1, 1, 1, 1, 8, MEGASCALE_H200, GPT_13B)
+    machine, single = load_cluster("h100-host"), case(1, 1, 1, 1, 1, 8, MEGASCALE_H200, GPT_13B)
     assert load_calibration(None, machine.name, "megascale").name == "h100-engine"
     assert load_calibration(None, machine.name, "megatron-core").name == "h100-host"
     assert load_calibration(None, "h100-dgx", "nemo").name == "h100-nemo"
     assert load_calibration(None, "h100-dgx", "fsdp").name == "uncalibrated"
 
     def width(cluster, calibration, family):
-        return band_width(cluster, one, calibration, family)
+        return band_width(cluster, single, calibration, family)
 
     plain = Calibration("none", machine.name)
-    known = width(machine, plain, "megascale")
+    expected = width(machine, plain, "megascale")
     stranger = width(machine, plain, "somebody")
-    assert known.reasons == ()
+    assert expected.reasons == ()
     assert "no step of stack somebody was ever compared" in stranger.reasons[0]
-    assert stranger.spread > 2 * known.spread
+    assert stranger.spread > 2 * expected.spread
     moon = machine.model_copy(update={"name": "moon"})
     far = width(moon, Calibration("none", "moon"), "megascale")
     assert "no step of machine moon" in far.reasons[0]
     # Constants of another stack, and of another stack on a machine that nobody measured.
     engine = load_calibration("h100-engine", machine.name)
-    own, other, worst = (
+    local, second, worst = (
         width(cluster, engine, family)
         for cluster, family in ((machine, "megascale"), (machine, "nemo"), (moon, "somebody"))
     )
-    assert "not nemo" in other.reasons[0]
-    assert own.spread < other.spread < worst.spread
+    assert "not nemo" in second.reasons[0]
+    assert local.spread < second.spread < worst.spread
     assert "machine moon or of stack somebody" in " ".join(worst.reasons)
 
 
 def test_a_step_that_launches_bound_is_less_sure():
-    words = ["--model.preset=gpt2-124m", "--gpus", "2", "--cluster", "h100-host", "--parallel.tensor=2"]
-    words += ["--train.micro_batch=1", "--train.global_batch=8", "--against", "megatron-core-h200"]
-    theirs, ours = step_json(*words)
+    arguments = ["--model.preset=gpt2-124m", "--gpus", "2", "--cluster", "h100-host", "--parallel.tensor=2"]
+    arguments += ["--train.micro_batch=1", "--train.global_batch=8", "--against", "megatron-core-h200"]
+    theirs, ours = step_json(*arguments)
     assert any("kernel launches bound this step" in text for text in theirs["cautions"])
     assert not any("launches" in text for text in ours["cautions"])
     assert theirs["p90"] / theirs["p10"] > 1.35 > ours["p90"] / ours["p10"]
 
 
 def test_a_tied_embedding_is_summed_over_first_and_last_stage():
-    one = case(1, 2, 1, 1, 1, 8, MEGATRON_2023, GPT_13B)
-    free = replace(one, tied=False)
-    extra = float(step_parts(H200, one).data - step_parts(H200, free).data)
+    single = case(1, 2, 1, 1, 1, 8, MEGATRON_2023, GPT_13B)
+    free = replace(single, tied=False)
+    extra = float(step_parts(H200, single).data - step_parts(H200, free).data)
     assert extra == pytest.approx(50304 * 5120 * 4 / 93e9, rel=0.05)
-    assert float(step_parts(H200, replace(one, pipeline=1, middle=40, last=40)).data) == 0
+    assert float(step_parts(H200, replace(single, pipeline=1, middle=40, last=40)).data) == 0
 
 
 def test_recomputing_core_attention_costs_its_forward_and_less_than_the_layer():
@@ -215,12 +217,12 @@ def test_recomputing_core_attention_costs_its_forward_and_less_than_the_layer():
 
 
 def test_a_sequence_over_more_ranks_shares_the_work_and_pays_for_the_ring():
-    one = replace(moe(), sequence=16384)
-    cut = replace(one, context=8, data=1)
-    assert float(cut.gpus) == float(one.gpus)
-    assert float(cut.flops) == float(one.flops)
+    single = replace(moe(), sequence=16384)
+    cut = replace(single, context=8, data=1)
+    assert float(cut.gpus) == float(single.gpus)
+    assert float(cut.flops) == float(single.flops)
     # A rank has as many tokens a step as before; its keys and values travel.
-    assert parts(cut)["attention"] == pytest.approx(parts(one)["attention"], rel=0.25)
+    assert parts(cut)["attention"] == pytest.approx(parts(single)["attention"], rel=0.25)
     # The longer the sequence, the more of the ring attention hides; a fast enough link is hidden whole.
     long = replace(cut, sequence=262144)
     assert parts(cut)["exchange"] / parts(cut)["attention"] > 1.5 * parts(long)["exchange"] / parts(long)["attention"]
@@ -236,8 +238,8 @@ def test_experts_add_weights_and_exchanges_but_no_work():
     two = moe(experts=8, top_k=2, expert_parallel=8)
     assert parts(two)["exchange"] == pytest.approx(2 * parts(sparse)["exchange"], rel=0.05)
     assert parts(two)["gemm"] > 1.4 * parts(sparse)["gemm"]
-    held = moe(experts=8, top_k=1, expert_parallel=1)
-    assert float(held.layer_parameters) > 5 * float(dense.layer_parameters)
+    stored = moe(experts=8, top_k=1, expert_parallel=1)
+    assert float(stored.layer_parameters) > 5 * float(dense.layer_parameters)
     assert not moe(experts=8, top_k=9).fits()
     assert not moe(experts=8, expert_parallel=3).fits()
 
@@ -254,11 +256,11 @@ def test_parameters_travel_as_the_configuration_gathers_them():
     float8 = "train.linear_precision=float8"
     halved, plain = (scenario(float8, *more).case() for more in (("parallel.gather_precision=float8",), ()))
     assert (halved.gather_bytes, plain.gather_bytes) == (1, 2)
-    short, long = (float(stage_times(H200, one).gather) for one in (halved, plain))
+    short, long = (float(stage_times(H200, item).gather) for item in (halved, plain))
     assert 0.5 * long < short < 0.55 * long
     assert float(stage_times(H200, halved).scatter) == float(stage_times(H200, plain).scatter)
-    for other in (scenario(), scenario(float8, "parallel.zero=0"), scenario("train.linear_precision=float8_rowwise")):
-        assert other.case().gather_bytes == 2
+    for peer in (scenario(), scenario(float8, "parallel.zero=0"), scenario("train.linear_precision=float8_rowwise")):
+        assert peer.case().gather_bytes == 2
 
 
 def test_a_scenario_says_what_is_not_counted_and_refuses_what_does_not_divide():
@@ -289,9 +291,9 @@ def test_the_quick_share_of_stepping_is_near_the_simulated_one(hosts):
 
 def test_no_model_is_harmed_by_the_new_axes():
     """Dense cases price as they did without them."""
-    one = case(model=GPT_175B)
-    spelled = replace(one, context=1, experts=1, top_k=1, expert_parallel=1)
-    assert float(step_parts(load_cluster("a100-roce"), one).total) == float(
+    single = case(model=GPT_175B)
+    spelled = replace(single, context=1, experts=1, top_k=1, expert_parallel=1)
+    assert float(step_parts(load_cluster("a100-roce"), single).total) == float(
         step_parts(load_cluster("a100-roce"), spelled).total
     )
 
@@ -312,7 +314,7 @@ def test_float8_steps_follow_from_its_kernels(settings, measured):
 
 
 def test_float8_gemms_hold_their_own_share_of_their_peak():
-    held, never = (float(gemm_seconds(H200, 8192, 8448, 8192, cap=cap, float8=True)) for cap in (0.685, 1.0))
+    stored, never = (float(gemm_seconds(H200, 8192, 8448, 8192, cap=cap, float8=True)) for cap in (0.685, 1.0))
     work = 2.0 * 8192 * 8448 * 8192
-    assert work / held / 1e12 == pytest.approx(0.627 * 1978.9, rel=0.01)
-    assert never < held
+    assert work / stored / 1e12 == pytest.approx(0.627 * 1978.9, rel=0.01)
+    assert never < stored

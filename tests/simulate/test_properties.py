@@ -48,37 +48,37 @@ def build(layout, software):
 @given(LAYOUTS, STACKS, BANDWIDTHS, st.floats(1.01, 8))
 def test_more_bandwidth_is_never_slower(layout, software, figure, factor):
     cluster = load_cluster("a100-roce")
-    one = build(layout, software)
+    single = build(layout, software)
     faster = scaled(cluster, *figure, factor)
-    assert float(step_parts(faster, one).total) <= float(step_parts(cluster, one).total) * (1 + 1e-9)
+    assert float(step_parts(faster, single).total) <= float(step_parts(cluster, single).total) * (1 + 1e-9)
 
 
 @settings(max_examples=20, deadline=None)
 @given(LAYOUTS, st.sampled_from([MEGASCALE, MEGATRON_2023]), st.sampled_from([("inside", "bus"), ("between", "gbs")]))
 def test_more_bandwidth_is_never_slower_event_by_event(layout, software, figure):
-    one, cluster = build(layout, software), calm()
+    single, cluster = build(layout, software), calm()
     faster = scaled(cluster, *figure, 2.0)
-    assert simulate(faster, one).seconds <= simulate(cluster, one).seconds * (1 + 1e-9)
+    assert simulate(faster, single).seconds <= simulate(cluster, single).seconds * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
 @given(LAYOUTS, STACKS, st.floats(1.01, 4))
 def test_a_faster_gpu_is_never_slower(layout, software, factor):
-    cluster, one = load_cluster("a100-roce"), build(layout, software)
+    cluster, single = load_cluster("a100-roce"), build(layout, software)
     faster = scaled(cluster, "gpu", "peak_tflops", factor)
-    assert float(step_parts(faster, one).total) <= float(step_parts(cluster, one).total)
+    assert float(step_parts(faster, single).total) <= float(step_parts(cluster, single).total)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.sets(st.integers(0, 31), min_size=1, max_size=6), st.sampled_from([MEGASCALE, MEGATRON_2023]))
 def test_a_straggler_removed_is_never_slower(slow, software):
     """256 GPUs, 32 hosts: take slow hosts away one by one."""
-    one, cluster = case(data=4, batch=64, software=software), calm()
+    single, cluster = case(data=4, batch=64, software=software), calm()
     hosts = dict.fromkeys(sorted(slow), 1.1)
-    seconds = [simulate(cluster, one, slow_hosts=hosts).seconds]
+    seconds = [simulate(cluster, single, slow_hosts=hosts).seconds]
     for host in sorted(slow):
         hosts.pop(host)
-        seconds.append(simulate(cluster, one, slow_hosts=dict(hosts)).seconds)
+        seconds.append(simulate(cluster, single, slow_hosts=dict(hosts)).seconds)
     assert all(later <= earlier + 1e-9 for earlier, later in pairwise(seconds))
     # The slack before the logits hides a little of a slow middle stage, never all of it.
     assert 1.0 < seconds[0] / seconds[-1] <= 1.1 + 1e-6
@@ -87,18 +87,18 @@ def test_a_straggler_removed_is_never_slower(slow, software):
 @given(st.floats(0, 0.2), st.floats(0, 0.2), st.floats(0, 0.5))
 def test_fewer_or_milder_stragglers_never_cost_more(rate, other, by):
     low, high = sorted((rate, other))
-    one = case(data=16, batch=1024)
-    few, many = (with_part(calm(), "stragglers", slow_hosts=q) for q in (low, high))
+    single = case(data=16, batch=1024)
+    sample, batch = (with_part(calm(), "stragglers", slow_hosts=q) for q in (low, high))
     constants = Constants(slow_by=by)
-    times = stage_times(few, one)
-    small, large = (float(slow_host_seconds(c, one, constants, times)) for c in (few, many))
+    times = stage_times(sample, single)
+    small, large = (float(slow_host_seconds(c, single, constants, times)) for c in (sample, batch))
     assert 0.0 <= small <= large + 1e-12 <= by * float(times.forward_kernels) + 1e-9
 
 
 def test_slow_hosts_cost_what_the_paper_gained_by_removing_them():
     """Section 6.3: about 0.7 MFU points on more than 10,000 GPUs, of 55."""
-    one = case(data=192, batch=6144)
-    with_them, without = (float(step_parts(c, one).total) for c in (load_cluster("a100-roce"), calm()))
+    single = case(data=192, batch=6144)
+    with_them, without = (float(step_parts(c, single).total) for c in (load_cluster("a100-roce"), calm()))
     assert 55 * (with_them / without - 1) == pytest.approx(0.7, abs=0.35)
 
 
@@ -118,8 +118,8 @@ def test_neighbours_stand_where_the_grid_puts_them():
         grid = Grid(tensor, data, pipeline)
         ranks = [[grid.rank(Coordinate(p, d, t)) for p in range(pipeline)] for d in range(data) for t in range(tensor)]
         near = [sum(a // 8 == b // 8 for a, b in pairwise(model)) for model in ranks]
-        one = case(tensor, pipeline, 1, data, 1, pipeline * data, MEGASCALE, GPT_13B)
-        assert float(neighbours_on_host(cluster, one)) == pytest.approx(sum(near) / len(near))
+        single = case(tensor, pipeline, 1, data, 1, pipeline * data, MEGASCALE, GPT_13B)
+        assert float(neighbours_on_host(cluster, single)) == pytest.approx(sum(near) / len(near))
 
 
 def test_leaf_switches_slow_transfers_that_all_leave_them():
@@ -132,8 +132,8 @@ def test_leaf_switches_slow_transfers_that_all_leave_them():
 
 
 def test_a_slow_host_slows_its_own_stage_only():
-    one, cluster = case(data=4, batch=64), calm()
-    event = simulate(cluster, one, slow_hosts={5: 1.25})
+    single, cluster = case(data=4, batch=64), calm()
+    event = simulate(cluster, single, slow_hosts={5: 1.25})
     assert (event.slow > 1).sum() == 1
     assert event.replicas.max() > event.replicas.min()
     # Host 5 holds ranks 40 to 47: tensor fastest, then data, so stage 1, replica 1.
@@ -141,9 +141,9 @@ def test_a_slow_host_slows_its_own_stage_only():
 
 
 def test_the_fleet_is_drawn_by_seed():
-    one, cluster = case(data=192, batch=6144), load_cluster("a100-roce")
-    assert draw_hosts(cluster, one, 3) == draw_hosts(cluster, one, 3)
-    counts = [len(draw_hosts(cluster, one, s)) for s in range(40)]
+    single, cluster = case(data=192, batch=6144), load_cluster("a100-roce")
+    assert draw_hosts(cluster, single, 3) == draw_hosts(cluster, single, 3)
+    counts = [len(draw_hosts(cluster, single, s)) for s in range(40)]
     assert sum(counts) / 40 == pytest.approx(0.005 * 1536, rel=0.25)
 
 
@@ -169,7 +169,7 @@ class HalfSpeed(RingNetwork):
 
 @pytest.mark.parametrize("software", [MEGASCALE, MEGATRON_2023])
 def test_another_network_model_can_be_hooked_in(software):
-    one, cluster = case(software=software), calm()
+    single, cluster = case(software=software), calm()
     slow = HalfSpeed(cluster)
-    assert float(step_parts(cluster, one, network=slow).total) > float(step_parts(cluster, one).total)
-    assert simulate(cluster, one, network=slow).seconds > simulate(cluster, one).seconds
+    assert float(step_parts(cluster, single, network=slow).total) > float(step_parts(cluster, single).total)
+    assert simulate(cluster, single, network=slow).seconds > simulate(cluster, single).seconds

@@ -20,9 +20,9 @@ def test_a_waterfall_has_one_line_a_part_at_any_width(systems: int, width: int) 
         SimpleNamespace(parts=parts, seconds=2.5, scenario=SimpleNamespace(label=f"megatron-core-h200-{i}"))
         for i in range(systems)
     ]
-    told = io.StringIO()
-    waterfall(results, Console(file=told, width=width))
-    lines = told.getvalue().splitlines()
+    report = io.StringIO()
+    waterfall(results, Console(file=report, width=width))
+    lines = report.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     body = lines[next(i for i, line in enumerate(lines) if "───" in line) + 1 :]
     assert [line.split("  ")[0].strip() for line in body if line.strip()] == [

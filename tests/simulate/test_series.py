@@ -30,7 +30,7 @@ def scenario() -> Scenario:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "says"),
+    ("key", "value", "output"),
     [
         ("cluster.between.gbs", 0, "cluster.between.gbs=0"),
         ("cluster.between.gbs", -4.0, "cluster.between.gbs=-4.0"),
@@ -45,8 +45,8 @@ def scenario() -> Scenario:
         ("gpus", 0, "gpus=0"),
     ],
 )
-def test_a_varied_figure_is_checked_as_a_cluster_file_is(scenario, key, value, says):
-    with pytest.raises(ConfigError, match=says):
+def test_a_varied_figure_is_checked_as_a_cluster_file_is(scenario, key, value, output):
+    with pytest.raises(ConfigError, match=output):
         sweep_rows(scenario, [(key, [value])], [scenario], "closed")
 
 
@@ -63,18 +63,18 @@ def test_a_range_ends_at_its_end():
 
 
 def test_leaving_a_technique_out_is_slower_by_a_positive_share(scenario):
-    whole, *rows = ablate_in_turn(scenario, list(TECHNIQUES), "closed")
+    full, *rows = ablate_in_turn(scenario, list(TECHNIQUES), "closed")
     for _, result, slower in rows:
-        assert slower == pytest.approx(result.seconds / whole[1].seconds - 1)
+        assert slower == pytest.approx(result.seconds / full[1].seconds - 1)
     assert {name: s for name, _, s in rows}["without parallel-block"] > 0
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_no_digit_is_cut(width):
-    told = io.StringIO()
+    report = io.StringIO()
     figures = ["12,288", "megatron-core-h200", "123.456", "120.01-129.99", "1,984,123"]
-    show_rows(["GPUs", "software", "step, s", "P10-P90", "tokens/s"], [figures] * 3, Console(file=told, width=width))
-    text = told.getvalue()
+    show_rows(["GPUs", "software", "step, s", "P10-P90", "tokens/s"], [figures] * 3, Console(file=report, width=width))
+    text = report.getvalue()
     assert all(text.count(figure) == 3 for figure in figures)
     assert max(map(len, text.splitlines())) <= width
 
@@ -90,6 +90,6 @@ def test_the_split_depends_on_configurations_alone():
     sides = [is_development("vtrain-multi", key) for key in keys]
     assert sides == [is_development("vtrain-multi", key) for key in keys]
     assert 60 < sum(sides) < 140
-    for name, one in SETS.items():
-        if one.side != BY_HASH:
+    for name, item in SETS.items():
+        if item.side != BY_HASH:
             assert len({is_development(name, key) for key in keys}) == 1

@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def site() -> Iterator[SlurmSite]:
     folder = Path(tempfile.mkdtemp(prefix="ms"))  # short: munged's socket lies in it
     try:
-        with SlurmSite(folder / "s", NODES) as there:
-            yield there
+        with SlurmSite(folder / "s", NODES) as present:
+            yield present
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -25,7 +25,7 @@ def test_training_goes_on_to_the_weights_of_an_undisturbed_run(faults, kind):
 
 
 def test_the_session_that_the_documentation_shows(site, tmp_path):
-    said: list[str] = []
-    assert session(site, tmp_path, said.append), "\n".join(said)
+    output: list[str] = []
+    assert session(site, tmp_path, output.append), "\n".join(output)
     site.repair()
-    assert any("spare" in line for line in said)
+    assert any("spare" in line for line in output)

@@ -53,39 +53,39 @@ def test_a_killed_run_goes_on_from_memory(tiny, megascale, tmp_path, world):
     run = tmp_path / "runs" / "killed"
     # Resting, so that on a busy machine too a step is copied before the next is done.
     kill_when(run, Forked(command, before=PACED, env={"MEGASCALE_TEST_REST": "0.1"}), 6, 0.0)
-    found = megascale(*command)
-    assert found.returncode == 0, found.stderr
+    result = megascale(*command)
+    assert result.returncode == 0, result.stderr
     (resumed,) = events(run, "resumed")
     assert resumed["loaded_from"] == "memory"
     assert resumed["load_seconds"] > 0
     assert resumed["read_bytes"] > resumed["sent_bytes"]  # each rank its own part, but for what both hold
     assert [e["step"] > resumed["step"] for e in events(run, "first_snapshot")] == [False, True]  # one an attempt
     assert resumed["step"] >= 5
-    assert "from memory" in found.stdout
+    assert "from memory" in result.stdout
     same(run, tmp_path / "runs" / "calm")
 
 
 def test_checkpoints_elsewhere(tiny, megascale, tmp_path):
-    place = tmp_path / "elsewhere"
-    options = ["--train.steps=4", f"--checkpoint.location={place}"]
+    location = tmp_path / "elsewhere"
+    options = ["--train.steps=4", f"--checkpoint.location={location}"]
     train(load_config(tiny, options))
     run = tmp_path / "runs" / "tiny"
-    assert checkpoint.steps(place) == [2, 4]
+    assert checkpoint.steps(location) == [2, 4]
     assert checkpoint.steps(run / "checkpoints") == []
     assert weights(run)
     inspected = megascale("checkpoint", "inspect", run)
     assert inspected.returncode == 0, inspected.stderr
     assert "step-4" in inspected.stdout
-    assert train(load_config(tiny, ["--train.steps=6", f"--checkpoint.location={place}"])).step == 6
+    assert train(load_config(tiny, ["--train.steps=6", f"--checkpoint.location={location}"])).step == 6
     assert [step for step, _, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_last_save_in_the_background_that_fails_is_no_success(tiny, tmp_path):
-    place = tmp_path / "elsewhere"
-    train(load_config(tiny, ["--train.steps=2", f"--checkpoint.location={place}"]))
-    (place / "step-4").write_text("a file where a folder must come")
+    location = tmp_path / "elsewhere"
+    train(load_config(tiny, ["--train.steps=2", f"--checkpoint.location={location}"]))
+    (location / "step-4").write_text("a file where a folder must come")
     with pytest.raises(TrainingError, match=r"step, 4, failed.*step 2 is kept"):
-        train(load_config(tiny, ["--train.steps=4", f"--checkpoint.location={place}", *BACKGROUND]))
+        train(load_config(tiny, ["--train.steps=4", f"--checkpoint.location={location}", *BACKGROUND]))
     (failed,) = events(tmp_path / "runs" / "tiny", "checkpoint_failed")
     assert failed["step"] == 4
 

@@ -183,7 +183,7 @@ def update(optimizer: str, name: str, weight: torch.Tensor, gradient: torch.Tens
 
 def train_plainly(model: Any, tensors: Any, engine: Engine, optimizer: str, clip: float) -> tuple[Told, Tensors]:
     """Train the model of transformers on the samples of `run_step`; return losses, norms and the last weights."""
-    told, states = Told(), {}
+    report, states = Told(), {}
     train = engine.config.train
     for step in range(1, STEPS + 1):
         rows = torch.stack([torch.from_numpy(tokens(engine.config, step, i)) for i in range(train.global_batch)])
@@ -197,9 +197,9 @@ def train_plainly(model: Any, tensors: Any, engine: Engine, optimizer: str, clip
         with torch.no_grad():
             for name, weight in tensors(model, lambda parameter: parameter.data).items():
                 update(optimizer, name, weight, gradients[name] * scale, states.setdefault(name, {}), step)
-        told.losses.append(loss.item())
-        told.norms.append(norm)
-    return told, tensors(model, lambda parameter: parameter.data)
+        report.losses.append(loss.item())
+        report.norms.append(norm)
+    return report, tensors(model, lambda parameter: parameter.data)
 
 
 def logical_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
@@ -218,16 +218,16 @@ def compare(tree: dict[str, Any], model: Any, tensors: Any, clip: float, toleran
     for name, weight in logical_weights(engine):
         theirs[name].copy_(weight)
     expected, expected_weights = train_plainly(model, tensors, engine, tree["optimizer"]["name"], clip)
-    told = Told()
+    report = Told()
     for step in range(1, STEPS + 1):
-        run_step(engine, step, told)
-    assert told.losses == pytest.approx(expected.losses, rel=tolerance)
-    assert told.norms == pytest.approx(expected.norms, rel=tolerance)
+        run_step(engine, step, report)
+    assert report.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert report.norms == pytest.approx(expected.norms, rel=tolerance)
     for name, weight in logical_weights(engine):
         # A bias of keys stays near zero: its gradient is rounding alone.
         difference = (weight - expected_weights[name]).norm() / expected_weights[name].norm().clamp(min=PEAK)
         assert difference < tolerance, f"{name}: {difference:.1e}"
-    return told
+    return report
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP_BELOW, CLIP_ABOVE])
@@ -235,8 +235,8 @@ def compare(tree: dict[str, Any], model: Any, tensors: Any, clip: float, toleran
 def test_gpt2_with_an_untied_head(optimizer, clip):
     """The head decays as every matrix does, and gradients below the clip keep their size."""
     tree = settings(optimizer, clip, **GPT2, tied_embeddings=False)
-    told = compare(tree, make_gpt2(tied=False), gpt2_tensors, clip, 1e-9)
-    assert CLIP_BELOW < min(told.norms) < max(told.norms) < CLIP_ABOVE
+    report = compare(tree, make_gpt2(tied=False), gpt2_tensors, clip, 1e-9)
+    assert CLIP_BELOW < min(report.norms) < max(report.norms) < CLIP_ABOVE
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
@@ -268,7 +268,7 @@ def test_first_values_are_those_of_gpt2():
         eos_token_id=None,
     )
     theirs = gpt2_tensors(transformers.GPT2LMHeadModel(config), lambda parameter: parameter.data, width)
-    seen: list[torch.Tensor] = []
+    observed: list[torch.Tensor] = []
     for name, weight in logical_weights(make_engine(0, 1, tree)):
         if weight.dim() == 1:
             assert torch.equal(weight, theirs[name].double()), name
@@ -278,5 +278,5 @@ def test_first_values_are_those_of_gpt2():
         assert abs(float(weight.mean())) < 5 * float(weight.std()) / math.sqrt(weight.numel()), name
         outside = float((weight.abs() > 2 * weight.std()).double().mean())
         assert outside == pytest.approx(0.0455, abs=5 * math.sqrt(0.0455 / weight.numel())), f"{name} is not normal"
-        assert not any(torch.equal(weight, other) for other in seen if other.shape == weight.shape), name
-        seen.append(weight)
+        assert not any(torch.equal(weight, peer) for peer in observed if peer.shape == weight.shape), name
+        observed.append(weight)

@@ -78,10 +78,12 @@ def test_a_run_is_read_from_any_folder(work, monkeypatch):
 
 
 def test_the_files_next_to_the_tokenizer_are_kept(work):
-    words = json.loads(Path("ds/tokenizer.json").read_text())
-    words["added_tokens"].append(dict(words["added_tokens"][0], id=words["model"]["vocab"]["an"], content="an"))
+    arguments = json.loads(Path("ds/tokenizer.json").read_text())
+    arguments["added_tokens"].append(
+        dict(arguments["added_tokens"][0], id=arguments["model"]["vocab"]["an"], content="an")
+    )
     Path("mine").mkdir()
-    Path("mine/words.json").write_text(json.dumps(words))
+    Path("mine/words.json").write_text(json.dumps(arguments))
     Path("mine/tokenizer_config.json").write_text(json.dumps({"eos_token": "an", "clean": False}))
     Path("mine/chat_template.jinja").write_text("{{ messages }}")
     Path("mine/generation_config.json").write_text('{"top_p": 0.5}')
@@ -89,7 +91,7 @@ def test_the_files_next_to_the_tokenizer_are_kept(work):
     text = text_of("runs/a")
     shutil.rmtree("mine")
     assert text_of("runs/a") == text
-    assert load_tokenizer("runs/a/tokenizer.json").end_of_document == words["model"]["vocab"]["an"]
+    assert load_tokenizer("runs/a/tokenizer.json").end_of_document == arguments["model"]["vocab"]["an"]
     api.export_model("runs/a", "out")
     assert Path("out/chat_template.jinja").read_text() == "{{ messages }}"
     assert json.loads(Path("out/generation_config.json").read_text()) == {"top_p": 0.5}

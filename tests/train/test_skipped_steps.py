@@ -41,8 +41,8 @@ def test_skipped_steps_are_counted_and_the_first_of_several_is_reported(tiny, ru
     assert train(load_config(tiny, [FAULTS, "--train.max_skipped_steps=3"])).finished
     assert skipped(run) == {1: 0, 2: 0, 3: 1, 4: 2, 5: 2, 6: 3, 7: 3, 8: 3}
     assert reported(run) == [3, 6]
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if "is skipped" in line] == [
+    output = capsys.readouterr().out.splitlines()
+    assert [line for line in output if "is skipped" in line] == [
         f"step {step} is skipped: its gradient norm is nan" for step in (3, 6)
     ]
 

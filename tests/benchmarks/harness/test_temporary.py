@@ -13,19 +13,19 @@ from benchmarks.harness.temporary import temporary_folder
 
 def test_who_writes_into_it_at_its_end_is_waited_for(monkeypatch):
     """As a span service that seals its last segment: it makes a file while the folder is being removed, three times."""
-    remove, made = shutil.rmtree, []
+    remove, built = shutil.rmtree, []
 
     def removed(name):
-        if len(made) < 3:
-            made.append(os.path.join(name, f"segment-{len(made)}"))
-            open(made[-1], "w").close()
+        if len(built) < 3:
+            built.append(os.path.join(name, f"segment-{len(built)}"))
+            open(built[-1], "w").close()
             raise OSError(39, "Directory not empty", name)
         remove(name)
 
     monkeypatch.setattr(shutil, "rmtree", removed)
     with temporary_folder() as name:
         assert os.path.isdir(name)
-    assert len(made) == 3
+    assert len(built) == 3
     assert not os.path.exists(name)
 
 

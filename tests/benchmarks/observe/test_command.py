@@ -32,24 +32,24 @@ def test_the_paper_s_job_is_made_of_its_schedule():
 
 
 def test_all_of_it_goes_through_the_ingest_and_is_asked(benchmarks, tmp_path):
-    words = ["--parts=ingest", "--full-steps=1", "--rollup-steps=2", "--data=1", "--out", tmp_path / "o.json"]
-    found = benchmarks("observe", *words)
+    arguments = ["--parts=ingest", "--full-steps=1", "--rollup-steps=2", "--data=1", "--out", tmp_path / "o.json"]
+    result = benchmarks("observe", *arguments)
     record = strict_json.loads((tmp_path / "o.json").read_text())["ingest"]
     spans = sum(len(rows_of_stage(Job().schedule(), stage)) + 1 for stage in range(8)) * 8  # and the step itself
     assert record["spans"]["rows"] == spans
     assert record["lost_spans"] == 0
     assert record["questions"]["history of one rank"]["rows"] == record["rollups"]["rows"] / 64
-    assert (found.returncode == 0) == ("missed" not in found.stdout)
+    assert (result.returncode == 0) == ("missed" not in result.stdout)
 
 
 def test_killed_services_lose_nothing(tmp_path):
-    found = kills.measure(tmp_path, kills=3, seed=5)
-    assert found["lost"] == 0
-    assert found["steps"] > 3
+    result = kills.measure(tmp_path, kills=3, seed=5)
+    assert result["lost"] == 0
+    assert result["steps"] > 3
 
 
 def test_costs_over_their_bound_are_missed():
-    one = {
+    single = {
         "name": "a",
         "by": "cpu_seconds",
         "pairs": 200,
@@ -59,5 +59,5 @@ def test_costs_over_their_bound_are_missed():
         "high": 0.003,
         "bound": 0.004,
     }
-    assert _show_cost([one]) == []
-    assert "0.50%" in _show_cost([one | {"high": 0.005}])[0]
+    assert _show_cost([single]) == []
+    assert "0.50%" in _show_cost([single | {"high": 0.005}])[0]

@@ -20,10 +20,10 @@ def test_what_is_off_by_more_than_a_hundredth_is_missed(tmp_path):
         "blocking_slowdown": job.seconds / job.ideal,
     }  # fmt: skip
     (tmp_path / "result-A.json").write_text(json.dumps(result))
-    found = measure(tmp_path)
-    assert missed(found) == []
-    assert "what-if: A: " in lines(found)[0]
-    assert missed([found[0] | {"seconds": 6.0}]) == ["A: 6.0 s, 5 wanted"]
+    output = measure(tmp_path)
+    assert missed(output) == []
+    assert "what-if: A: " in lines(output)[0]
+    assert missed([output[0] | {"seconds": 6.0}]) == ["A: 6.0 s, 5 wanted"]
     (tmp_path / "result-A.json").write_text(json.dumps(result | {"step_t_noblk": {"0": 1.02 * job.ideal}}))
     assert missed(measure(tmp_path))[0].startswith("A: ideal")
     (tmp_path / "result-A.json").write_text("{}")

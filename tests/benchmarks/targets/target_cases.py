@@ -15,15 +15,16 @@ def case(name: str = "A", **keys) -> TargetCase:
 def told(seconds: float, **more) -> dict:
     config = case(arguments=["gpt-1.3b", "--train.micro_batch=4"]).config(1)
     settings = config.model_dump(mode="json", exclude_none=True, include={"model", "train"})
-    about = {"settings": settings, "device": "1 x NVIDIA H200", "date": "2026-11-22", "versions": {"torch": "2.11.0"}}
-    about |= {"step_seconds": seconds, "all_step_seconds": [seconds] * 20, "mfu": 0.6, "peak_memory_gib": 42.0}
-    about |= {"gemm_flop_per_s": None, "mfu_convention": "convention; peak 1", "tokens_per_second_per_device": 1.0}
-    return about | more
+    details = {"settings": settings, "device": "1 x NVIDIA H200", "date": "2026-11-22", "versions": {"torch": "2.11.0"}}
+    details |= {"step_seconds": seconds, "all_step_seconds": [seconds] * 20, "mfu": 0.6, "peak_memory_gib": 42.0}
+    details |= {"gemm_flop_per_s": None, "mfu_convention": "convention; peak 1", "tokens_per_second_per_device": 1.0}
+    return details | more
 
 
-def kept(record: Record, one: TargetCase, *seconds: float, **more) -> None:
-    replicas = one.replicas(record.gpus)
+def kept(record: Record, single: TargetCase, *seconds: float, **more) -> None:
+    replicas = single.replicas(record.gpus)
     for repeat, value in enumerate(seconds):
         record.keep(
-            TargetJob(one, repeat, replicas, 1), TargetRun(one.key(replicas), replicas, "", 1.0, told(value, **more))
+            TargetJob(single, repeat, replicas, 1),
+            TargetRun(single.key(replicas), replicas, "", 1.0, told(value, **more)),
         )

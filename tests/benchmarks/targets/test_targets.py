@@ -35,29 +35,29 @@ ARGUMENTS = json.dumps(["tiny", *SMALL, "--train.micro_batch=1", "--train.thread
 
 def in_toml(name: str, **keys: str) -> str:
     """A case on the CPU that takes a moment; keys are TOML."""
-    told = {"name": f'"{name}"', "title": f'"{name}"', "arguments": ARGUMENTS, "gpus": "0", "batch": "1"}
-    told |= {"steps": "2", "warmup": "2", "seconds": "1"} | keys
-    return "\n".join(["[[case]]", *(f"{key} = {value}" for key, value in told.items())]) + "\n"
+    report = {"name": f'"{name}"', "title": f'"{name}"', "arguments": ARGUMENTS, "gpus": "0", "batch": "1"}
+    report |= {"steps": "2", "warmup": "2", "seconds": "1"} | keys
+    return "\n".join(["[[case]]", *(f"{key} = {value}" for key, value in report.items())]) + "\n"
 
 
-def invoke(*words):
-    return CliRunner().invoke(app, ["targets", *map(str, words)], env={"COLUMNS": "100"})
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["targets", *map(str, arguments)], env={"COLUMNS": "100"})
 
 
 # Cases
 
 
-@pytest.mark.parametrize("one", load(None), ids=lambda one: one.name)
-def test_every_shipped_case_is_a_valid_run_of_each_size_that_it_may_have(one):
-    for replicas in range(one.least, one.data + 1):
-        config = one.config(replicas)
-        assert config.train.global_batch == replicas * one.batch
-        assert make_plan(config, replicas * one.gpus, DEVICES["H200"]).fits
-    assert one.line(one.data).removeprefix("NCCL_P2P_DISABLE=1 ").startswith("python -m benchmarks ")
+@pytest.mark.parametrize("single", load(None), ids=lambda one: one.name)
+def test_every_shipped_case_is_a_valid_run_of_each_size_that_it_may_have(single):
+    for replicas in range(single.least, single.data + 1):
+        config = single.config(replicas)
+        assert config.train.global_batch == replicas * single.batch
+        assert make_plan(config, replicas * single.gpus, DEVICES["H200"]).fits
+    assert single.line(single.data).removeprefix("NCCL_P2P_DISABLE=1 ").startswith("python -m benchmarks ")
 
 
 def test_shipped_targets_are_for_one_host_and_what_they_were_set_for():
-    by_name = {one.name: one for one in load(None)}
+    by_name = {item.name: item for item in load(None)}
     assert max(one.slots for one in by_name.values()) == 8
     assert by_name["T1"].must == {"mfu": 0.57}
     assert by_name["F2"].settings(8)[-2:] == ["--parallel.data=8", "--train.global_batch=16"]
@@ -73,7 +73,7 @@ def test_shipped_targets_are_for_one_host_and_what_they_were_set_for():
 
 def test_what_gpus_cannot_hold_is_left_out():
     """On four GPUs a case of two replicas runs with one, which shares its optimizer's state with nobody."""
-    cases = [one for one in load(None) if one.name in ("T1", "F3h", "G124")]
+    cases = [item for item in load(None) if item.name in ("T1", "F3h", "G124")]
     assert targets._fitting(cases, 4, 139.7) == (cases, {})
     fit, too_large = targets._fitting(cases, 4, 79.2)
     assert [one.name for one in fit] == ["F3h", "G124"]
@@ -129,10 +129,10 @@ def test_as_many_replicas_as_there_is_room_for(gpus, keys, replicas):
 def test_a_wrong_case_is_named_before_anything_runs(tmp_path, monkeypatch, keys, part):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cases.toml").write_text(in_toml("A", **keys))
-    found = invoke("--file", "cases.toml", "--gpus", 0)
-    assert isinstance(found.exception, MegascaleError)
-    assert "case A" in str(found.exception)
-    assert part in str(found.exception)
+    result = invoke("--file", "cases.toml", "--gpus", 0)
+    assert isinstance(result.exception, MegascaleError)
+    assert "case A" in str(result.exception)
+    assert part in str(result.exception)
     assert not (tmp_path / "bench-targets.json").exists()
 
 
@@ -154,57 +154,58 @@ def test_files_that_are_no_cases_are_refused(tmp_path):
 
 
 def test_the_list_says_what_to_type(tmp_path):
-    found = invoke("--list", "--only", "F8", "--only", "T4")
-    assert found.exit_code == 0
-    assert [line.split(":")[0] for line in found.stdout.splitlines()[::2]] == ["T4", "F3", "F8"]  # F8 is over F3
-    assert "NCCL_P2P_DISABLE=1 python -m benchmarks train gpt-13b --parallel.pipeline=2" in found.stdout
-    assert "8 GPUs, at least 4" in found.stdout
-    assert "ratio ≤1.150 (aim 1.050) over F3" in found.stdout
+    result = invoke("--list", "--only", "F8", "--only", "T4")
+    assert result.exit_code == 0
+    assert [line.split(":")[0] for line in result.stdout.splitlines()[::2]] == ["T4", "F3", "F8"]  # F8 is over F3
+    assert "NCCL_P2P_DISABLE=1 python -m benchmarks train gpt-13b --parallel.pipeline=2" in result.stdout
+    assert "8 GPUs, at least 4" in result.stdout
+    assert "ratio ≤1.150 (aim 1.050) over F3" in result.stdout
     assert "T9" in str(invoke("--only", "T9").exception)
 
 
 def test_the_list_ends_with_the_other_commands():
     """Each is one that there is, with settings that there are."""
-    found = invoke("--list")
-    told = found.stdout.partition("Beside these cases:")[2]
-    assert told.count("python -m benchmarks observe") == 4
-    for one in load_others():
-        assert f"{one.title}: {one.needs}; {one.goal}" in told
-        for line in one.lines:
-            assert f"  {line}\n" in told
+    result = invoke("--list")
+    report = result.stdout.partition("Beside these cases:")[2]
+    assert report.count("python -m benchmarks observe") == 4
+    for item in load_others():
+        assert f"{item.title}: {item.needs}; {item.goal}" in report
+        for line in item.lines:
+            assert f"  {line}\n" in report
             if line.startswith("python tests/"):
                 assert (Path(__file__).parents[3] / line.split()[1]).exists()
             else:
                 parse(line)
 
 
-@pytest.mark.parametrize("one", load(None), ids=lambda one: one.name)
-def test_every_shipped_case_was_predicted_on_each_machine_that_it_may_run_on(one):
+@pytest.mark.parametrize("single", load(None), ids=lambda one: one.name)
+def test_every_shipped_case_was_predicted_on_each_machine_that_it_may_run_on(single):
     """A case that changes is predicted again: python -m benchmarks targets --predict >> targets_predicted.toml."""
     for replicas in targets_predicted.REPLICAS:
-        if one.least <= replicas <= one.data:
-            assert targets_predicted.predicted(one, replicas), one.name
-    assert targets_predicted.predicted(one.model_copy(update={"warmup": 7}), one.data) is None
+        if single.least <= replicas <= single.data:
+            assert targets_predicted.predicted(single, replicas), single.name
+    assert targets_predicted.predicted(single.model_copy(update={"warmup": 7}), single.data) is None
     assert (
-        f"predicted {targets_predicted.predicted(one, one.data):.3f} s" in invoke("--list", "--only", one.name).stdout
+        f"predicted {targets_predicted.predicted(single, single.data):.3f} s"
+        in invoke("--list", "--only", single.name).stdout
     )
 
 
 def test_predictions_are_toml_of_what_was_not_predicted_yet():
     assert invoke("--predict", "--only", "EhD").stdout == ""
-    found = invoke("--predict", "--only", "EhD", "--train.micro_batch=1")
-    (said,) = tomllib.loads(found.stdout)["predicted"]
-    assert (said["case"], said["gpus"]) == ("EhD", 2)
-    assert 0.5 < said["p10_p90"][0] < said["seconds"] < said["p10_p90"][1] < 2
-    words = ["gpt-13b", "--model.layers=20", "--train.micro_batch=1", "--parallel.reduce_dtype=bfloat16"]
-    fast = case(arguments=words, batch=8, data=2)
-    slow = case(arguments=words, batch=8, data=2, environment={"NCCL_P2P_DISABLE": "1"})
+    result = invoke("--predict", "--only", "EhD", "--train.micro_batch=1")
+    (output,) = tomllib.loads(result.stdout)["predicted"]
+    assert (output["case"], output["gpus"]) == ("EhD", 2)
+    assert 0.5 < output["p10_p90"][0] < output["seconds"] < output["p10_p90"][1] < 2
+    arguments = ["gpt-13b", "--model.layers=20", "--train.micro_batch=1", "--parallel.reduce_dtype=bfloat16"]
+    fast = case(arguments=arguments, batch=8, data=2)
+    slow = case(arguments=arguments, batch=8, data=2, environment={"NCCL_P2P_DISABLE": "1"})
     assert targets_predicted.predict(slow, 2)[0] > 1.1 * targets_predicted.predict(fast, 2)[0]
 
 
 def test_settings_hold_for_all_cases_and_wrong_ones_are_named():
-    found = invoke("--list", "--only", "T3", "--overlap.gemms=off")
-    assert "--overlap.gemms=off --parallel.data=2" in found.stdout
+    result = invoke("--list", "--only", "T3", "--overlap.gemms=off")
+    assert "--overlap.gemms=off --parallel.data=2" in result.stdout
     assert "did you mean overlap.gemms?" in str(invoke("--only", "T3", "--overlp.gemms=off").exception)
 
 
@@ -233,7 +234,7 @@ def test_every_case_that_fits_runs_as_often_as_asked_and_no_gpu_twice_at_once(sh
     record = Record(Path("nowhere.json"), gpus)
     waiting = missing(cases, record, repeats)
     running: list[TargetJob] = []
-    made: list[TargetJob] = []
+    built: list[TargetJob] = []
     while waiting or running:
         free = gpus - sum(job.gpus for job in running)
         assert free >= 0
@@ -242,15 +243,15 @@ def test_every_case_that_fits_runs_as_often_as_asked_and_no_gpu_twice_at_once(sh
             assert running, "nothing runs and nothing starts"
             running.remove(chance.choice(running))
         else:
-            assert job.repeat == min(other.repeat for other in waiting)
+            assert job.repeat == min(peer.repeat for peer in waiting)
             waiting.remove(job)
             running.append(job)
-            made.append(job)
+            built.append(job)
             assert sum(job.gpus == 0 for job in running) <= 1
-    for one in cases:
-        mine = [job for job in made if job.case is one]
-        assert sorted(job.repeat for job in mine) == (list(range(repeats)) if one.gpus <= gpus else [])
-        assert {job.replicas for job in mine} <= {one.replicas(gpus)}
+    for item in cases:
+        local = [job for job in built if job.case is item]
+        assert sorted(job.repeat for job in local) == (list(range(repeats)) if item.gpus <= gpus else [])
+        assert {job.replicas for job in local} <= {item.replicas(gpus)}
 
 
 def test_small_runs_overtake_a_large_one_within_a_pass_only_and_late_ones_hold_nobody_up():
@@ -273,8 +274,12 @@ def test_every_second_pass_is_reversed_and_known_times_replace_estimates(tmp_pat
         ("A", 1),
     ]
     record.keep(TargetJob(cases[0], 0, 1, 1.0), TargetRun(cases[0].key(1), 1, "", 33.0, {"step_seconds": 1.0}))
-    left = missing(cases, record, 2)
-    assert [(job.case.name, job.repeat, job.seconds) for job in left] == [("B", 0, 1.0), ("B", 1, 1.0), ("A", 1, 33.0)]
+    remaining = missing(cases, record, 2)
+    assert [(job.case.name, job.repeat, job.seconds) for job in remaining] == [
+        ("B", 0, 1.0),
+        ("B", 1, 1.0),
+        ("A", 1, 33.0),
+    ]
 
 
 # Processes
@@ -310,34 +315,34 @@ def program(tmp_path, monkeypatch):
 
 
 def make(jobs, gpus, program, seconds=60.0, **options) -> dict[str, TargetRun]:
-    made = {}
+    built = {}
 
     def keep(job, run):
-        made[f"{job.case.name}{job.repeat}"] = run
+        built[f"{job.case.name}{job.repeat}"] = run
 
     run_all(jobs, gpus, time.monotonic() + seconds, keep, program=program, **options)
-    return made
+    return built
 
 
 def test_runs_go_side_by_side_on_gpus_of_their_own(program, monkeypatch):
     monkeypatch.setenv("MEMBERS", "3")  # each ends only when all three run
     cases = [case("A", arguments=["meets"]), case("B", arguments=["meets"], environment={"MARK": "x"})]
     cases.append(case("C D", gpus=2, arguments=["meets"]))
-    made = make([TargetJob(one, 0, 1, 1) for one in cases], ["3", "GPU-x", "5", "6"], program)
-    assert [made[name].told["gpus"] for name in ("A0", "B0", "C D0")] == ["3", "GPU-x", "5,6"]
-    assert [made[name].told["mark"] for name in ("A0", "B0", "C D0")] == [None, "x", None]
-    assert made["A0"].told["words"][:4] == ["train", "meets", "--parallel.data=1", "--train.global_batch=4"]
-    assert made["A0"].told["ranks"] == [{}]  # a trace's stretches are not kept
+    built = make([TargetJob(item, 0, 1, 1) for item in cases], ["3", "GPU-x", "5", "6"], program)
+    assert [built[name].told["gpus"] for name in ("A0", "B0", "C D0")] == ["3", "GPU-x", "5,6"]
+    assert [built[name].told["mark"] for name in ("A0", "B0", "C D0")] == [None, "x", None]
+    assert built["A0"].told["words"][:4] == ["train", "meets", "--parallel.data=1", "--train.global_batch=4"]
+    assert built["A0"].told["ranks"] == [{}]  # a trace's stretches are not kept
 
 
 def test_alone_means_alone_and_after_a_failure_the_others_go_on(program):
     bad, good = case("A", arguments=["fails"]), case("B", arguments=["works"])
     jobs = [TargetJob(bad, 0, 1, 1), TargetJob(good, 0, 1, 1), TargetJob(good, 1, 1, 1), TargetJob(bad, 1, 1, 1)]
-    made = make(jobs, ["0", "1"], program, alone=True)
-    assert list(made) == ["A0", "B0", "B1"]  # what failed is not tried again at once
-    assert made["A0"].told is None
-    assert made["A0"].failed == ["exit code 1", "no luck"]
-    assert {made["B0"].told["gpus"], made["B1"].told["gpus"]} == {"0"}
+    built = make(jobs, ["0", "1"], program, alone=True)
+    assert list(built) == ["A0", "B0", "B1"]  # what failed is not tried again at once
+    assert built["A0"].told is None
+    assert built["A0"].failed == ["exit code 1", "no luck"]
+    assert {built["B0"].told["gpus"], built["B1"].told["gpus"]} == {"0"}
 
 
 def test_time_out_ends_what_runs_and_starts_nothing_more(program, tmp_path):
@@ -388,26 +393,26 @@ def test_real_benches_are_run_kept_and_not_made_again(tmp_path, benchmarks):
     good = in_toml("good", must="{step_seconds = 1e9, p99_over_median = 1e-9}")
     file.write_text(good + bad + in_toml("other", over='"good"', must="{step_ratio = 1e9}", aim="{step_ratio = 1e-9}"))
 
-    def bench(*words):
-        return benchmarks("targets", "--file", file, "--out", out, *words, env={"COLUMNS": "100"})
+    def bench(*arguments):
+        return benchmarks("targets", "--file", file, "--out", out, *arguments, env={"COLUMNS": "100"})
 
-    found = bench("--repeats", 1)
-    assert found.returncode == 1, found.stderr
+    result = bench("--repeats", 1)
+    assert result.returncode == 1, result.stderr
     runs = json.loads(out.read_text())["cases"]
     assert runs["good"]["0"]["told"]["all_step_seconds"]
     assert "runs" not in runs["good"]["0"]["told"]["settings"]["train"]
     assert runs["bad"]["0"]["told"] is None
-    assert "train.device=cuda" in found.stdout
-    lines = {line.split()[0]: line for line in found.stdout.splitlines() if line.strip()}
+    assert "train.device=cuda" in result.stdout
+    lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
     assert "reached" in lines["good"]
-    assert "missed" in found.stdout
+    assert "missed" in result.stdout
     assert "failed" in lines["bad"]
     assert "reached" in lines["other"]
     assert not (tmp_path / "runs").exists()
     # What is there is not made again.
     before = out.read_bytes()
-    again = bench("--repeats", 1, "--only", "other")
-    assert again.returncode == 0, again.stderr
+    repeated = bench("--repeats", 1, "--only", "other")
+    assert repeated.returncode == 0, repeated.stderr
     assert out.read_bytes() == before
     # A case that has changed is, and no other.
     file.write_text(good + bad + in_toml("other", steps="3", over='"good"'))
@@ -435,12 +440,12 @@ def test_an_interrupted_call_keeps_what_it_has_and_ends_what_runs(tmp_path):
             ranks = psutil.Process(process.pid).children(recursive=True)
             time.sleep(0.05)
         process.terminate()
-        said, _ = process.communicate(60)
+        output, _ = process.communicate(60)
     finally:
         process.kill()
-    assert process.returncode == 130, said
+    assert process.returncode == 130, output
     assert [*json.loads(out.read_text())["cases"]] == ["done"]
-    assert "endless" in said.partition("missing")[2]
+    assert "endless" in output.partition("missing")[2]
     assert len(ranks) == 3
     assert not psutil.wait_procs(ranks, timeout=60)[1]  # a killed one takes a moment to be gone
     assert {p.name for p in tmp_path.iterdir()} == {"cases.toml", "out.json"}

@@ -15,10 +15,10 @@ from tests.benchmarks.targets.target_cases import case, kept, told
 
 def test_figures_of_steps():
     steps = [1.0] * 50 + [1.02] * 450
-    found = targets_table.figures(case(), told(1.02, all_step_seconds=steps))
-    assert found["first_over_last"] == pytest.approx(1 - 1 / 1.02)
-    assert found["p99_over_median"] == pytest.approx(1.0)
-    assert (found["mfu"], found["memory_gib"], found["step_seconds"]) == (0.6, 42.0, 1.02)
+    result = targets_table.figures(case(), told(1.02, all_step_seconds=steps))
+    assert result["first_over_last"] == pytest.approx(1 - 1 / 1.02)
+    assert result["p99_over_median"] == pytest.approx(1.0)
+    assert (result["mfu"], result["memory_gib"], result["step_seconds"]) == (0.6, 42.0, 1.02)
     on_cpu = targets_table.figures(case(), told(1.0, mfu=None, peak_memory_gib=None))
     assert not on_cpu.keys() & {"mfu", "memory_gib"}
     assert targets_table.of_gemm(told(1.0)) is None
@@ -35,21 +35,21 @@ def test_figures_of_a_trace():
         times = exposed.shares([exposed.BusyTime(*stretch) for stretch in stretches])
         return {"stage": 0, "times": times, "alone": {"data gather": 5.0, "data reduce": 10.0, "tensor": 4.0}}
 
-    one = case(bench="exposed", gpus=2)
-    found = targets_table.figures(one, {"step_seconds": 10.0, "ranks": [rank(1.0), rank(0.5)]})
-    assert found["data_exposed"] == pytest.approx(0.1)
-    assert found["tensor_exposed"] == pytest.approx(0.25)
-    assert found["idle_share"] == pytest.approx((0.05 + 0.1) / 2)
-    assert "pipeline_exposed" not in found  # one that only waits has moved nothing
+    single = case(bench="exposed", gpus=2)
+    result = targets_table.figures(single, {"step_seconds": 10.0, "ranks": [rank(1.0), rank(0.5)]})
+    assert result["data_exposed"] == pytest.approx(0.1)
+    assert result["tensor_exposed"] == pytest.approx(0.25)
+    assert result["idle_share"] == pytest.approx((0.05 + 0.1) / 2)
+    assert "pipeline_exposed" not in result  # one that only waits has moved nothing
 
 
 def test_ratios_compare_repeats_with_each_other(tmp_path):
     keys = {"arguments": ["tiny", "--train.micro_batch=4"]}
-    base, one = case("B", **keys), case("A", **keys, over="B", must={"step_ratio": 1.15, "speed_up": 0.5})
+    base, single = case("B", **keys), case("A", **keys, over="B", must={"step_ratio": 1.15, "speed_up": 0.5})
     record = Record(tmp_path / "t.json", 1)
     kept(record, base, 1.0, 2.0)
-    kept(record, one, 1.1, 2.1, 9.0)  # its third has no partner
-    row = targets_table.row(one, record, {"B": base})
+    kept(record, single, 1.1, 2.1, 9.0)  # its third has no partner
+    row = targets_table.row(single, record, {"B": base})
     assert row.values["step_ratio"] == pytest.approx((1.1 + 1.05) / 2)
     assert row.values["speed_up"] == pytest.approx((1 / 1.1 + 1 / 1.05) / 2)
     assert [goal[3] for goal in row.goals] == ["reached", "reached"]
@@ -57,7 +57,7 @@ def test_ratios_compare_repeats_with_each_other(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "replicas", "said"),
+    ("value", "replicas", "output"),
     [
         (0.56, 2, "missed"),
         (0.57, 2, "reached"),
@@ -66,15 +66,15 @@ def test_ratios_compare_repeats_with_each_other(tmp_path):
         (None, 2, "not known"),
     ],
 )
-def test_verdicts(value, replicas, said):
-    one = case(data=2, must={"mfu": 0.57}, aim={"mfu": 0.60})
-    assert targets_table.verdict(one, "mfu", value, replicas) == said
+def test_verdicts(value, replicas, output):
+    single = case(data=2, must={"mfu": 0.57}, aim={"mfu": 0.60})
+    assert targets_table.verdict(single, "mfu", value, replicas) == output
     turned = case(data=2, must={"step_seconds": -0.57}, aim={"step_seconds": -0.60})
-    assert targets_table.verdict(turned, "step_seconds", None if value is None else -value, replicas) == said
+    assert targets_table.verdict(turned, "step_seconds", None if value is None else -value, replicas) == output
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "said"),
+    ("name", "gpus", "output"),
     [
         ("T1", 8, "TP2 PP2x5 DP2"),
         ("T1", 4, "TP2 PP2x5 DP1 of 2"),
@@ -83,33 +83,33 @@ def test_verdicts(value, replicas, said):
         ("F3", 2, "needs 4 GPUs"),
     ],
 )
-def test_a_smaller_run_is_told_from_the_targets(tmp_path, name, gpus, said):
-    by_name = {one.name: one for one in load(None)}
-    assert targets_table.row(by_name[name], Record(tmp_path / "t.json", gpus), by_name).layout == said
+def test_a_smaller_run_is_told_from_the_targets(tmp_path, name, gpus, output):
+    by_name = {item.name: item for item in load(None)}
+    assert targets_table.row(by_name[name], Record(tmp_path / "t.json", gpus), by_name).layout == output
 
 
 def test_what_was_predicted_stands_by_what_came(tmp_path, capsys):
-    cases = [one for one in load(None) if one.name in ("EhT", "EhD")]
+    cases = [item for item in load(None) if item.name in ("EhT", "EhD")]
     record = Record(tmp_path / "t.json", 2)
     kept(record, cases[0], 0.85, 0.86)
-    other = case(arguments=["tiny", "--train.micro_batch=4"])
-    targets_table.show([*cases, other], {one.name: one for one in cases}, record)
+    second = case(arguments=["tiny", "--train.micro_batch=4"])
+    targets_table.show([*cases, second], {one.name: one for one in cases}, record)
     lines = capsys.readouterr().out.splitlines()
-    said = predicted(cases[0], 2)
-    assert f"{said:.3f}" in next(line for line in lines if line.startswith("EhD "))
+    output = predicted(cases[0], 2)
+    assert f"{output:.3f}" in next(line for line in lines if line.startswith("EhD "))
     assert any("said: step that the simulator said before" in line for line in lines)
     capsys.readouterr()
-    targets_table.show([other], {}, record)
+    targets_table.show([second], {}, record)
     assert "said" not in capsys.readouterr().out
 
 
 def test_the_table_of_all_shipped_cases_fits_a_hundred_columns(tmp_path, capsys):
     cases = load(None)
     record = Record(tmp_path / "t.json", 8)
-    for one in cases:
-        if one.bench == "train":
-            watched = [[0.5, 1755.0, 690.0, 45.0]] if one.watch else None
-            kept(record, one, 12.345, 12.321, watched=watched)
+    for item in cases:
+        if item.bench == "train":
+            watched = [[0.5, 1755.0, 690.0, 45.0]] if item.watch else None
+            kept(record, item, 12.345, 12.321, watched=watched)
     targets_table.show(cases, {one.name: one for one in cases}, record)
     lines = capsys.readouterr().out.splitlines()
     table = lines[1 : next(i for i, line in enumerate(lines) if line.startswith("MFU:"))]

@@ -12,10 +12,17 @@ from megascale.config import from_tree
 
 
 def test_rows_are_trained_once_and_kept(tiny, benchmarks, tmp_path):
-    words = ["--row=all off", "--row=pipeline overlap", "--steps=2", "--warmup=1", "--repeats=2"]
-    words += ["--parallel.pipeline=2", "--parallel.data=1", "--out", tmp_path / "a.json", "--plot", tmp_path / "a.png"]
-    found = benchmarks("ablation", tiny, *words)
-    assert found.returncode == 0, found.stderr
+    arguments = ["--row=all off", "--row=pipeline overlap", "--steps=2", "--warmup=1", "--repeats=2"]
+    arguments += [
+        "--parallel.pipeline=2",
+        "--parallel.data=1",
+        "--out",
+        tmp_path / "a.json",
+        "--plot",
+        tmp_path / "a.png",
+    ]
+    result = benchmarks("ablation", tiny, *arguments)
+    assert result.returncode == 0, result.stderr
     record = json.loads((tmp_path / "a.json").read_text())
     names = [(run["row"], run["repeat"]) for run in record["runs"]]
     assert names == [("all off", 0), ("pipeline overlap", 0), ("pipeline overlap", 1), ("all off", 1)]
@@ -24,21 +31,21 @@ def test_rows_are_trained_once_and_kept(tiny, benchmarks, tmp_path):
     off = record["rows"][0]["settings"]
     assert off["overlap.pipeline"] is False
     assert off["model.block"] == "serial"
-    assert "pipeline overlap" in found.stdout
+    assert "pipeline overlap" in result.stdout
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert not (tmp_path / "runs").exists()
     # What is there is not made again, and not mixed with other settings.
     before = (tmp_path / "a.json").read_bytes()
-    again = benchmarks("ablation", tiny, *words)
-    assert again.returncode == 0, again.stderr
+    repeated = benchmarks("ablation", tiny, *arguments)
+    assert repeated.returncode == 0, repeated.stderr
     assert (tmp_path / "a.json").read_bytes() == before
-    other = benchmarks("ablation", tiny, *words, "--train.seed=5")
-    assert other.returncode == 2
-    assert "other settings" in other.stderr
+    second = benchmarks("ablation", tiny, *arguments, "--train.seed=5")
+    assert second.returncode == 2
+    assert "other settings" in second.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "part"),
+    ("arguments", "code", "part"),
     [
         (["--links=fast"], 2, "--links=fast"),
         (["--links=slow", "--train.device=cpu"], 2, "--links=slow"),
@@ -46,10 +53,10 @@ def test_rows_are_trained_once_and_kept(tiny, benchmarks, tmp_path):
         (["--parallel.tensor=3"], 3, "parallel.tensor=3"),
     ],
 )
-def test_wrong_calls_are_refused_before_any_row_trains(tiny, benchmarks, tmp_path, words, code, part):
-    found = benchmarks("ablation", tiny, *words)
-    assert found.returncode == code, found.stderr
-    assert part in found.stderr
+def test_wrong_calls_are_refused_before_any_row_trains(tiny, benchmarks, tmp_path, arguments, code, part):
+    result = benchmarks("ablation", tiny, *arguments)
+    assert result.returncode == code, result.stderr
+    assert part in result.stderr
     assert not (tmp_path / "bench-ablation.json").exists()
 
 
@@ -75,10 +82,10 @@ def test_the_table_takes_medians_and_compounds_gains():
 
     runs = [run("all off", 0, [1.0, 9.0, 1.0]), run("all off", 1, [1.25]), run("all off", 2, [0.8])]
     runs += [run("window", 0, [0.5]), run("LAMB, 3x batch", 0, [1.0], 300)]
-    found = table(["all off", "parallel block", "window", "LAMB, 3x batch"], runs, "on")
-    assert [one["row"] for one in found] == ["all off", "window", "LAMB, 3x batch"]
-    assert [one["rate"] for one in found] == [50.0, 100.0, 150.0]
-    assert found[0]["spread"] == pytest.approx((62.5 - 40.0) / 50.0)
-    assert [one["over_first"] for one in found] == [1.0, 2.0, 3.0]
-    assert found[2]["gain"] == pytest.approx(0.5)
-    assert found[2]["paper_over_first"] == pytest.approx(65.3 / 47.7)
+    result = table(["all off", "parallel block", "window", "LAMB, 3x batch"], runs, "on")
+    assert [item["row"] for item in result] == ["all off", "window", "LAMB, 3x batch"]
+    assert [one["rate"] for one in result] == [50.0, 100.0, 150.0]
+    assert result[0]["spread"] == pytest.approx((62.5 - 40.0) / 50.0)
+    assert [one["over_first"] for one in result] == [1.0, 2.0, 3.0]
+    assert result[2]["gain"] == pytest.approx(0.5)
+    assert result[2]["paper_over_first"] == pytest.approx(65.3 / 47.7)

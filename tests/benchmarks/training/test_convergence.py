@@ -82,11 +82,11 @@ def test_a_tiny_comparison(tmp_path, tokens, benchmarks):
     assert done.returncode == 0, done.stderr
     assert [p.name for p in (tmp_path / "elsewhere").glob("*/")] == ["float8-0.001-0"]
     assert "(one pair)" in done.stdout
-    words = list(map(str, command))
-    again = CliRunner().invoke(app, [*words, "--earlier", str(tmp_path / "c.json"), "--model.layers=2"])
-    assert isinstance(again.exception, ConfigError)
-    assert "seed 0, was run with" in str(again.exception)
-    assert "--model.layers=2" in str(again.exception)
+    arguments = list(map(str, command))
+    repeated = CliRunner().invoke(app, [*arguments, "--earlier", str(tmp_path / "c.json"), "--model.layers=2"])
+    assert isinstance(repeated.exception, ConfigError)
+    assert "seed 0, was run with" in str(repeated.exception)
+    assert "--model.layers=2" in str(repeated.exception)
     record = json.loads((tmp_path / "c.json").read_text())
     assert [run["variant"] for run in record["runs"]] == ["serial", "lamb 0.01", "lamb 0.03", "float8"]
     float8 = record["runs"][-1]["held_out"][-1]
@@ -160,39 +160,49 @@ def test_a_bench_that_is_told_to_end_leaves_no_run_behind(tmp_path, tokens):
 def test_training_is_what_plain_pytorch_makes_of_it(tmp_path, tokens, megascale, settings):
     """Step by step: samples, first weights, gradients, clipping, schedule, AdamW; in float32, to rounding."""
     (tmp_path / "base.toml").touch()
-    words = [str(tmp_path / "base.toml"), *settings, f"--train.runs={tmp_path}", f"--data.train={tokens}/train"]
-    words += [f"--data.valid={tokens}/valid", "--train.steps=12", "--train.global_batch=4", "--train.micro_batch=2"]
-    words += [
+    arguments = [str(tmp_path / "base.toml"), *settings, f"--train.runs={tmp_path}", f"--data.train={tokens}/train"]
+    arguments += [f"--data.valid={tokens}/valid", "--train.steps=12", "--train.global_batch=4", "--train.micro_batch=2"]
+    arguments += [
         "--model.sequence_length=16",
         "--model.hidden=32",
         "--model.layers=2",
         "--model.heads=2",
         "--lr.peak=1e-2",
     ]
-    words += ["--train.device=cpu", "--train.precision=float32", "--train.threads=1", "--train.eval_interval=6"]
-    words += ["--model.vocab_size=64", "--optimizer.clip=0.5", "--observe.progress=false", "--checkpoint.interval=0"]
-    found = {}
-    ours = megascale("train", *words, "--train.name=ours")
+    arguments += ["--train.device=cpu", "--train.precision=float32", "--train.threads=1", "--train.eval_interval=6"]
+    arguments += [
+        "--model.vocab_size=64",
+        "--optimizer.clip=0.5",
+        "--observe.progress=false",
+        "--checkpoint.interval=0",
+    ]
+    result = {}
+    ours = megascale("train", *arguments, "--train.name=ours")
     assert ours.returncode == 0, ours.stderr
-    plain.main([*words, "--train.name=plain"])
+    plain.main([*arguments, "--train.name=plain"])
     for name in ("ours", "plain"):
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        found[name] = [json.loads(line) for line in lines]
+        result[name] = [json.loads(line) for line in lines]
     for key, count in (("loss", 12), ("grad_norm", 12), ("valid_loss", 2)):
-        mine, theirs = ({r["step"]: r[key] for r in found[name] if key in r} for name in ("ours", "plain"))
-        assert len(theirs) == count
-        assert mine == pytest.approx(theirs, rel=2e-5), key
-    losses = [r["loss"] for r in found["plain"] if "loss" in r]
+        local, remote = ({r["step"]: r[key] for r in result[name] if key in r} for name in ("ours", "plain"))
+        assert len(remote) == count
+        assert local == pytest.approx(remote, rel=2e-5), key
+    losses = [r["loss"] for r in result["plain"] if "loss" in r]
     assert losses[-1] < losses[0] - 0.05
 
 
 def test_the_plain_model_names_what_it_does_not_have(tmp_path, monkeypatch, capsys):
     (tmp_path / "base.toml").touch()
-    words = [str(tmp_path / "base.toml"), "--model.norm=rmsnorm", "--model.vocab_size=64", f"--train.runs={tmp_path}"]
-    monkeypatch.setattr("sys.argv", ["plain", *words])
+    arguments = [
+        str(tmp_path / "base.toml"),
+        "--model.norm=rmsnorm",
+        "--model.vocab_size=64",
+        f"--train.runs={tmp_path}",
+    ]
+    monkeypatch.setattr("sys.argv", ["plain", *arguments])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(plain.__file__, run_name="__main__")
-    told = capsys.readouterr().err
+    messages = capsys.readouterr().err
     assert ended.value.code == 2
-    assert "model.norm='layernorm'" in told
-    assert "rmsnorm" in told
+    assert "model.norm='layernorm'" in messages
+    assert "rmsnorm" in messages

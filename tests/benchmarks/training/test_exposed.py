@@ -31,20 +31,20 @@ def test_events_are_sorted_into_kinds():
         {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1},
         {"ph": "M", "name": "process_name"},
     ]
-    found = exposed.busy(trace)
-    assert [b.kind for b in found] == [
+    result = exposed.busy(trace)
+    assert [b.kind for b in result] == [
         COMPUTE, "pipeline", "tensor", "data gather", "data reduce", COMPUTE, "other",
     ]  # fmt: skip
-    assert found[0] == BusyTime(0.0, pytest.approx(3e-3), COMPUTE)
-    assert [b.group for b in found if b.group] == ["forward", "data_gather", "data_reduce", "default_pg"]
-    assert (found[-1].start, found[-1].stop) == (pytest.approx(7e-3), pytest.approx(8e-3))
+    assert result[0] == BusyTime(0.0, pytest.approx(3e-3), COMPUTE)
+    assert [b.group for b in result if b.group] == ["forward", "data_gather", "data_reduce", "default_pg"]
+    assert (result[-1].start, result[-1].stop) == (pytest.approx(7e-3), pytest.approx(8e-3))
 
 
 def test_a_stream_is_known_by_the_group_that_a_trace_with_the_hosts_side_names():
     def on(stream: int, name: str, purpose: str = "") -> dict:
-        made = event(name, 0, 1, purpose)
-        made["args"]["stream"] = stream
-        return made
+        built = event(name, 0, 1, purpose)
+        built["args"]["stream"] = stream
+        return built
 
     gather = "ncclDevKernel_AllGather_RING_LL"
     full = [on(7, gather, "tensor"), on(20, gather, "data_gather"), on(21, "ncclDevKernel_SendRecv", "forward/0-1/0")]
@@ -57,10 +57,10 @@ def test_a_stream_is_known_by_the_group_that_a_trace_with_the_hosts_side_names()
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 30)), max_size=12), st.sampled_from([1, 5, 20]))
 def test_shares_of_a_timelines_bins_are_those_of_every_moment(parts, bins):
     runs = [(float(a), float(min(100, a + n))) for a, n in parts]
-    found = exposed.share_of_time(runs, 0.0, 100.0, bins)
+    result = exposed.share_of_time(runs, 0.0, 100.0, bins)
     on = [any(a <= t < b for a, b in runs) for t in range(100)]
     width = 100 // bins
-    assert found == pytest.approx([sum(on[i * width : (i + 1) * width]) / width for i in range(bins)])
+    assert result == pytest.approx([sum(on[i * width : (i + 1) * width]) / width for i in range(bins)])
 
 
 def test_what_runs_without_compute_is_exposed_and_shared_by_those_that_wait():
@@ -70,12 +70,12 @@ def test_what_runs_without_compute_is_exposed_and_shared_by_those_that_wait():
         BusyTime(5.0, 7.0, "pipeline"),  # one of them together
         BusyTime(9.0, 10.0, COMPUTE),
     ]
-    found = exposed.shares(stretches)
-    assert found[COMPUTE]["busy"] == 5.0
-    assert found["tensor"] == {"busy": 3.0, "exposed": 1.5}
-    assert found["pipeline"] == {"busy": 2.0, "exposed": 1.5}
-    assert found[IDLE]["busy"] == 2.0
-    assert found["data gather"] == {"busy": 0.0, "exposed": 0.0}
+    result = exposed.shares(stretches)
+    assert result[COMPUTE]["busy"] == 5.0
+    assert result["tensor"] == {"busy": 3.0, "exposed": 1.5}
+    assert result["pipeline"] == {"busy": 2.0, "exposed": 1.5}
+    assert result[IDLE]["busy"] == 2.0
+    assert result["data gather"] == {"busy": 0.0, "exposed": 0.0}
 
 
 spans = st.tuples(st.integers(0, 50), st.integers(1, 20), st.sampled_from([COMPUTE, *KINDS]))
@@ -84,12 +84,12 @@ spans = st.tuples(st.integers(0, 50), st.integers(1, 20), st.sampled_from([COMPU
 @given(st.lists(spans, min_size=1, max_size=30))
 def test_shares_add_up_to_the_whole_step(parts):
     stretches = [BusyTime(float(start), float(start + length), kind) for start, length, kind in parts]
-    found = exposed.shares(stretches)
-    whole = max(b.stop for b in stretches) - min(b.start for b in stretches)
-    shown = sum(found[kind]["exposed"] for kind in KINDS)
-    assert found[COMPUTE]["busy"] + shown + found[IDLE]["busy"] == pytest.approx(whole)
+    result = exposed.shares(stretches)
+    full = max(b.stop for b in stretches) - min(b.start for b in stretches)
+    shown = sum(result[kind]["exposed"] for kind in KINDS)
+    assert result[COMPUTE]["busy"] + shown + result[IDLE]["busy"] == pytest.approx(full)
     for kind in KINDS:
-        assert found[kind]["exposed"] <= found[kind]["busy"] + 1e-9
+        assert result[kind]["exposed"] <= result[kind]["busy"] + 1e-9
 
 
 def test_the_meeting_before_the_step_does_not_count():
@@ -100,15 +100,15 @@ def test_the_meeting_before_the_step_does_not_count():
 
 def test_a_step_is_what_lies_between_two_norms():
     """LAMB's step on the last stage: the tied embedding, the norm, then the trust ratios, whose end is no end."""
-    others = ["embedding/0", "world", "stage/1"]
-    one = [
+    peers = ["embedding/0", "world", "stage/1"]
+    single = [
         BusyTime(0.0, 4.0, COMPUTE), BusyTime(4.0, 5.0, "other", "embedding/0"),
         BusyTime(5.0, 5.5, "other" + exposed.WAITS, "0"),
         BusyTime(5.5, 6.0, "other", "0"), BusyTime(6.0, 7.0, "other", "stage/1"),
         BusyTime(6.5, 8.0, "data gather", "gather"),
     ]  # fmt: skip
-    two = [exposed.replace(b, start=b.start + 8.0, stop=b.stop + 8.0) for b in one]
-    step = exposed.between_norms([*one, *two], others)
+    two = [exposed.replace(b, start=b.start + 8.0, stop=b.stop + 8.0) for b in single]
+    step = exposed.between_norms([*single, *two], peers)
     assert max(b.stop for b in step) == 8.0
     times = exposed.shares(step)
     assert times[COMPUTE]["busy"] == 4.0
@@ -116,12 +116,12 @@ def test_a_step_is_what_lies_between_two_norms():
     assert (times["other"]["busy"], times["other waits"]["busy"]) == (2.5, 0.5)
     assert sum(t["exposed"] for t in times.values()) + times[COMPUTE]["busy"] + times[IDLE]["busy"] == 8.0
     running = BusyTime(5.0, 9.0, "data reduce")  # over the edge: only its part
-    assert exposed.between_norms([running, *one, *two][:-1], others)[0].start == 0.0
-    for wrong in ([*one, *two[:-2]], one):
+    assert exposed.between_norms([running, *single, *two][:-1], peers)[0].start == 0.0
+    for wrong in ([*single, *two[:-2]], single):
         with pytest.raises(TrainingError, match="two steps"):
-            exposed.between_norms(wrong, others)
+            exposed.between_norms(wrong, peers)
     with pytest.raises(TrainingError, match="two steps"):
-        exposed.between_norms([*one, *two], ["embedding/0", "stage/1", "stage/1"])
+        exposed.between_norms([*single, *two], ["embedding/0", "stage/1", "stage/1"])
 
 
 ms = st.integers(0, 200)
@@ -138,17 +138,21 @@ def test_a_transfer_waits_until_its_last_member_comes_whatever_the_clocks_say(tr
         meetings.append(met)
         at = met + length
     cut = exposed.with_waits([ours, theirs])
-    for trace, shift, whole in ((cut[0], 0, ours), (cut[1], skew, theirs)):
+    for trace, shift, full in ((cut[0], 0, ours), (cut[1], skew, theirs)):
         moving = [b for b in trace if b.kind == "pipeline"]
         assert [b.start - shift for b in moving] == pytest.approx(meetings)
-        assert [b.stop for b in moving] == pytest.approx([b.stop for b in whole])
-        assert sum(b.stop - b.start for b in trace) == pytest.approx(sum(b.stop - b.start for b in whole))
+        assert [b.stop for b in moving] == pytest.approx([b.stop for b in full])
+        assert sum(b.stop - b.start for b in trace) == pytest.approx(sum(b.stop - b.start for b in full))
 
 
 def test_collectives_that_cannot_be_matched_are_left_whole():
-    one = [BusyTime(0.0, 4.0, "data gather", "data_gather/0"), BusyTime(5.0, 6.0, "other"), BusyTime(6.0, 9.0, COMPUTE)]
+    single = [
+        BusyTime(0.0, 4.0, "data gather", "data_gather/0"),
+        BusyTime(5.0, 6.0, "other"),
+        BusyTime(6.0, 9.0, COMPUTE),
+    ]
     two = [BusyTime(3.0, 4.0, "data gather", "data_gather/0"), BusyTime(8.0, 9.0, "data gather", "data_gather/0")]
-    assert exposed.with_waits([one, two]) == [one, two]
+    assert exposed.with_waits([single, two]) == [single, two]
 
 
 def record() -> dict:
@@ -160,8 +164,8 @@ def record() -> dict:
         times = exposed.shares([BusyTime(*stretch) for stretch in stretches])
         return {"stage": stage, "times": times, "alone": {"pipeline": 2.0, "tensor": 2.0}, "stretches": stretches}
 
-    about = {"preset": "gpt-13b", "processes": 2, "device": "H200", "date": "2026-11-21", "active": {}}
-    return about | {"ranks": [rank(0, 1.0), rank(1, 2.0)]}
+    details = {"preset": "gpt-13b", "processes": 2, "device": "H200", "date": "2026-11-21", "active": {}}
+    return details | {"ranks": [rank(0, 1.0), rank(1, 2.0)]}
 
 
 def test_waiting_for_another_ranks_compute_is_no_transfer_time():
@@ -174,12 +178,12 @@ def test_waiting_for_another_ranks_compute_is_no_transfer_time():
 
 
 def test_the_stage_that_computes_most_bounds_the_step():
-    told = record()
-    told["ranks"][1]["times"][COMPUTE]["busy"] += 1.0
-    found = exposed.bounding(told)
-    exposed_there = told["ranks"][1]["times"]["pipeline"]["exposed"]
-    assert found == {"stage": 1, "exposed": exposed_there, "share": exposed_there / 2.0}
-    assert exposed.bounding(told | {"ranks": told["ranks"][:1]}) is None
+    report = record()
+    report["ranks"][1]["times"][COMPUTE]["busy"] += 1.0
+    result = exposed.bounding(report)
+    exposed_there = report["ranks"][1]["times"]["pipeline"]["exposed"]
+    assert result == {"stage": 1, "exposed": exposed_there, "share": exposed_there / 2.0}
+    assert exposed.bounding(report | {"ranks": report["ranks"][:1]}) is None
 
 
 def test_the_timeline_has_a_panel_a_stage(tmp_path):
@@ -188,9 +192,9 @@ def test_the_timeline_has_a_panel_a_stage(tmp_path):
 
 
 def test_without_gpus_there_is_nothing_to_trace(benchmarks):
-    found = benchmarks("exposed", "gpt-13b", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert found.returncode == 2
-    assert "GPU" in found.stderr
+    result = benchmarks("exposed", "gpt-13b", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode == 2
+    assert "GPU" in result.stderr
 
 
 def test_calls_are_counted_by_communicator_operation_and_size():

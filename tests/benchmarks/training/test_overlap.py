@@ -12,9 +12,9 @@ from megascale.config import from_tree
 
 def test_gemms_are_timed_alone_in_communication_and_in_each_way(benchmarks, tmp_path):
     sizes = ["--model.hidden=64", "--model.heads=4", "--model.ffn_hidden=128", "--model.sequence_length=32"]
-    words = [*sizes, "--model.vocab_size=64", "--train.device=cpu", "--repeats=2"]
-    found = benchmarks("overlap", "tiny", *words, "--out", tmp_path / "a.json")
-    assert found.returncode == 0, found.stderr
+    arguments = [*sizes, "--model.vocab_size=64", "--train.device=cpu", "--repeats=2"]
+    result = benchmarks("overlap", "tiny", *arguments, "--out", tmp_path / "a.json")
+    assert result.returncode == 0, result.stderr
     record = json.loads((tmp_path / "a.json").read_text())
     assert [(case["gemm"], case["backward"]) for case in record["cases"]] == [
         (name, backward) for name in ("QKV", "attention out", "MLP in", "MLP out") for backward in (False, True)
@@ -22,15 +22,15 @@ def test_gemms_are_timed_alone_in_communication_and_in_each_way(benchmarks, tmp_
     for case in record["cases"]:
         assert set(case["seconds"]) == {"alone", "collectives", "off", "async"}
         assert min(case["seconds"].values()) > 0
-    assert "no symmetric memory" in found.stdout
-    assert "attention out" in found.stdout
+    assert "no symmetric memory" in result.stdout
+    assert "attention out" in result.stdout
 
 
-@pytest.mark.parametrize("words", [["--parallel.tensor=1"], ["--parallel.pipeline=2"], ["--parallel.data=2"]])
-def test_other_layouts_are_refused(benchmarks, words):
-    found = benchmarks("overlap", "tiny", "--train.device=cpu", *words)
-    assert found.returncode == 2
-    assert "--parallel.tensor=2" in found.stderr
+@pytest.mark.parametrize("arguments", [["--parallel.tensor=1"], ["--parallel.pipeline=2"], ["--parallel.data=2"]])
+def test_other_layouts_are_refused(benchmarks, arguments):
+    result = benchmarks("overlap", "tiny", "--train.device=cpu", *arguments)
+    assert result.returncode == 2
+    assert "--parallel.tensor=2" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_other_layouts_are_refused(benchmarks, words):
 )
 def test_gemms_of_a_layer(model, shapes):
     tree = {"model": {"hidden": 64, "heads": 4, "ffn_hidden": 128, **model}, "parallel": {"tensor": 2}}
-    found = gemms_of(from_tree(tree))
-    assert [(p.gathers, p.inner, p.outer) for p in found] == shapes
+    result = gemms_of(from_tree(tree))
+    assert [(p.gathers, p.inner, p.outer) for p in result] == shapes
 
 
 def test_exposed_is_the_part_of_the_wire_that_shows():

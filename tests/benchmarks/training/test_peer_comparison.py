@@ -15,9 +15,9 @@ from megascale.core.flops import mfu
 from megascale.errors import ConfigError, TrainingError
 
 
-def config(preset: str, *words: str):
+def config(preset: str, *arguments: str):
     return load_command_line(
-        None, [f"--model.preset={preset}", "--train.precision=bfloat16", "--model.vocab_size=64000", *words]
+        None, [f"--model.preset={preset}", "--train.precision=bfloat16", "--model.vocab_size=64000", *arguments]
     )
 
 
@@ -39,7 +39,7 @@ def test_peers_that_are_not_installed_are_left_out_or_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("preset", "words", "able"),
+    ("preset", "arguments", "able"),
     [
         ("llama-8b", (), ["torchtitan", "megatron-core"]),
         ("gpt-13b", (), ["megatron-core"]),
@@ -49,8 +49,8 @@ def test_peers_that_are_not_installed_are_left_out_or_refused(monkeypatch):
         ("llama-8b", ("--model.mlp_bias=true",), []),
     ],
 )
-def test_a_peer_is_run_only_where_it_trains_the_same(installed, preset, words, able):
-    chosen, left_out = peer_comparison.choose([], config(preset, *words))
+def test_a_peer_is_run_only_where_it_trains_the_same(installed, preset, arguments, able):
+    chosen, left_out = peer_comparison.choose([], config(preset, *arguments))
     assert chosen == able
     assert set(left_out) == set(peer_comparison.PEERS) - set(able)
 
@@ -58,8 +58,8 @@ def test_a_peer_is_run_only_where_it_trains_the_same(installed, preset, words, a
 def test_peers_run_in_float8_where_ours_does(installed, tmp_path):
     plain, float8 = config("llama-8b"), config("llama-8b", "--train.linear_precision=float8")
     assert [peer_comparison.recipe(name, plain, "auto") for name in peer_comparison.PEERS] == ["", ""]
-    found = {name: peer_comparison.recipe(name, float8, "auto") for name in peer_comparison.PEERS}
-    assert found == {"torchtitan": "tensorwise", "megatron-core": "delayed"}
+    result = {name: peer_comparison.recipe(name, float8, "auto") for name in peer_comparison.PEERS}
+    assert result == {"torchtitan": "tensorwise", "megatron-core": "delayed"}
     assert peer_comparison.choose([], float8, "rowwise")[0] == ["torchtitan"]
     assert peer_comparison.choose([], plain, "delayed")[0] == ["megatron-core"]
     with pytest.raises(
@@ -71,33 +71,33 @@ def test_peers_run_in_float8_where_ours_does(installed, tmp_path):
     ):
         peer_comparison.choose([], float8, "blockwise")
     job = peer_comparison.make_job(float8, 2, 10, 5, tmp_path / "a.json")
-    words = peer_torchtitan._arguments(replace(job, float8="tensorwise"))
+    arguments = peer_torchtitan._arguments(replace(job, float8="tensorwise"))
     # Their trainer refuses a named recipe where parameters are gathered in float8; without a name it is tensor-wise.
-    assert not any("recipe_name" in word for word in words)
+    assert not any("recipe_name" in word for word in arguments)
     assert "--quantize.linear.float8.recipe_name=rowwise" in peer_torchtitan._arguments(replace(job, float8="rowwise"))
-    assert "--quantize.linear.float8.filter_fqns=output" in words
-    assert "--quantize.linear.float8.enable_fsdp_float8_all_gather" in words
+    assert "--quantize.linear.float8.filter_fqns=output" in arguments
+    assert "--quantize.linear.float8.enable_fsdp_float8_all_gather" in arguments
     assert not any("float8" in word for word in peer_torchtitan._arguments(job))
 
 
 def test_megatron_adds_weight_gradients_inside_gemms_where_it_can(monkeypatch):
     """Without apex the logits' layer alone gets what apex's kernel does."""
-    there: set[str] = set()
-    monkeypatch.setattr(peer_megatron.importlib.util, "find_spec", lambda name: name if name in there else None)
+    present: set[str] = set()
+    monkeypatch.setattr(peer_megatron.importlib.util, "find_spec", lambda name: name if name in present else None)
     peer_megatron.fuse_gradients()
     assert peer_megatron._FUSED not in sys.modules
-    there.add("transformer_engine")
+    present.add("transformer_engine")
     monkeypatch.delitem(sys.modules, peer_megatron._FUSED, raising=False)
     peer_megatron.fuse_gradients()
-    made = sys.modules.pop(peer_megatron._FUSED)
+    built = sys.modules.pop(peer_megatron._FUSED)
     total, into, gradient = torch.ones(3, 2), torch.randn(5, 2), torch.randn(5, 3)
-    made.wgrad_gemm_accum_fp32(into, gradient, total)
+    built.wgrad_gemm_accum_fp32(into, gradient, total)
     torch.testing.assert_close(total, 1 + gradient.T @ into)
 
 
 def test_float8_of_a_peer_needs_its_package(monkeypatch):
-    there = lambda name: None if name in ("torchao", "transformer_engine") else object()
-    monkeypatch.setattr(peer_comparison.importlib.util, "find_spec", there)
+    present = lambda name: None if name in ("torchao", "transformer_engine") else object()
+    monkeypatch.setattr(peer_comparison.importlib.util, "find_spec", present)
     assert peer_comparison.choose([], config("llama-8b"))[0] == ["torchtitan", "megatron-core"]
     chosen, left_out = peer_comparison.choose([], config("llama-8b", "--train.linear_precision=float8"))
     assert chosen == []
@@ -111,8 +111,8 @@ def test_all_get_the_same_job(tmp_path):
     assert (job.model["ffn"], job.model["kv_heads"], job.model["vocab"]) == (14336, 8, ours.model.padded_vocab)
     assert (job.tensor, job.world, job.micro_batch, job.global_batch) == (2, 8, 2, 16)
     assert peer_comparison.make_job(ours, 8, 10, 5, tmp_path / "a.json", 4).micro_batch == 4
-    again = peer_comparison.PeerJob(**json.loads(json.dumps(asdict(job))))
-    rows = again.rows(1, torch.device("cpu"))
+    repeated = peer_comparison.PeerJob(**json.loads(json.dumps(asdict(job))))
+    rows = repeated.rows(1, torch.device("cpu"))
     assert rows.shape == (8193, 2)
     assert torch.equal(rows, job.rows(1, torch.device("cpu")))
     assert not torch.equal(rows, job.rows(0, torch.device("cpu")))
@@ -135,9 +135,9 @@ def test_figures_take_the_median_turn_and_one_count_of_flops():
 
 
 def test_without_a_gpu_there_is_nothing_to_compare(benchmarks, tmp_path):
-    found = benchmarks("peers", "llama-8b", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert found.returncode == 2
-    assert "GPU" in found.stderr
+    result = benchmarks("peers", "llama-8b", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode == 2
+    assert "GPU" in result.stderr
 
 
 def test_a_peer_that_hangs_is_given_up_with_what_it_said():

@@ -68,9 +68,9 @@ def attack(console: Console, folder: Path, points: int, seed: int) -> list[dict[
     for kind in (*KINDS, "leaks"):
         of_kind = [blow for blow in blows if blow.kind == kind]
         notes = [blow.note for blow in of_kind if not blow.held]
-        held = len(of_kind) - len(notes)
-        rows.append({"kind": kind, "points": len(of_kind), "held": held, "notes": notes})
+        stored = len(of_kind) - len(notes)
+        rows.append({"kind": kind, "points": len(of_kind), "held": stored, "notes": notes})
         color = "red" if notes else "green"
-        table.add_row(kind, str(len(of_kind)), f"[{color}]{held}")
+        table.add_row(kind, str(len(of_kind)), f"[{color}]{stored}")
     console.print(table)
     return rows

@@ -74,8 +74,8 @@ def faults(
         raise ConfigError(f"--site={site} cannot run on this machine: {problem}")
     with _work_folder(folder) as work:
         if shown:
-            with kind_of_site(work) as place:
-                raise typer.Exit(0 if place.show_session(typer.echo) else 1)
+            with kind_of_site(work) as location:
+                raise typer.Exit(0 if location.show_session(typer.echo) else 1)
         rows = run_campaign(kind_of_site, work, kinds or list(kind_of_site.kinds), runs)
     write_report(kind_of_site, rows, out)
     if not all(row.get("right", True) for row in rows):
@@ -118,7 +118,7 @@ def run_campaign(kind_of_site: type[FaultSite], folder: Path, kinds: Sequence[st
     file = folder / "rows.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     rows = [row for row in rows if row["kind"] in kinds]
-    known = {row["name"] for row in rows}
+    expected = {row["name"] for row in rows}
     possible = []
     for kind in dict.fromkeys(kinds):
         problem = kind_of_site.find_problem_of(kind)
@@ -128,7 +128,7 @@ def run_campaign(kind_of_site: type[FaultSite], folder: Path, kinds: Sequence[st
         else:
             possible.append(kind)
     # All kinds of a round run before the next round, so that a busy quarter of an hour does not hit one kind alone.
-    missing = [(kind, f"{kind}-{i}") for i in range(runs) for kind in possible if f"{kind}-{i}" not in known]
+    missing = [(kind, f"{kind}-{i}") for i in range(runs) for kind in possible if f"{kind}-{i}" not in expected]
     if missing:
         with kind_of_site(folder) as site:
             for kind, name in missing:

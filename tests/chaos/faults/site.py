@@ -94,8 +94,8 @@ class ReferenceWeights:
     def _train(self, steps: int) -> Weights:
         work = self._folder / f"reference-{steps}"
         work.mkdir(parents=True, exist_ok=True)
-        words = [f"--train.steps={steps}", "--resilience.spares=0", "--resilience.test_spares=false"]
-        job = Launched(make(work), f"undisturbed-{steps}", words, pace=0.001)
+        arguments = [f"--train.steps={steps}", "--resilience.spares=0", "--resilience.test_spares=false"]
+        job = Launched(make(work), f"undisturbed-{steps}", arguments, pace=0.001)
         if code := job.end():
             raise TrainingError(f"the undisturbed run ended with {code}: {job.output.read_text()[-2000:]}")
         return job.weights()

@@ -13,7 +13,7 @@ from tests.chaos.faults.site import Row
 
 
 def test_one_real_fault_is_injected_reported_and_not_repeated(chaos, tmp_path):
-    words = [
+    arguments = [
         "faults",
         "--kind",
         "kill-rank",
@@ -24,17 +24,17 @@ def test_one_real_fault_is_injected_reported_and_not_repeated(chaos, tmp_path):
         "--out",
         tmp_path / "a.json",
     ]
-    done = chaos(*words)
+    done = chaos(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "a.json").read_text())
     (row,) = report["rows"]
     assert (report["site"], row["kind"], row["right"], row["same"]) == ("local", "kill-rank", True, True)
     assert row["verdicts"] == ["process_killed"]
     assert all(row[phase] is not None for phase in ("detect", "stop", "load", "step", "total"))
-    again = chaos(*words)
-    assert again.returncode == 0
+    repeated = chaos(*arguments)
+    assert repeated.returncode == 0
     assert json.loads((tmp_path / "a.json").read_text())["rows"] == [row]
-    assert "1 of 1" in again.stdout
+    assert "1 of 1" in repeated.stdout
 
 
 @pytest.mark.parametrize("name", SITES)

@@ -64,24 +64,24 @@ def fuzz(
     from megascale.errors import ConfigError, TrainingError
     from tests.chaos.fuzz.targets import TARGETS
 
-    known = [target.name for target in TARGETS]
-    chosen = [name.strip() for name in targets.split(",") if name.strip()] or known
-    if unknown := [name for name in chosen if name not in known]:
-        raise ConfigError(f"--targets={targets}: there is no {unknown[0]}; choose from {', '.join(known)}")
+    expected = [target.name for target in TARGETS]
+    chosen = [name.strip() for name in targets.split(",") if name.strip()] or expected
+    if unknown := [name for name in chosen if name not in expected]:
+        raise ConfigError(f"--targets={targets}: there is no {unknown[0]}; choose from {', '.join(expected)}")
     console = Console(highlight=False, soft_wrap=True)
     results = []
     for name in chosen:
         results.append(_in_a_process(name, minutes * 60, seed))
-        told = results[-1].find or "no find"
-        console.print(f"{name}: {results[-1].inputs:,} inputs, {results[-1].mib:.0f} MiB, {told}", markup=False)
+        report = results[-1].find or "no find"
+        console.print(f"{name}: {results[-1].inputs:,} inputs, {results[-1].mib:.0f} MiB, {report}", markup=False)
     table = Table("target", "inputs", "MiB", "find", title="fuzz")
     for result in results:
         table.add_row(
             result.target, f"{result.inputs:,}", f"{result.mib:.0f}", f"seed {result.seed}" * bool(result.find)
         )
     console.print(table)
-    about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "minutes": minutes, "seed": seed}
-    out.write_text(strict_json.dumps(about | {"results": [asdict(result) for result in results]}, indent=1))
+    details = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "minutes": minutes, "seed": seed}
+    out.write_text(strict_json.dumps(details | {"results": [asdict(result) for result in results]}, indent=1))
     if finds := [f"{r.target} with seed {r.seed}: {r.find.splitlines()[-1]}" for r in results if r.find]:
         raise TrainingError("; ".join(finds))
 
@@ -89,8 +89,8 @@ def fuzz(
 def _in_a_process(name: str, seconds: float, seed: int) -> FuzzResult:
     """A crash must not end the bench, so each target has a process of its own."""
     with tempfile.TemporaryDirectory(prefix="megascale-fuzz-") as folder:
-        words = [sys.executable, "-m", "tests.chaos.fuzz.command", name, str(seconds), str(seed), folder]
-        done = subprocess.run(words, capture_output=True, text=True)
+        arguments = [sys.executable, "-m", "tests.chaos.fuzz.command", name, str(seconds), str(seed), folder]
+        done = subprocess.run(arguments, capture_output=True, text=True)
         at = Path(folder) / "seed"
         last = int(at.read_text() or seed) if at.exists() else seed
         if done.returncode == 0:
@@ -104,12 +104,12 @@ def feed(name: str, seconds: float, seed: int, folder: Path) -> FuzzResult:
 
     from tests.chaos.fuzz.targets import TARGETS
 
-    place = folder / "target"
-    place.mkdir()
-    give = next(target for target in TARGETS if target.name == name).make(place)
+    location = folder / "target"
+    location.mkdir()
+    give = next(target for target in TARGETS if target.name == name).make(location)
     give(random.Random(seed))  # what is imported at the first input is no cost of it
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    find, at, until = "", seed, time.monotonic() + seconds
+    find, at, deadline = "", seed, time.monotonic() + seconds
     with open(folder / "seed", "w") as file:
         while True:
             file.seek(0)
@@ -120,10 +120,10 @@ def feed(name: str, seconds: float, seed: int, folder: Path) -> FuzzResult:
                 give(random.Random(at))
             except Exception:
                 find = traceback.format_exc(limit=-4)
-            took, work = time.monotonic() - began, time.process_time() - worked
-            if took > STUCK or work > SLOW:
-                find = find or f"{took:.0f} seconds, {work:.0f} of work"
-            if find or time.monotonic() > until:
+            duration, work = time.monotonic() - began, time.process_time() - worked
+            if duration > STUCK or work > SLOW:
+                find = find or f"{duration:.0f} seconds, {work:.0f} of work"
+            if find or time.monotonic() > deadline:
                 break
             at += 1
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

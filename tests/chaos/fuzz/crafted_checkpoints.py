@@ -23,47 +23,47 @@ Craft = Callable[[Path], None]
 BOMB_BYTES = 256 << 20  # of zeros that a compressed column becomes; the file is a thousandth of it
 
 
-def _commit(place: Path) -> dict[str, Any]:
-    return json.loads((place / "COMMIT").read_bytes().partition(b"\n")[0])
+def _commit(location: Path) -> dict[str, Any]:
+    return json.loads((location / "COMMIT").read_bytes().partition(b"\n")[0])
 
 
-def _seal(place: Path, body: bytes) -> None:
-    (place / "COMMIT").write_bytes(body + b"\n" + f"{crc32(body):08x}\n".encode())
+def _seal(location: Path, body: bytes) -> None:
+    (location / "COMMIT").write_bytes(body + b"\n" + f"{crc32(body):08x}\n".encode())
 
 
-def edit_commit(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def edit_commit(location: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change what COMMIT says; `change` alters the record or returns another."""
-    record = _commit(place)
-    other = change(record)
-    _seal(place, json.dumps(record if other is None else other).encode())
+    record = _commit(location)
+    second = change(record)
+    _seal(location, json.dumps(record if second is None else second).encode())
 
 
-def put_index(place: Path, data: bytes) -> None:
+def put_index(location: Path, data: bytes) -> None:
     """Another file as the index, with a COMMIT that says so."""
 
     def change(record: dict[str, Any]) -> None:
         name = f"{record['generation']}-index.npz"
-        (place / name).write_bytes(data)
+        (location / name).write_bytes(data)
         record["files"][name] = [len(data), crc32(data)]
 
-    edit_commit(place, change)
+    edit_commit(location, change)
 
 
-def edit_index(place: Path, change: Callable[[dict[str, Any], Columns], None]) -> None:
+def edit_index(location: Path, change: Callable[[dict[str, Any], Columns], None]) -> None:
     """Change the index's header and columns."""
-    with np.load(place / f"{_commit(place)['generation']}-index.npz") as arrays:
+    with np.load(location / f"{_commit(location)['generation']}-index.npz") as arrays:
         columns = {name: arrays[name].copy() for name in arrays.files}
     header = json.loads(columns.pop("header").tobytes())
     change(header, columns)
     out = io.BytesIO()
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
     np.savez(out, header=text, **columns)  # type: ignore[arg-type]
-    put_index(place, out.getvalue())
+    put_index(location, out.getvalue())
 
 
-def bomb(place: Path, size: int = BOMB_BYTES) -> None:
+def bomb(location: Path, size: int = BOMB_BYTES) -> None:
     """An index whose boxes are compressed zeros."""
-    with np.load(place / f"{_commit(place)['generation']}-index.npz") as arrays:
+    with np.load(location / f"{_commit(location)['generation']}-index.npz") as arrays:
         columns = {name: arrays[name] for name in arrays.files}
     out = io.BytesIO()
     rows = size // 48
@@ -73,14 +73,14 @@ def bomb(place: Path, size: int = BOMB_BYTES) -> None:
                 if name != "box":
                     np.lib.format.write_array(member, column)
                     continue
-                about = {"descr": "<i8", "fortran_order": False, "shape": (rows, 2, 3)}
-                np.lib.format.write_array_header_1_0(member, about)
+                details = {"descr": "<i8", "fortran_order": False, "shape": (rows, 2, 3)}
+                np.lib.format.write_array_header_1_0(member, details)
                 for at in range(0, rows * 48, 1 << 20):
                     member.write(bytes(min(1 << 20, rows * 48 - at)))
-    put_index(place, out.getvalue())
+    put_index(location, out.getvalue())
 
 
-def _lying_member(place: Path) -> None:
+def _lying_member(location: Path) -> None:
     """A column that says it is of a terabyte."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
@@ -89,16 +89,16 @@ def _lying_member(place: Path) -> None:
                 np.lib.format.write_array_header_1_0(
                     member, {"descr": "|u1", "fortran_order": False, "shape": (1 << 40,)}
                 )
-    put_index(place, out.getvalue())
+    put_index(location, out.getvalue())
 
 
-def _many_members(place: Path) -> None:
+def _many_members(location: Path) -> None:
     """A list of fifty thousand members of nothing."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for number in range(50_000):
             archive.writestr(f"{number}", b"")
-    put_index(place, out.getvalue())
+    put_index(location, out.getvalue())
 
 
 def _cut(columns: Columns, rows: slice) -> None:
@@ -133,37 +133,37 @@ def _same_bytes(header: dict[str, Any], columns: Columns) -> None:
         columns[name][:] = columns[name][at]
 
 
-def _outside(place: Path) -> None:
+def _outside(location: Path) -> None:
     """Data read from a file beside the checkpoints, of which COMMIT tells length and checksum."""
-    secret = place.parent.parent / "secret"
-    record = _commit(place)
+    secret = location.parent.parent / "secret"
+    record = _commit(location)
     data = next(name for name in record["files"] if name.endswith(".distcp"))
-    secret.write_bytes((place / data).read_bytes())
+    secret.write_bytes((location / data).read_bytes())
     record["files"]["../../secret"] = record["files"].pop(data)
-    _seal(place, json.dumps(record).encode())
-    edit_index(place, lambda header, columns: header.update(files=["../../secret"]))
+    _seal(location, json.dumps(record).encode())
+    edit_index(location, lambda header, columns: header.update(files=["../../secret"]))
 
 
-def _outside_index_only(place: Path) -> None:
-    _outside(place)
-    edit_commit(place, lambda record: record["files"].pop("../../secret"))
+def _outside_index_only(location: Path) -> None:
+    _outside(location)
+    edit_commit(location, lambda record: record["files"].pop("../../secret"))
 
 
-def _pipe(place: Path) -> None:
+def _pipe(location: Path) -> None:
     """A pipe that nobody writes to, in place of a data file."""
-    name = next(name for name in _commit(place)["files"] if name.endswith(".distcp"))
-    (place / name).unlink()
-    os.mkfifo(place / name)
+    name = next(name for name in _commit(location)["files"] if name.endswith(".distcp"))
+    (location / name).unlink()
+    os.mkfifo(location / name)
 
 
-def _pipe_for_commit(place: Path) -> None:
-    (place / "COMMIT").unlink()
-    os.mkfifo(place / "COMMIT")
+def _pipe_for_commit(location: Path) -> None:
+    (location / "COMMIT").unlink()
+    os.mkfifo(location / "COMMIT")
 
 
-def _sparse_commit(place: Path) -> None:
+def _sparse_commit(location: Path) -> None:
     """A COMMIT of a terabyte that takes no room."""
-    with open(place / "COMMIT", "r+b") as file:
+    with open(location / "COMMIT", "r+b") as file:
         file.truncate(1 << 40)
 
 
@@ -173,7 +173,7 @@ def _first(header: dict[str, Any]) -> list[Any]:
 
 def _rename(header: dict[str, Any], name: str) -> None:
     first = next(iter(header["tensors"]))
-    header["tensors"] = {name if key == first else key: about for key, about in header["tensors"].items()}
+    header["tensors"] = {name if key == first else key: details for key, details in header["tensors"].items()}
 
 
 CRAFTED: dict[str, Craft] = {

@@ -35,39 +35,39 @@ class Attack:
 @contextlib.contextmanager
 def _silent(address: tuple[str, int], count: int) -> Iterator[list[socket.socket]]:
     """Connections that say nothing, as many as can be had."""
-    held: list[socket.socket] = []
+    stored: list[socket.socket] = []
     try:
         for _ in range(count):
             try:
                 sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
             except OSError:
                 break
-            held.append(sock)
+            stored.append(sock)
             sock.setblocking(False)
             sock.connect_ex(address)
-        yield held
+        yield stored
     finally:
-        for sock in held:
+        for sock in stored:
             sock.close()
 
 
 def flood(address: tuple[str, int], seconds: float) -> str:
     """Many connections that say nothing, taken up again for as long as there is time."""
-    until, count = time.monotonic() + seconds, 0
-    while time.monotonic() < until:
-        with _silent(address, SILENT) as held:
-            count += len(held)
-            time.sleep(min(1.0, max(0.0, until - time.monotonic())))
+    deadline, count = time.monotonic() + seconds, 0
+    while time.monotonic() < deadline:
+        with _silent(address, SILENT) as stored:
+            count += len(stored)
+            time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
     return f"{count} connections"
 
 
 def drip(address: tuple[str, int], seconds: float) -> str:
     """Connections that send a byte now and then, and never what is waited for."""
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     closed = 0
-    with _silent(address, 200) as held:
-        while time.monotonic() < until:
-            for sock in held:
+    with _silent(address, 200) as stored:
+        while time.monotonic() < deadline:
+            for sock in stored:
                 try:
                     sock.send(b"G")
                 except BlockingIOError:
@@ -80,8 +80,8 @@ def drip(address: tuple[str, int], seconds: float) -> str:
 
 def garbage(address: tuple[str, int], seconds: float) -> str:
     """Frames of random bytes, of lengths that lie, and of protocols that are not spoken there."""
-    until, count, rng = time.monotonic() + seconds, 0, random.Random(0)
-    while time.monotonic() < until:
+    deadline, count, rng = time.monotonic() + seconds, 0, random.Random(0)
+    while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=2) as sock:
             sock.sendall(_frame(rng))
             count += 1
@@ -109,14 +109,14 @@ def _frame(rng: random.Random) -> bytes:
 
 def _post(address: tuple[str, int], lines: list[str], size: int, seconds: float) -> int:
     """POST `size` bytes as often as there is time; how many were taken at most of one."""
-    until, most = time.monotonic() + seconds, 0
+    deadline, most = time.monotonic() + seconds, 0
     head = "\r\n".join(["POST /v1/job/restart HTTP/1.1", f"Host: {address[0]}", *lines, "", ""]).encode()
     piece = b"[" * _PIECE
-    while time.monotonic() < until:
+    while time.monotonic() < deadline:
         sent = 0
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=2) as sock:
             sock.sendall(head)
-            while sent < size and time.monotonic() < until:
+            while sent < size and time.monotonic() < deadline:
                 sent += sock.send(piece[: size - sent])
         most = max(most, sent)
     return most
@@ -150,7 +150,7 @@ def plant(folder: str, names: list[str], user: int) -> int:
     """
     child = os.fork()
     if not child:
-        made = 0
+        built = 0
         try:
             os.setgroups([])
             os.setgid(user)
@@ -158,7 +158,7 @@ def plant(folder: str, names: list[str], user: int) -> int:
             for name in names:
                 with contextlib.suppress(OSError):
                     os.close(os.open(f"{folder}/{name}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-                    made += 1
+                    built += 1
         finally:
-            os._exit(min(made, 255))
+            os._exit(min(built, 255))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

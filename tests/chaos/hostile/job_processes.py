@@ -33,12 +33,12 @@ def children(root: int) -> list[int]:
             with contextlib.suppress(OSError, IndexError, ValueError):
                 stat = Path(f"/proc/{entry}/stat").read_text()
                 parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
-    found, todo = [], [root]
+    result, todo = [], [root]
     while todo:
         pid = todo.pop()
-        found.append(pid)
+        result.append(pid)
         todo += parents.get(pid, [])
-    return found
+    return result
 
 
 def role(pid: int, root: int) -> str:
@@ -47,8 +47,8 @@ def role(pid: int, root: int) -> str:
     if pid == root:
         return "driver"
     with contextlib.suppress(OSError, ValueError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        name = words[words.index("-m") + 1].rpartition(".")[2]
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        name = arguments[arguments.index("-m") + 1].rpartition(".")[2]
         return RANK if name == "fork_server" else name
     return "?"
 
@@ -63,34 +63,34 @@ def ports(root: int) -> list[Port]:
                     target = os.readlink(f"/proc/{pid}/fd/{handle}")
                     if target.startswith("socket:["):
                         owners.setdefault(target[8:-1], pid)
-    found = []
+    result = []
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == _LISTENS and fields[9] in owners:
                     pid = owners[fields[9]]
-                    found.append(Port(pid, role(pid, root), _address(fields[1])))
-    return found
+                    result.append(Port(pid, role(pid, root), _address(fields[1])))
+    return result
 
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.partition(":")
-    words = [struct.pack("=I", int(host[i : i + 8], 16)) for i in range(0, len(host), 8)]
-    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-    name = socket.inet_ntop(family, b"".join(words))
+    arguments = [struct.pack("=I", int(host[i : i + 8], 16)) for i in range(0, len(host), 8)]
+    family = socket.AF_INET if len(arguments) == 1 else socket.AF_INET6
+    name = socket.inet_ntop(family, b"".join(arguments))
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, name), int(port, 16)
 
 
 def memory(pid: int) -> tuple[int, int]:
     """(resident bytes now, most since `forget_most`); zeros for a process that is gone."""
-    found = {"VmRSS": 0, "VmHWM": 0}
+    result = {"VmRSS": 0, "VmHWM": 0}
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             name, _, value = line.partition(":")
-            if name in found:
-                found[name] = int(value.split()[0]) << 10
-    return found["VmRSS"], found["VmHWM"]
+            if name in result:
+                result[name] = int(value.split()[0]) << 10
+    return result["VmRSS"], result["VmHWM"]
 
 
 def forget_most(pid: int) -> None:

@@ -64,10 +64,10 @@ def force_delete_pod(job: KubernetesJob) -> Injected:
 def lose_many(job: KubernetesJob) -> Injected:
     """All pods but rank 0's and one spare's are gone at once."""
     injected = _of_rank_1(job)
-    kept = {job.pod(job.holder(0))}
-    held = {job.holder(0), job.holder(1)}
-    kept.add(job.pod(next(node for node in job.joined() if node not in held)))
-    lost = [pod["metadata"]["name"] for pod in job.pods() if pod["metadata"]["name"] not in kept]
+    retained = {job.pod(job.holder(0))}
+    stored = {job.holder(0), job.holder(1)}
+    retained.add(job.pod(next(node for node in job.joined() if node not in stored)))
+    lost = [pod["metadata"]["name"] for pod in job.pods() if pod["metadata"]["name"] not in retained]
     if len(lost) != _MANY - 2:
         injected.wrong.append(f"{len(lost)} pods were there to be lost, not {_MANY - 2}")
     injected.at = time.time()
@@ -92,11 +92,11 @@ def partition(job: KubernetesJob) -> Injected:
 def drain(job: KubernetesJob) -> Injected:
     """`kubectl drain`: cordoned, and its pods evicted through the API; it waits until they are gone."""
     injected = _of_rank_1(job)
-    words = ["--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=120s"]
+    arguments = ["--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=120s"]
 
     def run() -> None:
         try:
-            job.site.kubectl("drain", injected.node, *words, seconds=130.0)
+            job.site.kubectl("drain", injected.node, *arguments, seconds=130.0)
         except (TrainingError, subprocess.TimeoutExpired) as error:
             injected.wrong.append(f"kubectl drain: {error}")
 
@@ -174,12 +174,12 @@ def stop_api(job: KubernetesJob) -> Injected:
 def second_driver(job: KubernetesJob) -> Injected:
     """The same command once more, from another folder, while the first one has the job."""
     injected = Injected(time.time())
-    other = job.second()
+    second = job.second()
     try:
-        code = other.wait(_SOON)
+        code = second.wait(_SOON)
     except subprocess.TimeoutExpired:
-        other.terminate()
-        other.wait()
+        second.terminate()
+        second.wait()
         injected.wrong.append(f"the second driver did not end within {_SOON:g} s")
     else:
         if code == 0:
@@ -193,11 +193,11 @@ def evict(job: KubernetesJob) -> Injected:
     injected = _of_rank_1(job)
     head = [sys.executable, "-m", "megascale.cli.main"]
     access = job.folder / f"{job.name}.access"
-    words = job.site.inside([*head, "access", str(job.run), "--act"])
+    arguments = job.site.inside([*head, "access", str(job.run), "--act"])
     access.touch(0o600)
-    access.write_text(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
-    words = job.site.inside([*head, "evict", str(access), injected.node, "--why", "fan is loud"])
-    done = subprocess.run(words, capture_output=True, text=True)
+    access.write_text(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+    arguments = job.site.inside([*head, "evict", str(access), injected.node, "--why", "fan is loud"])
+    done = subprocess.run(arguments, capture_output=True, text=True)
     if done.returncode:
         injected.wrong.append(f"megascale evict: {done.stderr.strip()}")
     return injected
@@ -229,8 +229,8 @@ def quota(job: KubernetesJob) -> Injected:
 
 
 def _used(job: KubernetesJob) -> bool:
-    found = job.site.get("resourcequota", "few", "-n", job.name)
-    return bool(found and found[0].get("status", {}).get("used"))
+    result = job.site.get("resourcequota", "few", "-n", job.name)
+    return bool(result and result[0].get("status", {}).get("used"))
 
 
 # What must be so in the end; each says what was not. ------------------------------------------------------------------
@@ -244,15 +244,15 @@ def replaced(job: KubernetesJob, injected: Injected) -> list[str]:
 
 def removed(job: KubernetesJob, injected: Injected) -> list[str]:
     """So it is, and the pod that stayed Terminating is no object any more."""
-    left = [pod["metadata"]["name"] for pod in job.pods()]
-    return replaced(job, injected) + ([f"{injected.pod} is still Terminating"] if injected.pod in left else [])
+    remaining = [pod["metadata"]["name"] for pod in job.pods()]
+    return replaced(job, injected) + ([f"{injected.pod} is still Terminating"] if injected.pod in remaining else [])
 
 
 def replenished(job: KubernetesJob, injected: Injected) -> list[str]:
     """The spare was used, and another pod came in its place before the job's end."""
     started = [set(e.nodes) for e in job.events() if e.kind == "attempt_started"]
-    there = set(job.joined()) - set(job.joined(injected.at))
-    wrong = [] if started[-1] - started[0] & there else [f"no spare was used: {started}"]
+    present = set(job.joined()) - set(job.joined(injected.at))
+    wrong = [] if started[-1] - started[0] & present else [f"no spare was used: {started}"]
     return wrong + ([] if job.joined(injected.at) else ["no new pod has become a node"])
 
 

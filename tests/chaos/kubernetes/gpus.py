@@ -66,8 +66,8 @@ def serve(flag: Path, count: int) -> None:
             if bad != last:
                 last = bad
                 health = {i: "Unhealthy" if str(i) in bad else "Healthy" for i in range(count)}
-                found = [kinds["Device"](ID=f"GPU-{i}", health=text) for i, text in health.items()]
-                yield kinds["ListAndWatchResponse"](devices=found)
+                result = [kinds["Device"](ID=f"GPU-{i}", health=text) for i, text in health.items()]
+                yield kinds["ListAndWatchResponse"](devices=result)
             time.sleep(_LOOK)
 
     def allocate(request: Any, context: Any) -> Any:
@@ -83,11 +83,11 @@ def serve(flag: Path, count: int) -> None:
     def out(message: Any) -> bytes:
         return bytes(message.SerializeToString())
 
-    one, many = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+    single, large = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
     calls = {
-        "GetDevicePluginOptions": one(options, kinds["Empty"].FromString, out),
-        "ListAndWatch": many(devices, kinds["Empty"].FromString, out),
-        "Allocate": one(allocate, kinds["AllocateRequest"].FromString, out),
+        "GetDevicePluginOptions": single(options, kinds["Empty"].FromString, out),
+        "ListAndWatch": large(devices, kinds["Empty"].FromString, out),
+        "Allocate": single(allocate, kinds["AllocateRequest"].FromString, out),
     }
     while True:
         while not (_FOLDER / "kubelet.sock").exists():
@@ -101,8 +101,8 @@ def serve(flag: Path, count: int) -> None:
         try:
             with grpc.insecure_channel(f"unix://{_FOLDER}/kubelet.sock") as channel:
                 register = channel.unary_unary("/v1beta1.Registration/Register", out, kinds["Empty"].FromString)
-                own = kinds["RegisterRequest"](version="v1beta1", endpoint=socket.name, resource_name=RESOURCE)
-                register(own, timeout=5.0)
+                local = kinds["RegisterRequest"](version="v1beta1", endpoint=socket.name, resource_name=RESOURCE)
+                register(local, timeout=5.0)
             while socket.exists():  # a kubelet that starts removes all sockets here
                 time.sleep(_LOOK)
         except grpc.RpcError:

@@ -38,20 +38,20 @@ class KubernetesJob(Launched):
 
     outside = True
 
-    def __init__(self, site: KubernetesSite, file: Path, name: str, words: Sequence[str], pace: float) -> None:
+    def __init__(self, site: KubernetesSite, file: Path, name: str, arguments: Sequence[str], pace: float) -> None:
         self.site, self.name, self.folder = site, name, file.parent
         self.shared = file.parent / "shared" / name
         self.witness, self.step_before = Witness(name), 0
         site.kubectl("create", "namespace", name)
-        own = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}"]
-        own += [f"--kubernetes.kubeconfig={site.kubeconfig}"] if self.outside else []
-        own += [
+        local = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}"]
+        local += [f"--kubernetes.kubeconfig={site.kubeconfig}"] if self.outside else []
+        local += [
             f"--kubernetes.{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in here(file.parent).items()
         ]
-        own += [f"--checkpoint.location={self.shared}", "--checkpoint.linger=60"]
-        own += [f"--resilience.listen={site.address}"] if self.outside else []
-        own.append("--resilience.test_spares=false")
-        super().__init__(file, name, [*own, *words], pace)
+        local += [f"--checkpoint.location={self.shared}", "--checkpoint.linger=60"]
+        local += [f"--resilience.listen={site.address}"] if self.outside else []
+        local.append("--resilience.test_spares=false")
+        super().__init__(file, name, [*local, *arguments], pace)
         self.witness.__enter__()
 
     def start(self) -> Any:
@@ -62,10 +62,10 @@ class KubernetesJob(Launched):
     def second(self) -> subprocess.Popen[bytes]:
         """Another driver of the same job, whose run folder is one of its own."""
         runs = self.folder / "others"
-        words = [word for word in self.command if not word.startswith("--train.runs=")]
+        arguments = [word for word in self.command if not word.startswith("--train.runs=")]
         with open(self.output.with_suffix(".second"), "ab") as out:
             return subprocess.Popen(
-                [*words, f"--train.runs={runs}"],
+                [*arguments, f"--train.runs={runs}"],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -78,13 +78,13 @@ class KubernetesJob(Launched):
             self.process.kill()
             self.process.wait()
         self.witness.__exit__()
-        gone = ["--wait=false", "--ignore-not-found"]
-        self.site.kubectl("delete", "pods", "--all", "-n", self.name, "--force", "--grace-period=0", *gone)
-        self.site.kubectl("delete", "namespace", self.name, *gone)
+        removed = ["--wait=false", "--ignore-not-found"]
+        self.site.kubectl("delete", "pods", "--all", "-n", self.name, "--force", "--grace-period=0", *removed)
+        self.site.kubectl("delete", "namespace", self.name, *removed)
 
-    def kubectl(self, *words: str) -> str:
+    def kubectl(self, *arguments: str) -> str:
         """What kubectl prints, in the job's namespace."""
-        return self.site.kubectl("--namespace", self.name, *words)
+        return self.site.kubectl("--namespace", self.name, *arguments)
 
     # what the cluster knows -------------------------------------------------------------------------------------------
 
@@ -101,9 +101,9 @@ class KubernetesJob(Launched):
         """The name of a node's pod. A node has the name of its machine, and behind it what tells pods there apart."""
         machine, _, slot = node.partition(".")
         for pod in self.pods():
-            about, there = pod["metadata"], pod["spec"].get("nodeName")
-            if (there, about["labels"].get(SLOT, "")) == (machine, slot) and "deletionTimestamp" not in about:
-                return str(about["name"])
+            details, present = pod["metadata"], pod["spec"].get("nodeName")
+            if (present, details["labels"].get(SLOT, "")) == (machine, slot) and "deletionTimestamp" not in details:
+                return str(details["name"])
         raise TrainingError(f"no pod of node {node} is there")
 
     # what it does -----------------------------------------------------------------------------------------------------
@@ -122,9 +122,9 @@ class KubernetesJob(Launched):
         """Wait until so many agents have come, spares too."""
         wait(lambda: len(self.joined()) >= count, f"{count} nodes of {self.name}", WAIT)
 
-    def joined(self, since: float = 0.0) -> list[str]:
+    def joined(self, start: float = 0.0) -> list[str]:
         """Nodes whose agents have come since then, seconds since 1970."""
-        return sorted({n for e in self.events() if e.kind == "node_joined" and e.time > since for n in e.nodes})
+        return sorted({n for e in self.events() if e.kind == "node_joined" and e.time > start for n in e.nodes})
 
     def said(self) -> str:
         """What the driver said."""
@@ -144,10 +144,10 @@ class DriverPodJob(KubernetesJob):
 
     def start(self) -> Any:
         """Print the manifests and have the cluster make them; nothing of the job is a child of this process."""
-        words = self.command[self.command.index(sys.executable) :]
-        done = subprocess.run([*words, "--dry-run", "--form", "driver"], capture_output=True, text=True, check=True)
+        arguments = self.command[self.command.index(sys.executable) :]
+        done = subprocess.run([*arguments, "--dry-run", "--form", "driver"], capture_output=True, text=True, check=True)
         self.output.with_suffix(".yaml").write_text(done.stdout)
-        self.site.kubectl("apply", "--namespace", self.name, "-f", "-", said=done.stdout)
+        self.site.kubectl("apply", "--namespace", self.name, "-f", "-", output=done.stdout)
         self.process = subprocess.Popen(["sleep", "0"])  # there is none here
         return self.process
 
@@ -180,10 +180,10 @@ class DriverPodJob(KubernetesJob):
 
     def driver(self) -> dict[str, Any]:
         """The newest pod of the driver."""
-        found = self.site.get("pods", "-n", self.name, "-l", f"{ROLE}=driver")
-        if not found:
+        result = self.site.get("pods", "-n", self.name, "-l", f"{ROLE}=driver")
+        if not result:
             raise TrainingError("no pod of the driver is there")
-        return max(found, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+        return max(result, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
 
 
 def here(folder: Path) -> dict[str, str | list[str]]:

@@ -21,9 +21,9 @@ def machine(name: str, ready: bool = True, labels: dict[str, str] | None = None,
     """The object of a machine."""
     amounts = {"cpu": "8", "memory": "64Gi"} | devices
     ready_now = {"type": "Ready", "status": "True" if ready else "Unknown", "message": "as it says"}
-    about = {"name": name, "labels": {"kubernetes.io/hostname": name} | (labels or {}), "uid": f"machine-{name}"}
+    details = {"name": name, "labels": {"kubernetes.io/hostname": name} | (labels or {}), "uid": f"machine-{name}"}
     status = {"conditions": [ready_now], "allocatable": amounts, "capacity": dict(amounts)}
-    return {"kind": "Node", "metadata": about, "spec": {}, "status": status}
+    return {"kind": "Node", "metadata": details, "spec": {}, "status": status}
 
 
 class Kubelets:
@@ -63,12 +63,12 @@ class Kubelets:
                 process.wait()
 
     def _work(self) -> None:
-        seen = 0
+        observed = 0
         while not self._end.is_set():
             with self._store.lock:
-                if self._store.version == seen:
+                if self._store.version == observed:
                     self._store.lock.wait(LOOK)
-                seen = self._store.version
+                observed = self._store.version
             for pod in self._store.all("pods"):
                 try:
                     self._look(pod)
@@ -96,13 +96,13 @@ class Kubelets:
         terms = ((spec.get("affinity") or {}).get("nodeAffinity") or {}).get(
             "requiredDuringSchedulingIgnoredDuringExecution", {"nodeSelectorTerms": [{"matchFields": []}]}
         )["nodeSelectorTerms"][0]["matchFields"]
-        apart = "podAntiAffinity" in (spec.get("affinity") or {})
-        taken = {p["spec"].get("nodeName") for p in self._store.all("pods") if not _over(p)}
+        separate = "podAntiAffinity" in (spec.get("affinity") or {})
+        used = {p["spec"].get("nodeName") for p in self._store.all("pods") if not _over(p)}
         for thing in self._store.all("nodes"):
             name = thing["metadata"]["name"]
             ready = thing["status"]["conditions"][0]["status"] == "True" and not thing["spec"].get("unschedulable")
             allowed = all((name in t["values"]) == (t["operator"] == "In") for t in terms)
-            if ready and allowed and not (apart and name in taken):
+            if ready and allowed and not (separate and name in used):
                 self._store.update("pods", pod["metadata"]["name"], partial(_bind_to, name))
                 return
         if not pod["status"].get("conditions"):
@@ -141,8 +141,8 @@ class Kubelets:
         for each in container["env"]:
             source = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
             value = fields[source] if source else each.get("value", "")
-            for known, said in env.items():
-                value = value.replace(f"$({known})", said)
+            for expected, output in env.items():
+                value = value.replace(f"$({expected})", output)
             env[each["name"]] = value
         env |= {"MEGASCALE_ABOUT": str(folder / "about"), "MEGASCALE_FOLDER": str(folder / "state")}
         env["MEGASCALE_SECRET"] = str(folder / "secret" / "token")

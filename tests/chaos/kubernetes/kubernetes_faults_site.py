@@ -96,8 +96,8 @@ class KubernetesFaultSite(FaultSite):
 
         steps_to_train = FAULTS["pod-deleted"].steps
         expected = self.reference.after(steps_to_train)
-        words = [f"--train.steps={steps_to_train}", "--resilience.test_spares=false"]
-        job = Launched(self._file, name, words, PACE, own_network=kind == "one-machine-cut")
+        arguments = [f"--train.steps={steps_to_train}", "--resilience.test_spares=false"]
+        job = Launched(self._file, name, arguments, PACE, own_network=kind == "one-machine-cut")
         row: Row = {"verdict": None, "lost": None, "wrong": [], "doubles": []}
         try:
             while job.first(lambda e: e.kind == "first_step") and job.step() < _BEFORE:
@@ -105,8 +105,8 @@ class KubernetesFaultSite(FaultSite):
             injected, before = time.time(), job.events()[-1].id
             with Steps(job) as steps:
                 inject(job.run, LOCAL[kind], Options(node="n1"))
-                verdict, again = recovery(job, FAULTS["node-off"].verdicts, injected, before)
-            row |= phases(job, injected, verdict, again, steps)
+                verdict, repeated = recovery(job, FAULTS["node-off"].verdicts, injected, before)
+            row |= phases(job, injected, verdict, repeated, steps)
             row |= {"code": job.end(), "verdict": verdict.kind if verdict else None}
             row["actions"] = [e.action for e in job.events() if e.kind == "recovery_action"]
         finally:
@@ -124,13 +124,13 @@ def _strike(job: KubernetesJob, fault: KubernetesFault) -> Row:
     job.until_joined(fault.pods)
     job.until_step(_BEFORE)
     before, began, job.step_before = job.events()[-1].id, time.time(), job.step()
-    verdict = again = None
+    verdict = repeated = None
     with Steps(job) as steps:
         injected = fault.strike(job)
         if fault.verdicts:
-            verdict, again = recovery(job, fault.verdicts, began, before)
+            verdict, repeated = recovery(job, fault.verdicts, began, before)
     row = {"node": injected.node, "verdict": verdict.kind if verdict else None}
-    row |= phases(job, injected.at, verdict, again, steps)
+    row |= phases(job, injected.at, verdict, repeated, steps)
     job.first(lambda e: e.kind == "job_done")
     row["code"] = job.end()
     row["actions"] = [e.action for e in job.events() if e.kind == "recovery_action"]
@@ -165,16 +165,16 @@ def _stopped(job: KubernetesJob, fault: KubernetesFault) -> Row:
 
 def _tell(row: Row, job: KubernetesJob, folder: Path) -> None:
     """What a person needs to see why: events, what the driver said, the run folder's logs, the cluster's events."""
-    told = [f"{e.time:.2f} {e.kind} {e.action} {' '.join(e.nodes)}: {e.evidence}"[:400] for e in job.events()]
-    row["events"], row["said"] = told, job.said()[-1500:]
+    report = [f"{e.time:.2f} {e.kind} {e.action} {' '.join(e.nodes)}: {e.evidence}"[:400] for e in job.events()]
+    row["events"], row["said"] = report, job.said()[-1500:]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "driver.out").write_text(job.said())
-    (folder / "events").write_text("\n".join(told))
-    seen = (
+    (folder / "events").write_text("\n".join(report))
+    observed = (
         f"{s.born} rank {s.rank} pid {s.pid}: {s.first:.2f} to {s.last:.2f}, step {s.step}"
         for s in job.witness.trainers()
     )
-    (folder / "trainers").write_text("\n".join(seen))
+    (folder / "trainers").write_text("\n".join(observed))
     with contextlib.suppress(Exception):
         (folder / "cluster").write_text(job.kubectl("get", "events,pods", "-o", "wide"))
     with contextlib.suppress(OSError):

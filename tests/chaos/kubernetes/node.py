@@ -111,8 +111,8 @@ class KubernetesNode:
     labels: of the node, besides its own.
     """
 
-    def __init__(self, machine: Machine, number: int, given: Given, labels: str = "") -> None:
-        self.machine, self.name, self._given = machine, machine.name, given
+    def __init__(self, machine: Machine, number: int, inputs: Given, labels: str = "") -> None:
+        self.machine, self.name, self._given = machine, machine.name, inputs
         self.number, self._labels = number, labels
         self.folder = machine.folder / "node"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -135,15 +135,15 @@ class KubernetesNode:
     def join(self) -> None:
         """Load the images, and start kubelet and kube-proxy."""
         ctr = ["ctr", "-a", SOCKET]
-        there = self.machine.inside([*ctr, "version"])
-        wait(lambda: subprocess.run(there, capture_output=True).returncode == 0, f"containerd of {self.name}", 60.0)
+        present = self.machine.inside([*ctr, "version"])
+        wait(lambda: subprocess.run(present, capture_output=True).returncode == 0, f"containerd of {self.name}", 60.0)
         self.run(*ctr, "-n", "k8s.io", "images", "import", str(self._given.images))
         self.start_kubelet()
         proxy = self._given.programs / "kube-proxy"
         self._daemon("kube-proxy", [str(proxy), f"--config={self.folder}/proxy.yaml", "--v=0"])
         if self._given.gpus:
-            words = ["-m", "tests.chaos.kubernetes.gpus", str(self._bad), str(self._given.gpus)]
-            self._daemon("gpus", [sys.executable, *words])
+            arguments = ["-m", "tests.chaos.kubernetes.gpus", str(self._bad), str(self._given.gpus)]
+            self._daemon("gpus", [sys.executable, *arguments])
 
     @property
     def _bad(self) -> Path:
@@ -158,9 +158,9 @@ class KubernetesNode:
     def _prepare(self) -> None:
         """Files, folders of its own in the machine's view of the file system, and rules of its network."""
         address, folder = self.machine.address, self.folder
-        for place in _OWN:
-            (folder / place.replace("/", "_")).mkdir(parents=True, exist_ok=True)
-            Path(place).mkdir(parents=True, exist_ok=True)
+        for location in _OWN:
+            (folder / location.replace("/", "_")).mkdir(parents=True, exist_ok=True)
+            Path(location).mkdir(parents=True, exist_ok=True)
         Path(_RUN).mkdir(parents=True, exist_ok=True)
         (folder / "containerd.toml").write_text(_CONTAINERD)
         (folder / "kubelet.yaml").write_text(_KUBELET.format(address=address, folder=folder, group=self._given.group))
@@ -180,18 +180,22 @@ class KubernetesNode:
 
     def start_kubelet(self) -> None:
         """kubelet; what it finds running it takes over."""
-        words = [str(self._given.programs / "kubelet"), f"--kubeconfig={self._given.kubeconfig}"]
-        words += [f"--config={self.folder}/kubelet.yaml", f"--hostname-override={self.name}", "--v=1"]
-        words += [f"--node-ip={self.machine.address}", "--root-dir=/var/lib/kubelet", f"--cert-dir={self.folder}/pki"]
-        words += ["--container-runtime=remote", f"--container-runtime-endpoint=unix://{SOCKET}"]
-        words += [f"--image-service-endpoint=unix://{SOCKET}"]
-        words += [f"--node-labels={self._labels}"] if self._labels else []
-        self._daemon("kubelet", words)
+        arguments = [str(self._given.programs / "kubelet"), f"--kubeconfig={self._given.kubeconfig}"]
+        arguments += [f"--config={self.folder}/kubelet.yaml", f"--hostname-override={self.name}", "--v=1"]
+        arguments += [
+            f"--node-ip={self.machine.address}",
+            "--root-dir=/var/lib/kubelet",
+            f"--cert-dir={self.folder}/pki",
+        ]
+        arguments += ["--container-runtime=remote", f"--container-runtime-endpoint=unix://{SOCKET}"]
+        arguments += [f"--image-service-endpoint=unix://{SOCKET}"]
+        arguments += [f"--node-labels={self._labels}"] if self._labels else []
+        self._daemon("kubelet", arguments)
 
-    def _daemon(self, name: str, words: Sequence[str]) -> None:
+    def _daemon(self, name: str, arguments: Sequence[str]) -> None:
         with open(self.folder / f"{name}.log", "ab") as out:
             self._daemons[name] = subprocess.Popen(
-                [*machines.WITH_US, *self.machine.inside(["nice", "-n", "5", *words])],
+                [*machines.WITH_US, *self.machine.inside(["nice", "-n", "5", *arguments])],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -199,13 +203,13 @@ class KubernetesNode:
                 start_new_session=True,
             )
 
-    def run(self, *words: str) -> str:
+    def run(self, *arguments: str) -> str:
         """What a command prints on it; TrainingError if it fails."""
         from megascale.errors import TrainingError
 
-        done = subprocess.run(self.machine.inside(words), capture_output=True, text=True)
+        done = subprocess.run(self.machine.inside(arguments), capture_output=True, text=True)
         if done.returncode:
-            raise TrainingError(f"{self.name}: {' '.join(words)}: {done.stderr.strip()[-1000:]}")
+            raise TrainingError(f"{self.name}: {' '.join(arguments)}: {done.stderr.strip()[-1000:]}")
         return done.stdout
 
     def processes(self, *parts: str) -> list[str]:
@@ -287,9 +291,9 @@ def write_images(file: Path, images: Sequence[Image]) -> None:
             layer = _layer(image)
             digest = hashlib.sha256(layer).hexdigest()
             settings = {"Entrypoint": list(image.entry) or None, "Env": ["PATH=/usr/local/bin:/usr/bin:/bin:/sbin"]}
-            about = {"architecture": "amd64", "os": "linux", "config": settings, "history": [{"created_by": "bench"}]}
-            about["rootfs"] = {"type": "layers", "diff_ids": [f"sha256:{digest}"]}
-            config = json.dumps(about).encode()
+            details = {"architecture": "amd64", "os": "linux", "config": settings, "history": [{"created_by": "bench"}]}
+            details["rootfs"] = {"type": "layers", "diff_ids": [f"sha256:{digest}"]}
+            config = json.dumps(details).encode()
             name = f"{hashlib.sha256(config).hexdigest()}.json"
             _add(tar, name, config)
             _add(tar, f"{digest}/layer.tar", layer)

@@ -67,12 +67,12 @@ class Store:
     def create(self, kind: str, thing: Json) -> Json:
         """A new object."""
         with self.lock:
-            about = thing["metadata"]
-            if (kind, about["name"]) in self.objects:
-                raise Refused(409, "AlreadyExists", f'{kind} "{about["name"]}" already exists')
+            details = thing["metadata"]
+            if (kind, details["name"]) in self.objects:
+                raise Refused(409, "AlreadyExists", f'{kind} "{details["name"]}" already exists')
             self.admit(kind, thing)
-            about.setdefault("uid", str(uuid.uuid4()))
-            about["creationTimestamp"] = _now()
+            details.setdefault("uid", str(uuid.uuid4()))
+            details["creationTimestamp"] = _now()
             if kind == "pods":
                 thing["status"] = {"phase": "Pending"}
             return self.put(kind, thing, "ADDED")
@@ -201,8 +201,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._watch(*_target(url.path), query)
             self._answer(200, self._do(*_target(url.path), body, query))
         except Refused as error:
-            about = {"kind": "Status", "code": error.status, "reason": error.reason, "message": str(error)}
-            self._answer(error.status, about)
+            details = {"kind": "Status", "code": error.status, "reason": error.reason, "message": str(error)}
+            self._answer(error.status, details)
         except OSError:
             self.close_connection = True
 
@@ -229,8 +229,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "PATCH":
             return store.update(kind, name, lambda thing: _merge(thing, body))
         with store.lock:
-            wanted = body["metadata"].get("resourceVersion")
-            if wanted and wanted != store.get(kind, name)["metadata"]["resourceVersion"]:
+            expected = body["metadata"].get("resourceVersion")
+            if expected and expected != store.get(kind, name)["metadata"]["resourceVersion"]:
                 raise Refused(409, "Conflict", f"{kind} {name} was changed meanwhile")
             return store.put(kind, body)
 
@@ -238,38 +238,46 @@ class _Handler(BaseHTTPRequestHandler):
         store = self.server_of.store
         with store.lock:
             version = store.version
-            found = [thing for thing in store.all(kind) if _selected(thing, query)]
-        start, limit = int(query.get("continue") or 0), int(query.get("limit") or len(found) or 1)
-        more = str(start + limit) if start + limit < len(found) else ""
-        return {"metadata": {"resourceVersion": str(version), "continue": more}, "items": found[start : start + limit]}
+            result = [thing for thing in store.all(kind) if _selected(thing, query)]
+        start, limit = int(query.get("continue") or 0), int(query.get("limit") or len(result) or 1)
+        more = str(start + limit) if start + limit < len(result) else ""
+        return {"metadata": {"resourceVersion": str(version), "continue": more}, "items": result[start : start + limit]}
 
     def _watch(self, kind: str, name: str, query: dict[str, str]) -> None:
         store = self.server_of.store
-        seen, end = int(query.get("resourceVersion") or 0), time.monotonic() + float(query.get("timeoutSeconds") or 300)
+        observed, end = (
+            int(query.get("resourceVersion") or 0),
+            time.monotonic() + float(query.get("timeoutSeconds") or 300),
+        )
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         marked = time.monotonic()
         while not self.closed and time.monotonic() < end:
             with store.lock:
-                if seen < store.oldest:
-                    gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
-                    self._event("ERROR", gone)
+                if observed < store.oldest:
+                    removed = {
+                        "kind": "Status",
+                        "code": 410,
+                        "reason": "Expired",
+                        "message": "too old resource version",
+                    }
+                    self._event("ERROR", removed)
                     break
                 new = (
-                    [change for change in reversed(store.changes) if change[0] > seen][::-1]
-                    if (store.version > seen)
+                    [change for change in reversed(store.changes) if change[0] > observed][::-1]
+                    if (store.version > observed)
                     else []
                 )
                 if not new:
                     store.lock.wait(1.0)
             for version, each, event, thing in new:
-                seen = version
+                observed = version
                 if each == kind and _selected(thing, query):
                     self._event(event, thing)
             if not new and time.monotonic() - marked > BOOKMARK:
                 marked = time.monotonic()
-                self._event("BOOKMARK", {"metadata": {"resourceVersion": str(seen)}})
+                self._event("BOOKMARK", {"metadata": {"resourceVersion": str(observed)}})
         self.wfile.write(b"0\r\n\r\n")
 
     def _event(self, kind: str, thing: Json) -> None:
@@ -290,8 +298,8 @@ def _target(path: str) -> tuple[str, str]:
 
 def _selected(thing: Json, query: dict[str, str]) -> bool:
     marks = thing["metadata"].get("labels") or {}
-    wanted = [each.split("=", 1) for each in query.get("labelSelector", "").split(",") if each]
-    return all(marks.get(key) == value for key, value in wanted)
+    expected = [each.split("=", 1) for each in query.get("labelSelector", "").split(",") if each]
+    return all(marks.get(key) == value for key, value in expected)
 
 
 def _merge(thing: Json, patch: Json) -> None:

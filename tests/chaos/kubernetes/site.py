@@ -97,10 +97,10 @@ class KubernetesSite(Site):
     def _start(self) -> None:
         images = self._images()
         self._control_plane()
-        given = Given(self.programs, self.kubeconfig, images, self.environment, self._group, self._gpus)
+        inputs = Given(self.programs, self.kubeconfig, images, self.environment, self._group, self._gpus)
         for number, name in enumerate(self.names, 1):
             self.nodes[name] = KubernetesNode(
-                self.machines[name], number, given, f"topology.megascale/switch=s{number % 2}"
+                self.machines[name], number, inputs, f"topology.megascale/switch=s{number % 2}"
             )
         self._routes()
         for node in self.nodes.values():
@@ -111,18 +111,18 @@ class KubernetesSite(Site):
 
     def _routes(self) -> None:
         """Everybody reaches the pods of each node, and the network of Services, by its address."""
-        for here in self.machines:
+        for local in self.machines:
             for node in self.nodes.values():
-                if node.machine is not here:
-                    here.ip("route", "add", node.pods, "via", node.machine.address)
-            here.ip("route", "add", SERVICES, "dev", "eth0")
+                if node.machine is not local:
+                    local.ip("route", "add", node.pods, "via", node.machine.address)
+            local.ip("route", "add", SERVICES, "dev", "eth0")
 
     def _images(self) -> Path:
         pause = Image(PAUSE, {"pause": (self.programs / "pause").read_bytes()}, entry=["/pause"])
         files = {name: Path("/", name).read_bytes() for name in _FILES if Path("/", name).exists()}
-        places = sorted({str(p).strip("/") for m in mounts() for p in (Path(m), *Path(m).parents) if p != Path("/")})
-        own = Image(IMAGE, files, list(dict.fromkeys([*_FOLDERS, *places])), _LINKS)
-        write_images(self.folder / "images.tar", [pause, own])
+        locations = sorted({str(p).strip("/") for m in mounts() for p in (Path(m), *Path(m).parents) if p != Path("/")})
+        local = Image(IMAGE, files, list(dict.fromkeys([*_FOLDERS, *locations])), _LINKS)
+        write_images(self.folder / "images.tar", [pause, local])
         return self.folder / "images.tar"
 
     # the control plane ------------------------------------------------------------------------------------------------
@@ -138,33 +138,36 @@ class KubernetesSite(Site):
         self.kubeconfig.write_text(text)
         self.kubeconfig.chmod(0o600)
         clients, peers = "http://127.0.0.1:12379", "http://127.0.0.1:12380"
-        words = [f"--data-dir={self.folder}/etcd", f"--listen-client-urls={clients}", f"--listen-peer-urls={peers}"]
+        arguments = [f"--data-dir={self.folder}/etcd", f"--listen-client-urls={clients}", f"--listen-peer-urls={peers}"]
         # What it keeps dies with this folder: no need to wait for the disk, which others use.
-        self._daemon("etcd", [*words, f"--advertise-client-urls={clients}", "--unsafe-no-fsync", "--logger=zap"])
+        self._daemon("etcd", [*arguments, f"--advertise-client-urls={clients}", "--unsafe-no-fsync", "--logger=zap"])
         self.start_api()
         key = f"--service-account-private-key-file={certificates}/sa.key"
-        words = [f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", "--bind-address=127.0.0.1", "--port=0"]
-        own = [key, f"--root-ca-file={authority}", "--use-service-account-credentials=false"]
-        own += ["--node-monitor-period=1s", "--node-monitor-grace-period=8s", "--node-eviction-rate=100"]
-        own += [
+        arguments = [f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", "--bind-address=127.0.0.1", "--port=0"]
+        local = [key, f"--root-ca-file={authority}", "--use-service-account-credentials=false"]
+        local += ["--node-monitor-period=1s", "--node-monitor-grace-period=8s", "--node-eviction-rate=100"]
+        local += [
             "--secondary-node-eviction-rate=100",
             "--large-cluster-size-threshold=0",
             "--unhealthy-zone-threshold=1",
         ]
-        self._daemon("kube-controller-manager", [*words, *own])
-        self._daemon("kube-scheduler", words)
+        self._daemon("kube-controller-manager", [*arguments, *local])
+        self._daemon("kube-scheduler", arguments)
 
     def start_api(self) -> None:
         """kube-apiserver, for the first time or again; back when it is ready."""
         certificates = self.folder / "certificates"
         key = f"{certificates}/sa.key"
-        words = ["--etcd-servers=http://127.0.0.1:12379", f"--secure-port={PORT}", f"--bind-address={self.address}"]
-        words += [f"--advertise-address={self.address}", f"--cert-dir={certificates}", "--allow-privileged"]
-        words += [f"--token-auth-file={self.folder}/tokens.csv", "--authorization-mode=RBAC"]
-        words += [f"--service-account-key-file={key}", f"--service-account-signing-key-file={key}"]
-        words += ["--service-account-issuer=https://kubernetes.default.svc", f"--service-cluster-ip-range={SERVICES}"]
-        words += ["--kubelet-preferred-address-types=InternalIP", "--profiling=false"]
-        self._daemon("kube-apiserver", words)
+        arguments = ["--etcd-servers=http://127.0.0.1:12379", f"--secure-port={PORT}", f"--bind-address={self.address}"]
+        arguments += [f"--advertise-address={self.address}", f"--cert-dir={certificates}", "--allow-privileged"]
+        arguments += [f"--token-auth-file={self.folder}/tokens.csv", "--authorization-mode=RBAC"]
+        arguments += [f"--service-account-key-file={key}", f"--service-account-signing-key-file={key}"]
+        arguments += [
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-cluster-ip-range={SERVICES}",
+        ]
+        arguments += ["--kubelet-preferred-address-types=InternalIP", "--profiling=false"]
+        self._daemon("kube-apiserver", arguments)
         wait(lambda: self._answers("--raw=/readyz") == "ok", "kube-apiserver", 90.0)
 
     def stop_api(self) -> None:
@@ -176,9 +179,9 @@ class KubernetesSite(Site):
         subprocess.run(head.inside(["pkill", f"-{signal.SIGKILL}", "-f", f"^{self.programs}/{name} "]), check=True)
         self._daemons.pop(name).wait()
 
-    def _daemon(self, name: str, words: Sequence[str]) -> None:
+    def _daemon(self, name: str, arguments: Sequence[str]) -> None:
         with open(self.folder / f"{name}.log", "ab") as out:
-            command = ["nice", "-n", "5", f"{self.programs}/{name}", *words]
+            command = ["nice", "-n", "5", f"{self.programs}/{name}", *arguments]
             self._daemons[name] = subprocess.Popen(
                 [*machines.WITH_US, *self.machines["head"].inside(command)],
                 stdin=subprocess.DEVNULL,
@@ -190,51 +193,51 @@ class KubernetesSite(Site):
 
     # what is asked of it ----------------------------------------------------------------------------------------------
 
-    def inside(self, words: Sequence[str]) -> list[str]:
+    def inside(self, arguments: Sequence[str]) -> list[str]:
         """The command that runs `words` on the machine with the control plane, from which the API is reached."""
-        return self.machines["head"].inside(words)
+        return self.machines["head"].inside(arguments)
 
-    def kubectl(self, *words: str, said: str | None = None, seconds: float = 60.0) -> str:
+    def kubectl(self, *arguments: str, output: str | None = None, seconds: float = 60.0) -> str:
         """What kubectl prints; TrainingError with what it says if it fails. said: on its stdin."""
-        command = self.inside([f"{self.programs}/kubectl", f"--kubeconfig={self.kubeconfig}", *words])
+        command = self.inside([f"{self.programs}/kubectl", f"--kubeconfig={self.kubeconfig}", *arguments])
         done = subprocess.run(
-            command, input=said, capture_output=True, text=True, env=self.environment, timeout=seconds
+            command, input=output, capture_output=True, text=True, env=self.environment, timeout=seconds
         )
         if done.returncode:
-            raise TrainingError(f"kubectl {' '.join(words)}: {done.stderr.strip()[-2000:]}")
+            raise TrainingError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()[-2000:]}")
         return done.stdout
 
-    def _answers(self, *words: str) -> str:
+    def _answers(self, *arguments: str) -> str:
         try:
-            return self.kubectl("get", *words, seconds=10.0).strip()
+            return self.kubectl("get", *arguments, seconds=10.0).strip()
         except (TrainingError, subprocess.TimeoutExpired):
             return ""
 
-    def get(self, *words: str) -> list[dict[str, Any]]:
+    def get(self, *arguments: str) -> list[dict[str, Any]]:
         """Objects as JSON; none while the API does not answer."""
-        text = self._answers(*words, "-o", "json")
-        found = json.loads(text) if text else {"items": []}
-        return list(found["items"]) if "items" in found else [found]
+        text = self._answers(*arguments, "-o", "json")
+        result = json.loads(text) if text else {"items": []}
+        return list(result["items"]) if "items" in result else [result]
 
     def states(self) -> dict[str, str]:
         """Each node's Ready: True, False or Unknown."""
-        found = {}
+        result = {}
         for node in self.get("nodes"):
             ready = [c["status"] for c in node["status"].get("conditions", ()) if c["type"] == "Ready"]
-            found[node["metadata"]["name"]] = ready[0] if ready else "Unknown"
-        return found
+            result[node["metadata"]["name"]] = ready[0] if ready else "Unknown"
+        return result
 
-    def until_ready(self, names: Sequence[str], wanted: Sequence[str] = ("True",), seconds: float = 120.0) -> None:
+    def until_ready(self, names: Sequence[str], expected: Sequence[str] = ("True",), seconds: float = 120.0) -> None:
         """Wait until Ready of all these is one of `wanted`."""
 
         def there() -> bool:
-            now = self.states()
-            if all(now.get(name) in wanted for name in names):
+            current = self.states()
+            if all(current.get(name) in expected for name in names):
                 return True
             time.sleep(0.3)
             return False
 
-        wait(there, f"{', '.join(names)} to be Ready {' or '.join(wanted)}", seconds)
+        wait(there, f"{', '.join(names)} to be Ready {' or '.join(expected)}", seconds)
 
     def repair(self) -> None:
         """The API answers, every node has power, network, a kubelet and healthy GPUs, and takes pods."""
@@ -271,12 +274,12 @@ def source() -> Path:
 
 def mounts() -> list[str]:
     """Folders of this machine that a pod needs, read-only, to run what is installed here."""
-    wanted = ["/usr", sys.prefix, sys.base_prefix, str(source())]
-    found: list[str] = []
-    for each in sorted(dict.fromkeys(wanted), key=len):
-        if not any(Path(each).is_relative_to(other) for other in found):
-            found.append(each)
-    return found
+    expected = ["/usr", sys.prefix, sys.base_prefix, str(source())]
+    result: list[str] = []
+    for each in sorted(dict.fromkeys(expected), key=len):
+        if not any(Path(each).is_relative_to(peer) for peer in result):
+            result.append(each)
+    return result
 
 
 def _remove_groups(name: str) -> None:

@@ -74,24 +74,26 @@ class Witness:
                 self._look_at(folder)
 
     def _look_at(self, process: Path) -> None:
-        pid, now = int(process.name), time.time()
+        pid, current = int(process.name), time.time()
         try:
             stat = (process / "stat").read_bytes().rsplit(b")", 1)[1].split()
             born, state = int(stat[19]), stat[0]
             if self._others.get(pid) == born or state == b"Z":
                 return
-            seen = self._seen.get((pid, born))
-            if seen is None:
+            observed = self._seen.get((pid, born))
+            if observed is None:
                 if _PART not in (process / "cmdline").read_bytes():
                     self._others[pid] = born
                     return
                 if not (file := self._file(process)):  # what forks them, or one that has not opened its file yet
                     return
                 rank = int(file.rsplit("rank-", 1)[1].split(".status")[0])
-                own = int((process / "status").read_text().split("NSpid:")[1].split("\n")[0].split()[-1])
-                seen = self._seen[pid, born] = Seen(rank, pid, born, now, now, f"{process}/root{file}", own)
-            seen.last = now
-            self._record(seen)
+                local = int((process / "status").read_text().split("NSpid:")[1].split("\n")[0].split()[-1])
+                observed = self._seen[pid, born] = Seen(
+                    rank, pid, born, current, current, f"{process}/root{file}", local
+                )
+            observed.last = current
+            self._record(observed)
         except (OSError, ValueError, IndexError):
             return  # it has ended meanwhile
 
@@ -102,28 +104,28 @@ class Witness:
                 return line.split(None, 5)[5]
         return ""
 
-    def _record(self, seen: Seen) -> None:
+    def _record(self, observed: Seen) -> None:
         from megascale.core.status import read_status
 
-        status = read_status(Path(seen.file))
-        if status is not None and status.pid == seen.own and status.step != seen.step:
-            seen.step, seen.at = status.step, status.time_ns / 1e9
-            seen.begun = seen.begun or seen.at
+        status = read_status(Path(observed.file))
+        if status is not None and status.pid == observed.own and status.step != observed.step:
+            observed.step, observed.at = status.step, status.time_ns / 1e9
+            observed.begun = observed.begun or observed.at
 
     # what follows from it ---------------------------------------------------------------------------------------------
 
     def trainers(self, rank: int | None = None) -> list[Seen]:
         """All that were seen, oldest first."""
-        found = [each for each in list(self._seen.values()) if rank is None or each.rank == rank]
-        return sorted(found, key=lambda each: each.born)
+        result = [each for each in list(self._seen.values()) if rank is None or each.rank == rank]
+        return sorted(result, key=lambda each: each.born)
 
     def doubles(self) -> list[str]:
         """Each pair of trainers of one rank that were there at a time, in words."""
-        found = []
+        result = []
         for rank in sorted({each.rank for each in self.trainers()}):
             all_of_it = self.trainers(rank)
             for older, newer in itertools.pairwise(all_of_it):
                 overlap = older.last - newer.first
                 if overlap > 0:
-                    found.append(f"rank {rank}: {older.pid} was there for {overlap:.1f} s with {newer.pid}")
-        return found
+                    result.append(f"rank {rank}: {older.pid} was there for {overlap:.1f} s with {newer.pid}")
+        return result

@@ -84,19 +84,19 @@ def long_run(file: Path, hours: float, every: float, seed: int) -> tuple[dict[st
     return figures, code == 130 and bool(rows) and all(row["recovered"] and row["right"] for row in rows)
 
 
-def _faults(job: Launched, until: float, every: float, dice: random.Random) -> list[dict[str, Any]]:
+def _faults(job: Launched, deadline: float, every: float, dice: random.Random) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    left = _DRAWN | _ONCE
+    remaining = _DRAWN | _ONCE
     due = time.time() + dice.expovariate(1 / every)
     while True:
         due = max(due, time.time() + 10.0)  # a fault while one is being recovered from is another bench's
-        if due > until - 60.0:
-            time.sleep(max(0.0, until - time.time()))
+        if due > deadline - 60.0:
+            time.sleep(max(0.0, deadline - time.time()))
             return rows
         time.sleep(max(0.0, due - time.time()))
-        kind = dice.choices(list(left), list(left.values()))[0]
+        kind = dice.choices(list(remaining), list(remaining.values()))[0]
         if kind in _ONCE:
-            del left[kind]
+            del remaining[kind]
         rows.append(_one(job, kind, dice))
         print(strict_json.dumps(rows[-1]), flush=True)
         if not rows[-1]["recovered"] and job.process.poll() is not None:
@@ -121,19 +121,19 @@ def _one(job: Launched, kind: str, dice: random.Random) -> dict[str, Any]:
         job.process.wait()
         job.start()
     right = CASES[kind].verdicts
-    known = ("recover", "evict", "diagnose", "stop")
-    verdict = job.first(lambda e: e.id > after and (e.kind in right or e.action in known), 120.0)
-    done, again = job.step(), None
+    expected = ("recover", "evict", "diagnose", "stop")
+    verdict = job.first(lambda e: e.id > after and (e.kind in right or e.action in expected), 120.0)
+    done, repeated = job.step(), None
     if kind not in _RIDDEN:
-        again = job.first(lambda e: e.id > after and e.kind == "first_step", 180.0)
-    found = phases(job, injected, verdict, again)
-    resumed = found.pop("resumed_from")
-    row |= found
-    row["lost_steps"] = max(0, done - int(resumed)) if again and resumed is not None else 0
+        repeated = job.first(lambda e: e.id > after and e.kind == "first_step", 180.0)
+    result = phases(job, injected, verdict, repeated)
+    resumed = result.pop("resumed_from")
+    row |= result
+    row["lost_steps"] = max(0, done - int(resumed)) if repeated and resumed is not None else 0
     row["actions"] = [e.action for e in job.events(after) if e.kind == "recovery_action"]
     row["verdict"] = verdict.kind if verdict else ""
     row["right"] = verdict is not None and verdict.kind in right
-    row["recovered"] = row["right"] if kind in _RIDDEN else again is not None
+    row["recovered"] = row["right"] if kind in _RIDDEN else repeated is not None
     return row
 
 
@@ -170,10 +170,10 @@ def _show(figures: dict[str, Any]) -> None:
     table = Table("fault", "n", "recovered", "detect", "stop", "load", "first step", "in all", "lost steps", "actions")
     rows = figures["rows"]
     for kind in sorted({row["kind"] for row in rows}):
-        mine = [row for row in rows if row["kind"] == kind]
-        cells = [_median(mine, name) for name in ("detect", "stop", "load", "step", "total", "lost_steps")]
-        actions = ", ".join(sorted({r for row in mine for r in row.get("actions", [])})) or "none"
-        table.add_row(kind, str(len(mine)), str(sum(row["recovered"] for row in mine)), *cells, actions)
+        local = [row for row in rows if row["kind"] == kind]
+        cells = [_median(local, name) for name in ("detect", "stop", "load", "step", "total", "lost_steps")]
+        actions = ", ".join(sorted({r for row in local for r in row.get("actions", [])})) or "none"
+        table.add_row(kind, str(len(local)), str(sum(row["recovered"] for row in local)), *cells, actions)
     console = Console(width=140, highlight=False)
     console.print(table)
     console.print(

@@ -42,9 +42,9 @@ class LocalSite(FaultSite):
         case, number = CASES[kind], int(name.rpartition("-")[2])
         expected = self.reference.after(case.steps) if case.same else {}
         tested = str(case.spare).lower()
-        words = [f"--train.steps={case.steps}", f"--resilience.test_spares={tested}", *case.words]
+        arguments = [f"--train.steps={case.steps}", f"--resilience.test_spares={tested}", *case.words]
         with _redis(case.redis) as more:
-            job = Launched(self._file, name, [*words, *more], own_network=case.own_network)
+            job = Launched(self._file, name, [*arguments, *more], own_network=case.own_network)
             try:
                 return _strike(job, kind, case, number, expected)
             finally:
@@ -52,16 +52,16 @@ class LocalSite(FaultSite):
 
 
 @contextmanager
-def _redis(wanted: bool) -> Iterator[list[str]]:
+def _redis(expected: bool) -> Iterator[list[str]]:
     """A Redis server of our own on a free port; the words that make a job use it."""
-    if not wanted:
+    if not expected:
         yield []
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
-    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
+    server = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield [f"--rendezvous.url=redis://127.0.0.1:{port}"]
     finally:
@@ -80,9 +80,9 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: We
     if kind == "slow-link":
         time.sleep(3.0)  # steps to compare with
         options = Options(node="n1", seconds=25.0)
-    places = next((e.nodes for e in reversed(job.events()) if e.kind == "attempt_started"), ())
-    if options.node is not None and places and options.node not in places:
-        options = replace(options, node=places[-1])  # a start on a busy machine may have gone to the spare
+    locations = next((e.nodes for e in reversed(job.events()) if e.kind == "attempt_started"), ())
+    if options.node is not None and locations and options.node not in locations:
+        options = replace(options, node=locations[-1])  # a start on a busy machine may have gone to the spare
     injected = time.time()
     failed: list[BaseException] = []
 
@@ -105,35 +105,35 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: We
     done = job.step()  # before the next attempt begins
     verdict = job.first(lambda e: e.time > injected and e.kind in case.verdicts) if case.verdicts else None
     hard = hard or next((e for e in job.events() if e.time > injected and e.action in actions), verdict)
-    again = None
+    repeated = None
     if case.ends == "recover" and verdict is not None:
-        again = job.first(lambda e: e.kind == "first_step" and e.time > injected)
+        repeated = job.first(lambda e: e.kind == "first_step" and e.time > injected)
     elif kind == "kill-driver":
-        again = job.first(lambda e: e.kind == "node_joined" and e.time > injected)
+        repeated = job.first(lambda e: e.kind == "node_joined" and e.time > injected)
     code = job.end()
     thread.join()
-    row = phases(job, injected, hard, again if case.ends == "recover" else None)
-    row["total"] = again.time - injected if again else None
+    row = phases(job, injected, hard, repeated if case.ends == "recover" else None)
+    row["total"] = repeated.time - injected if repeated else None
     events = [e for e in job.events() if e.time > injected]
-    same = not expected or code != 0 or equal_weights(job.weights(), expected)
-    found = sorted({e.kind for e in events if e.kind in case.verdicts})
-    right = not failed and started is not None and (bool(found) or not case.verdicts)
+    equal = not expected or code != 0 or equal_weights(job.weights(), expected)
+    result = sorted({e.kind for e in events if e.kind in case.verdicts})
+    right = not failed and started is not None and (bool(result) or not case.verdicts)
     if case.ends == "stop":
         person = next((e for e in events if e.action == "stop" and e.details.get("person")), None)
         right = right and code == 1 and person is not None
     else:
         attempts = sum(e.kind == "attempt_started" for e in events)
-        right = right and code == 0 and (not case.same or same) and (case.ends == "recover") == bool(attempts)
+        right = right and code == 0 and (not case.same or equal) and (case.ends == "recover") == bool(attempts)
     resumed = row.pop("resumed_from")
     lost = max(0, done - int(resumed)) if case.ends == "recover" and resumed is not None else None
     return {
         "right": right,
         "exit_code": code,
-        "same": same if case.same and code == 0 else None,
+        "same": equal if case.same and code == 0 else None,
         "lost": lost,
         **row,
         "actions": [e.action for e in events if e.kind == "recovery_action"],
-        "verdicts": found,
+        "verdicts": result,
         "evidence": list(verdict.evidence)[:2] if verdict else [],
         "failed": [str(error) for error in failed],
         # What was said instead of what should have been.

@@ -89,15 +89,15 @@ def _strike(job: MachinesJob, kind: str) -> Row:
     while job.step() < _BEFORE and time.monotonic() < deadline:
         time.sleep(0.05)
     machine, before = job.holder(1), job.events()[-1].id
-    verdict = again = None
+    verdict = repeated = None
     with Steps(job) as steps:
         injected = time.time()
         fault.strike(machine, job)
         if fault.verdicts:
             verdict = job.first(lambda e: e.kind in fault.verdicts and e.time > injected - 0.01)
         if fault.ends == "recover":
-            again = job.first(lambda e: e.kind == "first_step" and e.id > before)
-    row |= phases(job, injected, verdict, again, steps)
+            repeated = job.first(lambda e: e.kind == "first_step" and e.id > before)
+    row |= phases(job, injected, verdict, repeated, steps)
     row["code"] = job.end()
     row["verdict"] = verdict.kind if verdict else None
     events = job.events()

@@ -72,12 +72,12 @@ class _Job(Launched):
 
     def __init__(self, machines: Machines, file: Path, nodes: int) -> None:
         self._machines = machines
-        words = ["--resilience.cluster=manual", f"--resilience.nodes={nodes}", "--resilience.spares=0"]
-        words += [f"--resilience.listen={machines['head'].address}", f"--resilience.port={_PORT}"]
-        words += [f"--parallel.data={nodes}", f"--train.global_batch={nodes}", "--train.micro_batch=1"]
-        words += [f"--checkpoint.location={file.parent / 'shared'}", "--checkpoint.replicas=false"]
-        words += ["--checkpoint.memory_interval=0", "--checkpoint.background=false", "--checkpoint.interval=5"]
-        super().__init__(file, "many", [*words, f"--train.steps={_STEPS}"], _PACE)
+        arguments = ["--resilience.cluster=manual", f"--resilience.nodes={nodes}", "--resilience.spares=0"]
+        arguments += [f"--resilience.listen={machines['head'].address}", f"--resilience.port={_PORT}"]
+        arguments += [f"--parallel.data={nodes}", f"--train.global_batch={nodes}", "--train.micro_batch=1"]
+        arguments += [f"--checkpoint.location={file.parent / 'shared'}", "--checkpoint.replicas=false"]
+        arguments += ["--checkpoint.memory_interval=0", "--checkpoint.background=false", "--checkpoint.interval=5"]
+        super().__init__(file, "many", [*arguments, f"--train.steps={_STEPS}"], _PACE)
 
     def start(self) -> Any:
         """The driver, on its machine."""
@@ -86,16 +86,16 @@ class _Job(Launched):
 
 
 def _agents(machines: Machines, on: str, names: list[str], job: _Job) -> list[subprocess.Popen[bytes]]:
-    secret, place = job.run / "driver" / "token", f"{machines['head'].address}:{_PORT}"
-    found = []
+    secret, location = job.run / "driver" / "token", f"{machines['head'].address}:{_PORT}"
+    result = []
     for name in names:
-        words = [sys.executable, "-m", "megascale.cli.main", "agent", place, "--job", "many", "--node", name]
-        words += ["--secret-file", str(secret), "--folder", str(machines[on].folder / "agents")]
+        arguments = [sys.executable, "-m", "megascale.cli.main", "agent", location, "--job", "many", "--node", name]
+        arguments += ["--secret-file", str(secret), "--folder", str(machines[on].folder / "agents")]
         with open(machines[on].folder / f"{name}.log", "ab") as log:
-            command = machines[on].inside(words)
+            command = machines[on].inside(arguments)
             environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": "/dev/shm"}
-            found.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True))
-    return found
+            result.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True))
+    return result
 
 
 def _once(folder: Path, nodes: int, lost: int, seconds: float) -> dict[str, Any]:
@@ -132,14 +132,14 @@ def _strike(machines: Machines, job: _Job, nodes: int, seconds: float) -> dict[s
     def whole(event: Any) -> bool:
         return event.kind == "first_step" and event.id > after and _ranks(job, event.id) == nodes
 
-    again = job.first(whole, _START)
+    repeated = job.first(whole, _START)
     joined = [e.time for e in job.events() if e.kind == "node_joined" and e.id > before]
     row: dict[str, Any] = {"missed": missed.time - cut if missed else None}
     row["last_joined"] = max(joined, default=back) - back
-    row["training"] = again.time - back if again else None
+    row["training"] = repeated.time - back if repeated else None
     row["attempts"] = sum(e.kind == "attempt_started" for e in job.events())
-    row["right"] = again is not None
-    if again is None:
+    row["right"] = repeated is not None
+    if repeated is None:
         row["events"] = [f"{e.time:.1f} {e.kind} {' '.join(e.nodes)[:80]} {e.evidence}"[:300] for e in job.events()]
     return row
 

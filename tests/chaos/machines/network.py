@@ -38,9 +38,9 @@ def impossible() -> str:
     if missing:
         return f"{', '.join(missing)} not installed (scripts/system-packages)"
     name = f"ms-probe-{secrets.token_hex(3)}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    built = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return f"no network namespaces here: {made.stderr.strip()}" if made.returncode else ""
+    return f"no network namespaces here: {built.stderr.strip()}" if built.returncode else ""
 
 
 class Machine:
@@ -81,10 +81,10 @@ class Machine:
         script = f"hostname {self.name}; mount -t tmpfs tmpfs /dev/shm; {SSHD} -D -e -f {config} & echo up > {up}; "
         script += "while :; do wait; sleep 1; done"
         up.unlink(missing_ok=True)
-        own = ["--mount", "--uts", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
+        local = ["--mount", "--uts", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
         with open(self.folder / "console", "ab") as out:
             self._shell = subprocess.Popen(
-                [*WITH_US, "nsenter", f"--net=/run/netns/{self._namespace}", "unshare", *own, "bash", "-c", script],
+                [*WITH_US, "nsenter", f"--net=/run/netns/{self._namespace}", "unshare", *local, "bash", "-c", script],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -115,16 +115,16 @@ class Machine:
         """Whether it has power."""
         return self._shell is not None
 
-    def inside(self, words: Sequence[str]) -> list[str]:
+    def inside(self, arguments: Sequence[str]) -> list[str]:
         """The command that runs `words` on it."""
-        return ["nsenter", f"--target={self.init}", "--mount", "--uts", "--net", "--pid", "--ipc", "--", *words]
+        return ["nsenter", f"--target={self.init}", "--mount", "--uts", "--net", "--pid", "--ipc", "--", *arguments]
 
     # its network ------------------------------------------------------------------------------------------------------
 
     def cut(self, incoming: bool = True, outgoing: bool = True) -> None:
         """Lose every packet of one direction or both, those that it would pass on to containers too."""
-        for chain, device, wanted in (("INPUT", "-i", incoming), ("OUTPUT", "-o", outgoing)):
-            for each in (chain, "FORWARD") if wanted else ():
+        for chain, device, expected in (("INPUT", "-i", incoming), ("OUTPUT", "-o", outgoing)):
+            for each in (chain, "FORWARD") if expected else ():
                 self._iptables("-I", each, device, "eth0", "-j", "DROP")
 
     def heal(self) -> None:
@@ -142,16 +142,16 @@ class Machine:
         for space, device in ((self._namespace, "eth0"), (self._switch, self._port)):
             _run("tc", "-n", space, "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
 
-    def _iptables(self, *words: str) -> None:
-        _run(*self._enter(), "iptables", "-w", *words)
+    def _iptables(self, *arguments: str) -> None:
+        _run(*self._enter(), "iptables", "-w", *arguments)
 
     def _enter(self) -> list[str]:
         """A command in its network, also when it is off."""
         return ["nsenter", f"--net=/run/netns/{self._namespace}"]
 
-    def ip(self, *words: str) -> None:
+    def ip(self, *arguments: str) -> None:
         """`ip` on it; TrainingError if that fails."""
-        _run(*self._enter(), "ip", *words)
+        _run(*self._enter(), "ip", *arguments)
 
 
 class Machines:
@@ -218,20 +218,20 @@ class Machines:
         return file
 
 
-def wait(find: Callable[[], T], what: str, seconds: float = 20.0) -> T:
+def wait(find: Callable[[], T], subject: str, seconds: float = 20.0) -> T:
     """What `find` finds in the end; TrainingError if it is nothing for that long."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if found := find():
-            return found
+        if result := find():
+            return result
         time.sleep(0.02)
-    raise TrainingError(f"waited {seconds:g} s for {what}")
+    raise TrainingError(f"waited {seconds:g} s for {subject}")
 
 
-def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True)
+def _run(*arguments: str) -> None:
+    done = subprocess.run(arguments, capture_output=True, text=True)
     if done.returncode:
-        raise TrainingError(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
+        raise TrainingError(f"{' '.join(arguments)}: {done.stderr.strip() or done.returncode}")
 
 
 class Site:

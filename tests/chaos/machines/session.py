@@ -27,45 +27,47 @@ _LAUNCH = (
 class _Terminals:
     """Types commands on machines, in one folder that all see, and says them with what they print."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self.folder, self._say = folder, say
-        own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": "/dev/shm"}
-        self._environment = os.environ | own | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    def __init__(self, folder: Path, log: Callable[[str], None]) -> None:
+        self.folder, self._say = folder, log
+        local = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": "/dev/shm"}
+        self._environment = os.environ | local | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
 
     def start(self, on: Machine, line: str, out: str) -> subprocess.Popen[bytes]:
         """A command in the background, its output in a file."""
         self._say(f"{on.name}$ {line} > {out} &")
-        with open(self.folder / out, "ab") as said:
-            words = on.inside(["bash", "-c", f"cd {self.folder} && exec {line}"])
-            return subprocess.Popen(words, stdout=said, stderr=said, env=self._environment, start_new_session=True)
+        with open(self.folder / out, "ab") as output:
+            arguments = on.inside(["bash", "-c", f"cd {self.folder} && exec {line}"])
+            return subprocess.Popen(
+                arguments, stdout=output, stderr=output, env=self._environment, start_new_session=True
+            )
 
     def typed(self, on: Machine, line: str) -> str:
         """A command, and what it printed."""
-        words = on.inside(["bash", "-c", f"cd {self.folder} && {line}"])
-        done = subprocess.run(words, capture_output=True, text=True, env=self._environment)
+        arguments = on.inside(["bash", "-c", f"cd {self.folder} && {line}"])
+        done = subprocess.run(arguments, capture_output=True, text=True, env=self._environment)
         self._say(f"{on.name}$ {line}")
-        said = (done.stdout + done.stderr).replace(f"{self.folder}/", "")
-        for each in said.splitlines():
+        output = (done.stdout + done.stderr).replace(f"{self.folder}/", "")
+        for each in output.splitlines():
             self._say(each.rstrip())
-        return said
+        return output
 
-    def until(self, run: str, what: str, times: int = 1) -> None:
+    def until(self, run: str, subject: str, times: int = 1) -> None:
         """Wait for an event."""
         file = self.folder / "runs" / run / "events.jsonl"
-        wait(lambda: file.exists() and file.read_text().count(f'"event": "{what}"') >= times, what, 3 * WAIT)
+        wait(lambda: file.exists() and file.read_text().count(f'"event": "{subject}"') >= times, subject, 3 * WAIT)
 
     def until_text(self, file: str, text: str) -> None:
         """Wait for something in a file."""
         wait(lambda: text in (self.folder / file).read_text(errors="replace"), text, 3 * WAIT)
 
 
-def torchrun_session(folder: Path, say: Callable[[str], None]) -> bool:
+def torchrun_session(folder: Path, log: Callable[[str], None]) -> bool:
     """Two machines with torchrun: a rank is killed, both end, the same commands go on. Whether it came to its end.
 
     Args:
         folder: to work in; new.
     """
-    terminals = _prepare(folder, say, (*_SETTINGS, *_PLAIN))
+    terminals = _prepare(folder, log, (*_SETTINGS, *_PLAIN))
     with Machines(folder / "machines", ["n0", "n1"]) as machines:
         n0, n1 = machines["n0"], machines["n1"]
 
@@ -80,21 +82,21 @@ def torchrun_session(folder: Path, say: Callable[[str], None]) -> bool:
             process.wait(WAIT)
         terminals.typed(n0, "grep -o 'error: rank 0 lost contact with another rank in step [0-9]*' n0.out")
         ends = " and ".join(str(process.returncode) for process in started)
-        say(f"(both commands have ended, with exit codes {ends})")
+        log(f"(both commands have ended, with exit codes {ends})")
         started = both()
         codes = [process.wait(WAIT) for process in started]
         terminals.until_text("n0.out", "step 300/")
-        said = terminals.typed(n0, "grep '^resuming' n0.out; tail -n 2 n0.out | cut -c 1-80")
-    return codes == [0, 0] and "after step 100" in said
+        output = terminals.typed(n0, "grep '^resuming' n0.out; tail -n 2 n0.out | cut -c 1-80")
+    return codes == [0, 0] and "after step 100" in output
 
 
-def hosts_session(folder: Path, say: Callable[[str], None]) -> bool:
+def hosts_session(folder: Path, log: Callable[[str], None]) -> bool:
     """A list of hosts, one of which loses its power. Whether the run came to its end.
 
     Args:
         folder: to work in; new.
     """
-    terminals = _prepare(folder, say, _SETTINGS)
+    terminals = _prepare(folder, log, _SETTINGS)
     nodes = ("n0", "n1", "n2")
     with Machines(folder / "machines", ["head", *nodes]) as machines:
         head = machines["head"]
@@ -109,23 +111,23 @@ def hosts_session(folder: Path, say: Callable[[str], None]) -> bool:
             terminals.until("demo", "first_step")
             terminals.until("demo", "node_joined", 3)
             terminals.typed(head, "megascale nodes runs/demo")
-            say("(the plug of n1 is pulled)")
+            log("(the plug of n1 is pulled)")
             machines["n1"].power_off()
             terminals.until("demo", "first_step", 2)
-            said = terminals.typed(head, "megascale events runs/demo | tail -n 11")
+            output = terminals.typed(head, "megascale events runs/demo | tail -n 11")
             code = driver.wait(3 * WAIT)
             terminals.typed(head, "tail -n 2 demo.out")
         finally:
             driver.kill()
             driver.wait()
-    return code == 0 and "-> spare" in said
+    return code == 0 and "-> spare" in output
 
 
-def _prepare(folder: Path, say: Callable[[str], None], changes: tuple[tuple[str, str], ...]) -> _Terminals:
+def _prepare(folder: Path, log: Callable[[str], None], changes: tuple[tuple[str, str], ...]) -> _Terminals:
     folder.mkdir()
     file = make(folder)
     text = file.read_text()
     for old, new in changes:
         text = text.replace(old, new)
     file.write_text(text)
-    return _Terminals(folder, say)
+    return _Terminals(folder, log)

@@ -33,18 +33,18 @@ def torchrun(network: Path, file: Path, name: str) -> tuple[dict[str, Any], Path
     _pace(run)
     row: dict[str, Any] = {"verdict": None, "attempts": 0, "lost": None, "back": False}
     with Machines(network, ["n0", "n1"]) as machines:
-        both = _start(machines, file, name)
+        pair = _start(machines, file, name)
         try:
             wait(lambda: _step(run) >= _BEFORE, f"step {_BEFORE}", _END)
             # torchrun's own command line ends alike, but has no -u.
             rank = ["pkill", f"-{signal.SIGKILL}", "-f", "--", "-u -m megascale train"]
             subprocess.run(machines["n1"].inside(rank), check=True)
-            row["codes"] = [process.wait(_END) for process in both]
+            row["codes"] = [process.wait(_END) for process in pair]
             done = _step(run)
-            both = _start(machines, file, name)
-            row["code"] = max(process.wait(_END) for process in both)
+            pair = _start(machines, file, name)
+            row["code"] = max(process.wait(_END) for process in pair)
         finally:
-            for process in both:
+            for process in pair:
                 process.kill()
                 process.wait()
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
@@ -57,25 +57,25 @@ def torchrun(network: Path, file: Path, name: str) -> tuple[dict[str, Any], Path
 
 
 def _start(machines: Machines, file: Path, name: str) -> list[subprocess.Popen[bytes]]:
-    first, found = machines["n0"].address, []
+    first, result = machines["n0"].address, []
     for rank, machine in enumerate(machines):
-        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-        words += ["--node-rank", str(rank), "--master-addr", first, "--master-port", "29500"]
-        found.append(
-            _run(machine.inside([*words, "-m", "megascale", "train", str(file), *_settings(name)]), file, rank)
+        arguments = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        arguments += ["--node-rank", str(rank), "--master-addr", first, "--master-port", "29500"]
+        result.append(
+            _run(machine.inside([*arguments, "-m", "megascale", "train", str(file), *_settings(name)]), file, rank)
         )
-    return found
+    return result
 
 
 def _settings(name: str) -> Sequence[str]:
     return (f"--train.name={name}", f"--train.steps={STEPS}", *_WORDS)
 
 
-def _run(words: Sequence[str], file: Path, rank: int) -> subprocess.Popen[bytes]:
+def _run(arguments: Sequence[str], file: Path, rank: int) -> subprocess.Popen[bytes]:
     # A machine's name need not resolve: the ranks use the network that is named.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "TMPDIR": "/dev/shm"}
     with open(file.parent / f"torchrun-{rank}.out", "ab") as out:
-        return subprocess.Popen(words, stdout=out, stderr=out, env=environment, start_new_session=True)
+        return subprocess.Popen(arguments, stdout=out, stderr=out, env=environment, start_new_session=True)
 
 
 def _pace(run: Path) -> None:

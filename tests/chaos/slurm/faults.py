@@ -109,15 +109,15 @@ def drain(job: SlurmJob) -> Injected:
     """Training goes on there; when the agent ends later, the node gets no ranks again."""
     node, started = other(job), _attempts(job)
     job.site.slurm("scontrol", "update", f"nodename={node}", "state=drain", "reason=fan")
-    told = job.first(lambda e: e.kind == "node_cordoned" and e.nodes == (node,), 60.0)
+    report = job.first(lambda e: e.kind == "node_cordoned" and e.nodes == (node,), 60.0)
     job.until_step(job.step() + _TRAINED)
     injected = Injected(time.time(), node)
-    if told is None or "fan" not in told.evidence[0]:
-        injected.wrong.append(f"the drain was not noticed with its reason: {told}")
+    if report is None or "fan" not in report.evidence[0]:
+        injected.wrong.append(f"the drain was not noticed with its reason: {report}")
     if _attempts(job) != started:
         injected.wrong.append("training did not go on undisturbed when its node was drained")
-    words = job.site.machines[node].inside(["pkill", f"-{signal.SIGKILL}", "-f", _AGENT])
-    subprocess.run(words, check=True)
+    arguments = job.site.machines[node].inside(["pkill", f"-{signal.SIGKILL}", "-f", _AGENT])
+    subprocess.run(arguments, check=True)
     return injected
 
 
@@ -154,8 +154,8 @@ def cancel(job: SlurmJob) -> Injected:
     if job.jobs()[job.id] != "CANCELLED":
         injected.wrong.append(f"the job is {job.jobs()[job.id]} after scancel")
     for node in job.site.names:
-        if left := job.processes(node):
-            injected.wrong.append(f"on {node} is left: {'; '.join(left)[:300]}")
+        if remaining := job.processes(node):
+            injected.wrong.append(f"on {node} is left: {'; '.join(remaining)[:300]}")
     job.submit()
     return injected
 
@@ -176,8 +176,8 @@ def replaced(job: SlurmJob, injected: Injected) -> list[str]:
 
 def fenced(job: SlurmJob, injected: Injected) -> list[str]:
     """Nothing of the killed slurmd's task was there when its replacement did its first step."""
-    again = next(e for e in reversed(job.events()) if e.kind == "first_step")
-    late = injected.seen - again.time
+    repeated = next(e for e in reversed(job.events()) if e.kind == "first_step")
+    late = injected.seen - repeated.time
     wrong = [] if injected.seen else ["no orphan was seen: nothing was tested"]
     wrong += [f"the orphan was there for {late:.1f} s beside its replacement"] if late > 0 else []
     return [*replaced(job, injected), *wrong]

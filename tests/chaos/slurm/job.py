@@ -37,39 +37,39 @@ class SlurmJob(Launched):
     _asked = 0.0  # when the controller was asked last, monotonic
 
     def __init__(
-        self, site: SlurmSite, file: Path, name: str, words: Sequence[str], pace: float, sbatch: str = ""
+        self, site: SlurmSite, file: Path, name: str, arguments: Sequence[str], pace: float, sbatch: str = ""
     ) -> None:
         self.site, self.name, self.id = site, name, ""
-        own = ["--resilience.cluster=slurm", "--resilience.test_spares=false", f"--resilience.sbatch={sbatch}"]
-        own.append("--checkpoint.linger=60")  # a driver that comes up on another node takes some seconds
-        super().__init__(file, name, [*own, *words], pace)
+        local = ["--resilience.cluster=slurm", "--resilience.test_spares=false", f"--resilience.sbatch={sbatch}"]
+        local.append("--checkpoint.linger=60")  # a driver that comes up on another node takes some seconds
+        super().__init__(file, name, [*local, *arguments], pace)
 
     def start(self) -> Any:
         """Print the batch script and hand it to sbatch; nothing of the job is a child of this process."""
         self.script = self.output.with_suffix(".sbatch")
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        words = [*self.command, "--dry-run"]
+        arguments = [*self.command, "--dry-run"]
         self.script.write_text(
-            subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
+            subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment).stdout
         )
         self.submit()
 
     def submit(self) -> str:
         """Hand the script to sbatch (again); the job's id."""
-        found = self.site.slurm("sbatch", "--parsable", str(self.script))
-        self.id = self.id or found
-        return found
+        result = self.site.slurm("sbatch", "--parsable", str(self.script))
+        self.id = self.id or result
+        return result
 
     # what Slurm knows -------------------------------------------------------------------------------------------------
 
     def jobs(self) -> dict[str, str]:
         """The state of each job of this run, in order."""
         try:
-            said = self.site.slurm("squeue", "--noheader", "--states=all", f"--name={self.name}", "--format=%i %T")
+            output = self.site.slurm("squeue", "--noheader", "--states=all", f"--name={self.name}", "--format=%i %T")
         except subprocess.CalledProcessError:  # the controller is not there just now
             return {}
-        found = dict(line.split() for line in said.splitlines())
-        return {job: found[job] for job in sorted(found, key=int)}
+        result = dict(line.split() for line in output.splitlines())
+        return {job: result[job] for job in sorted(result, key=int)}
 
     def batch_node(self) -> str:
         """Where the driver runs now."""
@@ -82,9 +82,9 @@ class SlurmJob(Launched):
 
     def processes(self, node: str) -> list[str]:
         """What of this job runs on a node: command lines."""
-        words = self.site.machines[node].inside(["ps", "-eo", "args"])
-        said = subprocess.run(words, capture_output=True, text=True).stdout
-        return [line for line in said.splitlines() if any(part in line for part in _PARTS)]
+        arguments = self.site.machines[node].inside(["ps", "-eo", "args"])
+        output = subprocess.run(arguments, capture_output=True, text=True).stdout
+        return [line for line in output.splitlines() if any(part in line for part in _PARTS)]
 
     # what it does -----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ _STEPS = 400
 _SETTINGS = (("hidden = 32", "hidden = 64"), ("interval = 50", "interval = 100"))
 
 
-def session(site: SlurmSite, folder: Path, say: Callable[[str], None]) -> bool:
+def session(site: SlurmSite, folder: Path, log: Callable[[str], None]) -> bool:
     """Type commands on the login machine, and say them with what they print; whether the run came to its end.
 
     Args:
@@ -33,15 +33,17 @@ def session(site: SlurmSite, folder: Path, say: Callable[[str], None]) -> bool:
     run = folder / "runs" / "demo"
 
     def typed(line: str) -> None:
-        words = ["bash", "-c", f"cd {folder} && {_own(line)}"]
-        done = subprocess.run(site.machines["head"].inside(words), capture_output=True, text=True, env=site.environment)
-        say(f"$ {line}")
+        arguments = ["bash", "-c", f"cd {folder} && {_own(line)}"]
+        done = subprocess.run(
+            site.machines["head"].inside(arguments), capture_output=True, text=True, env=site.environment
+        )
+        log(f"$ {line}")
         for each in (done.stdout + done.stderr).splitlines():
-            say(each.rstrip().replace(f"{site.folder}/home", "~").replace(f"{folder}/", ""))
+            log(each.rstrip().replace(f"{site.folder}/home", "~").replace(f"{folder}/", ""))
 
-    def until(what: str, times: int = 1) -> None:
+    def until(subject: str, times: int = 1) -> None:
         events = run / "events.jsonl"
-        wait(lambda: events.exists() and events.read_text().count(f'"event": "{what}"') >= times, what, 3 * WAIT)
+        wait(lambda: events.exists() and events.read_text().count(f'"event": "{subject}"') >= times, subject, 3 * WAIT)
 
     typed("sinfo")
     typed(f"{_LAUNCH.format(steps=_STEPS)} --dry-run > job.sbatch")
@@ -71,5 +73,5 @@ def _state(site: SlurmSite) -> str:
 
 def _own(line: str) -> str:
     """The line with this installation's command."""
-    own = f"{shlex.quote(sys.executable)} -m megascale.cli.main "
-    return own + line.removeprefix("megascale ") if line.startswith("megascale ") else line
+    local = f"{shlex.quote(sys.executable)} -m megascale.cli.main "
+    return local + line.removeprefix("megascale ") if line.startswith("megascale ") else line

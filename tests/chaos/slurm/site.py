@@ -75,17 +75,17 @@ class SlurmSite(Site):
         self.names = [f"n{i + 1}" for i in range(nodes)]
         self.machines = Machines(folder / "m", ["head", *self.names])
         # Nodes keep their things below the home directory and in a /dev/shm that is theirs, as on machines apart.
-        own = {"HOME": str(folder / "home"), "TMPDIR": "/dev/shm", "OMP_NUM_THREADS": "1"}
-        self.environment = os.environ | own | {"SLURM_CONF": str(folder / "slurm.conf")}
+        local = {"HOME": str(folder / "home"), "TMPDIR": "/dev/shm", "OMP_NUM_THREADS": "1"}
+        self.environment = os.environ | local | {"SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def _start(self) -> None:
         for name in ("state", "spool", "home"):
             (self.folder / name).mkdir()
-        there = self.machines
-        each = (f"NodeName={n} NodeAddr={there[n].address} Port=17001 CPUs=2 State=UNKNOWN" for n in self.names)
+        present = self.machines
+        each = (f"NodeName={n} NodeAddr={present[n].address} Port=17001 CPUs=2 State=UNKNOWN" for n in self.names)
         conf = _CONF.format(
-            head=there["head"].address, folder=self.folder, nodes="\n".join(each), names=",".join(self.names)
+            head=present["head"].address, folder=self.folder, nodes="\n".join(each), names=",".join(self.names)
         )
         (self.folder / "slurm.conf").write_text(conf)
         key = self.folder / "munge.key"
@@ -101,11 +101,11 @@ class SlurmSite(Site):
             self.start_slurmd(name)
         self.until_state(self.names, "idle")
 
-    def _daemon(self, name: str, words: Sequence[str]) -> None:
+    def _daemon(self, name: str, arguments: Sequence[str]) -> None:
         with open(self.folder / f"{name}.out", "ab") as out:
             null = subprocess.DEVNULL
             self._daemons[name] = subprocess.Popen(
-                [*machines.WITH_US, *words],
+                [*machines.WITH_US, *arguments],
                 stdin=null,
                 stdout=out,
                 stderr=out,
@@ -156,9 +156,9 @@ class SlurmSite(Site):
                     self.slurm("scontrol", "update", f"nodename={name}", "state=resume")
         self.until_state(self.names, "idle")
 
-    def slurm(self, *words: str, inside: str = "head", **more: str) -> str:
+    def slurm(self, *arguments: str, inside: str = "head", **more: str) -> str:
         """What a command of Slurm's says; CalledProcessError if it fails."""
-        command = self.machines[inside].inside(words)
+        command = self.machines[inside].inside(arguments)
         done = subprocess.run(command, capture_output=True, text=True, env=self.environment | more, check=True)
         return done.stdout.strip()
 
@@ -170,14 +170,14 @@ class SlurmSite(Site):
             return {}
         return {name: state.strip("*") for name, state in map(str.split, rows)}
 
-    def until_state(self, names: Sequence[str], *wanted: str, seconds: float = 60.0) -> None:
+    def until_state(self, names: Sequence[str], *expected: str, seconds: float = 60.0) -> None:
         """Wait until all these nodes are in one of the states."""
 
         def there() -> bool:
-            now = self.states()
-            return all(now.get(name) in wanted for name in names)
+            current = self.states()
+            return all(current.get(name) in expected for name in names)
 
-        wait(there, f"{', '.join(names)} to be {' or '.join(wanted)}", seconds)
+        wait(there, f"{', '.join(names)} to be {' or '.join(expected)}", seconds)
 
     def close(self) -> None:
         """End all."""

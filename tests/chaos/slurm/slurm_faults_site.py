@@ -68,15 +68,15 @@ class SlurmFaultSite(FaultSite):
         fault = self.kinds[kind]
         expected = self.reference.after(fault.steps)
         row: Row = {"verdict": None, "lost": None}
-        words = [f"--train.steps={fault.steps}"]
+        arguments = [f"--train.steps={fault.steps}"]
         if kind == ONE_MACHINE:
-            job: Launched = Launched(self._file, name, [*words, "--resilience.test_spares=false"], PACE)
+            job: Launched = Launched(self._file, name, [*arguments, "--resilience.test_spares=false"], PACE)
             try:
                 row |= _one_machine(job)
             finally:
                 job.end(10.0 if "code" in row else 0.0)
         else:
-            job = SlurmJob(self._site, self._file, name, words, PACE, fault.sbatch)
+            job = SlurmJob(self._site, self._file, name, arguments, PACE, fault.sbatch)
             try:
                 row |= _strike(job, fault)
             finally:
@@ -102,8 +102,8 @@ def _one_machine(job: Launched) -> Row:
     injected, before = time.time(), job.events()[-1].id
     with Steps(job) as steps:
         inject(job.run, "kill-node", Options(node="n1"))
-        verdict, again = recovery(job, FAULTS["node-down"].verdicts, injected, before)
-    row: Row = dict(phases(job, injected, verdict, again, steps))
+        verdict, repeated = recovery(job, FAULTS["node-down"].verdicts, injected, before)
+    row: Row = dict(phases(job, injected, verdict, repeated, steps))
     row |= {"code": job.end(), "verdict": verdict.kind if verdict else None, "wrong": wrong}
     row["actions"] = [e.action for e in job.events() if e.kind == "recovery_action"]
     return row
@@ -116,15 +116,15 @@ def _strike(job: SlurmJob, fault: SlurmFault) -> Row:
         return row
     job.until_step(_BEFORE)
     before, began = job.events()[-1].id, time.time()
-    verdict = again = None
+    verdict = repeated = None
     with Steps(job) as steps:
         injected = fault.strike(job)
         if fault.verdicts:
-            verdict, again = recovery(job, fault.verdicts, began, before)
+            verdict, repeated = recovery(job, fault.verdicts, began, before)
             if fault.ends == "next" and verdict:
                 injected.at = max(injected.at, verdict.time) if fault.sbatch else injected.at
     row = {"node": injected.node, "verdict": verdict.kind if verdict else None}
-    row |= phases(job, injected.at, verdict, again, steps)
+    row |= phases(job, injected.at, verdict, repeated, steps)
     job.first(lambda e: e.kind == "job_done")
     job.first(lambda e: e.kind == "driver_ended")
     row["code"] = job.end(_LEARN)

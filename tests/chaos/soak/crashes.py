@@ -69,14 +69,14 @@ def run(cases: range, seed: int, folder: Path, report: Report) -> None:
 
 def _case(file: Path, name: str, cause: CrashCause, step: int) -> SoakCase:
     faults = [json.dumps(cause.fault | {"rank": rank, "step": step, "persistent": True}) for rank in cause.ranks]
-    words = ["--train.steps=100", "--resilience.test_spares=false", *cause.words]
-    job = Launched(file, name, words, pace=0.01, faults=faults)
+    arguments = ["--train.steps=100", "--resilience.test_spares=false", *cause.words]
+    job = Launched(file, name, arguments, pace=0.01, faults=faults)
     try:
         code = job.end(GRACE_PERIOD)
     finally:
         job.end(0.1)
         job.end_agents()
-    what = f"{cause.name} at step {step} in rank{'s' * (len(cause.ranks) > 1)} {', '.join(map(str, cause.ranks))}"
+    subject = f"{cause.name} at step {step} in rank{'s' * (len(cause.ranks) > 1)} {', '.join(map(str, cause.ranks))}"
     events = job.events()
     starts = sum(e.kind == "attempt_started" for e in events)
     fatal = [e for e in events if e.kind == "fatal_step"]
@@ -95,6 +95,6 @@ def _case(file: Path, name: str, cause: CrashCause, step: int) -> SoakCase:
     elif fatal:
         wrong.append(f"a step is named: {fatal[0].evidence}")
     if wrong:
-        return SoakCase(what, False, "; ".join(wrong))
+        return SoakCase(subject, False, "; ".join(wrong))
     named = f", step {step} and samples {first} to {first + BATCH - 1} named" if cause.named else ", no step named"
-    return SoakCase(what, True, f"ended after {starts} start{'s' * (starts > 1)}{named}")
+    return SoakCase(subject, True, f"ended after {starts} start{'s' * (starts > 1)}{named}")

@@ -211,13 +211,13 @@ def _llama(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> E
 
 def _mistral(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> Edited:
     settings |= {"head_dim": choose([None, 6, 10]), "sliding_window": choose([None, 1, 3, 16, 32, 40])}
-    own: list[Edited] = [
+    local: list[Edited] = [
         ({"attention_bias": True, "mlp_bias": True}, None),
         ({"sliding_window": None}, None),
         ({"sliding_window": GONE}, None),
         ({"use_sliding_window": False}, None),
     ]
-    return choose([*_llama_like(choose, settings, heads), *own])
+    return choose([*_llama_like(choose, settings, heads), *local])
 
 
 def _qwen2(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> Edited:
@@ -230,20 +230,20 @@ def _qwen2(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> E
         "max_window_layers": choose([0, 1, 28]),
         "layer_types": choose([kinds, None]),
     }
-    both = [_SLIDING] * layers
-    own: list[Edited] = [
+    pair = [_SLIDING] * layers
+    local: list[Edited] = [
         ({"sliding_window": None, "layer_types": None}, None),
         ({"sliding_window": None, "layer_types": GONE, "use_sliding_window": True, "max_window_layers": 0}, None),
         ({"sliding_window": GONE, "layer_types": GONE, "use_sliding_window": True, "max_window_layers": 0}, None),
         ({"use_sliding_window": GONE, "layer_types": GONE}, None),
         ({"max_window_layers": GONE, "layer_types": GONE}, None),
         ({"attention_bias": False, "mlp_bias": True}, None),
-        ({"use_sliding_window": False, "layer_types": both}, "layer_types"),
-        ({"use_sliding_window": True, "sliding_window": None, "layer_types": both}, "layer_types"),
+        ({"use_sliding_window": False, "layer_types": pair}, "layer_types"),
+        ({"use_sliding_window": True, "sliding_window": None, "layer_types": pair}, "layer_types"),
         ({"layer_types": [_FULL] * (layers + 1)}, "layer_types"),
         ({"layer_types": ["chunked_attention"] * layers}, "layer_types"),
     ]
-    return choose([*_llama_like(choose, settings, heads), *own])
+    return choose([*_llama_like(choose, settings, heads), *local])
 
 
 _OF_THEIRS: dict[str, Callable[[Choose, dict[str, Any], int, int], Edited]] = {

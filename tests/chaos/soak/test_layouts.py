@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 
 
 def test_every_drawn_case_can_be_laid_out_and_all_kinds_come():
-    seen: dict[str, set[object]] = {}
+    observed: dict[str, set[object]] = {}
     for number in range(300):
         tree, world = draw(random.Random(f"7 {number}"))
         assert 1 < world <= 4
@@ -26,11 +26,11 @@ def test_every_drawn_case_can_be_laid_out_and_all_kinds_come():
         assert lay_out(from_tree(one_process(tree)), 1).microbatches == 1
         for section, keys in tree.items():
             for key, value in keys.items():
-                seen.setdefault(f"{section}.{key}", set()).add(str(value))
-    assert seen["parallel.zero"] == {"0", "1", "2"}
-    assert seen["optimizer.name"] == {"adamw", "lamb", "muon"}
+                observed.setdefault(f"{section}.{key}", set()).add(str(value))
+    assert observed["parallel.zero"] == {"0", "1", "2"}
+    assert observed["optimizer.name"] == {"adamw", "lamb", "muon"}
     for key in ("model.block", "model.tied_embeddings", "model.window", "parallel.virtual_stages", "parallel.tensor"):
-        assert len(seen[key]) >= 2
+        assert len(observed[key]) >= 2
     assert draw(random.Random("7 1")) == draw(random.Random("7 1"))
 
 
@@ -46,22 +46,22 @@ def test_a_case_that_differs_or_fails_does_not_hold(tmp_path, monkeypatch):
         changed = one_process(tree)
         return changed | {"lr": {**changed["lr"], "peak": 1.001e-2}}
 
-    found: list[SoakCase] = []
+    result: list[SoakCase] = []
     monkeypatch.setattr(soak_layouts, "one_process", other)
-    run(range(1), 3, tmp_path / "other", found.append)
+    run(range(1), 3, tmp_path / "other", result.append)
     monkeypatch.setattr(soak_layouts, "draw", lambda chance: (draw(chance)[0], 1))  # too few for the layout
-    run(range(1), 3, tmp_path / "undivided", found.append)
-    assert [case.held for case in found] == [False, False]
-    assert "rank" in found[1].outcome
-    assert found[0] == replace(found[0], held=False)
+    run(range(1), 3, tmp_path / "undivided", result.append)
+    assert [case.held for case in result] == [False, False]
+    assert "rank" in result[1].outcome
+    assert result[0] == replace(result[0], held=False)
 
 
 def test_an_element_that_nobody_holds_and_a_number_that_is_none_are_seen():
     config = from_tree({"model": {"vocab_size": 8}})
-    whole = ("model.norm.weight", (4,), (0,), np.ones(4))
+    full = ("model.norm.weight", (4,), (0,), np.ones(4))
     half = ("model.norm.weight", (4,), (2,), np.ones(2))
-    expected: Tale = ([1.0], [1.0], [whole])
+    expected: Tale = ([1.0], [1.0], [full])
     assert max(differences(config, expected, [expected]).values()) == 0
     with pytest.raises(ValueError, match="2 elements are on no rank"):
         differences(config, expected, [([1.0], [1.0], [half])])
-    assert max(differences(config, expected, [([float("nan")], [1.0], [whole])]).values()) > TOLERANCE
+    assert max(differences(config, expected, [([float("nan")], [1.0], [full])]).values()) > TOLERANCE

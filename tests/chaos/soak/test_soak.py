@@ -19,11 +19,11 @@ def test_going_on_at_a_case_gives_the_same_cases(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(soak_crashes, "_case", case)
     out = tmp_path / "soak.json"
     soak(parts="crashes", count=None, first=1, seed=3, keep=tmp_path / "whole", out=out)
-    whole = ran[:]
-    assert len(whole) == PARTS["crashes"] == len({cause for _, cause, _ in whole})
+    full = ran[:]
+    assert len(full) == PARTS["crashes"] == len({cause for _, cause, _ in full})
     with pytest.raises(TrainingError, match="1 cases did not hold: crashes: crash-9"):
         soak(parts="crashes", count=None, first=8, seed=3, keep=tmp_path / "rest", out=out)
-    assert ran[len(whole) :] == whole[7:]
+    assert ran[len(full) :] == full[7:]
     assert "crashes 8/10" in capsys.readouterr().out
 
 

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without 
 
 @pytest.fixture
 def handle():
-    found = os.memfd_create("megascale-test")
-    yield found
-    os.close(found)
+    result = os.memfd_create("megascale-test")
+    yield result
+    os.close(result)
 
 
 def resident(mapped: mmap.mmap) -> int:
@@ -43,11 +43,11 @@ def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
     size = pages * mmap.PAGESIZE + 5
     data = os.urandom(size)
     os.write(handle, data)
-    told: list[int] = []
+    report: list[int] = []
     if writable:
         mapped = mmap.mmap(handle, size)
-        fill_pages(mapped, new=True, told=told.append)
-        assert sum(told) == size
+        fill_pages(mapped, new=True, told=report.append)
+        assert sum(report) == size
     else:
         mapped = map_shared(handle, size, writable=False)
     assert resident(mapped) == (pages + 1) * mmap.PAGESIZE
@@ -64,28 +64,28 @@ def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
 def test_a_kernel_without_the_advice_maps_it_too(handle, monkeypatch):
     monkeypatch.setattr(mapping, "_PIECE", mmap.PAGESIZE)
     monkeypatch.setattr(mapping, "usable_cores", lambda: 4)
-    asked = []
+    requested = []
 
     def refuse(begin: int, length: int, advice: int) -> int:
-        asked.append(advice)
+        requested.append(advice)
         ctypes.set_errno(errno.EINVAL)
         return -1
 
     monkeypatch.setattr(mapping, "_madvise", lambda: refuse)
     os.ftruncate(handle, 64 * mmap.PAGESIZE)
     mapped = map_shared(handle, 64 * mmap.PAGESIZE)
-    assert asked
+    assert requested
     assert resident(mapped) == 64 * mmap.PAGESIZE
 
 
 def test_pages_that_cannot_be_had_are_told_of(handle):
     """Not by a signal at the first access."""
     os.ftruncate(handle, 64 * mmap.PAGESIZE)
-    whole = mmap.mmap(handle, 64 * mmap.PAGESIZE)
+    full = mmap.mmap(handle, 64 * mmap.PAGESIZE)
     os.ftruncate(handle, 8 * mmap.PAGESIZE)
     with pytest.raises(OSError, match="Bad address"):
-        fill_pages(whole)
-    filling = Filling(whole)
+        fill_pages(full)
+    filling = Filling(full)
     with pytest.raises(OSError, match="Bad address"):
         filling.wait(30.0)
     assert not filling.left

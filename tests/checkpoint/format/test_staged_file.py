@@ -26,19 +26,19 @@ NOTHING = CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
 
 def test_memory_that_lacks_leaves_nothing_behind(monkeypatch):
     """A service stays when a start fails: the next one, with fewer slots, needs that memory."""
-    real, asked = os.ftruncate, []
+    real, requested = os.ftruncate, []
 
     def truncate(handle: int, size: int) -> None:
-        asked.append(handle)
-        if len(asked) == 3:
+        requested.append(handle)
+        if len(requested) == 3:
             raise OSError(errno.ENOSPC, "no room")
         real(handle, size)
 
     monkeypatch.setattr(os, "ftruncate", truncate)
     with pytest.raises(OSError, match="no room"):
         make_slots(4, 4096, NOTHING)
-    assert len(asked) == 3
-    for handle in asked:
+    assert len(requested) == 3
+    for handle in requested:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(handle)
 
@@ -83,9 +83,9 @@ class Hosts:
 
     def images(self) -> tuple[list[set[str]], list[set[str]]]:
         """Of each rank what is whole, of its own and of its copies."""
-        own = [{g for g in of_rank if g} for of_rank in self.own]
-        held = self.copies.held()
-        return own, [{s.generation for r, s in held if r == rank} for rank in range(len(own))]
+        local = [{g for g in of_rank if g} for of_rank in self.own]
+        stored = self.copies.held()
+        return local, [{s.generation for r, s in stored if r == rank} for rank in range(len(local))]
 
     def play(self, moves: list[int], check: Callable[[], None]) -> None:
         """Go on with one of the events under way, or begin a save on all, as each move says."""
@@ -125,8 +125,8 @@ class Hosts:
 
     def _save(self, check: Callable[[], None]) -> None:
         begun = np.array([[g[:8] == f"{self.above:08d}" for g in of_rank] for of_rank in self.filled]) & self.whole
-        free, whole, origin = (list(flags) for flags in (self.free.all(0), self.whole.all(0), begun.any(0)))
-        chosen = {next_slot(free, whole, filled, origin, self.above > 0) for filled in self.filled}
+        free, full, origin = (list(flags) for flags in (self.free.all(0), self.whole.all(0), begun.any(0)))
+        chosen = {next_slot(free, full, filled, origin, self.above > 0) for filled in self.filled}
         assert len(chosen) == 1, "each takes another"
         slot = chosen.pop()
         if slot is None:
@@ -149,15 +149,15 @@ def test_some_image_is_whole_everywhere_whenever_all_are_killed(ranks: int, slot
     hosts, had = Hosts(ranks, slots), [False, False]
 
     def check() -> None:
-        for i, held in enumerate(hosts.images()):
-            common = set.intersection(*held)
+        for i, stored in enumerate(hosts.images()):
+            common = set.intersection(*stored)
             had[i] = had[i] or bool(common)
             assert common or not had[i]
 
     hosts.play(moves, check)
     if not hosts.under_way:
-        free, whole = [True] * slots, list(hosts.whole.all(0))
-        assert next_slot(free, whole, hosts.filled[0], [False] * slots, False) is not None
+        free, full = [True] * slots, list(hosts.whole.all(0))
+        assert next_slot(free, full, hosts.filled[0], [False] * slots, False) is not None
 
 
 @settings(max_examples=300, deadline=None)
@@ -169,18 +169,18 @@ def test_what_a_run_began_from_is_kept_until_it_has_made_more(
     had."""
     assume(any(not newer >> rank & 1 for rank in range(len(lost))))  # else the run had begun from that
     hosts = Hosts(len(lost), 2, above=6)
-    for rank, gone in enumerate(lost):
+    for rank, removed in enumerate(lost):
         images = {slot: "00000006-a"} | ({1 - slot: "00000007-a"} if newer >> rank & 1 else {})
-        for place, generation in images.items():
-            if gone:
-                hosts.copy(rank, place, generation)
+        for location, generation in images.items():
+            if removed:
+                hosts.copy(rank, location, generation)
             else:
-                hosts.own[rank][place] = hosts.filled[rank][place] = generation
-                hosts.whole[rank, place] = True
+                hosts.own[rank][location] = hosts.filled[rank][location] = generation
+                hosts.whole[rank, location] = True
 
     def check() -> None:
-        own, copies = hosts.images()
-        assert set.intersection(*(a | b for a, b in zip(own, copies, strict=True))) - {"00000007-a"}
+        local, copies = hosts.images()
+        assert set.intersection(*(a | b for a, b in zip(local, copies, strict=True))) - {"00000007-a"}
 
     hosts.play(moves, check)
 
@@ -201,9 +201,9 @@ def test_a_copy_that_still_comes_costs_no_whole_one() -> None:
             room(slots, slots - 1, "00000003-a")
         coming.busy.release()  # it did not come
         # A new run begins from the first, whichever slot it fills; then that one's turn comes.
-        again = room(slots, 0, "00000002-b", above=1)
-        assert again is coming
+        repeated = room(slots, 0, "00000002-b", above=1)
+        assert repeated is coming
         assert first.generation
-        again.generation = "00000002-b"
-        again.busy.release()
+        repeated.generation = "00000002-b"
+        repeated.busy.release()
         assert room(slots, slots - 1, "00000003-b", above=1) is first

@@ -16,7 +16,7 @@ SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x0c\n\x03\xe2\
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "says"),
+    ("name", "data", "output"),
     [
         ("tokenizer.model", RANKS, r"a tiktoken rank file .as Llama 3's.*NAME\.tiktoken.*NAME\.json"),
         ("ranks.txt", RANKS, "a tiktoken rank file"),
@@ -33,9 +33,9 @@ SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x0c\n\x03\xe2\
         ("empty.json", b"", "empty"),
     ],
 )
-def test_the_kind_and_the_remedy_are_named(tmp_path: Path, name: str, data: bytes, says: str) -> None:
+def test_the_kind_and_the_remedy_are_named(tmp_path: Path, name: str, data: bytes, output: str) -> None:
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError, match=rf"{name} is not a tokenizer\.json.*it is {says}"):
+    with pytest.raises(DataError, match=rf"{name} is not a tokenizer\.json.*it is {output}"):
         load_tokenizer(tmp_path / name)
 
 

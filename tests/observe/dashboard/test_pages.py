@@ -16,19 +16,21 @@ COLOURS = ["color-contrast", "link-in-text-block"]
 VIEWS = ("overview", "heatmap", "timeline", "grid", "nodes", "plan")
 
 
-def settled(page, address: str, view: str, **words: object) -> None:
+def settled(page, address: str, view: str, **arguments: object) -> None:
     """Open a view and wait for its first answer."""
-    asked = "&".join(f"{name}={quote(str(value))}" for name, value in words.items())
-    page.goto(f"{address}{view}?{asked}")
+    requested = "&".join(f"{name}={quote(str(value))}" for name, value in arguments.items())
+    page.goto(f"{address}{view}?{requested}")
     page.wait_for_selector("main[data-ready]")
 
 
 def violations(page, **options: object) -> list[str]:
     """Rules of WCAG 2.1 AA and of good practice that the page breaks, with where."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    found = axe.Axe().run(page, options={"resultTypes": ["violations"], **options}).response["violations"]
+    result = axe.Axe().run(page, options={"resultTypes": ["violations"], **options}).response["violations"]
     return [
-        f"{one['id']}: {node['html'][:200]} {node['failureSummary'][:200]}" for one in found for node in one["nodes"]
+        f"{item['id']}: {node['html'][:200]} {node['failureSummary'][:200]}"
+        for item in result
+        for node in item["nodes"]
     ]
 
 
@@ -105,11 +107,17 @@ def test_new_steps_and_events_come_by_themselves(page, serve, tmp_path):
 
 def test_nodes_are_asked_for_again_though_nothing_is_told(page, address):
     """A driver's answer holds for a second: what tells the page of a pause may come before the answer has it."""
-    asked = []
+    requested = []
 
     def answer(route) -> None:
-        asked.append(route)
-        job = {"phase": "pausing" if len(asked) < 3 else "paused", "attempt": 1, "step": 7, "world": 1, "nodes": ["n0"]}
+        requested.append(route)
+        job = {
+            "phase": "pausing" if len(requested) < 3 else "paused",
+            "attempt": 1,
+            "step": 7,
+            "world": 1,
+            "nodes": ["n0"],
+        }
         route.fulfill(json={"driver": True, "driver_error": "", "job": {**job, "data": 1, "why": ""}, "nodes": []})
 
     page.route("**/api/nodes?**", answer)
@@ -198,9 +206,9 @@ def test_keys_lead_through_the_views(page, address):
 
 
 def test_nothing_is_asked_of_the_internet(page, address):
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
     settled(page, address, "heatmap", run="calm")
-    assert asked
-    assert all(url.startswith(address) for url in asked)
+    assert requested
+    assert all(url.startswith(address) for url in requested)
     assert json.loads(page.evaluate("JSON.stringify(performance.getEntriesByType('resource').length)")) >= JOB.stages

@@ -54,20 +54,22 @@ def test_the_node_as_its_heartbeat_has_it():
     head, _, body = text.partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 200 OK\r\ncontent-type: text/plain; version=0.0.4")
     assert f"content-length: {len(body)}" in head
-    told = dict(re.findall(r"^(\S+) (\S+)$", body, re.M))
-    assert told['megascale_agent_compute_seconds{rank="9"}'] == "0.75"
-    assert told['megascale_agent_ranks{state="signalled"}'] == "1"
-    assert told["megascale_agent_step"] == "3"
-    assert told['megascale_agent_gpu_xid{gpu="0"}'] == "79"
-    assert told[r'megascale_agent_network_bytes_per_second{interface="e\"\n",direction="send"}'] == "2"
+    report = dict(re.findall(r"^(\S+) (\S+)$", body, re.M))
+    assert report['megascale_agent_compute_seconds{rank="9"}'] == "0.75"
+    assert report['megascale_agent_ranks{state="signalled"}'] == "1"
+    assert report["megascale_agent_step"] == "3"
+    assert report['megascale_agent_gpu_xid{gpu="0"}'] == "79"
+    assert report[r'megascale_agent_network_bytes_per_second{interface="e\"\n",direction="send"}'] == "2"
 
 
 @pytest.mark.parametrize(
     ("beat", "connected", "code"), [(BEAT, True, b"200"), (BEAT, False, b"503"), (None, True, b"503")]
 )
 def test_health(beat, connected, code):
-    found = talk(MetricsPage(lambda: beat, lambda: connected), lambda port: send(port, b"GET /health HTTP/1.1\r\n\r\n"))
-    assert found.split()[1] == code
+    result = talk(
+        MetricsPage(lambda: beat, lambda: connected), lambda port: send(port, b"GET /health HTTP/1.1\r\n\r\n")
+    )
+    assert result.split()[1] == code
 
 
 def test_whoever_asks_otherwise_gets_nothing(monkeypatch):

@@ -14,11 +14,11 @@ from megascale.resilience.agent.telemetry import Telemetry
 def test_the_log_names_what_held_a_heartbeat_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = [10.0]
-    monkeypatch.setattr(telemetry, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    current = [10.0]
+    monkeypatch.setattr(telemetry, "time", SimpleNamespace(monotonic=lambda: current[0]))
 
     def fails() -> None:
-        now[0] += 7.0
+        current[0] += 7.0
         raise ValueError
 
     with caplog.at_level(logging.WARNING):

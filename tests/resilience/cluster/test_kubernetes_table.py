@@ -23,130 +23,130 @@ ENDED = {"terminated": {"exitCode": 143, "reason": "Error"}}
 
 def pod(state: dict | None = None, where: str = "k1", phase: str = "Running", **status: object) -> dict:
     states = [{"name": "agent", "state": state}] if state else []
-    said = {"phase": phase, "podIP": "10.0.0.1", "startTime": "now", "containerStatuses": states} | status
+    output = {"phase": phase, "podIP": "10.0.0.1", "startTime": "now", "containerStatuses": states} | status
     spec = {"nodeName": where} if where else {}
-    return {"metadata": {"name": "job-1", "uid": "u1"}, "spec": spec, "status": said}
+    return {"metadata": {"name": "job-1", "uid": "u1"}, "spec": spec, "status": output}
 
 
 def table() -> tuple[Table, Clock]:
     clock = Clock()
-    made = Table("nvidia.com/gpu", clock)
-    made.all_machines([machine("k1", **{"nvidia.com/gpu": "8"})])
-    return made, clock
+    built = Table("nvidia.com/gpu", clock)
+    built.all_machines([machine("k1", **{"nvidia.com/gpu": "8"})])
+    return built, clock
 
 
 def test_a_pod_whose_kubelet_has_ended_it_is_gone():
-    made, _ = table()
-    made.pod_changed(pod(RUNNING))
-    assert not made.certain("k1", 30)
-    made.pod_gone(pod(ENDED))
-    assert made.certain("k1", 30)
+    built, _ = table()
+    built.pod_changed(pod(RUNNING))
+    assert not built.certain("k1", 30)
+    built.pod_gone(pod(ENDED))
+    assert built.certain("k1", 30)
 
 
 def test_so_is_one_whose_kubelet_found_its_container_gone_before_it_had_told_of_its_end():
     """As kubelets say it (ContainerStatusUnknown): waiting, with a last state. A container that is started again may
     be between two runs."""
-    gone = pod({"waiting": {"reason": "ContainerCreating"}})
-    gone["status"]["containerStatuses"][0]["lastState"] = ENDED
-    made, _ = table()
-    made.pod_changed(pod(RUNNING))
-    made.pod_gone(gone)
-    assert not made.certain("k1", 30)
-    made, _ = table()
-    made.pod_changed(pod(RUNNING))
-    gone["spec"]["restartPolicy"] = "Never"
-    made.pod_gone(gone)
-    assert made.certain("k1", 30)
+    removed = pod({"waiting": {"reason": "ContainerCreating"}})
+    removed["status"]["containerStatuses"][0]["lastState"] = ENDED
+    built, _ = table()
+    built.pod_changed(pod(RUNNING))
+    built.pod_gone(removed)
+    assert not built.certain("k1", 30)
+    built, _ = table()
+    built.pod_changed(pod(RUNNING))
+    removed["spec"]["restartPolicy"] = "Never"
+    built.pod_gone(removed)
+    assert built.certain("k1", 30)
 
 
 def test_a_pod_that_was_removed_by_force_is_not():
-    made, clock = table()
-    made.pod_changed(pod(RUNNING))
-    made.pod_gone(pod(RUNNING))
-    assert not made.pods
-    assert not made.certain("k1", 30)
+    built, clock = table()
+    built.pod_changed(pod(RUNNING))
+    built.pod_gone(pod(RUNNING))
+    assert not built.pods
+    assert not built.certain("k1", 30)
     clock.now += 44  # its machine is there: its kubelet ends what the server does not have
-    assert not made.certain("k1", 30)
+    assert not built.certain("k1", 30)
     clock.now += 2
-    assert made.certain("k1", 30)
+    assert built.certain("k1", 30)
 
 
 def test_the_word_of_its_agent_is_enough():
-    made, _ = table()
-    made.pod_changed(pod(RUNNING))
-    made.over("k1")  # of an agent before it, perhaps: this one is not ending
-    made.pod_gone(pod(RUNNING))
-    assert not made.certain("k1", 30)
-    made.over("k1")  # it came after the object was removed by force
-    assert made.certain("k1", 30)
+    built, _ = table()
+    built.pod_changed(pod(RUNNING))
+    built.over("k1")  # of an agent before it, perhaps: this one is not ending
+    built.pod_gone(pod(RUNNING))
+    assert not built.certain("k1", 30)
+    built.over("k1")  # it came after the object was removed by force
+    assert built.certain("k1", 30)
     ending = pod(RUNNING)
     ending["metadata"]["deletionTimestamp"] = "now"
-    made.pod_changed(ending)
-    made.over("k1")
-    made.pod_gone(ending)
-    assert made.certain("k1", 30)
+    built.pod_changed(ending)
+    built.over("k1")
+    built.pod_gone(ending)
+    assert built.certain("k1", 30)
 
 
 def test_a_machine_that_nobody_hears_proves_nothing_until_somebody_says_that_it_is_off():
-    made, clock = table()
-    made.pod_changed(pod(RUNNING))
-    made.machine_changed(machine("k1", ready=False))
-    made.pod_gone(pod(RUNNING))
+    built, clock = table()
+    built.pod_changed(pod(RUNNING))
+    built.machine_changed(machine("k1", ready=False))
+    built.pod_gone(pod(RUNNING))
     clock.now += 10_000
-    assert not made.certain("k1", 30)
+    assert not built.certain("k1", 30)
     off = machine("k1", ready=False)
     off["spec"]["taints"] = [{"key": OUT_OF_SERVICE, "value": "nodeshutdown", "effect": "NoExecute"}]
-    made.machine_changed(off)
-    assert made.certain("k1", 30)
+    built.machine_changed(off)
+    assert built.certain("k1", 30)
 
 
 def test_a_kubelet_that_comes_back_gets_its_time():
-    made, clock = table()
-    made.machine_changed(machine("k1", ready=False))
-    made.pod_changed(pod(RUNNING))
-    made.pod_gone(pod(RUNNING))
+    built, clock = table()
+    built.machine_changed(machine("k1", ready=False))
+    built.pod_changed(pod(RUNNING))
+    built.pod_gone(pod(RUNNING))
     clock.now += 1000
-    made.machine_changed(machine("k1"))
+    built.machine_changed(machine("k1"))
     clock.now += 40
-    assert not made.certain("k1", 30)
+    assert not built.certain("k1", 30)
     clock.now += 6
-    assert made.certain("k1", 30)
+    assert built.certain("k1", 30)
 
 
 def test_a_pod_that_was_marked_from_afar_may_run_on():
-    made, _ = table()
-    made.pod_changed(pod(RUNNING, phase="Failed", reason="NodeLost"))
-    assert not made.certain("k1", 30)
-    made.pod_changed(pod(None, phase="Failed", reason="OutOfcpu"))
-    assert made.certain("k1", 30)
+    built, _ = table()
+    built.pod_changed(pod(RUNNING, phase="Failed", reason="NodeLost"))
+    assert not built.certain("k1", 30)
+    built.pod_changed(pod(None, phase="Failed", reason="OutOfcpu"))
+    assert built.certain("k1", 30)
 
 
 def test_a_list_tells_of_what_went_while_nobody_watched():
-    made, _ = table()
-    made.pod_changed(pod(RUNNING))
-    made.all_pods([])
-    assert not made.pods
-    assert not made.certain("k1", 30)
+    built, _ = table()
+    built.pod_changed(pod(RUNNING))
+    built.all_pods([])
+    assert not built.pods
+    assert not built.certain("k1", 30)
 
 
 def test_verdicts_say_what_is_wrong():
-    made, _ = table()
+    built, _ = table()
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
-    found = verdicts.of_waiting(made.pod_changed(pod(waiting, phase="Pending")), 0.0)
-    assert found is not None
-    assert (found.kind, found.nodes, found.person) == ("image_pull_failed", ("k1",), True)
+    result = verdicts.of_waiting(built.pod_changed(pod(waiting, phase="Pending")), 0.0)
+    assert result is not None
+    assert (result.kind, result.nodes, result.person) == ("image_pull_failed", ("k1",), True)
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
-    unplaced = made.pod_changed(pod(None, "", "Pending", conditions=[condition]))
+    unplaced = built.pod_changed(pod(None, "", "Pending", conditions=[condition]))
     assert verdicts.of_waiting(unplaced, 0.5) is None  # the scheduler may not have had its turn
-    found = verdicts.of_waiting(unplaced, 5.0)
-    assert found is not None
-    assert found.kind == "unschedulable"
-    assert "0/3 nodes" in found.evidence[0]
+    result = verdicts.of_waiting(unplaced, 5.0)
+    assert result is not None
+    assert result.kind == "unschedulable"
+    assert "0/3 nodes" in result.evidence[0]
 
 
 def test_refusals_are_told_apart():
-    def kind(status: int, said: str) -> str:
-        return verdicts.of_refusal(KubernetesError(status, "x", said), "pod job-1").kind
+    def kind(status: int, output: str) -> str:
+        return verdicts.of_refusal(KubernetesError(status, "x", output), "pod job-1").kind
 
     assert kind(403, 'pods "job-1" is forbidden: exceeded quota: team, requested: pods=1') == "quota_reached"
     assert kind(400, 'admission webhook "policy" denied the request: no') == "admission_denied"
@@ -157,26 +157,26 @@ def test_refusals_are_told_apart():
 
 
 def test_devices_that_the_plugin_calls_unhealthy_evict_the_node():
-    made, _ = table()
+    built, _ = table()
     sick = machine("k1", **{"nvidia.com/gpu": "8"})
     sick["status"]["capacity"] = copy.deepcopy(sick["status"]["capacity"])
     sick["status"]["allocatable"]["nvidia.com/gpu"] = "7"
-    assert verdicts.of_devices(made.machines["k1"], ("k1",), "nvidia.com/gpu", 8) is None
-    made.machine_changed(sick)
-    found = verdicts.of_devices(made.machines["k1"], ("k1",), "nvidia.com/gpu", 8)
-    assert found is not None
-    assert (found.kind, found.action, found.nodes) == ("device_fault", "evict", ("k1",))
-    assert "1 of 8" in found.evidence[0]
+    assert verdicts.of_devices(built.machines["k1"], ("k1",), "nvidia.com/gpu", 8) is None
+    built.machine_changed(sick)
+    result = verdicts.of_devices(built.machines["k1"], ("k1",), "nvidia.com/gpu", 8)
+    assert result is not None
+    assert (result.kind, result.action, result.nodes) == ("device_fault", "evict", ("k1",))
+    assert "1 of 8" in result.evidence[0]
 
 
 def test_a_pod_that_should_have_ended_is_stuck():
-    made, clock = table()
+    built, clock = table()
     deleted = pod(RUNNING)
     deleted["metadata"] |= {"deletionTimestamp": "now", "deletionGracePeriodSeconds": 30}
-    made.pod_changed(deleted)
+    built.pod_changed(deleted)
     clock.now += 35.0
-    assert not made.stuck(5.0)
+    assert not built.stuck(5.0)
     clock.now += 0.1
-    assert [each.name for each in made.stuck(5.0)] == ["job-1"]
-    made.pod_changed(deleted | {"status": pod(ENDED)["status"]})
-    assert not made.stuck(5.0)
+    assert [each.name for each in built.stuck(5.0)] == ["job-1"]
+    built.pod_changed(deleted | {"status": pod(ENDED)["status"]})
+    assert not built.stuck(5.0)

@@ -17,8 +17,8 @@ def test_the_fullest_uplinks_distribution_is_the_multinomials(flows, uplinks):
     assert exact.sum() == pytest.approx(1)
     rng = np.random.default_rng(0)
     drawn = rng.multinomial(flows, np.full(uplinks, 1 / uplinks), 20000).max(axis=1)
-    seen = np.bincount(drawn, minlength=flows + 1) / 20000
-    assert np.abs(seen - exact).max() < 0.02
+    observed = np.bincount(drawn, minlength=flows + 1) / 20000
+    assert np.abs(observed - exact).max() < 0.02
 
 
 def test_closed_form_gives_the_notes_table():
@@ -27,28 +27,28 @@ def test_closed_form_gives_the_notes_table():
         (64, 64, 1, 0.64, 1.99, 3.96), (64, 32, 2, 0.73, 1.55, 2.70), (256, 32, 8, 0.86, 1.20, 1.80),
         (1024, 32, 32, 0.93, 1.09, 1.38),
     ):  # fmt: skip
-        found = ecmp.expected_conflicts(flows, uplinks, capacity)
-        assert found.utilisation == pytest.approx(utilisation, abs=0.006)
-        assert found.slowdown == pytest.approx(mean, abs=0.011)
-        assert found.worst == pytest.approx(worst, abs=0.011)
+        result = ecmp.expected_conflicts(flows, uplinks, capacity)
+        assert result.utilisation == pytest.approx(utilisation, abs=0.006)
+        assert result.slowdown == pytest.approx(mean, abs=0.011)
+        assert result.worst == pytest.approx(worst, abs=0.011)
 
 
 def test_hashes_spread_as_the_closed_form_says():
     built = fabric()
-    seen = ecmp.leaf_uplink_counts(built, neighbours(built, 0.0), 0, 3000)
+    observed = ecmp.leaf_uplink_counts(built, neighbours(built, 0.0), 0, 3000)
     closed = ecmp.expected_conflicts(8, built.uplinks.shape[1], 2.0)
-    found = ecmp.measured_conflicts(seen, 2.0)
-    assert found.utilisation == pytest.approx(closed.utilisation, rel=0.01)
-    assert found.worst == pytest.approx(closed.worst, rel=0.02)
+    result = ecmp.measured_conflicts(observed, 2.0)
+    assert result.utilisation == pytest.approx(closed.utilisation, rel=0.01)
+    assert result.worst == pytest.approx(closed.worst, rel=0.02)
 
 
 def test_more_queue_pairs_help_unless_all_share_a_port():
     built = fabric()
-    one, four = study(built, [1, 4], 0.0, 100, 0, "qp", False)
-    assert four["hashed"]["worst"] < one["hashed"]["worst"]
-    assert four["path_worst"] < one["path_worst"]
-    one, four = study(built, [1, 4], 0.0, 100, 0, "pair", False)
-    assert four["hashed"]["worst"] == pytest.approx(one["hashed"]["worst"])
+    single, four = study(built, [1, 4], 0.0, 100, 0, "qp", False)
+    assert four["hashed"]["worst"] < single["hashed"]["worst"]
+    assert four["path_worst"] < single["path_worst"]
+    single, four = study(built, [1, 4], 0.0, 100, 0, "pair", False)
+    assert four["hashed"]["worst"] == pytest.approx(single["hashed"]["worst"])
 
 
 def test_one_seed_everywhere_polarises():

@@ -12,15 +12,15 @@ from megascale.simulate.fabric.flaps import advise, environment, judge, read_dur
 
 
 @pytest.mark.parametrize(
-    ("timeout", "lasts", "wanted"),
+    ("timeout", "lasts", "expected"),
     [
         (14, 0.01, 0.067), (14, 0.5, np.inf), (18, 0.5, 1.07), (18, 2.0, 2.15), (18, 5.0, 5.4), (18, 10.0, np.inf),
         (20, 5.0, 8.6), (20, 10.0, 12.9), (22, 10.0, 17.2),
     ],
 )  # fmt: skip
-def test_recovery_is_the_next_multiple_of_the_timer(timeout, lasts, wanted):
+def test_recovery_is_the_next_multiple_of_the_timer(timeout, lasts, expected):
     """Figures of the note's table, worked out by hand."""
-    assert stall(np.array([lasts]), timeout, 7)[0][0] == pytest.approx(wanted, rel=0.02)
+    assert stall(np.array([lasts]), timeout, 7)[0][0] == pytest.approx(expected, rel=0.02)
 
 
 @given(st.floats(0, 100), st.integers(14, 24), st.integers(1, 7), st.sampled_from([0.0, 4.0, 16.0]))

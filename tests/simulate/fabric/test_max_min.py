@@ -64,9 +64,9 @@ def test_all_bytes_are_sent_and_larger_flows_end_no_earlier(network, seed):
     used = paths >= 0
     carried = loads(paths, sizes, len(bandwidth))
     for link in range(len(bandwidth)):
-        own = (np.where(used, paths, -1) == link).any(axis=1)
-        if own.any():
-            assert carried[link] <= bandwidth[link] * done[own].max() * (1 + 1e-9)
+        local = (np.where(used, paths, -1) == link).any(axis=1)
+        if local.any():
+            assert carried[link] <= bandwidth[link] * done[local].max() * (1 + 1e-9)
     assert finish_times(paths, 2 * sizes, bandwidth) == pytest.approx(2 * done)
     late = finish_times(paths, sizes, bandwidth, tolerance=0.05)
     assert late.max() >= done.max() * (1 - 1e-9)

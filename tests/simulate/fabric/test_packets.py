@@ -29,9 +29,9 @@ def small():
     return small_fabric(32, tiers=2)
 
 
-def balanced(found) -> bool:
+def balanced(result) -> bool:
     """Every packet sent is delivered, thrown away for a reason, or under way."""
-    c = found.counts
+    c = result.counts
     ended = c["delivered"] + c["dropped"] + c["lost"] + c["out_of_order"] + c["duplicate"] + c["in_flight"]
     return c["sent"] == ended
 
@@ -45,14 +45,14 @@ def test_packets_are_conserved_and_all_flows_finish(small, control, pfc, seed, w
     wanted = [w for w in wanted if w[0] != w[1]] or [(0, 1, 5000)]
     flows = Flows.from_arrays(*zip(*wanted, strict=True))
     paths = route(small, flows, five_tuple_keys(flows, seed), seed)
-    found = simulate_packets(small, flows, paths, PacketSettings(control=control, pfc=pfc, seed=seed))
-    assert balanced(found)
-    assert not np.isnan(found.finish).any()
-    assert found.counts["delivered"] == np.ceil(flows.size / 4096).sum()
-    assert found.counts["dropped"] == 0
+    result = simulate_packets(small, flows, paths, PacketSettings(control=control, pfc=pfc, seed=seed))
+    assert balanced(result)
+    assert not np.isnan(result.finish).any()
+    assert result.counts["delivered"] == np.ceil(flows.size / 4096).sum()
+    assert result.counts["dropped"] == 0
     # Not faster than light and line.
     alone = flows.size / 25e9 + 2e-6
-    assert (found.finish >= alone * (1 - 1e-9)).all()
+    assert (result.finish >= alone * (1 - 1e-9)).all()
 
 
 def tight(buffer_mb: float):
@@ -81,18 +81,18 @@ def test_pfc_keeps_an_incast_lossless_that_drops_without_it():
 def test_swift_gives_the_flow_levels_times(small):
     case = traffic(small, "permutation", 2e6, 0)
     settings = PacketSettings(control="swift")
-    found = simulate_packets(small, case.flows, case.paths, settings)
+    result = simulate_packets(small, case.flows, case.paths, settings)
     fluid = finish_times(case.paths, case.flows.size, fluid_bandwidth(small, settings)) + 4e-6
-    assert np.abs(found.finish / fluid - 1).mean() < 0.03
+    assert np.abs(result.finish / fluid - 1).mean() < 0.03
 
 
 @pytest.mark.parametrize("control", ["dcqcn", "swift", "hybrid-both", "hybrid-cut"])
 def test_flows_of_a_bottleneck_share_it(small, control):
     case = traffic(small, "incast", 1e6, 8)
-    found = simulate_packets(small, case.flows, case.paths, PacketSettings(control=control))
-    assert jain(1 / found.finish) > 0.9
-    assert found.finish.max() > 8e6 / 25e9
-    assert found.finish.max() < 1.5 * 8e6 / 25e9
+    result = simulate_packets(small, case.flows, case.paths, PacketSettings(control=control))
+    assert jain(1 / result.finish) > 0.9
+    assert result.finish.max() > 8e6 / 25e9
+    assert result.finish.max() < 1.5 * 8e6 / 25e9
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_another(small):
@@ -107,22 +107,22 @@ def test_a_flap_takes_what_the_closed_form_says(small, timeout, adaptive, lasts)
     flows = Flows.from_arrays([1], [0], 4e6)
     paths = route(small, flows, five_tuple_keys(flows, 0), 0)
     chosen = PacketSettings(control="none", timeout=timeout, adaptive_us=adaptive)
-    found = simulate_packets(small, flows, paths, chosen, flaps=(Flap(1, 50e-6, lasts),), horizon=60)
-    wanted, end = stall(np.array([lasts]), timeout, 7, adaptive)
-    if np.isinf(wanted[0]):
-        assert np.isnan(found.finish[0])
-        assert found.aborted[0] == pytest.approx(end, abs=timer(timeout))
+    result = simulate_packets(small, flows, paths, chosen, flaps=(Flap(1, 50e-6, lasts),), horizon=60)
+    expected, end = stall(np.array([lasts]), timeout, 7, adaptive)
+    if np.isinf(expected[0]):
+        assert np.isnan(result.finish[0])
+        assert result.aborted[0] == pytest.approx(end, abs=timer(timeout))
     else:
-        assert found.finish[0] == pytest.approx(wanted[0], abs=timer(timeout) if not adaptive else 1e-3)
-        assert found.counts["lost"] > 0
-    assert balanced(found)
+        assert result.finish[0] == pytest.approx(expected[0], abs=timer(timeout) if not adaptive else 1e-3)
+        assert result.counts["lost"] > 0
+    assert balanced(result)
 
 
 def test_later_starts_and_an_end_before_the_last(small):
     flows = Flows.from_arrays([1, 9], [0, 8], 400e3)
     paths = route(small, flows, five_tuple_keys(flows, 0), 0)
-    found = simulate_packets(small, flows, paths, PacketSettings(), starts=np.array([0.0, 1e-3]))
-    assert found.finish[1] - found.finish[0] == pytest.approx(1e-3, rel=0.01)
+    result = simulate_packets(small, flows, paths, PacketSettings(), starts=np.array([0.0, 1e-3]))
+    assert result.finish[1] - result.finish[0] == pytest.approx(1e-3, rel=0.01)
     cut = simulate_packets(small, flows, paths, PacketSettings(), starts=np.array([0.0, 1e-3]), horizon=5e-4)
     assert np.isnan(cut.finish[1])
     assert balanced(cut)
@@ -131,11 +131,11 @@ def test_later_starts_and_an_end_before_the_last(small):
 def test_bad_input_is_refused(small):
     flows = Flows.from_arrays([1], [0], 1e4)
     paths = route(small, flows, five_tuple_keys(flows, 0), 0)
-    for changes, said in (
+    for changes, output in (
         ({"control": "cubic"}, "--control"), ({"mtu": 0}, "mtu"), ({"timeout": 40}, "timeout"),
         ({"retries": 9}, "retries"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=output):
             replace(PacketSettings(), **changes)
     with pytest.raises(ConfigError, match="g="):
         replace(SETS["fast"], g=0)
@@ -173,7 +173,7 @@ def test_a_run_that_would_not_end_is_refused_and_one_that_is_interrupted_ends(sm
     with pytest.raises(KeyboardInterrupt):
         simulate_packets(small, long.flows, long.paths, progress=interrupt)
     assert 0 <= shares[0] < 0.1
-    assert not [one for one in threading.enumerate() if one.name == "packet-kernel"]
+    assert not [item for item in threading.enumerate() if item.name == "packet-kernel"]
     with pytest.raises(ConfigError, match="flows are too many"):
         everyone(small_fabric(4096, tiers=2), 1e3, 0, 4096)
 
@@ -181,8 +181,8 @@ def test_a_run_that_would_not_end_is_refused_and_one_that_is_interrupted_ends(sm
 def test_progress_ends_with_all_packets(small):
     shares = []
     case = traffic(small, "permutation", 200e3, 2)
-    found = simulate_packets(small, case.flows, case.paths, progress=shares.append)
-    assert found.cpu > 0
+    result = simulate_packets(small, case.flows, case.paths, progress=shares.append)
+    assert result.cpu > 0
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
 
@@ -190,9 +190,9 @@ def test_progress_ends_with_all_packets(small):
 def test_both_parents_are_tuned_on_the_traffic(small):
     """On an incast, tuning must not lose to the settings it began with."""
     case = traffic(small, "incast", 200e3, 16)
-    chosen, about = tuned_parents(case, PacketSettings())
-    assert "DCQCN" in about
-    assert "Swift" in about
+    chosen, details = tuned_parents(case, PacketSettings())
+    assert "DCQCN" in details
+    assert "Swift" in details
     for control in ("dcqcn", "swift"):
         ends = [
             simulate_packets(small, case.flows, case.paths, replace(s, control=control)).finish.max()

@@ -37,8 +37,8 @@ def test_dual_plane_pods_are_the_paper_s():
     # A plane has half of each NIC and of all cables.
     assert built.bandwidth[built.tier == 0].sum() == pytest.approx(2 * 15360 * 25e9)
     assert built.cable_counts()["leaf to aggregation"] == 2 * 120 * 60
-    found, _, passed = dual_plane(256)
-    assert passed, found
+    result, _, passed = dual_plane(256)
+    assert passed, result
 
 
 def test_under_subscribed_leaves_have_more_up_than_down():
@@ -47,20 +47,20 @@ def test_under_subscribed_leaves_have_more_up_than_down():
     assert built.spec.gpus == 3072
     up, down = (built.bandwidth[built.tier == tier].sum() for tier in (1, 0))
     assert up == pytest.approx(2 * down)
-    found, _, passed = under_subscribed(64)
-    assert passed, found
+    result, _, passed = under_subscribed(64)
+    assert passed, result
 
 
 def test_planes_change_no_time_but_the_parts():
     """Two planes of half the ports and leaf switches twice as wide are one network of the same speed."""
-    one, two = fabric(tiers=2, hosts=16), fabric(tiers=2, hosts=16, planes=2, leaf_split=4)
+    first, second = fabric(tiers=2, hosts=16), fabric(tiers=2, hosts=16, planes=2, leaf_split=4)
     flows = Flows.from_arrays(np.arange(16), np.arange(16, 32), 1e6)
     times = []
-    for built, share in ((one, 1.0), (two, 0.5)):
+    for built, share in ((first, 1.0), (second, 0.5)):
         paths = route(built, flows, five_tuple_keys(flows, 3), 3)
         times.append(finish_times(paths, share * flows.size, built.bandwidth))
     assert times[1].min() == pytest.approx(times[0].min(), rel=1e-6)
-    assert two.switch_counts()["leaf"] == 2 * one.switch_counts()["leaf"]
+    assert second.switch_counts()["leaf"] == 2 * first.switch_counts()["leaf"]
     with pytest.raises(FitError, match="planes=2"):
         fabric(planes=2, failed=("core0",))
     tree = load_fabric("hpn").model_dump()
@@ -108,17 +108,17 @@ def test_failed_links_and_switches_are_gone_round(leaves, cores):
 
 
 def test_a_failed_link_is_not_used():
-    whole = fabric()
-    agg = int(whole.uplinks[0, 0])
+    full = fabric()
+    agg = int(full.uplinks[0, 0])
     broken = fabric(failed=(f"leaf0-agg{agg}",))
     flows = Flows.from_arrays(np.arange(0, 16, 2), np.arange(100, 116, 2), 1.0)
-    link = whole.up_leaf
-    assert (route(whole, flows, five_tuple_keys(flows, 0), 0)[:, 1] == link).any()
+    link = full.up_leaf
+    assert (route(full, flows, five_tuple_keys(flows, 0), 0)[:, 1] == link).any()
     assert not (route(broken, flows, five_tuple_keys(flows, 0), 0)[:, 1] == link).any()
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "said"),
+    ("changes", "error", "output"),
     [
         ({"hosts": 0}, ConfigError, "hosts"),
         ({"nic_gbps": 0.0}, ConfigError, "nic_gbps"),
@@ -135,8 +135,8 @@ def test_a_failed_link_is_not_used():
         ({"failed": tuple(f"leaf0-agg{i}" for i in range(4))}, FitError, "leaf0 without a path"),
     ],
 )
-def test_what_cannot_be_is_said(changes, error, said):
-    with pytest.raises(error, match=said):
+def test_what_cannot_be_is_said(changes, error, output):
+    with pytest.raises(error, match=output):
         fabric(**changes)
 
 

@@ -21,8 +21,8 @@ def test_the_next_launch_says_what_it_takes_back(run):
     assert changed_since_last_launch(run, config) == ""
     new, changed = apply(run, config, ["lr.peak=1e-4"])
     assert changed == ("lr.peak: 0.0003 -> 0.0001",)
-    said = changed_since_last_launch(run, config)
-    assert "lr.peak 0.0001 -> 0.0003" in said
+    output = changed_since_last_launch(run, config)
+    assert "lr.peak 0.0001 -> 0.0003" in output
     assert changed_since_last_launch(run, new) == ""
     # The driver's own settings are each launch's.
     assert changed_since_last_launch(run, load(overrides=["--lr.peak=1e-4", "--resilience.window=3"])) == ""
