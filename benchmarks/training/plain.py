@@ -144,18 +144,20 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
         {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(told.beta1, told.beta2), eps=told.eps)
-    source = SampleSource(config)
+    source = SampleSource(
+        config.data, config.model.sequence_length, vocab_size=config.model.vocab_size, seed=config.train.seed
+    )
     held_out = HeldOut(config.data.valid, length, config.model.vocab_size) if config.data.valid else None
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bfloat16")
 
     def evaluate(samples: int | None) -> float:
         assert held_out is not None
-        chosen, total = held_out.spread(samples), torch.zeros((), dtype=torch.float64, device=device)
+        chosen, total = held_out.spread_windows(samples), torch.zeros((), dtype=torch.float64, device=device)
         for start in range(0, len(chosen), size):
-            rows = held_out.rows(chosen[start : start + size], size)
+            rows = held_out.read_windows(chosen[start : start + size], size)
             with torch.no_grad(), autocast:
                 total += run(*(torch.from_numpy(x).to(device) for x in rows))
-        return float(total) / held_out.targets(chosen)
+        return float(total) / held_out.count_targets(chosen)
 
     for step in range(1, config.train.steps + 1):
         began, loss = time.perf_counter(), torch.zeros((), device=device)

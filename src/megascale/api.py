@@ -18,7 +18,7 @@ from megascale.config import load as load_config
 from megascale.errors import ConfigError, MegascaleError
 
 if TYPE_CHECKING:
-    from megascale.data.prepare.builder import Built
+    from megascale.data.prepare.builder import BuildResult
     from megascale.train.convert_model import Converted
     from megascale.train.evaluation import Evaluation
     from megascale.train.loop import TrainResult
@@ -62,16 +62,16 @@ def resolve(config: Config) -> Config:
     """
     if not config.data.train and config.model.vocab_size is not None:
         return config
-    from megascale.data.dataset.presence import check_entry
-    from megascale.data.dataset.tokenizer_agreement import check_replaced
-    from megascale.data.tokenizer.tokenizer import tokenizer_for
+    from megascale.data.dataset.data_checks import check_entry
+    from megascale.data.dataset.tokenizer_agreement import check_unchanged_tokenizer
+    from megascale.data.tokenizer.tokenizer import load_run_tokenizer
 
     if config.model.vocab_size is not None and config.data.tokenizer is None:
         return config
     if config.data.train and config.data.tokenizer is None:
         check_entry(config.data.train[0])  # the tokenizer is looked for beside it
-        check_replaced(config.data)
-    size = tokenizer_for(config.data).vocab_size
+        check_unchanged_tokenizer(config.data)
+    size = load_run_tokenizer(config.data).vocab_size
     if config.model.vocab_size is None:
         model = config.model.model_copy(update={"vocab_size": size})
         return config.model_copy(update={"model": model})
@@ -98,7 +98,7 @@ def describe(config: Config) -> RunDescription:
     )
 
 
-def build_data(out: str | Path, **options: object) -> Built:
+def build_data(out: str | Path, **options: object) -> BuildResult:
     """Make a data set folder; see megascale.data.prepare.builder.build for the options."""
     from megascale.data.prepare.builder import build
 
@@ -141,7 +141,7 @@ def evaluate(
     `stride`: tokens that each window predicts; default: all of its model.sequence_length. `linear_precision`: another
     train.linear_precision than that of training. DataError if the file's tokens are another tokenizer's than the run's.
     """
-    from megascale.data.dataset import integrity, tokenizer_agreement
+    from megascale.data.dataset import manifest, tokenizer_agreement
     from megascale.train.device_choice import choose_device
     from megascale.train.evaluation import evaluate_file
     from megascale.train.restore import restore
@@ -153,9 +153,10 @@ def evaluate(
     if prefix is None:
         raise ConfigError("the run has no data.valid; name a token file, such as --file datasets/stdlib/valid")
     # Before the model, which may take a while to read.
-    own = tokenizer_agreement.remembered(Path(run)) or tokenizer_agreement.check_run(Path(run), config)
-    tokenizer_agreement.check_tokens(named, prefix, own, config.model.vocab_size)
-    integrity.check_sample(named, prefix)
+    recorded = tokenizer_agreement.read_identity(Path(run))
+    own = recorded or tokenizer_agreement.check_run_tokenizer(Path(run), config.data)
+    tokenizer_agreement.check_token_file(named, prefix, own, config.model.vocab_size)
+    manifest.check_sample(named, prefix)
     engine, config = restore(Path(run), step=step, device=device, linear_precision=linear_precision)
     return evaluate_file(engine, config, prefix, stride=stride, named=named)
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from megascale.core import strict_json
+
+if TYPE_CHECKING:
+    from megascale.config import Config
+    from megascale.data.dataset.samples import SampleSource
 
 data = typer.Typer(no_args_is_help=True, help="Make data sets of text and look into them.")
 
@@ -120,11 +125,11 @@ def inspect(
     from rich.markup import escape
     from rich.table import Table
 
-    from megascale.data.dataset.description import describe, manifest_sources, prefixes
+    from megascale.data.dataset.description import describe_token_file, find_prefixes, manifest_sources
 
     console = Console()
-    for prefix in prefixes(path):
-        facts = describe(prefix, samples, tokens, tokenizer, full=full)
+    for prefix in find_prefixes(path):
+        facts = describe_token_file(prefix, samples, tokens, tokenizer, full=full)
         if as_json:
             typer.echo(strict_json.dumps(asdict(facts)))
             continue
@@ -177,9 +182,7 @@ def ledger(
     """
     from dataclasses import asdict
 
-    from megascale.data.dataset.ledger import check
-    from megascale.data.dataset.samples import SampleSource
-    from megascale.data.loader.host_layout import index_folder
+    from megascale.data.dataset.ledger import check_ledger
     from megascale.errors import DataError
     from megascale.train.run_folder import RunFolder, read_lines, run_config
 
@@ -187,8 +190,8 @@ def ledger(
     file = RunFolder(run).samples
     if not file.exists():
         raise DataError(f"{run} has no ledger ({file} is missing): it has not trained a step yet, or lost its history")
-    source = SampleSource(config, index_folder(config)) if draw else None
-    result = check(read_lines(file), source, full=full)
+    source = _open_samples(config) if draw else None
+    result = check_ledger(read_lines(file), source, full=full)
     if source is not None:
         source.close()
     if as_json:
@@ -200,8 +203,10 @@ def ledger(
             typer.echo(f"tokens of {result.compared:,} steps read again and compared with what ranks had read")
         for sentence in result.missing:
             typer.echo(sentence)
-        if result.other_data:
-            typer.echo(f"{result.other_data:,} steps were trained before a change of the data that was accepted")
+        if result.steps_before_change:
+            typer.echo(
+                f"{result.steps_before_change:,} steps were trained before a change of the data that was accepted"
+            )
     if result.faults:
         raise DataError(f"{file}: {'; '.join(result.faults)}. The run did not train each sample once")
     if as_json:
@@ -232,15 +237,13 @@ def samples(
     """
     import json
 
-    from megascale.data.dataset.ledger import of_step
-    from megascale.data.dataset.samples import SampleSource
-    from megascale.data.loader.host_layout import index_folder
+    from megascale.data.dataset.ledger import find_step_samples
     from megascale.train.run_folder import RunFolder, read_lines, run_config
 
     config = run_config(run)
     file = RunFolder(run).samples
-    first, count = of_step(read_lines(file) if file.exists() else [], step, config.train.global_batch)
-    source = SampleSource(config, index_folder(config))
+    first, count = find_step_samples(read_lines(file) if file.exists() else [], step, config.train.global_batch)
+    source = _open_samples(config)
     rows = source.ids(first, count).tolist()
     source.close()
     length = config.model.sequence_length
@@ -264,3 +267,16 @@ def samples(
         start, stop = each["tokens"]
         where = f"window {each['window']} (tokens {start:,} to {stop - 1:,})"
         typer.echo(f"  {each['sample']}: {each['file']} {where}, epoch {each['epoch']}")
+
+
+def _open_samples(config: Config) -> SampleSource:
+    from megascale.data.dataset.samples import SampleSource
+    from megascale.data.loader.host_plan import index_folder
+
+    return SampleSource(
+        config.data,
+        config.model.sequence_length,
+        vocab_size=config.model.vocab_size,
+        seed=config.train.seed,
+        index=index_folder(config.train.runs),
+    )

@@ -17,7 +17,7 @@ from megascale.core.flops import parameters
 from megascale.core.inventory import logical_shapes
 from megascale.data.tokenizer import convert_tokenizer
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer_files import TOKENIZER
+from megascale.data.tokenizer.tokenizer import TOKENIZER
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import complete_folder, write_folder
 from megascale.model.huggingface.families import family_for
@@ -83,7 +83,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     except OSError as error:
         raise ConfigError(f"--out={run} cannot be made: {error.strerror}") from None
     notes = list(found.notes)
-    tokenizer, told = convert_tokenizer.take(folder, run, end_ids(found.generation))
+    tokenizer, told = convert_tokenizer.import_tokenizer(folder, run, end_ids(found.generation))
     notes += told
     if tokenizer is not None and tokenizer.vocab_size > model.vocab:
         notes.append(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {model.vocab}")
@@ -176,7 +176,7 @@ def export_model(
             if generation:
                 write_generation_config(made, generation)
             if found is not None:
-                convert_tokenizer.give(found[1], found[0], made, model.sequence_length)
+                convert_tokenizer.export_tokenizer(found[1], found[0], made, model.sequence_length)
 
     begun, done = time.monotonic(), False
     while not done:

@@ -16,6 +16,7 @@ from types import FrameType
 
 from megascale.config import Config
 from megascale.core import run_lock
+from megascale.core.layout import lay_out
 from megascale.core.ports import LISTENER
 from megascale.core.preflight import CAME, CHECKED, Share, preflight, wave
 from megascale.core.python_command import module_command
@@ -122,7 +123,7 @@ def launch(
     port = str(listener.getsockname()[1])
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
     common |= {"LOCAL_WORLD_SIZE": str(world), CHECKED: "1"}
-    loader: host_loader.Started | None = None
+    loader: host_loader.StartedLoader | None = None
     waves: _Waves | None = None
     ranks: list[subprocess.Popen[bytes]] = []
     interruptions: list[float] = []
@@ -136,7 +137,7 @@ def launch(
 
     old = {number: signal.signal(number, pass_on) for number in end_signals()}
     try:
-        loader = host_loader.start(config, world=world, first_rank=0, ranks=world)
+        loader = host_loader.start_loader(lay_out(config, world), first_rank=0, ranks=world)
         if loader is not None:
             common |= loader.environment
         waves = _Waves(ranks, interruptions)

@@ -18,7 +18,7 @@ from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
 from megascale.core.spans import SpanKind
-from megascale.data.dataset.read_checksum import ReadTotals, sums_of_step
+from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, kind_of, named
 from megascale.optim.learning_rate import learning_rate
@@ -267,7 +267,7 @@ class Trainer:
             before_update=lambda: self.checkpointer.before_update(step),
             more=step < train.steps,
             count_casts=bool(counts := self.config.observe.float8_interval) and step % counts == 0,
-            take_read=self.feed.read.take,
+            take_read=self.feed.checksum.take,
         )
         self.clock.stop()
         self.pauses.tell(recorder)
@@ -326,7 +326,7 @@ class Trainer:
             return
         unread, self._unread = self._unread, None
         record, result, count = unread.record, unread.result, self.config.train.global_batch
-        self._read.sums += sums_of_step(result.read.tolist(), count)
+        self._read.sums += sum_step(result.read.tolist(), count)
         self.reporter.samples(record["step"], unread.first, count, unread.ids, self._read.to_record())
         loss, norm = float(result.loss), float(result.grad_norm)
         self._stopping = self._stopping or bool(result.stop > 0)
@@ -423,7 +423,7 @@ class Trainer:
         self.tokens = resume.trained_tokens(state, self.tokens_per_sample)
         # Where samples have other tokens than before, the totals begin anew. Rank 0 knows, and writes them.
         known = None if self.origin.has_other_samples else ReadTotals.from_record(state.get("read"))
-        self._read = known or ReadTotals(since=self.consumed)
+        self._read = known or ReadTotals(first=self.consumed)
 
     def _weights(self) -> list[checkpoint.TensorShard]:
         return [shard for shard in self.checkpointer.shards if shard.name.startswith("model.")]

@@ -19,11 +19,10 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.setting_changes import Change
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
-from megascale.data.dataset import fingerprint, tokenizer_agreement
-from megascale.data.dataset.file_hash import even_part
+from megascale.data.dataset import data_checks, tokenizer_agreement
 from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
+from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
 from megascale.errors import ConfigError, DataError
 from megascale.train.run_folder import RunFolder, checkpoint_folder, find_paths, run_config
 from megascale.train.run_tokenizer import find_tokenizer, keep_tokenizer
@@ -191,11 +190,9 @@ class Origin:
     def _wrong_data(self, state: Mapping[str, Any], name: str) -> str | None:
         if "data.train" in self.accepted or state.get("data") in (None, self._facts["data"]):
             return None
-        present = fingerprint.fingerprints(self.config)
-        if state["data"] == data_hash(map(even_part, present.values())):
-            return None  # an older version's checkpoint knows fewer places of the files
+        present = data_checks.fingerprint_sources(self.config.data)
         # The run folder's record, where there is one, names the files; it is a DataError of its own.
-        fingerprint.compare(self.run.samples.parent / fingerprint.NAME, present)
+        data_checks.compare_fingerprints(self.run.samples.parent / data_checks.SOURCES_FILE, present)
         return (
             f"data.train={','.join(self.config.data.train)} has other contents than the checkpoint {name!r} was "
             "trained with: samples would be repeated or skipped. Put the files back, begin anew with another "
@@ -204,7 +201,7 @@ class Origin:
 
     def _other_files(self, saved: Config, name: str) -> str | None:
         """An older version's checkpoint has no hash of its data; without a record in the run folder paths must do."""
-        if (self.run.samples.parent / fingerprint.NAME).exists() or "data.train" in self.accepted:
+        if (self.run.samples.parent / data_checks.SOURCES_FILE).exists() or "data.train" in self.accepted:
             return None
         there, here = saved.data.train, self.config.data.train
         if there == here:
@@ -332,13 +329,13 @@ def trained_tokenizer_hash(run: Path, config: Config, step: int | None = None) -
     saved = commit.state.get("tokenizer") if commit is not None else None
     if saved is not None:
         return str(saved)
-    begun_with = tokenizer_agreement.remembered(run)
+    begun_with = tokenizer_agreement.read_identity(run)
     return begun_with.sha256 if begun_with is not None else None
 
 
 def facts(config: Config) -> dict[str, Any]:
     """What a checkpoint keeps of its data: a hash of all files' fingerprints in order, and the tokenizer's."""
-    data = data_hash(fingerprint.fingerprints(config).values())
+    data = data_hash(data_checks.fingerprint_sources(config.data).values())
     return {"data": data, "tokenizer": tokenizer_hash(config)}
 
 
@@ -350,7 +347,7 @@ def data_hash(fingerprints: Iterable[str]) -> str:
 def tokenizer_hash(config: Config) -> str | None:
     """SHA-256 of the tokenizer of a configuration, None if it cannot be read."""
     try:
-        return tokenizer_for(config.data).sha256
+        return load_run_tokenizer(config.data).sha256
     except (ConfigError, DataError):
         return None
 
