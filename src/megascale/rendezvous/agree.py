@@ -93,7 +93,9 @@ def agree(
         verdict = _explain_difference(store, rank, world, facts, json.loads(verdict.removeprefix(_EXPLAIN)), deadline)
     if verdict != "ok":
         kind, _, message = verdict.removeprefix(_FAIL).partition(":")
-        raise TrainingError(message) if kind == "missing" else ConfigError(message)
+        if kind == "missing":
+            raise TrainingError(message)
+        raise ConfigError(message)
 
 
 def _explain_difference(
@@ -258,7 +260,9 @@ def _read(store: Store, key: str, deadline: float) -> str | None:
     except DistError as error:
         if isinstance(error, StoreFault):
             raise
-        return store.get(key).decode() if store.check([key]) else None
+        if not store.check([key]):
+            return None
+        return store.get(key).decode()
 
 
 def _read_before(store: Store, deadline: float, read: Callable[[], T]) -> T:
@@ -290,4 +294,6 @@ def format_ranks(ranks: Iterable[int], limit: int = 12) -> str:
             ranges.append([rank, rank])
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
     text = ", ".join(texts[:limit])
-    return f"{text} and {len(texts) - limit} more ranges" if len(texts) > limit else text
+    if len(texts) > limit:
+        text += f" and {len(texts) - limit} more ranges"
+    return text

@@ -4,7 +4,6 @@ torch."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from contextlib import closing
 from itertools import islice
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from megascale.config import DataConfig
 from megascale.data.dataset import manifest, sources
-from megascale.data.dataset.file_hash import fingerprint_file
+from megascale.data.dataset.file_hash import fingerprint_file, write_atomically
 from megascale.data.dataset.formats import is_text, open_tokens, token_files
 from megascale.data.dataset.samples import HeldOut
 from megascale.data.dataset.token_file import too_short_error
@@ -103,14 +102,6 @@ def fingerprint_sources(data: DataConfig) -> dict[str, str]:
         ) from None
 
 
-def write_fingerprints(record: Path, fingerprints: Mapping[str, str]) -> None:
-    """Write fingerprints to `record` atomically."""
-    record.parent.mkdir(parents=True, exist_ok=True)
-    temporary = record.with_name(f"{record.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(fingerprints, indent=1) + "\n")
-    os.replace(temporary, record)
-
-
 def check_run_data(
     run: Path,
     data: DataConfig,
@@ -142,7 +133,7 @@ def check_run_data(
             compare_fingerprints(record, fingerprints)
         check_run_tokenizer(run, data)
     if leader and not (consumed and record.exists() and not accept_changes):
-        write_fingerprints(record, fingerprints)
+        write_atomically(record, json.dumps(fingerprints, indent=1) + "\n")
     if leader and not (consumed and read_identity(run)):
         write_identity(run, data)
     return notes

@@ -94,10 +94,10 @@ def describe_token_file(
             "together; name the right one with --tokenizer"
         )
     decoded = []
-    documents = np.unique(np.linspace(0, max(file.documents - 1, 0), samples).astype(int)).tolist()
-    for document in documents if file.documents else ():
-        ids = file.document(document)[:tokens_shown]
-        decoded.append((document, decoder.decode(ids) if decoder else " ".join(map(str, ids))))
+    if file.documents:
+        for document in np.unique(np.linspace(0, file.documents - 1, samples).astype(int)).tolist():
+            ids = file.document(document)[:tokens_shown]
+            decoded.append((document, decoder.decode(ids) if decoder else " ".join(map(str, ids))))
     summary = (0, 0, 0.0, 0)
     if len(lengths):
         summary = (int(lengths.min()), int(np.median(lengths)), float(lengths.mean()), int(lengths.max()))
@@ -164,4 +164,6 @@ def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
 def manifest_sources(prefix: str | Path) -> list[str]:
     """Return the inputs of the data set that a token file belongs to, empty if unknown."""
     manifest = read_manifest(Path(prefix).parent)
-    return manifest.sources if manifest else []
+    if manifest is None:
+        return []
+    return manifest.sources

@@ -21,7 +21,9 @@ FORMATS: Registry[type[TokenFile]] = Registry(
 
 def _format(entry: str | Path) -> type[TokenFile]:
     suffix = Path(entry).suffix[1:].lower()
-    return FORMATS[suffix] if suffix and suffix in FORMATS else IndexedDataset
+    if suffix and suffix in FORMATS:
+        return FORMATS[suffix]
+    return IndexedDataset
 
 
 def open_tokens(entry: str | Path) -> TokenFile:

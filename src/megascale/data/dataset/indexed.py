@@ -95,8 +95,8 @@ class IndexedDataset(TokenFile):
         if version != VERSION:
             raise DataError(f"{path} has index version {version} and only version {VERSION} is known; {_REMEDY}")
         if code not in DTYPES or DTYPES[code].kind not in "iu":
-            known = ", ".join(f"{c} ({d.name})" for c, d in DTYPES.items() if d.kind in "iu")
-            raise DataError(f"{path} has token type code {code}; integer types are {known}; {_REMEDY}")
+            supported = ", ".join(f"{c} ({d.name})" for c, d in DTYPES.items() if d.kind in "iu")
+            raise DataError(f"{path} has token type code {code}; integer types are {supported}; {_REMEDY}")
         expected = _HEADER.size + 12 * sequences + 8 * entries
         if size not in (expected, expected + sequences):
             raise DataError(
@@ -121,7 +121,9 @@ class IndexedDataset(TokenFile):
                 f"{path} has document indices from {ends} where 0 to {len(self.lengths)} (its number of sequences) "
                 f"is expected: it is damaged; {_REMEDY}"
             )
-        size = int(self._pointers[-1]) + int(self.lengths[-1]) * item if len(self.lengths) else 0
+        size = 0
+        if len(self.lengths):
+            size = int(self._pointers[-1]) + int(self.lengths[-1]) * item
         data = _map(self._bin_path)
         if len(data) != size:
             raise DataError(
@@ -254,7 +256,7 @@ class IndexedWriter:
         """Append a document of several sequences, with one mode per sequence for multimodal data."""
         first = len(self._lengths)
         for sequence in sequences:
-            tokens = np.asarray(sequence if isinstance(sequence, np.ndarray) else list(sequence))
+            tokens = _as_array(sequence)
             self._write(tokens)
             self._add_lengths(np.array([tokens.size]))
         self._documents.append(len(self._lengths))
@@ -268,7 +270,7 @@ class IndexedWriter:
 
     def add_documents(self, tokens: NDArray, lengths: Iterable[int]) -> None:
         """Append many documents of one sequence each, with all tokens in one array, which is fast."""
-        sizes = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths), dtype=np.int64)
+        sizes = _as_array(lengths).astype(np.int64)
         if sizes.sum() != tokens.size or (sizes < 0).any():
             raise ValueError(f"lengths add up to {sizes.sum()}, not to the {tokens.size} tokens given")
         first = len(self._lengths)
@@ -312,7 +314,7 @@ class IndexedWriter:
     def close(self) -> None:
         """Write the index and rename both files, the index last."""
         _sync(self._bin)
-        lengths = np.frombuffer(self._lengths, dtype=np.intc) if self._lengths else np.zeros(0, np.intc)
+        lengths = np.array(self._lengths, dtype=np.intc)
         pointers = np.zeros(len(lengths), dtype="<i8")
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
@@ -348,6 +350,10 @@ class IndexedWriter:
         except BaseException:
             self.abort()
             raise
+
+
+def _as_array(values: Iterable[int] | NDArray) -> NDArray:
+    return values if isinstance(values, np.ndarray) else np.array(list(values))
 
 
 def _sync(file) -> None:

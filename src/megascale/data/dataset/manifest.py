@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import lzma
 import math
-import os
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 
 from megascale.core import strict_json
 from megascale.core.untrusted_files import read_bounded
-from megascale.data.dataset.file_hash import fingerprint_file, sha256_file
+from megascale.data.dataset.file_hash import fingerprint_file, sha256_file, write_atomically
 from megascale.data.dataset.formats import token_files
 from megascale.errors import DataError
 
@@ -125,9 +124,7 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write the manifest atomically."""
-        temporary = folder / f"{MANIFEST}.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        os.replace(temporary, folder / MANIFEST)
+        write_atomically(folder / MANIFEST, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def read_manifest(folder: str | Path) -> Manifest | None:
@@ -154,7 +151,9 @@ def find_part(prefix: str | Path) -> DataSetPart | None:
     """Return the record of a token file in the manifest of its folder, None for a file that was not built here."""
     path = Path(prefix)
     manifest = read_manifest(path.parent)
-    return manifest.parts.get(path.name.removesuffix(".bin").removesuffix(".idx")) if manifest else None
+    if manifest is None:
+        return None
+    return manifest.parts.get(path.name.removesuffix(".bin").removesuffix(".idx"))
 
 
 def check_sample(setting: str, prefix: str) -> bool:
@@ -177,7 +176,7 @@ def _check_tokens(
     setting: str, prefix: str, recorded_hash: Callable[[DataSetPart], str], hash_file: Callable[[Path], str]
 ) -> bool:
     path = next((file for file in token_files(prefix) if file.suffix == ".bin" and file.exists()), None)
-    part = find_part(prefix) if path is not None else None
+    part = find_part(prefix)
     if path is None or part is None or not recorded_hash(part):
         return False
     if hash_file(path) != recorded_hash(part):

@@ -91,7 +91,7 @@ def find_files(inputs: Sequence[Path], without: Path | None = None) -> list[Sour
 
     Hidden files, links to folders and all below `without` (the folder to be built) are left out.
     """
-    without = without.resolve() if without else None
+    without = without and without.resolve()
     files: list[SourceFile] = []
     for entry in inputs:
         if entry.is_file():
@@ -217,7 +217,9 @@ def _read_text(path: Path, side: str, meter: Meter | None) -> TextRecord:
         text = b"".join(parts).decode("utf-8-sig")
     except UnicodeDecodeError:
         return TextRecord("", size, skipped=NOT_UTF8)
-    return TextRecord(text, size, side) if text.strip() else TextRecord("", size, skipped=EMPTY_FILE)
+    if not text.strip():
+        return TextRecord("", size, skipped=EMPTY_FILE)
+    return TextRecord(text, size, side)
 
 
 def _read_lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) -> Iterator[TextRecord]:

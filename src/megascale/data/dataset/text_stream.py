@@ -151,8 +151,7 @@ class TextStream:
         self._key = data.text_key
         self._group = max(1, data.shuffle_tokens // sequence_length)  # windows
         self._seed = seed
-        index_path = index / f"{self._recipe(piece_size)}.npy" if index else None
-        self._index = TextIndex(len(self._pieces), index_path)
+        self._index = TextIndex(len(self._pieces), index and index / f"{self._recipe(piece_size)}.npy")
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
         self._cache: OrderedDict[int, NDArray] = OrderedDict()
         self._cached_tokens = 0
@@ -199,7 +198,9 @@ class TextStream:
         """Return the expected tokens of a piece."""
         counts = self._index.entries["tokens"]
         counted = counts[counts >= 0]
-        return float(counted.mean()) if counted.sum() else max(1.0, self._bytes / 4 / len(self._pieces))
+        if not counted.sum():
+            return max(1.0, self._bytes / 4 / len(self._pieces))  # about four bytes per token
+        return float(counted.mean())
 
     # order ------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megascale.config import DataConfig
 from megascale.core.untrusted_files import read_small_text
-from megascale.data.dataset.file_hash import sha256_file
+from megascale.data.dataset.file_hash import sha256_file, write_atomically
 from megascale.data.dataset.formats import is_text
 from megascale.data.dataset.manifest import MANIFEST, Manifest, read_manifest
 from megascale.data.tokenizer.huggingface_file import CONFIG, configured_end
@@ -118,10 +118,7 @@ def write_identity(run: Path, data: DataConfig) -> None:
     if identity is None:
         record.unlink(missing_ok=True)
         return
-    record.parent.mkdir(parents=True, exist_ok=True)
-    temporary = record.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(identity), indent=1) + "\n")
-    temporary.replace(record)
+    write_atomically(record, json.dumps(asdict(identity), indent=1) + "\n")
 
 
 def read_identity(run: Path) -> TokenizerIdentity | None:

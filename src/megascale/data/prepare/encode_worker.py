@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from megascale.data.dataset.file_hash import write_atomically
 from megascale.data.dataset.indexed import IndexedWriter, token_dtype
 from megascale.data.dataset.manifest import MAX_COMPRESSED_BYTES
 from megascale.data.dataset.sources import InputPiece, read_documents
@@ -143,10 +144,7 @@ def encode_piece(piece: InputPiece, tokenizer: Tokenizer, job: EncodeJob, progre
                 used = 0
         encoder.flush()
         progress(used)
-    path = _record_path(folder, piece.number)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(asdict(encoder.result)))
-    os.replace(temporary, path)
+    write_atomically(_record_path(folder, piece.number), json.dumps(asdict(encoder.result)))
 
 
 def _send(**record: object) -> None:

@@ -40,7 +40,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
         self._inner = inner
         self._source = source
-        record = json.loads(inner.to_str()) if record is None else record
+        if record is None:
+            record = json.loads(inner.to_str())
         _encode_text_alone(inner)
         vocabulary = inner.get_vocab(with_added_tokens=True)
         if not vocabulary:
@@ -160,7 +161,9 @@ def _begin_of_template(inner: Any) -> tuple[int, ...]:
     """Return the ids that the tokenizer's template puts before a text, without those after it."""
     encoding = inner.encode("a", add_special_tokens=True)
     mask = encoding.special_tokens_mask
-    return tuple(encoding.ids[: mask.index(0)]) if 0 in mask else ()
+    if 0 not in mask:
+        return ()
+    return tuple(encoding.ids[: mask.index(0)])
 
 
 def _encoder(inner: Any, record: dict[str, Any], special: list[int]) -> Any:
@@ -295,4 +298,6 @@ def unknown_id(record: dict[str, Any]) -> int | None:
     """Return the id of the model's unknown token, None if it has none."""
     model = record["model"]
     number = model.get("unk_id")
-    return number if number is not None else _vocabulary(model).get(model.get("unk_token"))
+    if number is not None:
+        return number
+    return _vocabulary(model).get(model.get("unk_token"))
