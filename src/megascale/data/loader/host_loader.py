@@ -20,7 +20,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -384,14 +383,3 @@ def _process_work(pid: int) -> float:
         return float(int(fields[11]) + int(fields[12])) + float(Path(f"/proc/{pid}/io").read_text().split()[1])
     except (OSError, IndexError, ValueError):
         return -1.0
-
-
-def read_usage(folder: Path) -> dict[str, Any]:
-    """Return process id, memory and processor time of the folder's loader; empty if none runs."""
-    pid = find_owner(folder)
-    if pid is None:
-        return {}
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return {"pid": pid, "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"), "cpu_seconds": seconds}
