@@ -28,6 +28,7 @@ import typer
 
 from benchmarks.harness import usage
 from megascale.core import strict_json
+from megascale.core.layout import lay_out
 
 SOURCES = ("tokens", "jsonl", "parquet")
 STEP = 0.1  # seconds of compute that the wait is compared with
@@ -242,7 +243,7 @@ class _Ranks:
                 usage.drop(path)
         place = None
         if side == "host":
-            self._loader = host_loader.start_loader(config, world=ranks, first_rank=0, ranks=ranks)
+            self._loader = host_loader.start_loader(lay_out(config, ranks), first_rank=0, ranks=ranks)
             assert self._loader is not None
             host_loader.connect_loader(self._loader.folder).close()  # it is up, and reads nothing before readers come
             place = str(self._loader.folder)
@@ -300,12 +301,12 @@ def _rank(end: Any, tree: dict[str, Any], rank: int, ranks: int, batches: int, p
 
     from megascale import config as configuration
     from megascale.data.loader.feed import HostFeed
-    from megascale.data.loader.host_layout import plan_host
+    from megascale.data.loader.host_plan import plan_host
     from megascale.errors import MegascaleError
 
     torch.set_num_threads(1)
     config = configuration.from_tree(tree)
-    plan = plan_host(config, ranks, 0, ranks)
+    plan = plan_host(lay_out(config, ranks), 0, ranks)
     feed = HostFeed(plan, Path(place), rank, 1, torch.device("cpu")) if place else None
     end.send("here")
     end.recv()
@@ -356,7 +357,9 @@ def _dataloader(config: Any) -> Any:
 
             from megascale.data.dataset.samples import SampleSource
 
-            source = SampleSource(config)
+            source = SampleSource(
+                config.data, config.model.sequence_length, vocab_size=config.model.vocab_size, seed=config.train.seed
+            )
             first = 0
             while True:
                 rows = torch.from_numpy(source.batch(first, _MICRO))

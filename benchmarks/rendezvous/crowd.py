@@ -131,7 +131,7 @@ def _until_listening(port: int, process: subprocess.Popen[bytes]) -> None:
 def _serve_tcp(port: int, libuv: bool, ready: Any, done: Any) -> None:
     from torch.distributed import TCPStore
 
-    from megascale.rendezvous.start_job import listen
+    from megascale.rendezvous.stores import listen
 
     # As in training: a listener of our own, whose queue of newcomers is longer than torch's.
     listener = listen("127.0.0.1", port).detach() if libuv else None
@@ -153,8 +153,8 @@ def _connect_tcp(port: int, libuv: bool) -> Connect:
 
 def _connect_redis(port: int) -> Connect:
     def connect(rank: int) -> Store:
-        from megascale.rendezvous.redis_store import RedisStore
-        from megascale.rendezvous.resp import Address
+        from megascale.plugins.redis.redis_connection import Address
+        from megascale.plugins.redis.redis_store import RedisStore
 
         limit = timedelta(seconds=TIMEOUT)
         return RedisStore.open(Address("127.0.0.1", port), "bench", owner=rank == 0, timeout=limit)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from greenlet import getcurrent, greenlet
 
-from megascale.rendezvous.resp import Connection, dial
+from megascale.plugins.redis.redis_connection import Connection, dial
 
 T = TypeVar("T")
 _BURST = 16
@@ -54,8 +54,8 @@ class Hub:
                             hub._waiting[number] = getcurrent()
                             main.switch()
 
-        def cooperative(host: str, port: int, limit: float) -> socket.socket:
-            plain = dial(host, port, limit)
+        def cooperative(host: str, port: int, timeout: float) -> socket.socket:
+            plain = dial(host, port, timeout)
             if get_ident() != thread:
                 return plain
             mine = Socket(plain.family, plain.type, plain.proto, plain.detach())

@@ -144,7 +144,9 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
         {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(told.beta1, told.beta2), eps=told.eps)
-    source = SampleSource(config)
+    source = SampleSource(
+        config.data, config.model.sequence_length, vocab_size=config.model.vocab_size, seed=config.train.seed
+    )
     held_out = HeldOut(config.data.valid, length, config.model.vocab_size) if config.data.valid else None
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bfloat16")
 

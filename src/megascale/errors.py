@@ -66,6 +66,7 @@ EXTRAS = {
     "kubernetes": "kubernetes",
     "confluent_kafka": "kafka",
     "s3fs": "s3",
+    "hiredis": "redis",
 }
 
 

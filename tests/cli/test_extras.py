@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megascale.errors import EXIT_USAGE, missing_extra
-from megascale.observe.store.span_sinks import open_span_sinks
+from megascale import config
+from megascale.errors import EXIT_USAGE, ConfigError, missing_extra
+from megascale.observe.store.span_sinks import check_installed, open_span_sinks
 from megascale.observe.store.spool import Segment
+from megascale.rendezvous.stores import STORES, StoreRequest, open_store
 
 ABSENT = ("matplotlib", "duckdb")
 
@@ -58,3 +60,25 @@ def test_other_missing_modules_are_no_extras():
     assert missing_extra(ModuleNotFoundError("No module named 'numpy'", name="numpy")) is None
     assert missing_extra(ModuleNotFoundError("no name")) is None
     assert "[network]" in str(missing_extra(ModuleNotFoundError("", name="numba.core")))
+
+
+@pytest.mark.parametrize(
+    ("sink", "package"), [("kafka=h:9092", "confluent_kafka"), ("clickhouse=http://h:8123", "duckdb")]
+)
+def test_a_sink_without_its_extra_fails_before_the_first_step(monkeypatch, sink, package):
+    name = sink.partition("=")[0]
+    check_installed(["parquet", sink])
+    monkeypatch.setitem(sys.modules, package, None)
+    check_installed(["parquet"])
+    with pytest.raises(ConfigError, match=rf"span_sinks={name} needs the package {package}.*\[{name}\]"):
+        check_installed(["parquet", sink])
+
+
+def test_redis_without_its_extra_names_it(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("megascale.plugins.redis")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "hiredis", None)
+    monkeypatch.delitem(STORES, "redis", raising=False)
+    settings = config.load(None, ["--rendezvous.url=rediss://host:6379"]).rendezvous
+    with pytest.raises(ConfigError, match=r"the package hiredis is not installed.*\[redis\]"):
+        open_store(StoreRequest(settings, "run", rank=0, world=1, timeout=1.0))

@@ -71,7 +71,7 @@ class Calls:
         self.count: dict[str, int] = {}
         self.seconds = 0.0
         self.keys: list[str] = []
-        from megascale.rendezvous.redis_store import RedisStore
+        from megascale.plugins.redis.redis_store import RedisStore
 
         for name in WATCHED:
             setattr(RedisStore, name, self._counting(name, getattr(RedisStore, name)))

@@ -18,13 +18,13 @@ import pytest
 from megascale.config import load
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.errors import ConfigError
-from megascale.observe.store.clickhouse_sink import ClickHouseSink
 from megascale.observe.store.frames import COUNTER, COUNTERS, ROLLUP, ROLLUPS, SPAN, SPANS
 from megascale.observe.store.ingest import Ingest
-from megascale.observe.store.kafka_sink import KafkaSink
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import open_span_sinks
 from megascale.observe.store.spool import read_segment
+from megascale.plugins.clickhouse import ClickHouseSink
+from megascale.plugins.kafka import KafkaSink
 from tests.rendezvous.conftest import free_port
 
 OFFSET = 10**18
@@ -180,14 +180,14 @@ def test_clickhouse_gets_each_row_once(tmp_path, clickhouse, monkeypatch):
     segment = read_segment(next(tmp_path.glob("spool-*.bin")))
     assert number == 2
     broken = ClickHouseSink(tmp_path, address.partition("=")[2])
-    ask = broken._ask
+    ask = broken._query
 
     def killed(query: str, body=None) -> str:
         if "segments VALUES" in query:
             raise OSError("killed")
         return ask(query, body)
 
-    monkeypatch.setattr(broken, "_ask", killed)
+    monkeypatch.setattr(broken, "_query", killed)
     with pytest.raises(OSError, match="killed"):
         broken.write_segment(number, segment)
     broken.close()

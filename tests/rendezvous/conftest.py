@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from megascale.rendezvous.redis_store import RedisStore
-from megascale.rendezvous.resp import Address, Broken, Connection
+from megascale.plugins.redis.redis_connection import Address, BrokenConnection, Connection
+from megascale.plugins.redis.redis_store import RedisStore
 
 REDIS = shutil.which("redis-server")
 needs_redis = pytest.mark.skipif(REDIS is None, reason="redis-server is not installed")
@@ -108,7 +108,7 @@ def redis_server(tmp_path):
 
     yield start
     for server in servers:
-        with suppress(Broken):
+        with suppress(BrokenConnection):
             server.close()
 
 

@@ -154,5 +154,5 @@ def test_any_mix_of_settings_fails_everywhere_or_nowhere(odd):
 
 def test_ranges():
     assert format_ranks([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
-    assert format_ranks(range(0, 60, 2), limit=3) == "0, 2, 4 and 27 more stretches"
+    assert format_ranks(range(0, 60, 2), limit=3) == "0, 2, 4 and 27 more ranges"
     assert format_ranks([]) == ""

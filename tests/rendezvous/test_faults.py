@@ -15,9 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from megascale.errors import ConfigError
-from megascale.rendezvous.redis_store import VERDICT, RedisStore
-from megascale.rendezvous.resp import Address
-from megascale.rendezvous.store_errors import StoreFault, StoreFenced, Superseded
+from megascale.plugins.redis.redis_connection import Address
+from megascale.plugins.redis.redis_store import RedisStore
+from megascale.rendezvous.agree import VERDICT
+from megascale.rendezvous.stores import StoreFault, StoreFenced, Superseded
 from tests.rendezvous.conftest import free_port, needs_redis
 
 pytestmark = needs_redis
@@ -303,7 +304,7 @@ def test_the_door_closes_and_a_late_rank_does_not_find_an_old_start(redis_server
 def test_the_door_of_a_dead_owner_closes_by_itself(redis_server, opened):
     server = redis_server()
     owner = opened(server)
-    door = owner.link.names.door
+    door = owner.link.keys.door
     assert 0 < server.ask("PTTL", door) <= 10_000
     opened(server)  # passing through does not hold it open
     assert 0 < server.ask("PTTL", door) <= 10_000
@@ -327,7 +328,7 @@ def test_everything_expires_and_nothing_is_left_after_a_job(redis_server, opened
         assert 0 < server.ask("PTTL", key) <= 30_000, key
     b.remove_all()
     assert server.keys() == []
-    with pytest.raises(StoreFenced, match="the job has ended, its keys expired, or somebody emptied the server"):
+    with pytest.raises(StoreFenced, match="the job has ended, its keys expired, or the server was emptied"):
         a.set("k", "late")
     assert server.keys() == []
 

@@ -19,7 +19,7 @@ from megascale.errors import ConfigError, TrainingError
 from megascale.rendezvous.agree import VERDICT, agree, hash_facts
 from megascale.rendezvous.groups import shutdown
 from megascale.rendezvous.restarts import open_start
-from megascale.rendezvous.store_errors import Superseded
+from megascale.rendezvous.stores import Superseded
 from tests.rendezvous.conftest import free_port
 from tests.rendezvous.test_start import die, start, use_groups
 
@@ -55,7 +55,9 @@ class Come(threading.Thread):
     def run(self) -> None:
         while True:
             try:
-                start = open_start(self.store, self.rank, self.world, self.timeout, self.timeout)
+                start = open_start(
+                    self.store, self.rank, self.world, timeout=self.timeout, configured_timeout=self.timeout
+                )
                 agree(start, self.rank, self.world, FACTS, self.timeout, restarts=True)
                 return
             except Superseded:
@@ -94,7 +96,9 @@ def test_each_start_has_keys_of_its_own(agent_store):
 
 
 def test_a_start_that_broke_off_is_superseded(agent_store):
-    broken = open_start(connect(agent_store), 0, 2, 20, 20)  # its rank 0 greets and ends without a verdict
+    broken = open_start(
+        connect(agent_store), 0, 2, timeout=20, configured_timeout=20
+    )  # its rank 0 greets and ends without a verdict
     greet(broken, 0, socket.gethostname(), ended_process())
     early = Come(agent_store, 1)
     await_greeting(broken, 1)
@@ -115,7 +119,7 @@ def test_a_process_replaces_its_ended_predecessor(agent_store):
 
 
 def test_a_predecessor_on_a_lost_host_is_no_second_claim(agent_store):
-    broken = open_start(connect(agent_store), 0, 2, 20, 20)
+    broken = open_start(connect(agent_store), 0, 2, timeout=20, configured_timeout=20)
     greet(broken, 0, "lost-host", 1)
     greet(broken, 1, "lost-host", 2)
     one = Come(agent_store, 1)
@@ -125,7 +129,7 @@ def test_a_predecessor_on_a_lost_host_is_no_second_claim(agent_store):
 
 @pytest.mark.parametrize("host", [socket.gethostname(), "another-host"])
 def test_two_running_processes_with_one_rank_are_named(agent_store, host):
-    start = open_start(connect(agent_store), 0, 2, 20, 20)
+    start = open_start(connect(agent_store), 0, 2, timeout=20, configured_timeout=20)
     greet(start, 1, host, os.getppid())
     if host == "another-host":
         start.set(VERDICT, "ok")  # the start went on with the other process as rank 1

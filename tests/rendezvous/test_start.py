@@ -19,7 +19,8 @@ from megascale.core.failure import errno_of
 from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.rendezvous.group_plan import AXIS_KINDS
 from megascale.rendezvous.groups import shutdown
-from megascale.rendezvous.start_job import open_store, initialise, is_loopback, job_facts, job_name
+from megascale.rendezvous.start_job import initialise, job_facts
+from megascale.rendezvous.stores import StoreRequest, is_loopback, job_name, open_store
 from tests.rendezvous.conftest import free_port, needs_redis
 
 
@@ -348,10 +349,10 @@ def test_a_port_that_the_launcher_holds_cannot_be_taken(monkeypatch):
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(ConfigError, match="choose a free port") as taken:
-            open_store(config.load(), 0, 2, 10.0)
+            open_store(StoreRequest(config.load().rendezvous, "run", 0, 2, 10.0))
         assert errno_of(taken.value) == errno.EADDRINUSE
         monkeypatch.setenv("MEGASCALE_STORE_LISTENER", str(os.dup(held.fileno())))
-        store = open_store(config.load(), 0, 2, 10.0)
+        store = open_store(StoreRequest(config.load().rendezvous, "run", 0, 2, 10.0))
         store.set("a", b"b")
         assert store.get("a") == b"b"
 
@@ -360,7 +361,7 @@ def test_a_store_that_other_machines_reach_is_told(monkeypatch, caplog):
     for host, told in (("127.0.0.1", 0), ("0.0.0.0", 1)):
         monkeypatch.setenv("MASTER_ADDR", host)
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
-        open_store(config.load(), 0, 1, 10.0)
+        open_store(StoreRequest(config.load().rendezvous, "run", 0, 1, 10.0))
         assert len(caplog.records) == told
     assert "MASTER_ADDR=0.0.0.0" in caplog.text
     assert "rendezvous.url=rediss://" in caplog.text
@@ -388,18 +389,17 @@ def test_passwords_stay_out_of_sight():
 def test_job_names(monkeypatch):
     for name in ("MEGASCALE_JOB", "MEGASCALE_ATTEMPT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    loaded = config.load(None, ["train.name=big"])
     monkeypatch.setenv("MASTER_ADDR", "h")
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert job_name(loaded) == ("big-@h:1", 0)
+    assert job_name("big") == ("big-@h:1", 0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")  # differs between nodes
-    assert job_name(loaded)[1] == 0
+    assert job_name("big")[1] == 0
     monkeypatch.setenv("MEGASCALE_JOB", "j")
     monkeypatch.setenv("MEGASCALE_ATTEMPT", "7")
-    assert job_name(loaded) == ("j", 7)
+    assert job_name("big") == ("j", 7)
     monkeypatch.setenv("MEGASCALE_ATTEMPT", "last")
     with pytest.raises(ConfigError, match="MEGASCALE_ATTEMPT='last'"):
-        job_name(loaded)
+        job_name("big")
     assert [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "node7")] == [True] * 3 + [False] * 2
 
 
@@ -413,7 +413,7 @@ def test_torchs_own_init_method(ranks, redis_server):
 
 
 def _by_url(rank: int, world: int, url: str) -> float:
-    from megascale.rendezvous.redis_store import register
+    from megascale.plugins.redis.redis_store import register
 
     register()
     register()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from megascale.rendezvous.redis_script import SUPERSEDED
+from megascale.plugins.redis.redis_keys import SUPERSEDED
 from tests.rendezvous.conftest import REDIS, Server
 
 KINDS = ["tcp", "redis"]
@@ -299,8 +299,8 @@ class SameAsTorch(RuleBasedStateMachine):
 
     @initialize()
     def open(self) -> None:
-        from megascale.rendezvous.redis_store import RedisStore
-        from megascale.rendezvous.resp import Address
+        from megascale.plugins.redis.redis_connection import Address
+        from megascale.plugins.redis.redis_store import RedisStore
 
         SameAsTorch.epoch += 1
         address = Address.parse(self.server.url)

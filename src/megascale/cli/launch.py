@@ -85,7 +85,7 @@ def register(app: typer.Typer) -> None:
         from megascale.cli.common import need
         from megascale.core.layout import lay_out
         from megascale.core.preflight import Share, preflight
-        from megascale.data.dataset.presence import check_data
+        from megascale.data.dataset.data_checks import check_data
 
         need("fastapi", "driver")
         from megascale.resilience.driver import start_driver
@@ -108,7 +108,8 @@ def register(app: typer.Typer) -> None:
         if start_driver.other_machines(config):
             say("driver", "data, memory and disks are those of other machines: each rank checks its own")
         elif not start_driver.is_running(config):
-            check_data(resolved)
+            prompted = resolved.train.sample_prompt is not None
+            check_data(resolved.data, resolved.model.sequence_length, needs_tokenizer=prompted)
             nodes_here = config.resilience.nodes + config.resilience.spares
             share = Share(size.world, 0, size.world, nodes=nodes_here, gpus=bool(size.devices))
             preflight(resolved, share, say=lambda line: say("driver", line))

@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
         from megascale import api
         from megascale.cli import summary
         from megascale.core.layout import lay_out
-        from megascale.data.dataset.presence import check_data
+        from megascale.data.dataset.data_checks import check_data
         from megascale.errors import MegascaleError
         from megascale.train import launcher
 
@@ -49,7 +49,9 @@ def register(app: typer.Typer) -> None:
             world = launcher.processes_wanted(config, api.visible_gpus(config))
             summary.print_description(api.describe(config), world)
             try:
-                check_data(api.resolve(config))
+                resolved = api.resolve(config)
+                prompted = resolved.train.sample_prompt is not None
+                check_data(resolved.data, resolved.model.sequence_length, needs_tokenizer=prompted)
                 launcher.check(api.describe(config).config, world, keeps=True)
             except MegascaleError as error:
                 typer.echo(f"# would be refused here: {error}")
@@ -59,7 +61,8 @@ def register(app: typer.Typer) -> None:
             if world > 1:
                 config = with_precision(api.resolve(config), api.visible_gpus(config) > 0)
                 lay_out(config, world)  # what does not divide is said once, before any process starts
-                check_data(config)
+                prompted = config.train.sample_prompt is not None
+                check_data(config.data, config.model.sequence_length, needs_tokenizer=prompted)
                 words = ["train", *([file] if file else []), *context.args]
                 raise typer.Exit(launcher.launch(words, world, config, keeps=True))
         summary.print_start(api.describe(config))

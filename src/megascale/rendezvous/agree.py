@@ -1,7 +1,7 @@
-"""The one global meeting of a start: everybody is here, and everybody means the same job.
+"""The one meeting of all ranks at a start: every rank has come, and all mean the same job.
 
 It costs each rank two small store calls whatever the size of the world, and rank 0 one read of all greetings.
-A rank that is missing, comes twice, has another world size or other settings is named on every rank that did come.
+A rank that is missing, comes twice, or has another world size or other settings is named on every rank that came.
 Works on any torch Store.
 """
 
@@ -21,21 +21,22 @@ from typing import TypeVar
 from torch.distributed import DistError, Store
 
 from megascale.errors import ConfigError, TrainingError
-from megascale.rendezvous.store_errors import StoreFault, Superseded
+from megascale.rendezvous.stores import StoreFault, Superseded
 
 T = TypeVar("T")
 VERDICT = "start/verdict"
 _FAIL = "fail:"
 _ALARM = "!"
+_EXPLAIN = "explain:"
 _SUPERSEDED = "superseded:"
-# Ranks wait a little longer for rank 0's verdict than rank 0 waits for them, so that the verdict reaches them.
-_GRACE = 5.0
-_SEE_OFF = 10.0
-_EXPLAINED = 4  # at most so many differing ranks tell their settings
+# Ranks wait longer for rank 0's verdict than rank 0 waits for them, so that the verdict reaches them.
+_GRACE_SECONDS = 5.0
+_READERS_SECONDS = 10.0
+_MAX_EXPLAINED = 4  # differing ranks that publish their settings
 
 
 def hash_facts(facts: Mapping[str, str]) -> str:
-    """A short fingerprint of settings."""
+    """Return a short fingerprint of settings."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -45,88 +46,97 @@ def agree(
     world: int,
     facts: Mapping[str, str],
     timeout: float,
-    named: float | None = None,
+    configured_timeout: float | None = None,
     *,
     restarts: bool = False,
 ) -> None:
-    """Return once `world` ranks with equal `facts` have come; else raise the same error on every rank that came.
+    """Return once `world` ranks with equal `facts` have come; otherwise raise the same error on every rank that came.
 
     Args:
         store: shared by the job, used under the prefix `start/`.
-        facts: what must be equal everywhere, as text: settings by key, versions. No secrets.
+        facts: settings by key and versions, as text, that must be equal on all ranks. No secrets.
         timeout: seconds to wait for the last rank.
-        named: the setting of which `timeout` is what is left, as errors name it.
-        restarts: whether processes are restarted on this store, so that a greeting may be of a process that is gone.
+        configured_timeout: `rendezvous.timeout`, of which `timeout` is the remaining part; errors name it.
+        restarts: processes are restarted on this store, so a greeting may come from a process that has ended.
 
     Raises:
         ConfigError: another world size, a rank twice, different settings or versions; names ranks and key.
         TrainingError: ranks that did not come within `timeout`; names them.
-        Superseded: a later rank 0 began another start on the same store; this rank is to join that one.
+        Superseded: a later rank 0 began another start on the same store; this rank must join that start.
     """
     deadline = time.monotonic() + timeout
-    named = timeout if named is None else named
+    if configured_timeout is None:
+        configured_timeout = timeout
     facts = {"WORLD_SIZE": str(world), **facts}
-    mark = hash_facts(facts)
-    hello = f"{mark} {socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
+    greeting = f"{hash_facts(facts)} {socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
     if not 0 <= rank < world:
-        _alarm(store, rank + 1, f"rank {rank} is outside a world of {world}; ranks count from 0 to {world - 1}")
-    before = _claim(store, rank, hello, restarts)
-    if before not in (hello, _ALARM):
-        _, host, pid, _ = before.split()
+        _raise_alarm(store, rank + 1, f"rank {rank} is outside a world of {world}; ranks count from 0 to {world - 1}")
+    claimed = _claim_rank(store, rank, greeting, restarts)
+    if claimed not in (greeting, _ALARM):
+        _, host, pid, _ = claimed.split()
         if restarts and host != socket.gethostname():
             # The other process may have ended with its node: then rank 0 was restarted too, and supersedes this start.
-            _refuse_superseded(_await(store, VERDICT, deadline + _GRACE), rank)
-        _alarm(
+            _raise_if_superseded(_read(store, VERDICT, deadline + _GRACE_SECONDS), rank)
+        _raise_alarm(
             store,
             world,
             f"two processes claim rank {rank}: process {pid} on {host} and process {os.getpid()} on "
             f"{socket.gethostname()}; give each process its own RANK",
         )
-    if rank == 0 and before != _ALARM:
-        _judge(store, world, deadline, named)
-    verdict = _await(store, VERDICT, deadline + _GRACE)
+    if rank == 0 and claimed != _ALARM:
+        _publish_verdict(store, world, deadline, configured_timeout)
+    verdict = _read(store, VERDICT, deadline + _GRACE_SECONDS)
     if verdict is None:
-        raise _missing(world, _came(store, world), named)
-    _refuse_superseded(verdict, rank)
-    if verdict.startswith("explain:"):
-        speakers = json.loads(verdict.removeprefix("explain:"))
-        if rank in speakers:
-            store.set(f"start/facts/{rank}", json.dumps(dict(facts)))
-        if rank == 0:
-            store.set("start/final", _FAIL + _difference(store, world, speakers, deadline + _GRACE))
-        verdict = _await(store, "start/final", deadline + 3 * _GRACE)
-        if verdict is None:
-            raise ConfigError(
-                f"ranks {format_ranks(speakers)} were started with different settings; give every rank the same "
-                "configuration and overrides"
-            )
+        raise _missing_ranks_error(world, _present_ranks(store, world), configured_timeout)
+    _raise_if_superseded(verdict, rank)
+    if verdict.startswith(_EXPLAIN):
+        verdict = _explain_difference(store, rank, world, facts, json.loads(verdict.removeprefix(_EXPLAIN)), deadline)
     if verdict != "ok":
         kind, _, message = verdict.removeprefix(_FAIL).partition(":")
-        raise TrainingError(message) if kind == "missing" else ConfigError(message)
+        if kind == "missing":
+            raise TrainingError(message)
+        raise ConfigError(message)
 
 
-def see_off(store: Store, rank: int, world: int) -> None:
-    """After a start that failed: rank 0, who may serve the store, stays until the others have read why.
+def _explain_difference(
+    store: Store, rank: int, world: int, facts: Mapping[str, str], speakers: list[int], deadline: float
+) -> str:
+    """Publish the facts of this rank if it is one of `speakers`, and return rank 0's comparison of all of them."""
+    if rank in speakers:
+        store.set(f"start/facts/{rank}", json.dumps(dict(facts)))
+    if rank == 0:
+        store.set("start/final", _FAIL + _difference(store, world, speakers, deadline + _GRACE_SECONDS))
+    verdict = _read(store, "start/final", deadline + 3 * _GRACE_SECONDS)
+    if verdict is None:
+        raise ConfigError(
+            f"ranks {format_ranks(speakers)} were started with different settings; give every rank the same "
+            "configuration and overrides"
+        )
+    return verdict
 
-    Without this a rank that comes a little later finds nobody and waits out its whole time.
+
+def wait_for_readers(store: Store, rank: int, world: int) -> None:
+    """Let rank 0, which may serve the store, wait after a failed start until the other ranks have read the reason.
+
+    Otherwise a rank that comes a little later would find no store and wait until its time-out.
     """
     store.set(f"start/told/{rank}", "1")
     if rank == 0:
-        # An alarm has filled all places, also of ranks that are still on their way; absent ranks are not waited for.
+        # An alarm has filled all greetings, also of ranks that have yet to come; absent ranks are not waited for.
         expected = [f"start/told/{r}" for r in range(1, world) if store.check([f"start/hello/{r}"])]
         with suppress(DistError):
-            store.wait(expected, timedelta(seconds=_SEE_OFF))
+            store.wait(expected, timedelta(seconds=_READERS_SECONDS))
 
 
 def supersede(store: Store, world: int, successor: str) -> None:
-    """End a start that has no verdict yet, so that its ranks join the start of `successor`, another rank 0."""
+    """End a start that has no verdict, so that its ranks join the start of `successor`, another rank 0."""
     verdict = _SUPERSEDED + successor
     if store.compare_set(VERDICT, "", verdict).decode() == verdict:
-        _fill_places(store, world)
+        _fill_greetings(store, world)
 
 
-def _refuse_superseded(verdict: str | None, rank: int) -> None:
-    """Raise Superseded, or on rank 0 ConfigError, if `verdict` says that another rank 0 began a later start."""
+def _raise_if_superseded(verdict: str | None, rank: int) -> None:
+    """Raise Superseded, or ConfigError on rank 0, if `verdict` says that another rank 0 began a later start."""
     if verdict is None or not verdict.startswith(_SUPERSEDED):
         return
     successor = verdict.removeprefix(_SUPERSEDED)
@@ -138,18 +148,18 @@ def _refuse_superseded(verdict: str | None, rank: int) -> None:
     raise Superseded(f"{successor} began a later start as rank 0")
 
 
-def _claim(store: Store, rank: int, hello: str, restarts: bool) -> str:
-    """Write this process's greeting as `rank`, and return the greeting that stands.
+def _claim_rank(store: Store, rank: int, greeting: str, restarts: bool) -> str:
+    """Write this process's greeting as `rank` unless another process has; return the greeting in the store.
 
-    With `restarts` the greeting of a process of this host that has ended is replaced.
+    With `restarts`, the greeting of a process of this host that has ended is replaced.
     """
     key = f"start/hello/{rank}"
-    before = store.compare_set(key, "", hello).decode()
-    if restarts and before not in (hello, _ALARM):
-        _, host, pid, _ = before.split()
+    claimed = store.compare_set(key, "", greeting).decode()
+    if restarts and claimed not in (greeting, _ALARM):
+        _, host, pid, _ = claimed.split()
         if host == socket.gethostname() and not _is_running(int(pid)):
-            before = store.compare_set(key, before, hello).decode()
-    return before
+            claimed = store.compare_set(key, claimed, greeting).decode()
+    return claimed
 
 
 def _is_running(pid: int) -> bool:
@@ -162,122 +172,128 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def _judge(store: Store, world: int, deadline: float, timeout: float) -> None:
-    """Rank 0: wait for all greetings, compare them, publish the verdict."""
-    keys = [f"start/hello/{r}" for r in range(world)]
+def _publish_verdict(store: Store, world: int, deadline: float, configured_timeout: float) -> None:
+    """Wait on rank 0 for all greetings, compare them, and publish the verdict."""
+    keys = [f"start/hello/{rank}" for rank in range(world)]
+    present = list(range(world))
     try:
-        values = _within(store, deadline, lambda: store.multi_get(keys))
+        values = _read_before(store, deadline, lambda: store.multi_get(keys))
     except DistError as error:
         if isinstance(error, StoreFault):
             raise
-        came = _came(store, world)
-        values = store.multi_get([keys[r] for r in came])
-        if len({value.split()[0] for value in values}) == 1 and len(came) < world:
-            store.compare_set(VERDICT, "", f"{_FAIL}missing:{_missing(world, came, timeout)}")
+        present = _present_ranks(store, world)
+        values = store.multi_get([keys[rank] for rank in present])
+        if len({value.split()[0] for value in values}) == 1 and len(present) < world:
+            missing = _missing_ranks_error(world, present, configured_timeout)
+            store.compare_set(VERDICT, "", f"{_FAIL}missing:{missing}")
             return
-    else:
-        came = list(range(world))
-    hellos = [value.decode() for value in values]
-    if _ALARM in hellos:
-        return  # whoever raised the alarm publishes the verdict
-    first: dict[str, int] = {}
-    for rank, hello in zip(came, hellos, strict=True):
-        first.setdefault(hello.split()[0], rank)
-    if len(first) == 1:
+    greetings = [value.decode() for value in values]
+    if _ALARM in greetings:
+        return  # the rank that raised the alarm publishes the verdict
+    first_ranks: dict[str, int] = {}
+    for rank, greeting in zip(present, greetings, strict=True):
+        first_ranks.setdefault(greeting.split()[0], rank)
+    if len(first_ranks) == 1:
         store.compare_set(VERDICT, "", "ok")
         return
-    # Also where ranks are missing: different settings, such as another WORLD_SIZE, may be why.
-    store.compare_set(VERDICT, "", "explain:" + json.dumps(list(first.values())[:_EXPLAINED]))
+    # This also applies where ranks are missing: different settings, such as another WORLD_SIZE, may be the reason.
+    store.compare_set(VERDICT, "", _EXPLAIN + json.dumps(list(first_ranks.values())[:_MAX_EXPLAINED]))
 
 
 def _difference(store: Store, world: int, speakers: list[int], deadline: float) -> str:
-    """Which ranks differ from the most common settings, and in which key first."""
-    told: dict[int, dict[str, str]] = {}
+    """Describe which ranks differ from the most common settings, and in which key first."""
+    published: dict[int, dict[str, str]] = {}
     for speaker in speakers:
-        text = _await(store, f"start/facts/{speaker}", deadline)
+        text = _read(store, f"start/facts/{speaker}", deadline)
         if text is not None:
-            told[speaker] = json.loads(text)
-    if len(told) < 2:
+            published[speaker] = json.loads(text)
+    if len(published) < 2:
         return f"config:ranks {format_ranks(speakers)} were started with different settings; start all of them alike"
-    came = _came(store, world)
-    hellos = store.multi_get([f"start/hello/{r}" for r in came])
-    marks = {r: hello.decode().split()[0] for r, hello in zip(came, hellos, strict=True)}
-    ranks = {speaker: [r for r in came if marks[r] == marks[speaker]] for speaker in told}
-    usual = max(told, key=lambda speaker: (len(ranks[speaker]), -speaker))
-    parts = []
-    for speaker in sorted(told):
-        if speaker == usual:
-            continue
-        # Order of the first speaker's keys: versions come first, then settings in the tree's order.
-        for key in [*told[usual], *told[speaker]]:
-            here, there = told[speaker].get(key, "not set"), told[usual].get(key, "not set")
-            if here != there:
-                who = f"rank{'s' * (len(ranks[speaker]) > 1)} {format_ranks(ranks[speaker])}"
-                parts.append(f"{key} is {here} on {who} but {there} on {_others(ranks[usual])}")
+    present = _present_ranks(store, world)
+    greetings = store.multi_get([f"start/hello/{rank}" for rank in present])
+    hashes = {rank: greeting.decode().split()[0] for rank, greeting in zip(present, greetings, strict=True)}
+    groups = {speaker: [rank for rank in present if hashes[rank] == hashes[speaker]] for speaker in published}
+    common = max(published, key=lambda speaker: (len(groups[speaker]), -speaker))
+    differences = []
+    for speaker in sorted(published.keys() - {common}):
+        # The first speaker's order of keys has versions first, then settings in the order of the configuration.
+        for key in published[common] | published[speaker]:
+            value = published[speaker].get(key, "not set")
+            common_value = published[common].get(key, "not set")
+            if value != common_value:
+                differing = _name_ranks(groups[speaker])
+                differences.append(
+                    f"{key} is {value} on {differing} but {common_value} on {_name_ranks(groups[common])}"
+                )
                 break
     return (
-        f"config:the ranks were not started alike: {'; '.join(parts)}; give every rank the same configuration file, "
-        "overrides and installed versions"
+        f"config:the ranks were not started alike: {'; '.join(differences)}; give every rank the same configuration "
+        "file, overrides and installed versions"
     )
 
 
-def _came(store: Store, world: int) -> list[int]:
+def _present_ranks(store: Store, world: int) -> list[int]:
     return [rank for rank in range(world) if store.check([f"start/hello/{rank}"])]
 
 
-def _others(ranks: list[int]) -> str:
+def _name_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
 
 
-def _alarm(store: Store, places: int, message: str) -> None:
-    """Publish a failure at once."""
+def _raise_alarm(store: Store, count: int, message: str) -> None:
+    """Publish a failure at once, and raise it."""
     store.compare_set(VERDICT, "", f"{_FAIL}config:{message}")
-    _fill_places(store, places)
+    _fill_greetings(store, count)
     raise ConfigError(message)
 
 
-def _fill_places(store: Store, places: int) -> None:
-    """Fill the empty places of greetings, so that rank 0, which waits for them, wakes."""
-    for rank in range(places):
+def _fill_greetings(store: Store, count: int) -> None:
+    """Fill the empty greetings of ranks below `count`, so that rank 0, which waits for them, wakes."""
+    for rank in range(count):
         store.compare_set(f"start/hello/{rank}", "", _ALARM)
 
 
-def _await(store: Store, key: str, deadline: float) -> str | None:
-    """The value of `key`, or None if it does not come in time."""
+def _read(store: Store, key: str, deadline: float) -> str | None:
+    """Return the value of `key`, or None if it does not come before `deadline`."""
     try:
-        return _within(store, deadline, lambda: store.get(key)).decode()
+        return _read_before(store, deadline, lambda: store.get(key)).decode()
     except DistError as error:
         if isinstance(error, StoreFault):
             raise
-        return store.get(key).decode() if store.check([key]) else None
+        if not store.check([key]):
+            return None
+        return store.get(key).decode()
 
 
-def _within(store: Store, deadline: float, read: Callable[[], T]) -> T:
-    """Run a waiting read with the store's time-out set to what is left."""
-    usual = store.timeout  # type: ignore[attr-defined]
+def _read_before(store: Store, deadline: float, read: Callable[[], T]) -> T:
+    """Run a waiting read with the store's time-out set to the time before `deadline`."""
+    timeout = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=max(0.01, deadline - time.monotonic())))
     try:
         return read()
     finally:
-        store.set_timeout(usual)
+        store.set_timeout(timeout)
 
 
-def _missing(world: int, came: list[int], timeout: float) -> TrainingError:
-    absent = sorted(set(range(world)) - set(came)) or [0]  # all greeted, but rank 0 gave no verdict
-    plural = "s" if len(absent) > 1 else ""
+def _missing_ranks_error(world: int, present: list[int], configured_timeout: float) -> TrainingError:
+    absent = sorted(set(range(world)) - set(present)) or [0]  # all have come, but rank 0 published no verdict
+    subject, owner = ("ranks", "their") if len(absent) > 1 else ("rank", "its")
     return TrainingError(
-        f"rank{plural} {format_ranks(absent)} of {world} did not come within rendezvous.timeout={timeout:g} "
-        f"seconds ({len(came)} did); look at {'their' if plural else 'its'} log and host, or raise --rendezvous.timeout"
+        f"{subject} {format_ranks(absent)} of {world} did not come within rendezvous.timeout={configured_timeout:g} "
+        f"seconds ({len(present)} did); look at {owner} log and host, or raise --rendezvous.timeout"
     )
 
 
 def format_ranks(ranks: Iterable[int], limit: int = 12) -> str:
-    """Ranks as a person writes them: `0-3, 7`; long lists are cut."""
-    parts: list[list[int]] = []
+    """Return ranks as ranges, such as `0-3, 7`; a list of more than `limit` ranges is cut."""
+    ranges: list[list[int]] = []
     for rank in sorted(ranks):
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
         else:
-            parts.append([rank, rank])
-    words = [str(a) if a == b else f"{a}-{b}" for a, b in parts]
-    return ", ".join(words[:limit]) + (f" and {len(words) - limit} more stretches" if len(words) > limit else "")
+            ranges.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    text = ", ".join(texts[:limit])
+    if len(texts) > limit:
+        text += f" and {len(texts) - limit} more ranges"
+    return text

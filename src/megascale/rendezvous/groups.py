@@ -1,8 +1,7 @@
-"""Makes the process groups that the grid declares, in the plan's order, with local synchronisation only.
+"""The process groups that the grid declares, made in the plan's order, with local synchronisation only.
 
 No global barrier is used here: a rank that is done goes on while others still meet. Each communicator is warmed by
-one timed transfer, so that the first training step does not pay for connections, and the times are kept for the
-start-up print.
+one timed transfer, so that the first training step does not pay for connections. The start-up line reports the times.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,15 +21,12 @@ from megascale import torch_private
 from megascale.core.grid import Coordinate, Grid
 from megascale.errors import TrainingError
 from megascale.rendezvous.agree import format_ranks
-from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, plan_groups, rank_groups
-from megascale.rendezvous.store_errors import StoreFault
-
-__all__ = ["GroupSpec", "Groups", "P2PChannel", "describe_lost_peer", "make_groups", "plan_groups", "rank_groups", "shutdown"]
-
+from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, rank_groups
+from megascale.rendezvous.stores import ExternalStore, StoreFault
 
 log = logging.getLogger(__name__)
-AFTERLIFE = 60.0  # seconds that the keys of a failed run stay, so that every rank can still read what went wrong
-_LEAVE = 10.0  # seconds that the end of a run waits for the others or for the store
+FAILED_KEYS_SECONDS = 60.0  # seconds that the keys of a failed run stay, so that every rank can read the reason
+_LEAVE_SECONDS = 10.0  # seconds that the end of a run waits for the other ranks or for the store
 
 
 @dataclass(frozen=True)
@@ -49,12 +44,12 @@ class P2PChannel:
 
 @dataclass
 class Groups:
-    """What one rank holds. A group is None where its axes have size 1: there is nobody to talk to.
+    """Process groups of one rank. A group is None where its axes have size 1 and no communication is needed.
 
     Attributes:
-        grid, rank, coordinate: the layout and this rank's place in it.
-        device: where this rank's tensors live.
-        world: the default group (cpu:gloo beside cuda:nccl on a GPU).
+        grid, rank, coordinate: the layout and this rank's coordinate in it.
+        device: device of this rank's tensors.
+        world: the default group (cpu:gloo and, on a GPU, cuda:nccl).
         tensor: ranks of one tensor-parallel group.
         data_gather, data_reduce: two communicators over the same data-parallel ranks, so that gathering
             parameters and reducing gradients do not queue behind each other.
@@ -66,7 +61,7 @@ class Groups:
             stage's next is the first.
         timings: seconds by phase of the start.
         store: for small agreements outside of tensors.
-        root_store: what `store` and torch's keys lie in; for `shutdown`.
+        root_store: the store that holds the keys of `store` and of torch; for `shutdown`.
     """
 
     grid: Grid
@@ -86,17 +81,17 @@ class Groups:
     recv_backward: P2PChannel | None = None
     timings: dict[str, float] = field(default_factory=dict)
     store: dist.Store | None = None
-    root_store: Any = field(default=None, repr=False)
+    root_store: dist.Store | None = field(default=None, repr=False)
 
     def p2p_channels(self) -> list[P2PChannel]:
-        """The P2P channels this rank has."""
-        all_four = (self.send_forward, self.recv_forward, self.send_backward, self.recv_backward)
-        return [p2p_channel for p2p_channel in all_four if p2p_channel is not None]
+        """Return the P2P channels of this rank."""
+        channels = (self.send_forward, self.recv_forward, self.send_backward, self.recv_backward)
+        return [channel for channel in channels if channel is not None]
 
     def report(self) -> str:
-        """One line for the start-up print: where the time went, in milliseconds."""
-        parts = [f"{phase} {seconds * 1e3:.0f}" for phase, seconds in self.timings.items()]
-        return f"start-up {sum(self.timings.values()):.2f} s (ms: {', '.join(parts)})"
+        """Return the start-up line: milliseconds by phase."""
+        phases = [f"{phase} {seconds * 1e3:.0f}" for phase, seconds in self.timings.items()]
+        return f"start-up {sum(self.timings.values()):.2f} s (ms: {', '.join(phases)})"
 
 
 def make_groups(
@@ -112,9 +107,12 @@ def make_groups(
 ) -> Groups:
     """Make and warm the groups of this rank; the default group must exist and span `grid.world` ranks.
 
-    Every rank of the world must call this with the same arguments but `rank`. `store` is only handed on.
-    Collectives on these groups abort after `timeout`. `channels`: most NCCL channels by kind of group, None or a
-    kind left out for NCCL's own choice.
+    Every rank of the world must call this with the same arguments but `rank`.
+
+    Args:
+        timeout: time after which collectives on these groups abort.
+        store: becomes `Groups.store`.
+        channels: largest number of NCCL channels by kind of group; None or a missing kind leaves the choice to NCCL.
 
     Raises:
         TrainingError: a member did not come within `timeout`, or ended; names the group's ranks.
@@ -123,23 +121,23 @@ def make_groups(
     groups = Groups(grid, rank, grid.coordinate(rank), device, dist.group.WORLD, store=store)
     began = time.perf_counter()
     specs = rank_groups(grid, rank, virtual_stages, tied)
-    made = []
+    members = []
     for spec in specs:
-        with _meeting(spec, rank, timeout):
-            made.append((spec, _new_group(spec, device, timeout, (channels or {}).get(spec.kind))))
+        with _explain_failure(spec, rank, timeout):
+            members.append(_new_group(spec, device, timeout, (channels or {}).get(spec.kind)))
     groups.timings["groups"] = time.perf_counter() - began
-    for spec, group in made:
+    for spec, group in zip(specs, members, strict=True):
         began = time.perf_counter()
-        with _meeting(spec, rank, timeout):
+        with _explain_failure(spec, rank, timeout):
             _warm(spec, group, rank, device)
         phase = "warm P2P channels" if spec.kind in DIRECTIONS else f"warm {spec.kind}"
         groups.timings[phase] = groups.timings.get(phase, 0.0) + time.perf_counter() - began
-        _place(groups, spec, group)
+        _assign(groups, spec, group)
     return groups
 
 
 def describe_lost_peer(error: BaseException) -> str | None:
-    """Why torch could not reach another rank, in short; None if `error` is something else."""
+    """Return why torch could not reach another rank, at most 200 characters; None if `error` has another cause."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, StoreFault) or not (isinstance(error, dist.DistError) or "/gloo/" in text):
         return None
@@ -148,23 +146,24 @@ def describe_lost_peer(error: BaseException) -> str | None:
 
 
 @contextmanager
-def _meeting(spec: GroupSpec, rank: int, timeout: timedelta) -> Iterator[None]:
-    """Tell whom this rank waited for, should the group not come about."""
+def _explain_failure(spec: GroupSpec, rank: int, timeout: timedelta) -> Iterator[None]:
+    """Name the ranks that this rank waited for if the group cannot be made."""
     try:
         yield
     except RuntimeError as error:
-        why = describe_lost_peer(error)
-        if why is None:
+        reason = describe_lost_peer(error)
+        if reason is None:
             raise
-        others = format_ranks(set(spec.ranks) - {rank})
+        peers = format_ranks(set(spec.ranks) - {rank})
         raise TrainingError(
-            f"rank {rank} could not meet rank{'s' * (len(spec.ranks) > 2)} {others} in group {spec.name} ({why}): one "
-            f"of them ended or hangs, or its network broke; look at its log, and where {timeout.total_seconds():g} "
-            "seconds are too few raise --rendezvous.group_timeout"
+            f"rank {rank} could not meet rank{'s' * (len(spec.ranks) > 2)} {peers} in group {spec.name} ({reason}): "
+            "one of them ended or hangs, or its network broke; look at its log, and where "
+            f"{timeout.total_seconds():g} seconds are too few raise --rendezvous.group_timeout"
         ) from error
 
 
-def _place(groups: Groups, spec: GroupSpec, group: dist.ProcessGroup) -> None:
+def _assign(groups: Groups, spec: GroupSpec, group: dist.ProcessGroup) -> None:
+    """Set the attribute of `groups` that `spec` describes."""
     if spec.kind not in DIRECTIONS:
         setattr(groups, spec.kind, group)
         return
@@ -178,7 +177,7 @@ def _place(groups: Groups, spec: GroupSpec, group: dist.ProcessGroup) -> None:
 def _new_group(
     spec: GroupSpec, device: torch.device, timeout: timedelta, channels: int | None = None
 ) -> dist.ProcessGroup:
-    """A communicator among `spec.ranks` alone.
+    """Return a communicator among `spec.ranks` alone.
 
     On CUDA the device is bound here and not on the default group: a bound default group makes torch split each new
     communicator from the world's, a call that every rank of the world would have to join.
@@ -201,17 +200,14 @@ def _new_group(
 
 
 def _warm(spec: GroupSpec, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
-    """One transfer of the kind the group is for. Lanes send along their direction: NCCL connects point-to-point
-    and collective channels separately."""
+    """Run one transfer of the group's kind: NCCL connects point-to-point and collective channels separately."""
     token = torch.ones(1, device=device)
-    if spec.kind in DIRECTIONS:
-        sender, receiver = spec.ranks
-        if rank == sender:
-            dist.send(token, receiver, group=group)
-        else:
-            dist.recv(token, sender, group=group)
-    else:
+    if spec.kind not in DIRECTIONS:
         dist.all_reduce(token, group=group)
+    elif rank == spec.ranks[0]:
+        dist.send(token, spec.ranks[1], group=group)
+    else:
+        dist.recv(token, spec.ranks[0], group=group)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -219,37 +215,38 @@ def _warm(spec: GroupSpec, group: dist.ProcessGroup, rank: int, device: torch.de
 def shutdown(groups: Groups, failed: bool = False) -> None:
     """Leave all groups and the store; every rank calls it at the end.
 
-    The last rank to leave removes the job's keys from a Redis server. With `failed` (an error is under way, peers
-    may be lost) nothing waits for anybody, and rank 0 lets the keys expire within a minute.
+    The last rank to leave removes the job's keys from an external store. With `failed` (an error is being raised,
+    peers may be lost) no rank waits for another, and the keys expire after `FAILED_KEYS_SECONDS`.
     """
     if dist.is_initialized():
         if failed:
             torch_private.abort_process_group()
         else:
             dist.destroy_process_group()
-    store, groups.root_store, groups.store, groups.world = groups.root_store, None, None, None
+    store = groups.root_store
+    groups.root_store = groups.store = groups.world = None
     if store is None:
         return
     try:
-        store.set_timeout(timedelta(seconds=_LEAVE))
+        store.set_timeout(timedelta(seconds=_LEAVE_SECONDS))
         if not failed:
             _leave(store, groups)
-        elif hasattr(store, "expire_soon"):
-            store.expire_soon(AFTERLIFE)
+        elif isinstance(store, ExternalStore):
+            store.expire_soon(FAILED_KEYS_SECONDS)
     except dist.DistError as error:
-        # The work is done and saved; only the tidying is not.
+        # The run's results are saved; only the removal of keys failed.
         log.warning("rank %d could not sign off at the store: %s", groups.rank, str(error).splitlines()[0])
-    if hasattr(store, "close"):
+    if isinstance(store, ExternalStore):
         store.close()
 
 
-def _leave(store: Any, groups: Groups) -> None:
-    last = store.add("left", 1) == groups.grid.world
-    if hasattr(store, "remove_all"):
-        if last:
+def _leave(store: dist.Store, groups: Groups) -> None:
+    is_last = store.add("left", 1) == groups.grid.world
+    if isinstance(store, ExternalStore):
+        if is_last:
             store.remove_all()
-    elif last:
+    elif is_last:
         store.set("all left", "1")
     elif groups.rank == 0:
-        # Rank 0 serves the store: the others' last calls must find it.
-        store.wait(["all left"], timedelta(seconds=_LEAVE))
+        # Rank 0 serves the store, which must answer the last calls of the other ranks.
+        store.wait(["all left"], timedelta(seconds=_LEAVE_SECONDS))

@@ -1,7 +1,7 @@
-"""Starts on a store that outlives them: the agents of torchrun keep one store while they restart their processes.
+"""Starts on a store that outlives them: torchrun's agents keep one store while they restart their processes.
 
-Each start has a number, drawn by its rank 0, and a prefix for its keys, so that it reads nothing of an earlier start.
-torchrun's restart count cannot be that number: a node that was restarted for another's failure does not count it.
+Each start has a number, drawn by its rank 0, and a prefix for its keys, so that it reads no key of an earlier start.
+torchrun's restart count cannot be that number: a node that is restarted because another node failed does not count it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ from torch.distributed import DistError, PrefixStore, Store
 
 from megascale.errors import TrainingError
 from megascale.rendezvous.agree import VERDICT, supersede
-from megascale.rendezvous.store_errors import StoreFault
+from megascale.rendezvous.stores import StoreFault
 
 _COUNT = "starts"
 _OPENED = "start/opened"
-
-
-def has_agent_store() -> bool:
-    """Return whether torchrun's agent serves the store of this process."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def is_under_torchrun() -> bool:
@@ -32,14 +27,14 @@ def is_under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def open_start(store: Store, rank: int, world: int, timeout: float, named: float) -> Store:
+def open_start(store: Store, rank: int, world: int, *, timeout: float, configured_timeout: float) -> Store:
     """Return the part of `store` that belongs to this start. Rank 0 opens it, the other ranks wait for that.
 
     A start that has its verdict is over for a rank that was not part of it: the rank waits for the next one.
 
     Args:
         timeout: seconds to wait for rank 0.
-        named: the setting of which `timeout` is the remaining part, as errors name it.
+        configured_timeout: `rendezvous.timeout`, of which `timeout` is the remaining part; errors name it.
 
     Raises:
         TrainingError: rank 0 opened no start within `timeout`.
@@ -57,8 +52,8 @@ def open_start(store: Store, rank: int, world: int, timeout: float, named: float
             if isinstance(error, StoreFault) or not _is_reachable(store):
                 raise
             raise TrainingError(
-                f"rank 0 of {world} did not come within rendezvous.timeout={named:g} seconds; look at its log and "
-                f"host, or raise --rendezvous.timeout{_earlier_failure(store, number)}"
+                f"rank 0 of {world} did not come within rendezvous.timeout={configured_timeout:g} seconds; look at its "
+                f"log and host, or raise --rendezvous.timeout{_earlier_failure(store, number)}"
             ) from None
         if not start.check([VERDICT]):
             return start

@@ -17,7 +17,7 @@ from megascale.core.flops import parameters
 from megascale.core.inventory import logical_shapes
 from megascale.data.tokenizer import convert_tokenizer
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer_files import TOKENIZER
+from megascale.data.tokenizer.tokenizer import TOKENIZER
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import complete_folder, write_folder
 from megascale.model.huggingface.families import family_for

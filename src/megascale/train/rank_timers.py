@@ -16,6 +16,7 @@ from megascale.observe.rank.span_link import SpanLink
 from megascale.observe.rank.timers import SpanSink, Timers
 from megascale.observe.store.span_messages import span_folder
 from megascale.observe.store.span_ring import SpanRing
+from megascale.observe.store.span_sinks import check_installed
 from megascale.parallel.runtime import Runtime
 from megascale.train.rank_info import RankInfo
 
@@ -50,6 +51,7 @@ class RankTimers:
         observe = config.observe
         if not observe.timers:
             return
+        check_installed(observe.span_sinks)
         try:
             ring = SpanRing(rank=place.rank, attempt=attempt)
         except (OSError, AttributeError) as error:  # no shared memory is to be had here: metrics have the times alone

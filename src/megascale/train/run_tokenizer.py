@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megascale.config import Config
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_path
-from megascale.data.tokenizer.tokenizer_files import TOKENIZER, copy_companions, copy_file, remove_companions
+from megascale.data.tokenizer.convert_tokenizer import copy_companions, copy_file, remove_companions
+from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer, tokenizer_path
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface import generation_config
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
+from megascale.core.layout import lay_out
 from megascale.data.loader import host_loader, ring
 
 _RANKS = 2
@@ -147,7 +148,7 @@ class _Run:
         """Start it again and again until it is finished; at most `kills` kills."""
         while True:
             self.attempts += 1
-            loader = host_loader.start_loader(self.config, world=_RANKS, first_rank=0, ranks=_RANKS)
+            loader = host_loader.start_loader(lay_out(self.config, _RANKS), first_rank=0, ranks=_RANKS)
             assert loader is not None
             ranks = self._start(loader.environment)
             killed = False

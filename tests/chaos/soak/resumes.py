@@ -146,7 +146,12 @@ def _faults(config: Config, key: str, base: Path, hashed: dict[str, str], said: 
 
     run = RunFolder(config.run_folder)
     lines = read_lines(run.samples)
-    faults = check_ledger(lines, SampleSource(config)).faults
+    faults = check_ledger(
+        lines,
+        SampleSource(
+            config.data, config.model.sequence_length, vocab_size=config.model.vocab_size, seed=config.train.seed
+        ),
+    ).faults
     steps = max(config.train.steps, 0 if started or key == "checkpoint.resume" else _STOPPED)
     if len(lines) != steps:
         faults.append(f"{steps} steps wanted, the ledger has {len(lines)}")

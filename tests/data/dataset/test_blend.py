@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale import config
-from megascale.data.dataset import blend
-from megascale.data.dataset.blend import Blend
+from megascale.data.dataset import sample_order as blend
 from megascale.data.dataset.indexed import IndexedWriter
+from megascale.data.dataset.sample_order import Blend
 from megascale.data.dataset.samples import SampleSource
 from megascale.errors import ConfigError
+from tests.data.sample_sources import open_samples
 
 # No weight below 1/500 of the whole: blocks, and so the tests, stay short.
 WEIGHTS = st.lists(st.floats(0.001, 1000, allow_subnormal=False), min_size=1, max_size=8).map(
@@ -86,7 +87,7 @@ def source(tmp_path: Path, weights: list[float], sizes: list[int], seed: int = 3
         "data": {"train": [str(tmp_path / f"f{i}") for i in range(len(sizes))], "weights": weights},
         "train": {"seed": seed},
     }
-    return SampleSource(config.from_tree(tree))
+    return open_samples(config.from_tree(tree))
 
 
 def test_blended_samples_read_each_file_epoch_by_epoch(tmp_path: Path) -> None:

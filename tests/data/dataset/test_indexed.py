@@ -147,7 +147,7 @@ def damaged(prefix: Path, suffix: str, change) -> pytest.ExceptionInfo[DataError
     [
         (".idx", lambda b: b[:20], "at least 34"),
         (".idx", lambda b: b[:-1], "cut off"),
-        (".idx", lambda b: b"PK" + b[2:], "some other kind of file"),
+        (".idx", lambda b: b"PK" + b[2:], "another kind of file"),
         (".idx", lambda b: b[:9] + struct.pack("<Q", 2) + b[17:], "version 2"),
         (".idx", lambda b: b[:17] + b"\x07" + b[18:], "type code 7"),
         (".idx", lambda b: b[:18] + struct.pack("<Q", 1 << 60) + b[26:], str(1 << 60)),
@@ -168,7 +168,7 @@ def test_missing_files_are_named(tmp_path: Path, prefix: Path) -> None:
     with pytest.raises(DataError, match="neither file"):
         IndexedDataset(tmp_path / "none")
     prefix.with_suffix(".idx").unlink()
-    with pytest.raises(DataError, match=r"set\.bin is there without it"):
+    with pytest.raises(DataError, match=r"set\.bin exists without it"):
         IndexedDataset(prefix)
 
 

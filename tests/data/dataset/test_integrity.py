@@ -14,10 +14,10 @@ from megascale import api
 from megascale.cli.main import app
 from megascale.config import Config, from_tree
 from megascale.data.dataset.description import describe_token_file
-from megascale.data.dataset.fingerprint import check_run_data
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.prepare.builder import build
 from megascale.errors import DataError
+from tests.data.sample_sources import check_run
 
 DAMAGED = r"{name}\.bin does not hold the tokens that were built.*build it again"
 
@@ -71,11 +71,11 @@ def damage(path: Path, kind: str) -> None:
 )
 def test_a_damaged_file_is_refused_at_the_first_start(data: Path, tmp_path: Path, name: str, kind: str) -> None:
     config = configured(data, tmp_path / "runs")
-    check_run_data(config, 0, leader=False)
+    check_run(config, 0, leader=False)
     assert describe_token_file(data / name).compared == "sample"
     damage(data / f"{name}.bin", kind)
     with pytest.raises(DataError, match=rf"data\.{name}: .*" + DAMAGED.format(name=name)):
-        check_run_data(config, 0, leader=False)
+        check_run(config, 0, leader=False)
     with pytest.raises(DataError, match=DAMAGED.format(name=name)):
         describe_token_file(data / name)
 
@@ -131,7 +131,7 @@ def test_files_without_a_checksum_are_said_to_be_so(data: Path, tmp_path: Path) 
         del part["bin_sha256"], part["bin_fingerprint"]
     (data / "dataset.json").write_text(json.dumps(record))
     damage(data / "train.bin", "all but both ends")
-    check_run_data(configured(data, tmp_path / "runs"), 0, leader=False)
+    check_run(configured(data, tmp_path / "runs"), 0, leader=False)
     facts = describe_token_file(data / "train", full=True)
     assert facts.compared == "none"
     assert facts.longest_run is not None

@@ -11,6 +11,7 @@ from megascale.config import from_tree
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.ledger import check_ledger, find_step_samples
 from megascale.data.dataset.samples import SampleSource, hash_ids
+from tests.data.sample_sources import open_samples
 
 BATCH = 4
 
@@ -21,7 +22,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> SampleSource:
     prefix = tmp_path_factory.mktemp("tokens") / "train"
     with IndexedWriter(prefix, np.uint16) as writer:
         writer.add_document([np.arange(81) % 16])
-    return SampleSource(
+    return open_samples(
         from_tree({"model": {"sequence_length": 8, "vocab_size": 16}, "data": {"train": [str(prefix)]}})
     )
 

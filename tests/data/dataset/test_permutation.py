@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.data.dataset.permutation import derive_key, permute
+from megascale.data.dataset.sample_order import derive_key, permute
 
 FIRST_TEN = [4, 5, 0, 1, 7, 2, 9, 8, 6, 3]
 KEY_1234_0 = 11391823781456656621

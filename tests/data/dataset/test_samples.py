@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from megascale import config
 from megascale.config import Config
 from megascale.data.dataset import samples
-from megascale.data.dataset.compressors import bits_per_byte
 from megascale.data.dataset.indexed import IndexedWriter
-from megascale.data.dataset.samples import IGNORE, HeldOut, SampleSource
+from megascale.data.dataset.manifest import bits_per_byte
+from megascale.data.dataset.samples import IGNORE, HeldOut
 from megascale.errors import ConfigError, DataError
+from tests.data.sample_sources import open_samples
 
 
 def write(prefix: Path, tokens: list[int], documents: int = 3) -> str:
@@ -36,7 +37,7 @@ def configured(train: list[str], length: int = 8, seed: int = 1, **data) -> Conf
 def test_each_token_is_a_target_once_an_epoch(
     tmp_path: Path, tokens: int, length: int, epoch: int, shuffle: bool
 ) -> None:
-    source = SampleSource(configured([write(tmp_path / "t", list(range(tokens)))], length, shuffle=shuffle))
+    source = open_samples(configured([write(tmp_path / "t", list(range(tokens)))], length, shuffle=shuffle))
     batch = source.batch(epoch * source.windows, source.windows)
     assert batch.dtype == np.int64
     assert batch.shape == ((tokens - 1) // length, length + 1)
@@ -48,7 +49,7 @@ def test_each_token_is_a_target_once_an_epoch(
 
 def test_files_share_an_epoch_and_ids_name_the_windows(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", list(range(100))), write(tmp_path / "b", list(range(1000, 1050)))
-    source = SampleSource(configured([a, b]))
+    source = open_samples(configured([a, b]))
     assert source.windows == 12 + 6
     assert source.count_epochs(27) == 1.5
     batch, ids = source.batch(0, 40), source.ids(0, 40)
@@ -62,7 +63,7 @@ def test_files_share_an_epoch_and_ids_name_the_windows(tmp_path: Path) -> None:
 @given(cuts=st.lists(st.integers(1, 30), min_size=1, max_size=10), first=st.integers(0, 60))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 def test_any_cutting_into_batches_gives_the_same_samples(tmp_path: Path, cuts: list[int], first: int) -> None:
-    source = SampleSource(configured([write(tmp_path / "t", list(range(200)))]))
+    source = open_samples(configured([write(tmp_path / "t", list(range(200)))]))
     whole = source.batch(first, sum(cuts))
     again = pickle.loads(pickle.dumps(source))
     at = first
@@ -73,22 +74,22 @@ def test_any_cutting_into_batches_gives_the_same_samples(tmp_path: Path, cuts: l
 
 def test_epochs_and_seeds_differ(tmp_path: Path) -> None:
     path = write(tmp_path / "t", list(range(2000)))
-    one, two = SampleSource(configured([path], seed=1)), SampleSource(configured([path], seed=2))
+    one, two = open_samples(configured([path], seed=1)), open_samples(configured([path], seed=2))
     n = one.windows
     assert not np.array_equal(one.batch(0, n), one.batch(n, n))
     assert not np.array_equal(one.batch(0, n), two.batch(0, n))
-    assert np.array_equal(one.batch(0, n), SampleSource(configured([path], seed=1)).batch(0, n))
+    assert np.array_equal(one.batch(0, n), open_samples(configured([path], seed=1)).batch(0, n))
 
 
 def test_bad_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.train is empty"):
-        SampleSource(configured([]))
+        open_samples(configured([]))
     short = write(tmp_path / "short", list(range(8)))
     with pytest.raises(DataError, match=r"8 tokens and one sample needs.* 9"):
-        SampleSource(configured([short]))
+        open_samples(configured([short]))
     tree = {"model": {"sequence_length": 4, "vocab_size": 4}, "data": {"train": [short]}}
     with pytest.raises(DataError, match=r"token id 4 and model\.vocab_size=4"):
-        SampleSource(config.from_tree(tree)).batch(0, 1)
+        open_samples(config.from_tree(tree)).batch(0, 1)
 
 
 @given(tokens=st.integers(1, 100), length=st.integers(2, 9), step=st.integers(1, 5))

@@ -11,16 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megascale.data.dataset import compressed_files, sources
+from megascale.data.dataset import metered_files, sources
 from megascale.data.dataset.formats import is_text
-from megascale.data.dataset.sources import replace_surrogates, cut_pieces, find_files, read_documents
+from megascale.data.dataset.sources import cut_pieces, find_files, read_documents, replace_surrogates
 from megascale.errors import DataError
 
 TEXTS = [f"text {i} " + "größer ✓\n" * (i % 7) for i in range(200)]
 
 
 def documents(path: Path, size: int = 1 << 20, key: str = "text") -> list[str]:
-    return [item.text for piece in cut_pieces(find_files([path]), size) for item in read_documents(piece, key) if item.text]
+    return [
+        item.text for piece in cut_pieces(find_files([path]), size) for item in read_documents(piece, key) if item.text
+    ]
 
 
 def jsonl(texts: list[str], ending: str = "\n") -> bytes:
@@ -60,7 +62,7 @@ def test_compressed_files_of_several_members(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_cut_off_or_damaged_compression_is_named(tmp_path: Path, kind: str, monkeypatch) -> None:
-    monkeypatch.setattr(compressed_files, "CHUNK", 1000)
+    monkeypatch.setattr(metered_files, "CHUNK", 1000)
     if kind == "gz":
         data = gzip.compress(jsonl(TEXTS))
     else:
@@ -150,7 +152,7 @@ def test_records_by_any_name(tmp_path: Path, name: str, mark: bytes) -> None:
     ids=["list", "indented list", "list of lines", "indented records", "two lists", "byte order mark"],
 )
 def test_json_that_is_not_one_record_per_line(tmp_path: Path, data: bytes, chunk: int, monkeypatch) -> None:
-    monkeypatch.setattr(compressed_files, "CHUNK", chunk)
+    monkeypatch.setattr(metered_files, "CHUNK", chunk)
     for name, contents in (("a.json", data), ("a.json.gz", gzip.compress(data))):
         (tmp_path / name).write_bytes(contents)
         assert documents(tmp_path / name) == TEXTS
@@ -208,7 +210,9 @@ def test_null_and_empty_texts_are_left_out_and_counted(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.jsonl.gz", "a.json"):
         assert documents(tmp_path / name) == ["a"]
         assert left_out(tmp_path / name) == {sources.NULL_TEXT: 2, sources.EMPTY_TEXT: 1}
-    items = [item for piece in cut_pieces(find_files([tmp_path / "a.parquet"]), 1) for item in read_documents(piece, "text")]
+    items = [
+        item for piece in cut_pieces(find_files([tmp_path / "a.parquet"]), 1) for item in read_documents(piece, "text")
+    ]
     assert Counter(item.skipped for item in items) == {"": 1, sources.NULL_TEXT: 2, sources.EMPTY_TEXT: 1}
 
 
@@ -238,7 +242,7 @@ def test_padding_with_zeros_is_ignored(tmp_path: Path, kind: str, monkeypatch) -
     path = tmp_path / f"a.jsonl.{kind}"
     path.write_bytes(data)
     for chunk in (1 << 20, 100):
-        monkeypatch.setattr(compressed_files, "CHUNK", chunk)
+        monkeypatch.setattr(metered_files, "CHUNK", chunk)
         assert documents(path) == TEXTS
         assert not left_out(path)
     path.write_bytes(data + b"x")
@@ -316,12 +320,12 @@ def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"y" * (8 << 20), 1))
     (tmp_path / "a.zst").write_bytes(zstandard.compress(b"y" * (8 << 20)))
     for name in ("a.gz", "a.zst"):
-        sizes = [len(chunk) for chunk, _ in compressed_files.read_chunks(tmp_path / name)]
+        sizes = [len(chunk) for chunk, _ in metered_files.read_chunks(tmp_path / name)]
         assert sum(sizes) == 8 << 20
-        assert name.endswith(".zst") or max(sizes) <= compressed_files.CHUNK
+        assert name.endswith(".zst") or max(sizes) <= metered_files.CHUNK
     monster = zstandard.compress(b"y" * (64 << 20)) * 100
     (tmp_path / "a.zst").write_bytes(monster)
-    first = next(chunk for chunk, _ in compressed_files.read_chunks(tmp_path / "a.zst") if chunk)
+    first = next(chunk for chunk, _ in metered_files.read_chunks(tmp_path / "a.zst") if chunk)
     assert len(first) <= 128 << 20
 
 

@@ -16,14 +16,13 @@ from megascale import config as configuration
 from megascale.config import Config
 from megascale.data.dataset import text_stream as streams
 from megascale.data.dataset.file_hash import fingerprint_file
-from megascale.data.dataset.fingerprint import check_run_data
 from megascale.data.dataset.formats import is_text
 from megascale.data.dataset.indexed import IndexedWriter
-from megascale.data.dataset.samples import SampleSource
-from megascale.data.loader.data_watch import find_cause
+from megascale.data.loader.feed import find_cause
 from megascale.data.loader.ring import MEASURES
 from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
+from tests.data.sample_sources import check_run, open_samples
 
 TEXTS = [f"{i} " + "word and another one\n" * (i % 9) + "ü" * (i % 4) for i in range(120)]
 
@@ -70,7 +69,7 @@ def all_tokens(words: Path) -> list[int]:
 @pytest.mark.parametrize("length", [4, 8, 33])
 def test_in_order_it_is_the_text(words: Path, tmp_path: Path, length: int) -> None:
     write_all(tmp_path / "text")
-    source = SampleSource(configured(words, tmp_path / "text", length=length, shuffle=False))
+    source = open_samples(configured(words, tmp_path / "text", length=length, shuffle=False))
     tokens = all_tokens(words)
     windows = (len(tokens) - 1) // length
     batch = source.batch(0, windows)
@@ -92,7 +91,7 @@ def test_every_window_once_an_epoch_and_pure(
     if not (tmp_path / "text").exists():
         write_all(tmp_path / "text")
     config = configured(words, tmp_path / "text", length=length, seed=seed, shuffle_tokens=group)
-    whole = SampleSource(config, tmp_path / "index")
+    whole = open_samples(config, tmp_path / "index")
     count = (len(all_tokens(words)) - 1) // length
     ids, batch = whole.ids(0, 2 * count + 5), whole.batch(0, 2 * count + 5)
     whole.close()
@@ -102,7 +101,7 @@ def test_every_window_once_an_epoch_and_pure(
         assert np.sort(part[:, 2]).tolist() == list(range(count))
     at = min(at, count)
     for index in (None, tmp_path / "index"):
-        again = SampleSource(config, index)
+        again = open_samples(config, index)
         assert np.array_equal(again.batch(at, 7), batch[at : at + 7])
         assert np.array_equal(again.ids(at, 7), ids[at : at + 7])
         assert np.array_equal(again.batch(count + 2, 3), batch[count + 2 : count + 5])
@@ -113,7 +112,7 @@ def test_every_window_once_an_epoch_and_pure(
 def test_an_epoch_holds_the_text_once(words: Path, tmp_path: Path) -> None:
     """Shuffled pieces, shuffled windows: put back in order, an epoch's tokens are those of the text."""
     write_all(tmp_path / "text")
-    source = SampleSource(configured(words, tmp_path / "text"))
+    source = open_samples(configured(words, tmp_path / "text"))
     tokens = all_tokens(words)
     count = (len(tokens) - 1) // 8
     counts = np.bincount(source.batch(0, count)[:, :-1].ravel(), minlength=300)
@@ -132,8 +131,8 @@ def test_a_blend_with_token_files(words: Path, tmp_path: Path) -> None:
         writer.add(np.full(500, 7))
     assert not is_text(str(tmp_path / "train"))
     with pytest.raises(ConfigError, match=r"data\.weights"):
-        SampleSource(configured(words, tmp_path / "train", tmp_path / "text"))
-    source = SampleSource(configured(words, tmp_path / "train", tmp_path / "text", weights=[1, 3]))
+        open_samples(configured(words, tmp_path / "train", tmp_path / "text"))
+    source = open_samples(configured(words, tmp_path / "train", tmp_path / "text", weights=[1, 3]))
     ids, batch = source.ids(0, 80), source.batch(0, 80)
     assert np.bincount(ids[:, 1]).tolist() == [20, 60]
     assert (batch[ids[:, 1] == 0] == 7).all()
@@ -149,7 +148,7 @@ def test_text_that_changes_under_a_run_is_named(words: Path, tmp_path: Path) -> 
     file = tmp_path / "a.jsonl"
     file.write_text(lines(TEXTS * 40))
     config = configured(words, file)
-    source = SampleSource(config, tmp_path / "index")
+    source = open_samples(config, tmp_path / "index")
     epoch = next(n for n in range(0, 10**6, 500) if source.ids(n, 1)[0, 0] == 1)
     source.batch(0, 4)
     print_of = fingerprint_file(file)
@@ -160,8 +159,8 @@ def test_text_that_changes_under_a_run_is_named(words: Path, tmp_path: Path) -> 
             if fingerprint_file(file) == print_of:
                 break
     source.close()
-    again = SampleSource(config, tmp_path / "index")
-    with pytest.raises(DataError, match=r"a\.jsonl is not what it was"):
+    again = open_samples(config, tmp_path / "index")
+    with pytest.raises(DataError, match=r"a\.jsonl has changed since this run read it"):
         again.batch(0, epoch)
     again.close()
 
@@ -171,58 +170,58 @@ def test_files_are_those_of_the_first_start(words: Path, tmp_path: Path) -> None
     tree = configured(words, tmp_path / "text").model_dump()
     tree["train"]["runs"] = str(tmp_path / "runs")
     config = configuration.from_tree(tree)
-    check_run_data(config, 0, leader=True)
-    check_run_data(config, 8, leader=True)
+    check_run(config, 0, leader=True)
+    check_run(config, 8, leader=True)
     file = tmp_path / "text" / "a.jsonl"
     before = file.read_bytes()
     file.write_bytes(before[:-30])
     with pytest.raises(DataError, match=r"a\.jsonl was changed.*--train\.name"):
-        check_run_data(config, 8, leader=False)
+        check_run(config, 8, leader=False)
     file.unlink()
     with pytest.raises(DataError, match=r"a\.jsonl is missing"):
-        check_run_data(config, 8, leader=True)
+        check_run(config, 8, leader=True)
     file.write_bytes(before)
     (tmp_path / "text" / "d.jsonl").write_text(lines(TEXTS))
     with pytest.raises(DataError, match=r"d\.jsonl is new"):
-        check_run_data(config, 8, leader=True)
+        check_run(config, 8, leader=True)
     (tmp_path / "text" / "d.jsonl").unlink()
-    check_run_data(config, 8, leader=True)
-    check_run_data(config, 0, leader=True)
+    check_run(config, 8, leader=True)
+    check_run(config, 0, leader=True)
     words_now = tmp_path / "tokenizer.json"
     train_tokenizer(TEXTS[:60], 290).save(words_now)
     tree["data"]["tokenizer"] = str(words_now)
     with pytest.raises(DataError, match=r"tokenizer\.json"):
-        check_run_data(configuration.from_tree(tree), 8, leader=True)
+        check_run(configuration.from_tree(tree), 8, leader=True)
 
 
 def test_bad_text_is_named(words: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.jsonl"
     short.write_text(lines(["a"]))
     with pytest.raises(DataError, match="use a shorter sequence or more text"):
-        SampleSource(configured(words, short, length=64)).batch(0, 1)
+        open_samples(configured(words, short, length=64)).batch(0, 1)
     cut = tmp_path / "cut.jsonl"
     cut.write_text(lines(TEXTS)[:-20])
     with pytest.raises(DataError, match=r"cut\.jsonl.*is not JSON"):
-        SampleSource(configured(words, cut)).batch(0, 900)
+        open_samples(configured(words, cut)).batch(0, 900)
     packed = tmp_path / "cut.jsonl.gz"
     packed.write_bytes(gzip.compress(lines(TEXTS).encode())[:-40])
     with pytest.raises(DataError, match="cut off in the middle"):
-        SampleSource(configured(words, packed)).batch(0, 1)
+        open_samples(configured(words, packed)).batch(0, 1)
     (tmp_path / "built").mkdir()
     (tmp_path / "built" / "dataset.json").write_text("{}")
     with pytest.raises(DataError, match=r"name its token file, .*built/train"):
-        SampleSource(configured(words, tmp_path / "built"))
+        open_samples(configured(words, tmp_path / "built"))
 
 
 def test_a_damaged_index_costs_nothing_but_counting(words: Path, tmp_path: Path) -> None:
     write_all(tmp_path / "text")
     config = configured(words, tmp_path / "text")
-    source = SampleSource(config, tmp_path / "index")
+    source = open_samples(config, tmp_path / "index")
     batch = source.batch(0, 30)
     source.close()
     (index,) = (tmp_path / "index").iterdir()
     index.write_bytes(index.read_bytes()[:-5])
-    again = SampleSource(config, tmp_path / "index")
+    again = open_samples(config, tmp_path / "index")
     assert np.array_equal(again.batch(0, 30), batch)
     again.close()
 
@@ -238,7 +237,7 @@ def test_counters_tell_what_reading_is_made_of(words: Path, tmp_path: Path, kind
     text = "".join(json.dumps(row) + "\n" for row in rows).encode()
     file = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
     file.write_bytes(gzip.compress(text, 1) if packed else text)
-    source = SampleSource(configured(words, file))
+    source = open_samples(configured(words, file))
     source.batch(0, 20)
     source.close()
     meter = source.meter

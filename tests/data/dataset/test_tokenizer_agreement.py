@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from megascale import api
 from megascale.config import from_tree
 from megascale.data.dataset.description import describe_token_file
-from megascale.data.dataset.fingerprint import check_tokenizers
 from megascale.data.dataset.indexed import IndexedWriter
-from megascale.data.dataset.samples import HeldOut, SampleSource
+from megascale.data.dataset.samples import HeldOut
 from megascale.data.dataset.tokenizer_agreement import RECORD, read_identity
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import ConfigError, DataError
 from tests.conftest import lines
+from tests.data.sample_sources import check_tokenizers_of, open_samples
 from tests.exact.processes import Start, run_ranks
 
 NAMES_BOTH = r"b/tokenizer\.json \(280 entries, .*a/tokenizer\.json \(290 entries, .*data build --tokenizer .*/a/token"
@@ -72,12 +72,12 @@ def test_of_a_blend_every_file_counts(made: Path, tmp_path: Path) -> None:
     b = str(made / "b" / "valid")
     for train in ([bare, str(made / "a" / "train")], [str(made / "a" / "train"), bare]):
         with pytest.raises(DataError, match=NAMES_BOTH):
-            check_tokenizers(from_tree(tree(made, "x", valid=b, train=train)))
+            check_tokenizers_of(from_tree(tree(made, "x", valid=b, train=train)))
     text = {"train": [str(made / "in")], "tokenizer": str(made / "a" / "tokenizer.json")}
     with pytest.raises(DataError, match=NAMES_BOTH):
-        check_tokenizers(from_tree(tree(made, "x", valid=b, **text)))
-    check_tokenizers(from_tree(tree(made, "x", **text)))
-    check_tokenizers(from_tree(tree(made, "x", valid=bare)))  # nothing is known of it; its ids decide
+        check_tokenizers_of(from_tree(tree(made, "x", valid=b, **text)))
+    check_tokenizers_of(from_tree(tree(made, "x", **text)))
+    check_tokenizers_of(from_tree(tree(made, "x", valid=bare)))  # nothing is known of it; its ids decide
 
 
 def test_a_tokenizer_next_to_a_file_without_manifest_counts(made: Path, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_larger_vocabulary_is_refused_where_the_runs_tokenizer_is_unknown(made
     settings = tree(made, "x", train=[str(tmp_path / "bare")])
     settings["model"]["vocab_size"] = 285
     with pytest.raises(DataError, match=r"a/tokenizer\.json \(290 entries.*model\.vocab_size=285"):
-        check_tokenizers(from_tree(settings))
+        check_tokenizers_of(from_tree(settings))
 
 
 def test_a_run_goes_on_with_its_own_tokenizer_when_another_takes_its_place(made: Path, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_tokenizer_replaced_next_to_its_data_set_is_refused(made: Path, tmp_pa
     for use in (
         lambda: api.resolve(config),
         lambda: api.train(config),
-        lambda: check_tokenizers(config),
+        lambda: check_tokenizers_of(config),
         lambda: describe_token_file(tmp_path / "a" / "train"),
     ):
         with pytest.raises(DataError, match=refused):
@@ -152,7 +152,7 @@ def test_a_tokenizer_replaced_next_to_its_data_set_is_refused(made: Path, tmp_pa
     assert api.evaluate(run, device="cpu").loss > 0
     assert api.export_model(run, tmp_path / "out", family="gpt2").tokenizer
     settings["data"]["tokenizer"] = str(made / "a" / "tokenizer.json")
-    check_tokenizers(from_tree(settings))  # another one is named, so the file beside the tokens counts for nothing
+    check_tokenizers_of(from_tree(settings))  # another one is named, so the file beside the tokens counts for nothing
     # The build makes good what it finds damaged.
     build(tmp_path / "a", inputs=[made / "in"], vocab_size=290, progress=False)
     assert load_tokenizer(own).sha256 == load_tokenizer(made / "a" / "tokenizer.json").sha256
@@ -163,22 +163,22 @@ def test_a_tokenizer_that_was_only_formatted_anew_is_the_same(made: Path, tmp_pa
     own = tmp_path / "a" / "tokenizer.json"
     config = from_tree(tree(made, "x", train=[str(tmp_path / "a" / "train")]))
     own.write_text(json.dumps(json.loads(own.read_text())))
-    check_tokenizers(config)
+    check_tokenizers_of(config)
     own.write_text("{}")
     with pytest.raises(DataError, match=r"is not a tokenizer\.json that can be read"):
-        check_tokenizers(config)
+        check_tokenizers_of(config)
     own.unlink()
-    check_tokenizers(config)  # a missing one is no other one
+    check_tokenizers_of(config)  # a missing one is no other one
 
 
 def test_another_end_of_a_document_is_another_tokenizer(made: Path, tmp_path: Path) -> None:
     """The end is named by a file of its own, which may change while the tokenizer's does not."""
     shutil.copytree(made / "a", tmp_path / "a")
     config = from_tree(tree(made, "x", train=[str(tmp_path / "a" / "train")]))
-    check_tokenizers(config)
+    check_tokenizers_of(config)
     (tmp_path / "a" / "tokenizer_config.json").write_text('{"eos_token": "word"}')
-    with pytest.raises(DataError, match=r"end of a document that tokenizer_config\.json beside it names, was changed"):
-        check_tokenizers(config)
+    with pytest.raises(DataError, match=r"end of a document in its tokenizer_config\.json, was changed"):
+        check_tokenizers_of(config)
 
 
 def test_a_run_of_an_older_version_is_read(made: Path, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_foreign_id_is_named_with_its_place(
     held = HeldOut(path, length, 10, min(stride, length))
     with pytest.raises(DataError, match="data.valid: .*" + named):
         held.batch(0, held.windows)
-    source = SampleSource(
+    source = open_samples(
         from_tree({"model": {"sequence_length": length, "vocab_size": 10}, "data": {"train": [path]}})
     )
     if at <= source.windows * length:  # the rest of the file is in no sample

@@ -22,12 +22,13 @@ from megascale import config as configuration
 from megascale.config import Config
 from megascale.core.layout import lay_out
 from megascale.data.dataset.indexed import IndexedWriter
-from megascale.data.dataset.samples import SampleSource, hash_ids
+from megascale.data.dataset.samples import hash_ids
 from megascale.data.loader import host_loader, ring
-from megascale.data.loader.host_layout import HostPlan, plan_host
 from megascale.data.loader.host_loader import LoaderReader
+from megascale.data.loader.host_plan import HostPlan
 from megascale.data.loader.ring import Ring, RingShape
 from megascale.errors import DataError, FitError, TrainingError
+from tests.data.sample_sources import plan_host_of
 
 LENGTH = 8
 
@@ -58,7 +59,7 @@ class Host:
     """A loader's folder and its readers; all are ended with the test."""
 
     def __init__(self, config: Config, world: int, base: int = 0, hang: float = 60.0) -> None:
-        self.plan = plan_host(config, world, 0, world)
+        self.plan = plan_host_of(config, world, 0, world)
         self.folder = host_loader.prepare_folder(self.plan)
         self.base, self.hang = base, hang
         self.readers: dict[int, LoaderReader] = {}
@@ -97,7 +98,7 @@ def expected(plan: HostPlan, rank: int, base: int, number: int) -> np.ndarray:
     """What rank must get as its micro-batch `number`, from the definition."""
     stream, _ = plan.shape.find_reader(rank)
     first = plan.first_sample(base, stream, number)
-    return SampleSource(plan.config).batch(first, plan.config.train.micro_batch)
+    return plan.open_source().batch(first, plan.shape.columns)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_a_plan_names_the_readers_of_each_stream(
     for first, count in itertools.product(range(world), range(1, world + 1)):
         if first + count > world:
             continue
-        plan = plan_host(config, world, first, count)
+        plan = plan_host_of(config, world, first, count)
         at = {rank: grid.coordinate(rank) for rank in range(first, first + count)}
         reading = {rank: c.data for rank, c in at.items() if c.pipeline in (0, pipeline - 1)}
         assert plan.streams == tuple(sorted(set(reading.values())))
@@ -142,7 +143,7 @@ def test_auto_chooses_it_where_it_pays(prefix: str, tmp_path: Path) -> None:
 
     def wanted(entry: str, loader: str, tensor: int = 1, gpus: bool = False, ranks: int = 2) -> bool:
         config = configured(entry, tmp_path, tensor, train=[entry], loader=loader)
-        return plan_host(config, ranks, 0, ranks).needs_loader(gpus)
+        return plan_host_of(config, ranks, 0, ranks).needs_loader(gpus)
 
     assert not wanted(prefix, "auto")
     assert wanted(prefix, "auto", tensor=2)
@@ -150,7 +151,7 @@ def test_auto_chooses_it_where_it_pays(prefix: str, tmp_path: Path) -> None:
     assert wanted(str(tmp_path / "a.jsonl"), "auto")
     assert wanted(prefix, "host")
     assert not wanted(prefix, "local", tensor=2, gpus=True)
-    middle = plan_host(configured(prefix, tmp_path, pipeline=3), 3, 1, 1)
+    middle = plan_host_of(configured(prefix, tmp_path, pipeline=3), 3, 1, 1)
     assert not middle.needs_loader(gpus=True)  # a host of middle stages reads nothing
 
 
@@ -159,7 +160,7 @@ def test_rank_0_is_told_the_ids_of_whole_steps(prefix: str, tmp_path: Path, host
     hosts.append(host)
     reader = host.readers[0] = LoaderReader(host.folder, 0, 8)
     LoaderReader(host.folder, 1, 8).close()  # its stream is its own: rank 0 does not wait for it
-    source = SampleSource(host.plan.config)
+    source = host.plan.open_source()
     for number in range(6):
         taken = reader.read()
         step = number // host.plan.microbatches
@@ -176,7 +177,7 @@ def test_nothing_unread_is_overwritten(prefix: str, tmp_path: Path, hosts: list[
     depth = host.plan.shape.depth
     for number in range(depth):
         assert np.array_equal(host.read(0), expected(host.plan, 0, 0, number))
-    assert not host.readers[0]._ready(depth)
+    assert not host.readers[0]._is_ready(depth)
     first = slow.read()
     assert np.array_equal(first.tokens.T, expected(host.plan, 1, 0, 0))
     slow.release()
@@ -233,7 +234,7 @@ import sys, os, signal
 from pathlib import Path
 from megascale.data.loader.host_loader import LoaderReader
 reader = LoaderReader(Path(sys.argv[1]), 1, 0)
-reader.take()
+reader.read()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -261,7 +262,7 @@ def test_two_jobs_on_one_host(prefix: str, tmp_path: Path, hosts: list[Host]) ->
 
 
 def test_ends_with_its_readers_and_leaves_nothing(prefix: str, tmp_path: Path) -> None:
-    started = host_loader.start_loader(configured(prefix, tmp_path, tensor=2), world=2, first_rank=0, ranks=2)
+    started = host_loader.start_loader(lay_out(configured(prefix, tmp_path, tensor=2), 2), first_rank=0, ranks=2)
     assert started is not None
     assert list(started.environment) == ["MEGASCALE_LOADER"]
     segment = Path((started.folder / "segment").read_text())
@@ -280,19 +281,19 @@ def test_ends_with_its_readers_and_leaves_nothing(prefix: str, tmp_path: Path) -
 START = """
 import os, signal, sys
 from pathlib import Path
+from megascale.config import load
+from megascale.core.layout import lay_out
 from megascale.data.loader import host_loader
-from megascale.data.loader.host_layout import HostPlan
-plan = HostPlan.from_json(Path(sys.argv[1]).read_text())
-print(host_loader.start(plan.config, world=2, first_rank=0, ranks=2).folder, flush=True)
+layout = lay_out(load(sys.argv[1]), 2)
+print(host_loader.start_loader(layout, first_rank=0, ranks=2).folder, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_ends_with_a_starter_that_dies_first(prefix: str, tmp_path: Path) -> None:
     """Killed before its loader has come up and before any rank was started: nothing stays."""
-    plan = plan_host(configured(prefix, tmp_path, tensor=2), 2, 0, 2)
-    (tmp_path / "plan").write_text(plan.to_json())
-    told = subprocess.run([sys.executable, "-c", START, tmp_path / "plan"], stdout=subprocess.PIPE, check=False)
+    (tmp_path / "plan.toml").write_text(configured(prefix, tmp_path, tensor=2).to_toml())
+    told = subprocess.run([sys.executable, "-c", START, tmp_path / "plan.toml"], stdout=subprocess.PIPE, check=False)
     assert told.returncode == -signal.SIGKILL
     folder = Path(told.stdout.decode().strip())
     while folder.exists():  # or the test's timeout
@@ -347,12 +348,12 @@ def small_mount(tmp_path: Path) -> Iterator[Path]:
 
 def test_full_mount_is_refused(prefix: str, tmp_path: Path, small_mount: Path) -> None:
     """Too small from the start, or filled by somebody else before the loader has its memory."""
-    large = plan_host(configured(prefix, tmp_path, ring_steps=1000), 1, 0, 1)
+    large = plan_host_of(configured(prefix, tmp_path, ring_steps=1000), 1, 0, 1)
     with pytest.raises(FitError, match=r"131,072 free of 131,072.*shm-size"):
         host_loader.prepare_folder(large, small_mount)
-    folder = host_loader.prepare_folder(plan_host(configured(prefix, tmp_path), 1, 0, 1), small_mount)
+    folder = host_loader.prepare_folder(plan_host_of(configured(prefix, tmp_path), 1, 0, 1), small_mount)
     (small_mount / "other").write_bytes(bytes(120 << 10))
-    with pytest.raises(FitError, match=r"8,192 free of 131,072.*remove what fills it"):
+    with pytest.raises(FitError, match=r"8,192 free of 131,072.*remove other files from it"):
         LoaderReader(folder, 0, 0)
     (small_mount / "other").unlink()
     reader = LoaderReader(folder, 0, 0)
@@ -370,7 +371,7 @@ def test_small_mount_is_refused(prefix: str, tmp_path: Path) -> None:
     with pytest.raises(FitError, match="free of"):
         ring.create_segment(path, RingShape(((0,),), 1 << 20, 1 << 13, 1 << 6), 1, "too large")
     assert not path.exists()
-    plan = plan_host(
+    plan = plan_host_of(
         configured(prefix, tmp_path, ring_steps=10_000, micro_batch=1 << 14, global_batch=1 << 22), 1, 0, 1
     )
     with pytest.raises(FitError, match=r"data\.ring_steps"):
@@ -526,7 +527,8 @@ def test_what_others_put_into_shared_memory_under_our_names_stops_nothing(
 ) -> None:
     """A file, a link, a pipe and a folder under names like ours, and one in place of a segment that was lost."""
     names = [
-        ring.MOUNT / f"{ring.name_prefix()}test-{os.getpid()}-{kind}" for kind in ("file", "link", "pipe", "folder", "open")
+        ring.MOUNT / f"{ring.name_prefix()}test-{os.getpid()}-{kind}"
+        for kind in ("file", "link", "pipe", "folder", "open")
     ]
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")

@@ -17,13 +17,14 @@ from megascale.cli.main import app
 from megascale.core.events import Event
 from megascale.data.dataset.ledger import check_ledger
 from megascale.data.dataset.read_checksum import ReadChecksum, sum_numbers, sum_samples, sum_step
-from megascale.data.dataset.samples import SampleSource, hash_ids
-from megascale.data.loader.data_watch import DataWatch, find_cause
+from megascale.data.dataset.samples import hash_ids
+from megascale.data.loader.feed import LoaderWatch, find_cause
 from megascale.data.loader.ring import MEASURES
 from megascale.errors import DataError
 from tests.chaos.data.loader import run_chaos
 from tests.conftest import TINY, lines
 from tests.data.loader.test_host_loader import configured
+from tests.data.sample_sources import open_samples
 from tests.exact.processes import Start, run_ranks
 
 
@@ -126,7 +127,7 @@ def test_after_a_change_of_the_data_that_was_accepted_the_totals_begin_anew(run:
 
 def test_what_ranks_have_read_is_compared_and_not_what_was_due(run: Path) -> None:
     ledger = lines(run / "samples" / "ledger.jsonl")
-    source = SampleSource(load_config(run / "config.toml"))
+    source = open_samples(load_config(run / "config.toml"))
     assert check_ledger(ledger, source).faults == []
     for field, fault in (("numbers", "the numbers that ranks read"), ("tokens", "the tokens that ranks read")):
         # As if a sample of step 3 had come twice, in another one's place.
@@ -184,7 +185,7 @@ def test_a_loader_that_gives_the_wrong_share_is_seen_in_the_ledger(tiny, tmp_pat
 
 def test_the_checksum_of_a_world_is_that_of_its_samples(tokens: Path, tmp_path: Path) -> None:
     """Whoever reads which sample, in whatever order, and however many ranks read each."""
-    source = SampleSource(configured(str(tokens / "train"), tmp_path))
+    source = open_samples(configured(str(tokens / "train"), tmp_path))
     rows = source.batch(5, 8)
     expected = sum_samples(5, rows.T)
     assert expected.numbers == sum_numbers(5, 13)
@@ -224,7 +225,7 @@ def test_a_changed_file_is_refused_at_the_next_start(tiny: Path, tokens: Path, t
 
 
 def test_ledger_faults_are_told(tmp_path: Path, tokens: Path) -> None:
-    source = SampleSource(configured(str(tokens / "train"), tmp_path))
+    source = open_samples(configured(str(tokens / "train"), tmp_path))
 
     def line(step: int, first: int) -> dict:
         return {"step": step, "first": first, "count": 4, "ids": f"{hash_ids(source.ids(first, 4)):016x}"}
@@ -252,7 +253,7 @@ def test_ledger_faults_are_told(tmp_path: Path, tokens: Path) -> None:
 def test_a_slow_loader_is_named_with_its_cause(counter: dict[str, float], why: str) -> None:
     nothing = dict.fromkeys(MEASURES, 0.0)
     assert find_cause(nothing, nothing | counter) == why
-    watch, told = DataWatch(), []
+    watch, told = LoaderWatch(), []
     for step in range(1, 40):
         watch.note(0.5 if step == 1 or step > 20 else 0.0001, {k: v * step for k, v in (nothing | counter).items()})
         told += [(step, *event) for event in watch.loader_events(1.0, 1)]

@@ -15,8 +15,8 @@ import pytest
 from megascale.api import load_config
 from megascale.core.layout import lay_out
 from megascale.data.dataset.ledger import check_ledger
-from megascale.data.dataset.samples import SampleSource
 from tests.conftest import lines
+from tests.data.sample_sources import open_samples
 from tests.exact.processes import Start, end, ranks
 
 # Python that has a rank write down what its chunks get, and end by SIGKILL in the middle of a step.
@@ -81,7 +81,7 @@ def test_the_engine_gets_each_sample_once(tiny: Path, tmp_path: Path, loader: st
     other = [*common, *other, "--train.global_batch=6"]
     assert start(tiny, tmp_path / "one", one, first_world, dies=4) == [-signal.SIGKILL]
     start(tiny, tmp_path / "other", other, second_world)
-    source = SampleSource(load_config(tiny, other))
+    source = open_samples(load_config(tiny, other))
     resumed = json.loads((tmp_path / "runs" / "tiny" / "samples" / "ledger.jsonl").read_text().splitlines()[2])["count"]
     assert resumed == 6  # from the checkpoint of step 2, and not of 3
     for file, words, world, steps in (

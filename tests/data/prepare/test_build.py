@@ -18,7 +18,7 @@ from megascale.data.dataset.manifest import find_part, read_manifest
 from megascale.data.prepare import stdlib
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer import load_tokenizer, load_run_tokenizer, train_tokenizer
+from megascale.data.tokenizer.tokenizer import load_run_tokenizer, load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
 

@@ -19,8 +19,8 @@ from megascale.data.dataset.sources import InputPiece
 from megascale.data.prepare import builder as building
 from megascale.data.prepare import worker_pool
 from megascale.data.prepare.builder import build
+from megascale.data.prepare.encode_worker import EncodeJob
 from megascale.data.prepare.split import Split
-from megascale.data.prepare.worker import EncodeJob
 from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import DataError, MegascaleError
 
@@ -93,16 +93,16 @@ def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, corpus: Path, sma
     os.mkfifo(tmp_path / "gate")
     gate = (
         "import megascale.data.dataset.sources as s, os\n"
-        "whole = s.read\n"
+        "whole = s.read_documents\n"
         "def read(piece, key):\n"
         f"    open({str(tmp_path / 'gate')!r}).close() if piece.number == 7 else None\n"
         "    yield from whole(piece, key)\n"
-        "import megascale.data.prepare.encode as e\n"
-        "e.read = read\n"
+        "import megascale.data.prepare.encode_worker as e\n"
+        "e.read_documents = read\n"
     )
     (tmp_path / "patch").mkdir()
     (tmp_path / "patch" / "sitecustomize.py").write_text(
-        "import sys\nif 'megascale.data.prepare.worker' in ' '.join(sys.orig_argv):\n    "
+        "import sys\nif 'megascale.data.prepare.encode_worker' in ' '.join(sys.orig_argv):\n    "
         + gate.replace("\n", "\n    ").rstrip()
         + "\n"
     )
@@ -127,7 +127,7 @@ def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, corpus: Path, sma
     ran: list[int] = []
     real = worker_pool.encode_pieces
     monkeypatch.setattr(
-        worker_pool, "run", lambda pieces, *rest: (ran.extend(p.number for p in pieces), real(pieces, *rest))
+        worker_pool, "encode_pieces", lambda pieces, *rest: (ran.extend(p.number for p in pieces), real(pieces, *rest))
     )
     build(tmp_path / "out", inputs=[corpus], tokenizer=words, workers=2, progress=False)
     assert ran
@@ -201,12 +201,12 @@ def test_an_error_in_a_worker_is_the_builds_error(tmp_path: Path, corpus: Path, 
     with open(corpus / "a.jsonl", "a") as file:
         file.write('{"text": "cut')
     # Enough input that it is not read beforehand.
-    building_known, building._KNOWN = building._KNOWN, 0
+    building_known, building._EXACT_SPLIT = building._EXACT_SPLIT, 0
     try:
         with pytest.raises(DataError, match=r"a\.jsonl, byte \d+ is not JSON"):
             build(tmp_path / "out", inputs=[corpus], tokenizer=tmp_path / "tokenizer.json", workers=2, progress=False)
     finally:
-        building._KNOWN = building_known
+        building._EXACT_SPLIT = building_known
 
 
 def test_two_builds_of_one_folder(tmp_path: Path, corpus: Path, monkeypatch) -> None:
@@ -217,7 +217,7 @@ def test_two_builds_of_one_folder(tmp_path: Path, corpus: Path, monkeypatch) -> 
             build(tmp_path / "out", **ask)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker_pool, "run", meanwhile)
+    monkeypatch.setattr(worker_pool, "encode_pieces", meanwhile)
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path / "out", **ask)
     monkeypatch.undo()

@@ -71,7 +71,9 @@ def test_a_document_that_is_repeated_too_often_is_trained_on() -> None:
 def test_of_documents_that_are_all_repeated_too_often_the_rarest_is_held_out(distinct: int) -> None:
     texts = [f"text {i} " + "word " * 10 for i in range(distinct) for _ in range(20 + i)]
     split = of(texts, 0.05)
-    assert [split.split_document(TextRecord(text, 0))[0][0] for text in texts] == ["valid"] * 20 + ["train"] * (len(texts) - 20)
+    assert [split.split_document(TextRecord(text, 0))[0][0] for text in texts] == ["valid"] * 20 + ["train"] * (
+        len(texts) - 20
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def share(manifest: Manifest) -> float:
 def test_builds_of_few_books_keep_the_share(tmp_path: Path, known: bool, books: int, monkeypatch) -> None:
     """Also where there is too much text to read beforehand."""
     if not known:
-        monkeypatch.setattr(builder, "_KNOWN", 0)
+        monkeypatch.setattr(builder, "_EXACT_SPLIT", 0)
     (tmp_path / "in").mkdir()
     for i in range(books):
         (tmp_path / "in" / f"{i}.txt").write_text(f"Book {i}\n" + "some words of one long line " * 3000)
@@ -125,4 +127,4 @@ def test_a_share_that_cannot_be_met_is_said(tmp_path: Path) -> None:
     built = builder.build(tmp_path / "out", inputs=[tmp_path / "in"], vocab_size=300, held_out=0.02, progress=False)
     assert share(built.manifest) > 0.03
     (note,) = built.manifest.notes
-    assert "of the text is held out, where --held-out=0.02 asks for 2.00%" in note
+    assert "of the text is held out, where --held-out=0.02 requests 2.00%" in note

@@ -11,8 +11,8 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from megascale import api
 from megascale.config import from_tree
-from megascale.data.dataset.compressors import bits_per_byte
-from megascale.data.dataset.fingerprint import check_text
+from megascale.data.dataset.data_checks import check_text
+from megascale.data.dataset.manifest import bits_per_byte
 from megascale.data.prepare import builder, worker_pool
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.base import Tokenizer
@@ -111,7 +111,9 @@ def test_text_is_not_lost_by_vocabularies_of_all_bytes(tmp_path: Path) -> None:
 def test_text_that_a_model_refuses_is_a_data_error(tmp_path: Path) -> None:
     words = loaded(Library(models.WordLevel({"a": 0, "</s>": 1}, unk_token="[UNK]")), tmp_path)
     assert words.encode("a") == [0]
-    with pytest.raises(DataError, match=r"tokenizer\.json cannot encode this text: .*use a tokenizer that knows"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json cannot encode this text: .*use a tokenizer that has all bytes"
+    ):
         words.encode("river")
 
 
@@ -127,7 +129,7 @@ def test_a_tokenizer_of_another_language_is_refused(tmp_path: Path, make, sample
     make().save(str(tmp_path / "tokenizer.json"))
     source = records(tmp_path / "a.jsonl", [f"{i} {CHINESE * 5}" for i in range(40)])
     if sampled:
-        monkeypatch.setattr(worker_pool, "run", lambda *_: pytest.fail("the text was encoded"))
+        monkeypatch.setattr(worker_pool, "encode_pieces", lambda *_: pytest.fail("the text was encoded"))
     else:
         monkeypatch.setattr(builder, "_check_sample", lambda *_: None)
     with pytest.raises(DataError, match=r"cannot represent \d+% of the text.*at most 50% may be; choose a tokenizer"):
@@ -159,10 +161,10 @@ def test_text_tokenised_on_the_fly_is_judged_at_the_start(tmp_path: Path) -> Non
         return from_tree({"data": {"train": [str(source)], "tokenizer": str(tmp_path / "tokenizer.json")}})
 
     word_piece().save(str(tmp_path / "tokenizer.json"))
-    assert check_text(configured(records(tmp_path / "a.jsonl", [ENGLISH] * 9))) == []
-    (note,) = check_text(configured(records(tmp_path / "b.jsonl", [ENGLISH] * 9 + [RUSSIAN])))
+    assert check_text(configured(records(tmp_path / "a.jsonl", [ENGLISH] * 9)).data) == []
+    (note,) = check_text(configured(records(tmp_path / "b.jsonl", [ENGLISH] * 9 + [RUSSIAN])).data)
     assert "cannot represent about" in note
     with pytest.raises(DataError, match=r"data\.train=.*c\.jsonl: the tokenizer .* cannot represent"):
-        check_text(configured(records(tmp_path / "c.jsonl", [RUSSIAN] * 9)))
+        check_text(configured(records(tmp_path / "c.jsonl", [RUSSIAN] * 9)).data)
     train_tokenizer([ENGLISH], 300).save(tmp_path / "tokenizer.json")
-    assert check_text(configured(tmp_path / "c.jsonl")) == []
+    assert check_text(configured(tmp_path / "c.jsonl").data) == []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.prepare.builder import build
-from megascale.data.tokenizer.tiktoken_file import KNOWN, TiktokenTokenizer
+from megascale.data.tokenizer.tiktoken_file import PUBLISHED, TiktokenTokenizer
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError
 
@@ -71,12 +71,12 @@ def published() -> dict[str, dict]:
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(module, "load_tiktoken_bpe", lambda *_, **__: RANKS)
     try:
-        return {name: getattr(module, name)() for name in KNOWN}
+        return {name: getattr(module, name)() for name in PUBLISHED}
     finally:
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("name", sorted(KNOWN))
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_published_encodings_are_known(tmp_path: Path, published: dict[str, dict], name: str) -> None:
     words = load_tokenizer(rank_file(tmp_path / f"{name}.tiktoken"))
     assert words.end_of_document == published[name]["special_tokens"][END]
@@ -86,7 +86,7 @@ def test_published_encodings_are_known(tmp_path: Path, published: dict[str, dict
 @example(text="\r\t")
 @example(text="a\n \n ")
 @settings(max_examples=150, deadline=None)
-@pytest.mark.parametrize("name", sorted(KNOWN))
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_their_patterns_cut_text_alike(published: dict[str, dict], name: str, text: str) -> None:
     """With every pair of bytes a token, the ids show where the pattern cuts."""
     ours, theirs = both(name, published[name]["pat_str"])
@@ -98,7 +98,7 @@ def both(name: str, pattern: str) -> tuple:
     pairs = {bytes([b]): b for b in range(256)}
     pairs |= {bytes([a, b]): 256 + 256 * a + b for a in range(256) for b in range(256)}
     theirs = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=pairs, special_tokens={})
-    return TiktokenTokenizer(name, KNOWN[name][0], pairs, {END: 1 << 20}, END), theirs
+    return TiktokenTokenizer(name, PUBLISHED[name][0], pairs, {END: 1 << 20}, END), theirs
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_bad_rank_files(tmp_path: Path, content: str, says: str) -> None:
 
 def test_bad_descriptions(tmp_path: Path) -> None:
     path = rank_file(tmp_path / "own.tiktoken")
-    with pytest.raises(DataError, match=r"nothing is known.*own\.json beside it"):
+    with pytest.raises(DataError, match=r"is unknown.*own\.json next to it"):
         load_tokenizer(path)
     for record, says in [
         ("{}", "does not describe"),

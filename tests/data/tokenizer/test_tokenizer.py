@@ -17,7 +17,7 @@ from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer import base
 from megascale.data.tokenizer.base import END_OF_DOCUMENT
-from megascale.data.tokenizer.tokenizer import load_tokenizer, load_run_tokenizer, tokenizer_path, train_tokenizer
+from megascale.data.tokenizer.tokenizer import load_run_tokenizer, load_tokenizer, tokenizer_path, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
 WORDS = train_tokenizer(["def spam(eggs):\n    return eggs + 1\n" * 20], 300)
@@ -254,7 +254,7 @@ def test_a_data_set_begins_its_documents_as_the_template_says(tmp_path: Path) ->
 
 def test_long_documents_are_cut_at_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_SLICE", 50)
-    monkeypatch.setattr(base, "_TOGETHER", 120)
+    monkeypatch.setattr(base, "_BATCH", 120)
     text = "".join(f"def f{i}(x): return x + {i}\n" for i in range(40)) + "y" * 120
     ids = WORDS.encode(text)
     assert WORDS.decode(ids) == text

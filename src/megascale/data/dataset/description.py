@@ -1,4 +1,4 @@
-"""What a token file holds: counts, lengths, and text decoded from it."""
+"""Description of a token file: counts, lengths, and text decoded from it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from megascale.config import DataConfig
+from megascale.data.dataset.file_hash import sha256_file
 from megascale.data.dataset.indexed import IndexedDataset
-from megascale.data.dataset.integrity import check_sample, check_whole
-from megascale.data.dataset.manifest import find_part, read_manifest, sha256_file
+from megascale.data.dataset.manifest import check_all_bytes, check_sample, find_part, read_manifest
 from megascale.data.dataset.tokenizer_agreement import check_unchanged_tokenizer
-from megascale.data.tokenizer.tokenizer import load_tokenizer
+from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer
 from megascale.errors import DataError
 
-_READ = 1 << 24  # tokens looked at at a time
+_READ = 1 << 24  # tokens read at a time
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class DataSetDescription:
 
     Attributes:
         lengths: tokens in a document: smallest, median, mean, largest.
-        histogram: (from, up to and without, documents) with bounds at powers of two.
-        tokenizer: the tokenizer.json beside it, None without one.
+        histogram: (lower bound, exclusive upper bound, documents) with bounds at powers of two.
+        tokenizer: the tokenizer.json in its folder, None without one.
         samples: (document, decoded beginning), or ids where there is no tokenizer.
-        compared: `all` or a `sample` of the tokens with the checksum recorded when they were built, `none` without one.
-        longest_run: length, first token and id of the longest run of one id; None unless all was to be read.
+        compared: `all` tokens or a `sample` agree with the checksum recorded at the build; `none` without a checksum.
+        longest_run: length, first token and id of the longest run of one id; None unless all tokens were read.
     """
 
     prefix: str
@@ -47,14 +47,14 @@ class DataSetDescription:
 
 
 def find_prefixes(path: str | Path) -> list[str]:
-    """The token files that a path means: itself without suffix, or all in a folder; DataError if there are none."""
+    """Return the token files of a path: itself without suffix, or all in a folder; DataError if there are none."""
     path = Path(path)
     if not path.is_dir():
         return [str(path)]
-    found = sorted(str(p)[: -len(".idx")] for p in path.glob("*.idx"))
-    if not found:
+    prefixes = sorted(str(file)[: -len(".idx")] for file in path.glob("*.idx"))
+    if not prefixes:
         raise DataError(f"folder {path} holds no token files (.bin/.idx); make some with `megascale data build`")
-    return found
+    return prefixes
 
 
 def describe_token_file(
@@ -65,9 +65,9 @@ def describe_token_file(
     *,
     full: bool = False,
 ) -> DataSetDescription:
-    """Read and check a token file; with `full` its tokens are compared with their checksum as a whole.
+    """Read, check and describe a token file; `full` compares all tokens with their checksum.
 
-    Raises DataError if the pair is damaged, differs from its manifest, or holds ids its tokenizer does not have.
+    Raises DataError if the pair is damaged, differs from its manifest, or holds ids that its tokenizer does not have.
     """
     file = IndexedDataset(prefix)
     file.verify()
@@ -75,29 +75,32 @@ def describe_token_file(
     compared = "none"
     if check_sample("inspect", file.prefix):
         compared = "sample"
-    if full and check_whole("inspect", file.prefix):
+    if full and check_all_bytes("inspect", file.prefix):
         compared = "all"
     if tokenizer is None:
         check_unchanged_tokenizer(DataConfig(train=[file.prefix]))
     ends = np.concatenate([[0], np.cumsum(file.lengths, dtype=np.int64)])[file.document_indices]
     lengths = np.diff(ends)
-    largest = max((int(file.stream[i : i + _READ].max()) for i in range(0, file.tokens, _READ)), default=-1)
-    smallest = min((int(file.stream[i : i + _READ].min()) for i in range(0, file.tokens, _READ)), default=0)
+    parts = [file.stream[i : i + _READ] for i in range(0, file.tokens, _READ)]
+    largest = max((int(part.max()) for part in parts), default=-1)
+    smallest = min((int(part.min()) for part in parts), default=0)
     if smallest < 0:
+        raise DataError(f"{file.prefix}.bin holds token id {smallest}; ids start at 0: it is damaged, build it again")
+    path = tokenizer or Path(file.prefix).parent / TOKENIZER
+    decoder = load_tokenizer(path) if tokenizer or path.exists() else None
+    if decoder is not None and largest >= decoder.vocab_size:
         raise DataError(
-            f"{file.prefix}.bin holds token id {smallest}; ids are from 0 on: it is damaged, build it again"
-        )
-    path = tokenizer or Path(file.prefix).parent / "tokenizer.json"
-    words = load_tokenizer(path) if tokenizer or path.exists() else None
-    if words is not None and largest >= words.vocab_size:
-        raise DataError(
-            f"{file.prefix}.bin holds token id {largest} and {path} has {words.vocab_size}: they do not belong "
+            f"{file.prefix}.bin holds token id {largest} and {path} has {decoder.vocab_size}: they do not belong "
             "together; name the right one with --tokenizer"
         )
-    shown = []
-    for d in np.unique(np.linspace(0, max(file.documents - 1, 0), samples).astype(int)) if file.documents else ():
-        ids = file.document(int(d))[:tokens_shown]
-        shown.append((int(d), words.decode(ids) if words else " ".join(map(str, ids))))
+    decoded = []
+    if file.documents:
+        for document in np.unique(np.linspace(0, file.documents - 1, samples).astype(int)).tolist():
+            ids = file.document(document)[:tokens_shown]
+            decoded.append((document, decoder.decode(ids) if decoder else " ".join(map(str, ids))))
+    summary = (0, 0, 0.0, 0)
+    if len(lengths):
+        summary = (int(lengths.min()), int(np.median(lengths)), float(lengths.mean()), int(lengths.max()))
     return DataSetDescription(
         prefix=file.prefix,
         dtype=file.dtype.name,
@@ -105,22 +108,20 @@ def describe_token_file(
         sequences=len(file),
         tokens=file.tokens,
         bytes=file.tokens * file.dtype.itemsize,
-        lengths=(int(lengths.min()), int(np.median(lengths)), float(lengths.mean()), int(lengths.max()))
-        if len(lengths)
-        else (0, 0, 0.0, 0),
+        lengths=summary,
         histogram=_histogram(lengths),
         largest_id=largest,
-        tokenizer=str(path) if words else None,
-        samples=shown,
+        tokenizer=str(path) if decoder else None,
+        samples=decoded,
         compared=compared,
         longest_run=_longest_run(file) if full else None,
     )
 
 
 def _longest_run(file: IndexedDataset) -> tuple[int, int, int]:
-    """Return length, first token and id of the longest run of one id: a file zeroed in part has a long one."""
+    """Return length, first token and id of the longest run of one id: a partly zeroed file has a long one."""
     best = (0, 0, 0)
-    start = 0  # of the run that goes on
+    start = 0  # of the current run
     for first in range(0, file.tokens, _READ):
         part = file.stream[first : first + _READ]
         before = file.stream[first - 1] if first else part[0]
@@ -128,13 +129,16 @@ def _longest_run(file: IndexedDataset) -> tuple[int, int, int]:
         starts = np.concatenate([[start], changes])
         stops = np.append(changes, first + len(part))
         longest = int(np.argmax(stops - starts))
-        length, at = int(stops[longest] - starts[longest]), int(starts[longest])
-        best = max(best, (length, at, int(file.stream[at])), key=lambda run: run[0])
+        length = int(stops[longest] - starts[longest])
+        begin = int(starts[longest])
+        if length > best[0]:
+            best = (length, begin, int(file.stream[begin]))
         start = int(starts[-1])
     return best
 
 
 def _check_manifest(file: IndexedDataset) -> None:
+    """Raise DataError if the counts or the index differ from the manifest."""
     part = find_part(file.prefix)
     if part is None:
         return
@@ -142,13 +146,13 @@ def _check_manifest(file: IndexedDataset) -> None:
         Path(file.prefix + ".idx")
     ):
         raise DataError(
-            f"{file.prefix} has {file.documents} documents and {file.tokens} tokens and the dataset.json beside it "
-            f"speaks of {part.documents} and {part.tokens} in an index with another hash; build the folder again"
+            f"{file.prefix} has {file.documents} documents and {file.tokens} tokens and the folder's "
+            f"dataset.json has {part.documents} and {part.tokens} in an index with another hash; build the folder again"
         )
 
 
 def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
-    """Counts between powers of two."""
+    """Count lengths between powers of two."""
     if not len(lengths):
         return []
     exponents = np.frexp(np.maximum(lengths, 1))[1] - 1
@@ -158,6 +162,8 @@ def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def manifest_sources(prefix: str | Path) -> list[str]:
-    """What the data set around a token file was made of, empty if unknown."""
+    """Return the inputs of the data set that a token file belongs to, empty if unknown."""
     manifest = read_manifest(Path(prefix).parent)
-    return manifest.sources if manifest else []
+    if manifest is None:
+        return []
+    return manifest.sources

@@ -1,4 +1,4 @@
-"""JSON values of a file one by one: a list's elements, or values that stand one after the other."""
+"""JSON values of a file one by one: the elements of a list, or consecutive values."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 _SPACE = " \t\r\n"
-# An error this close to the end of what was read may only mean that a value goes on; strings may begin far before it.
-_NEAR_END = 32
+# An error this close to the end of the buffer may only mean that a value goes on; a string may begin long before it.
+_NEAR_END = 32  # characters
 
 
 class JsonValue(NamedTuple):
-    """A value, whether it is an element of a list, and the bytes of input read since the value before."""
+    """A value, its membership in a list, and the bytes of input read since the value before."""
 
     value: Any
     is_element: bool
@@ -57,59 +57,62 @@ class _Reader:
         self._limit = limit
         self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
         self._json = json.JSONDecoder()
-        self._text, self._at, self._used = "", 0, 0
+        self._text = ""
+        self._position = 0
+        self._used = 0
 
     def take_used(self) -> int:
         """Return the bytes of input read since the last call."""
-        used, self._used = self._used, 0
+        used = self._used
+        self._used = 0
         return used
 
     def peek(self) -> str:
         """Return the next character that is not white space, an empty string at the end."""
         while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in _SPACE:
-                    return self._text[self._at]
-                self._at += 1
+            while self._position < len(self._text):
+                if self._text[self._position] not in _SPACE:
+                    return self._text[self._position]
+                self._position += 1
             if not self._read_more(1):
                 return ""
 
     def skip_character(self) -> None:
         """Pass over the character that `peek` returned."""
-        self._at += 1
+        self._position += 1
 
     def take_value(self) -> Any:
         """Return the next value and pass over it."""
         self.peek()
         while True:
             try:
-                value, stop = self._json.raw_decode(self._text, self._at)
+                value, stop = self._json.raw_decode(self._text, self._position)
             except RecursionError:
                 raise ValueError("it is nested too deeply") from None
             except json.JSONDecodeError as error:
-                held = len(self._text) - self._at
+                unread = len(self._text) - self._position
                 goes_on = error.msg.startswith("Unterminated string") or len(self._text) - error.pos < _NEAR_END
-                if goes_on and held > self._limit:
+                if goes_on and unread > self._limit:
                     raise TooLongError from None
                 # Reading twice as much each time keeps the work linear in the value's length.
-                if not goes_on or not self._read_more(max(1, min(held, self._limit - held + 1))):
-                    raise ValueError(error.msg) from None  # its position is one in the buffer, not in the file
+                if not goes_on or not self._read_more(max(1, min(unread, self._limit - unread + 1))):
+                    raise ValueError(error.msg) from None  # its position refers to the buffer, not to the file
             else:
-                if stop - self._at > self._limit:
+                if stop - self._position > self._limit:
                     raise TooLongError
-                self._at = stop
+                self._position = stop
                 return value
 
     def _read_more(self, characters: int) -> bool:
-        """Read at least so many characters more, dropping what was passed; return False at the end of the file."""
-        parts = [self._text[self._at :]]
-        self._at = 0
+        """Read at least `characters` more and drop the passed ones; return False at the end of the file."""
+        parts = [self._text[self._position :]]
+        self._position = 0
         missing = characters
         at_end = False
         while missing > 0 and not at_end:
             chunk = next(self._chunks, None)
             at_end = chunk is None
-            data, used = (b"", 0) if chunk is None else chunk
+            data, used = chunk or (b"", 0)
             parts.append(self._utf8.decode(data, final=at_end))
             missing -= len(parts[-1])
             self._used += used

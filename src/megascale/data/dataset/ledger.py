@@ -1,9 +1,9 @@
-"""The ledger of a run's samples: proof that each was trained once, and which ones they were. No torch.
+"""The ledger of a run's samples: proof that each was trained once, and which samples they were. No torch.
 
-Rank 0 appends a line per step to `samples/ledger.jsonl`: the step, its first sample's number, how many, a hash of
-their ids (epoch, file, window) as the loader drew them, and running totals of the checksums of what all ranks have
-read (read_checksum.py). A resumed run drops the lines of steps that it does again. Totals go on from the checkpoint,
-so a line that a crash has cut leaves no gap in the proof.
+Rank 0 appends a line per step to `samples/ledger.jsonl`: the step, its first sample's number, the number of samples, a
+hash of their ids (epoch, file, window) as the loader drew them, and running totals of the checksums of the samples that
+all ranks have read (read_checksum.py). A resumed run drops the lines of steps that it repeats. Totals continue from the
+checkpoint, so a line that a crash has cut off leaves no gap in the proof.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Any
 import numpy as np
 
 from megascale.data.dataset.formats import is_text
-from megascale.data.dataset.read_checksum import ReadSums, ReadTotals, parts_of, sum_numbers, sum_samples
+from megascale.data.dataset.read_checksum import ReadSums, ReadTotals, split_range, sum_numbers, sum_samples
 from megascale.data.dataset.samples import SampleSource, hash_ids
 
-# Tokens that are read again by default, of steps that lie evenly over the run; text is tokenised again for it.
-_TOKENS = 1 << 26
-_TOKENS_OF_TEXT = 1 << 20
+# Tokens read again by default, in steps spread evenly over the run; text must be tokenised again for it.
+_MAX_TOKENS = 1 << 26
+_MAX_TEXT_TOKENS = 1 << 20
 
 
 @dataclass
-class Checked:
-    """What a ledger proves.
+class LedgerReport:
+    """Results of checking a ledger.
 
     Attributes:
-        steps, samples: in it.
-        distinct: different ids among them; equal to `samples` where no epoch was left unfinished and begun again.
+        steps, samples: number of steps and samples in it.
+        distinct: number of different ids; equal to `samples` unless an epoch was abandoned and begun again.
         epochs: passes over the data.
-        recorded: steps whose lines say what ranks have read; those of older versions do not.
-        compared: steps whose tokens were read again and compared with what ranks had read.
-        missing: a sentence for each run of steps that have no line, as a crash leaves it.
+        recorded: steps whose lines have totals of the samples that ranks read.
+        compared: steps whose tokens were read again and compared with those totals.
+        missing: a sentence for each run of steps that have no line, as after a crash.
         unknown: samples of such steps that no totals account for.
-        other_data: steps before the last change of the data that was accepted: those samples cannot be drawn again.
-        faults: a sentence each; empty where every sample from 0 on was trained once, in order, as the seed says.
+        steps_before_change: steps before the last accepted change of the data, whose samples cannot be drawn again.
+        faults: one sentence each; empty if every sample from 0 on was trained once, in the order of the seed.
     """
 
     steps: int = 0
@@ -52,145 +52,161 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class _Stretch:
-    """Samples begin .. end - 1, of steps whose last is `step`, and the sums of what ranks read of them."""
+class _Span:
+    """Samples begin .. end - 1 of steps up to `step`, and the sums of what ranks read of them.
+
+    `counted_from` is the first sample of the running totals that the sums are taken from.
+    """
 
     step: int
     begin: int
     end: int
     sums: ReadSums
-    since: int
+    counted_from: int
+
+    def __str__(self) -> str:
+        return f"samples {self.begin} to {self.end - 1} (up to step {self.step})"
 
 
-def check_ledger(lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: int = 10, full: bool = False) -> Checked:
-    """Check a ledger's lines; with `source` the ids too, by drawing them again, and the tokens, by reading them again.
+def check_ledger(
+    lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: int = 10, full: bool = False
+) -> LedgerReport:
+    """Check a ledger's lines. With `source`, also draw the samples' ids and read their tokens again.
 
     Args:
-        source: None: numbers alone are compared.
-        shown: most faults that are told.
-        full: read the tokens of all steps; default: of at most _TOKENS tokens, of text _TOKENS_OF_TEXT.
+        source: None compares numbers only.
+        shown: largest number of faults reported.
+        full: read the tokens of all steps; default: at most _MAX_TOKENS tokens, of text _MAX_TEXT_TOKENS.
     """
-    result = Checked()
-    stretches = _stretches(lines)
-    _check_order(lines, {stretch.step: stretch.begin for stretch in stretches}, result)
+    report = LedgerReport()
+    spans = _find_spans(lines)
+    _check_order(lines, {span.step: span.begin for span in spans}, report)
     totals = [ReadTotals.from_record(line.get("read")) for line in lines]
-    recorded = [each for each in totals if each is not None]
-    since = recorded[-1].first if recorded else 0
-    # Lines of older versions do not tell of a change of the data, and are compared.
-    pairs = zip(lines, totals, strict=True)
-    comparable = [line for line, total in pairs if total is None or total.first == since]
-    result.steps_before_change = len(lines) - len(comparable)
+    recorded = [total for total in totals if total is not None]
+    counted_from = recorded[-1].first if recorded else 0
+    # A line without totals does not show a change of the data, so it is compared.
+    comparable = [
+        line for line, total in zip(lines, totals, strict=True) if total is None or total.first == counted_from
+    ]
+    report.steps_before_change = len(lines) - len(comparable)
+    report.recorded = len(recorded)
     if source is not None:
-        _check_ids(comparable, source, result)
-    result.recorded = len(recorded)
-    for stretch in stretches:
-        if sum_numbers(stretch.begin, stretch.end) != stretch.sums.numbers:
-            result.faults.append(f"{_named(stretch)}: the numbers that ranks read are others, or some came twice")
+        _check_ids(comparable, source, report)
+    for span in spans:
+        if sum_numbers(span.begin, span.end) != span.sums.numbers:
+            report.faults.append(f"{span}: the numbers that ranks read are others, or some came twice")
     if source is not None:
-        chosen = [stretch for stretch in stretches if stretch.since == since]
+        selected = [span for span in spans if span.counted_from == counted_from]
         if not full:
-            text = any(map(is_text, source.config.data.train))
-            chosen = _choose(chosen, source.sequence_length, _TOKENS_OF_TEXT if text else _TOKENS)
-        result.compared = len(chosen)
-        for stretch in chosen:
-            if _read_again(stretch, source).tokens != stretch.sums.tokens:
-                result.faults.append(f"{_named(stretch)}: the tokens that ranks read are not those of the files")
-    if len(result.faults) > shown:
-        result.faults[shown:] = [f"and {len(result.faults) - shown} more"]
-    return result
+            has_text = any(map(is_text, source.data.train))
+            selected = _select(selected, source.sequence_length, _MAX_TEXT_TOKENS if has_text else _MAX_TOKENS)
+        report.compared = len(selected)
+        for span in selected:
+            if _read_again(span, source).tokens != span.sums.tokens:
+                report.faults.append(f"{span}: the tokens that ranks read are not those of the files")
+    if len(report.faults) > shown:
+        report.faults[shown:] = [f"and {len(report.faults) - shown} more"]
+    return report
 
 
-def _check_order(lines: Sequence[dict[str, Any]], begins: Mapping[int, int], result: Checked) -> None:
-    """Compare each line's step and first sample with what is due after the line before.
+def _check_order(lines: Sequence[dict[str, Any]], begins: Mapping[int, int], report: LedgerReport) -> None:
+    """Compare each line's step and first sample with those due after the line before.
 
     Args:
-        begins: of each step whose line says what ranks have read, the first sample that it accounts for.
+        begins: the first sample that each step with totals accounts for.
     """
-    step, due = 0, 0
+    step = due = 0
     for line in lines:
-        first, end = line["first"], line["first"] + line["count"]
+        first = line["first"]
         if line["step"] > step + 1 and first > due:
             last = line["step"] - 1
-            lost = f"step {last} has" if last == step + 1 else f"steps {step + 1} to {last} have"
-            is_known = begins.get(line["step"], first) <= due
-            how = "were read, as the totals after them say" if is_known else "are accounted for nowhere"
-            result.unknown += 0 if is_known else first - due
-            result.missing.append(f"{lost} no line; samples {due} to {first - 1} {how}")
+            missing = f"step {last} has" if last == step + 1 else f"steps {step + 1} to {last} have"
+            if begins.get(line["step"], first) <= due:
+                state = "were read, as the totals after them say"
+            else:
+                state = "are accounted for nowhere"
+                report.unknown += first - due
+            report.missing.append(f"{missing} no line; samples {due} to {first - 1} {state}")
         else:
             if line["step"] != step + 1:
-                result.faults.append(f"step {line['step']} follows step {step}")
+                report.faults.append(f"step {line['step']} follows step {step}")
             if first != due:
-                how = "repeats" if first < due else "skips"
-                result.faults.append(f"step {line['step']} begins at sample {first} where {due} is due: it {how} some")
-        step, due = line["step"], end
-        result.steps += 1
-        result.samples += line["count"]
+                verb = "repeats" if first < due else "skips"
+                report.faults.append(f"step {line['step']} begins at sample {first} where {due} is due: it {verb} some")
+        step = line["step"]
+        due = first + line["count"]
+        report.steps += 1
+        report.samples += line["count"]
 
 
-def _check_ids(lines: Sequence[dict[str, Any]], source: SampleSource, result: Checked) -> None:
-    """Draw the samples' ids again, compare those of each line, and look for one that comes twice."""
+def _check_ids(lines: Sequence[dict[str, Any]], source: SampleSource, report: LedgerReport) -> None:
+    """Draw the samples' ids again, compare those of each line, and find ids that come twice."""
     ids: list[np.ndarray] = []
     end = 0
     for line in lines:
         drawn = source.ids(line["first"], line["count"])
         if f"{hash_ids(drawn):016x}" != line["ids"]:
-            result.faults.append(f"step {line['step']} trained other samples than the seed and the files give")
+            report.faults.append(f"step {line['step']} trained other samples than the seed and the files give")
         ids.append(drawn)
         end = line["first"] + line["count"]
     if not ids:
         return
     unique, counts = np.unique(np.concatenate(ids), axis=0, return_counts=True)
-    result.distinct, result.epochs = len(unique), source.count_epochs(end)
+    report.distinct = len(unique)
+    report.epochs = source.count_epochs(end)
     for i in np.flatnonzero(counts > 1):
-        result.faults.append(f"sample {tuple(unique[i].tolist())} was trained {counts[i]} times")
+        report.faults.append(f"sample {tuple(unique[i].tolist())} was trained {counts[i]} times")
 
 
-def _stretches(lines: Sequence[dict[str, Any]]) -> list[_Stretch]:
-    """Return what ranks read from one line's totals to the next; a line that is missing makes a stretch longer."""
-    stretches = []
-    totals, end = ReadTotals(), 0
+def _find_spans(lines: Sequence[dict[str, Any]]) -> list[_Span]:
+    """Return the spans of samples between consecutive totals; a missing line makes a span longer."""
+    spans = []
+    totals = ReadTotals()
+    end = 0
     for line in lines:
-        first, stop = line["first"], line["first"] + line["count"]
-        now = ReadTotals.from_record(line.get("read"))
-        if now is None:
-            totals, end = ReadTotals(first=stop), stop
+        first = line["first"]
+        stop = first + line["count"]
+        line_totals = ReadTotals.from_record(line.get("read"))
+        if line_totals is None:
+            totals = ReadTotals(first=stop)
+            end = stop
             continue
-        if now.first != totals.first:  # counted anew, as after a change of the data that was accepted
-            totals, end = ReadTotals(first=now.first), now.first
-        # Where lines are out of order, which _check_order tells, the totals say nothing of this line alone.
+        if line_totals.first != totals.first:  # the totals were reset, as after an accepted change of the data
+            totals = ReadTotals(first=line_totals.first)
+            end = line_totals.first
+        # Where lines are out of order, which _check_order reports, the totals prove nothing about this line alone.
         if end <= first:
-            stretches.append(_Stretch(line["step"], end, stop, now.sums - totals.sums, now.first))
-        totals, end = now, stop
-    return stretches
+            spans.append(_Span(line["step"], end, stop, line_totals.sums - totals.sums, line_totals.first))
+        totals = line_totals
+        end = stop
+    return spans
 
 
-def _choose(stretches: list[_Stretch], sequence_length: int, most: int) -> list[_Stretch]:
-    """Return stretches of at most `most` tokens in all (but at least one), evenly over the run."""
-    tokens = sum(stretch.end - stretch.begin for stretch in stretches) * (sequence_length + 1)
-    count = min(len(stretches), max(1, int(len(stretches) * most / max(tokens, 1))))
-    return [stretches[(i + 1) * len(stretches) // count - 1] for i in range(count)] if stretches else []
+def _select(spans: list[_Span], sequence_length: int, max_tokens: int) -> list[_Span]:
+    """Return spans of at most `max_tokens` tokens in all (but at least one span), evenly over the run."""
+    if not spans:
+        return []
+    tokens = sum(span.end - span.begin for span in spans) * (sequence_length + 1)
+    count = min(len(spans), max(1, int(len(spans) * max_tokens / max(tokens, 1))))
+    return [spans[(i + 1) * len(spans) // count - 1] for i in range(count)]
 
 
-def _read_again(stretch: _Stretch, source: SampleSource) -> ReadSums:
+def _read_again(span: _Span, source: SampleSource) -> ReadSums:
     sums = ReadSums()
-    for first, count in parts_of(stretch.begin, stretch.end):
+    for first, count in split_range(span.begin, span.end):
         sums += sum_samples(first, source.batch(first, count).T)
     return sums
 
 
-def _named(stretch: _Stretch) -> str:
-    return f"samples {stretch.begin} to {stretch.end - 1} (up to step {stretch.step})"
-
-
 def find_step_samples(lines: Sequence[dict[str, Any]], step: int, global_batch: int) -> tuple[int, int]:
-    """(first sample's number, how many) of a step, done or the next to be done.
+    """Return (first sample's number, number of samples) of a step, finished or the next one.
 
-    A step that is not in the ledger follows the last one before it that is, at `global_batch` samples a step.
+    A step that is not in the ledger follows the last step before it that is, at `global_batch` samples per step.
     """
-    before = [line for line in lines if line["step"] <= step]
-    if not before:
+    earlier = [line for line in lines if line["step"] <= step]
+    if not earlier:
         return (step - 1) * global_batch, global_batch
-    last = max(before, key=lambda line: line["step"])
+    last = max(earlier, key=lambda line: line["step"])
     if last["step"] == step:
         return last["first"], last["count"]
     return last["first"] + last["count"] + (step - last["step"] - 1) * global_batch, global_batch

@@ -1,8 +1,8 @@
-"""Whose tokens a file holds: the run's own tokenizer's, or it is refused: equal ids of two tokenizers are other text.
+"""The tokenizer of token files, compared with the run's: equal ids of two tokenizers are different text.
 
-What a token file's tokenizer is stands in the manifest beside it (`megascale data build` writes one); a file without
-one is taken to belong to the tokenizer.json beside it, if there is one. A run keeps what it began with in
-`samples/tokenizer.json`. Where neither is known, the vocabulary's size still decides (see check_ids in samples.py).
+The manifest in a token file's folder names its tokenizer (`megascale data build` writes one). A file without a manifest
+is assumed to belong to the tokenizer.json in its folder, if there is one. A run records its first tokenizer in
+`samples/tokenizer.json`. Where neither is known, the size of the vocabulary is still checked (check_ids in samples.py).
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megascale.config import Config, DataConfig
+from megascale.config import DataConfig
 from megascale.core.untrusted_files import read_small_text
+from megascale.data.dataset.file_hash import sha256_file, write_atomically
 from megascale.data.dataset.formats import is_text
-from megascale.data.dataset.manifest import Manifest, read_manifest, sha256_file
+from megascale.data.dataset.manifest import MANIFEST, Manifest, read_manifest
 from megascale.data.tokenizer.huggingface_file import CONFIG, configured_end
-from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_path
+from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer, tokenizer_path
 from megascale.errors import DataError
 
 RECORD = "samples/tokenizer.json"
 
 
 @dataclass(frozen=True)
-class Identity:
+class TokenizerIdentity:
     """A tokenizer.
 
     Attributes:
-        sha256: of its tokenizer.json's contents.
-        file: where it is, for a person.
+        sha256: hash of its tokenizer.json's contents.
+        file: its path, for messages.
         vocab_size: one more than its largest id.
     """
 
@@ -40,38 +41,40 @@ class Identity:
         return f"{self.file} ({self.vocab_size:,} entries, sha256 {self.sha256[:8]})"
 
 
-def of_tokens(prefix: str | Path) -> Identity | None:
-    """Of a token file; None if nothing says."""
+def identify_token_file(prefix: str | Path) -> TokenizerIdentity | None:
+    """Return the tokenizer of a token file; None if neither a manifest nor a tokenizer.json tells."""
     folder = Path(prefix).parent
     manifest = read_manifest(folder)
     if manifest is not None:
-        told = manifest.tokenizer
+        record = manifest.tokenizer
         try:
-            return Identity(str(told["sha256"]), str(folder / str(told["file"])), int(told["vocab_size"]))
+            return TokenizerIdentity(
+                str(record["sha256"]), str(folder / str(record["file"])), int(record["vocab_size"])
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{folder / 'dataset.json'} names no tokenizer ({error}); build the folder again") from None
-    sibling = folder / "tokenizer.json"
+            raise DataError(f"{folder / MANIFEST} names no tokenizer ({error}); build the folder again") from None
+    path = folder / TOKENIZER
     try:
-        return _of_file(sibling) if sibling.exists() else None
+        return _identify(path) if path.exists() else None
     except DataError:
-        return None  # of another kind: it says nothing of the file
+        return None  # a tokenizer of another kind tells nothing about the tokens
 
 
-def of_run(config: Config) -> Identity | None:
-    """Of a run by its configuration: data.tokenizer or, as everywhere, what is beside its training files.
+def identify_run_tokenizer(data: DataConfig) -> TokenizerIdentity | None:
+    """Return a run's tokenizer: data.tokenizer, or the tokenizer of its training files.
 
-    DataError if that one is named and cannot be read.
+    Raises DataError if data.tokenizer is set and cannot be read.
     """
-    data = config.data
     if data.tokenizer or any(map(is_text, data.train)):
-        return _of_file(tokenizer_path(data))
-    return next((found for entry in data.train if (found := of_tokens(entry))), None)
+        return _identify(tokenizer_path(data))
+    identities = (identify_token_file(entry) for entry in data.train)
+    return next((identity for identity in identities if identity), None)
 
 
 def check_unchanged_tokenizer(data: DataConfig) -> None:
-    """Refuse a tokenizer.json that was replaced next to the data set it is taken from; DataError naming both.
+    """Refuse a tokenizer.json that was replaced in the folder of the data set it is taken from; DataError naming both.
 
-    Nothing is checked if data.tokenizer names another, or if the data set was not built here.
+    Nothing is checked if data.tokenizer names another file, or if the data set was not built here.
     """
     if data.tokenizer or not data.train or is_text(data.train[0]):
         return
@@ -82,86 +85,85 @@ def check_unchanged_tokenizer(data: DataConfig) -> None:
     built = manifest.tokenizer
     raise DataError(
         f"{folder / built['file']} is not the tokenizer that {folder} was built with (sha256 {built['sha256'][:8]}, "
-        f"{built['vocab_size']:,} entries): the file, or the end of a document that tokenizer_config.json beside it "
-        "names, was changed, so ids would mean other text. Put the files back, name the right tokenizer with "
-        "--data.tokenizer, or build the data set again"
+        f"{built['vocab_size']:,} entries): the file, or the end of a document in its tokenizer_config.json, was "
+        "changed, so ids would mean other text. Put the files back, name the right tokenizer with --data.tokenizer, "
+        "or build the data set again"
     )
 
 
 def has_other_tokenizer(folder: Path, manifest: Manifest) -> bool:
-    """Return whether the tokenizer in a data set's folder is another than the one it was built with.
+    """Return whether the tokenizer in a data set's folder differs from the one it was built with.
 
-    A file that is missing is no other one. Raises DataError if the file cannot be read.
+    A missing file does not differ. Raises DataError if the file cannot be read.
     """
     built = manifest.tokenizer
-    path = folder / str(built.get("file", "tokenizer.json"))
+    path = folder / str(built.get("file", TOKENIZER))
     if not path.exists() or "sha256" not in built:
         return False
     if "eos_token" in built and built["eos_token"] != configured_end(path.with_name(CONFIG)):
         return True
-    # A file as it was written needs no parsing. One that was formatted anew may still hold the same tokenizer.
+    # An unchanged file needs no parsing. A reformatted file may still hold the same tokenizer.
     return sha256_file(path) != built["sha256"] and load_tokenizer(path).sha256 != built["sha256"]
 
 
-def _of_file(path: Path) -> Identity:
-    words = load_tokenizer(path)
-    return Identity(words.sha256, str(path), words.vocab_size)
+def _identify(path: Path) -> TokenizerIdentity:
+    tokenizer = load_tokenizer(path)
+    return TokenizerIdentity(tokenizer.sha256, str(path), tokenizer.vocab_size)
 
 
-def remember(run: Path, config: Config) -> None:
-    """Write down which tokenizer a run begins with."""
-    now, record = of_run(config), run / RECORD
-    if now is None:
+def write_identity(run: Path, data: DataConfig) -> None:
+    """Record the tokenizer that a run begins with."""
+    identity = identify_run_tokenizer(data)
+    record = run / RECORD
+    if identity is None:
         record.unlink(missing_ok=True)
         return
-    record.parent.mkdir(parents=True, exist_ok=True)
-    new = record.with_suffix(".tmp")
-    new.write_text(json.dumps(asdict(now), indent=1) + "\n")
-    new.replace(record)
+    write_atomically(record, json.dumps(asdict(identity), indent=1) + "\n")
 
 
-def read_identity(run: Path) -> Identity | None:
-    """What a run began with; None for one of an older version, or of which nothing is known."""
+def read_identity(run: Path) -> TokenizerIdentity | None:
+    """Return the tokenizer that a run began with, None if it is not recorded."""
     try:
-        return Identity(**json.loads(read_small_text(run / RECORD)))
+        return TokenizerIdentity(**json.loads(read_small_text(run / RECORD)))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def check_run_tokenizer(run: Path, config: Config) -> Identity | None:
-    """The run's tokenizer; DataError if the one there now is not what the run began with."""
-    check_unchanged_tokenizer(config.data)
-    before = read_identity(run)
+def check_run_tokenizer(run: Path, data: DataConfig) -> TokenizerIdentity | None:
+    """Return the run's tokenizer; DataError if the present one is not the one that the run began with."""
+    check_unchanged_tokenizer(data)
+    recorded = read_identity(run)
     try:
-        now = of_run(config)
+        present = identify_run_tokenizer(data)
     except DataError:
-        return before  # the file is gone; what it was may be known
-    if before is not None and now is not None and before.sha256 != now.sha256:
+        return recorded  # the file is missing; the record may still identify it
+    if recorded is not None and present is not None and recorded.sha256 != present.sha256:
         raise DataError(
-            f"the tokenizer {now} is not the one that the run {run} began with, {before}: equal ids mean other text. "
-            "Put that one back, or name it with --data.tokenizer"
+            f"the tokenizer {present} is not the one that the run {run} began with, {recorded}: equal ids mean other "
+            "text. Put that one back, or name it with --data.tokenizer"
         )
-    return before or now
+    return recorded or present
 
 
-def check_token_file(what: str, prefix: str, own: Identity | None, vocab_size: int | None) -> None:
-    """DataError, naming both, if a token file is of another tokenizer than the run's, or has more ids than the model.
+def check_token_file(
+    setting: str, prefix: str, run_tokenizer: TokenizerIdentity | None, vocab_size: int | None
+) -> None:
+    """Raise DataError if a token file belongs to another tokenizer than the run's, or has more ids than the model.
 
     Args:
-        what: the key or option that named the file.
-        own: the run's tokenizer, if known.
+        setting: the key or option that named the file.
     """
-    theirs = of_tokens(prefix)
-    if theirs is None:
+    identity = identify_token_file(prefix)
+    if identity is None:
         return
-    if own is not None and own.sha256 != theirs.sha256:
+    if run_tokenizer is not None and run_tokenizer.sha256 != identity.sha256:
         raise DataError(
-            f"{what}={prefix} holds tokens of another tokenizer, {theirs}, than this run's, {own}: equal ids mean "
-            "different text, so its loss would mean nothing. Build it with the run's (`megascale data build "
-            f"--tokenizer {own.file}`), or name another file"
+            f"{setting}={prefix} holds tokens of another tokenizer, {identity}, than this run's, {run_tokenizer}: "
+            "equal ids mean different text, so its loss would mean nothing. Build it with the run's (`megascale data "
+            f"build --tokenizer {run_tokenizer.file}`), or name another file"
         )
-    if own is None and vocab_size is not None and theirs.vocab_size > vocab_size:
+    if run_tokenizer is None and vocab_size is not None and identity.vocab_size > vocab_size:
         raise DataError(
-            f"{what}={prefix} holds tokens of {theirs}, and model.vocab_size={vocab_size}: it is of another tokenizer "
-            "than the run's; name a file that was built with the run's"
+            f"{setting}={prefix} holds tokens of {identity}, and model.vocab_size={vocab_size}: it belongs to another "
+            "tokenizer than the run's; name a file that was built with the run's"
         )

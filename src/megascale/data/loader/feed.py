@@ -1,4 +1,4 @@
-"""Where the training loop gets its micro-batches: of the host's loader, or read by the rank itself."""
+"""Micro-batches for the training loop, from the host's loader or read by the rank itself."""
 
 from __future__ import annotations
 
@@ -6,128 +6,170 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megascale.config import Config
 from megascale.core.events import Event
 from megascale.core.layout import Layout
-from megascale.data.dataset import fingerprint
+from megascale.data.dataset.data_checks import check_run_data
 from megascale.data.dataset.read_checksum import ReadChecksum
-from megascale.data.dataset.samples import SampleSource, hash_ids
-from megascale.data.loader import data_watch, host_loader
-from megascale.data.loader.host_layout import HostPlan, index_folder, plan_host
+from megascale.data.dataset.samples import hash_ids
+from megascale.data.loader import host_loader
 from megascale.data.loader.host_loader import LoaderReader
+from megascale.data.loader.host_plan import HostPlan, plan_host
 from megascale.data.loader.ring import MEASURES
 
 # Tokens and targets, int64 [sequence, micro_batch] on the device.
 Batch = tuple[torch.Tensor, torch.Tensor]
 
+SLOW_SHARE = 0.02  # share of the steps' time spent waiting for data above which an event reports it
+_STEPS = 10  # steps that are judged together
+_QUIET_STEPS = 100  # steps between two events of one cause
+_REMEDIES = {
+    "disk": "put the data on a faster disk, or as token files (`megascale data build`), which are smaller than text",
+    "decompression": "store the data less compressed or as token files (`megascale data build`), or raise "
+    "data.loader_threads",
+    "CPU": "raise data.loader_threads if cores are free, or tokenise beforehand with `megascale data build`",
+    "other processes on the CPU": "leave the loader a core: lower train.threads or stop other work on this host",
+}
+
+
+CheckData = Callable[[int], list[str]]  # called with the samples consumed; returns notes on the data
+
+
+def _check_data(config: Config, leader: bool, consumed: int) -> list[str]:
+    """Check the data of a run that resumes after `consumed` samples, and return notes on it."""
+    return check_run_data(
+        config.run_folder,
+        config.data,
+        sequence_length=config.model.sequence_length,
+        vocab_size=config.model.vocab_size,
+        consumed=consumed,
+        leader=leader,
+        accept_changes="data.train" in config.checkpoint.accept_changes,
+    )
+
 
 class LocalFeed:
-    """This rank reads for itself when it is asked: nothing is read ahead.
+    """Reads samples in this rank on demand; nothing is read ahead.
 
     Attributes:
-        read: checksum of the samples that were handed to the engine.
+        checksum: of the samples that were passed to the engine.
     """
 
-    def __init__(self, layout: Layout, rank: int, local_rank: int, device: torch.device) -> None:
-        self._rank, self._local_rank = rank, local_rank
-        self.source = SampleSource(layout.config, index_folder(layout.config))
-        self.device, self.config = device, layout.config
+    def __init__(
+        self, plan: HostPlan, data_coordinate: int, device: torch.device, check_data: CheckData | None = None
+    ) -> None:
+        self.source = plan.open_source()
+        self.device = device
         self.checksum = ReadChecksum()
-        train = layout.config.train
-        self._share = train.global_batch // layout.grid.data
-        self._offset = layout.grid.coordinate(rank).data * self._share
+        self._check_data = check_data
+        self._micro_batch = plan.shape.columns
+        self._global_batch = plan.global_batch
+        self._offset = data_coordinate * (plan.global_batch // plan.data_ranks)
         self._seconds = 0.0
 
     def start(self, first: int) -> list[str]:
-        """Check the data of a run that goes on at sample `first`, and return notes on it.
+        """Check the data of a run that resumes at sample `first`, and return notes on it.
 
-        Raises DataError if files are not what they were.
+        Raises DataError if files have changed.
         """
-        return fingerprint.check_run_data(self.config, first, self._rank == 0) if self._local_rank == 0 else []
+        return self._check_data(first) if self._check_data else []
 
     def batches(self, first: int) -> Callable[[int], Batch]:
-        """Micro-batch i of this rank's share of the step that begins at sample `first`."""
-        size = self.config.train.micro_batch
+        """Return a function of i: micro-batch i of this rank's share of the step that begins at sample `first`."""
 
-        def batch(i: int) -> Batch:
+        def read_batch(i: int) -> Batch:
             started = time.perf_counter()
-            number = first + self._offset + i * size
-            rows = self.source.batch(number, size)
+            number = first + self._offset + i * self._micro_batch
+            rows = self.source.batch(number, self._micro_batch)
             columns = torch.from_numpy(rows).t().contiguous().to(self.device, non_blocking=True)
             self.checksum.add(number, rows.T)
             self._seconds += time.perf_counter() - started
             return columns[:-1], columns[1:]
 
-        return batch
+        return read_batch
 
     def ids(self, first: int) -> str:
-        """Hash of the sample ids of the whole step that begins at sample `first`."""
-        return f"{hash_ids(self.source.ids(first, self.config.train.global_batch)):016x}"
+        """Return the hash of the sample ids of the step that begins at sample `first`."""
+        return f"{hash_ids(self.source.ids(first, self._global_batch)):016x}"
 
     def epochs(self, consumed: int) -> float:
-        """Passes over the data after so many samples."""
+        """Return the passes over the data after `consumed` samples."""
         return self.source.count_epochs(consumed)
 
     def measures(self) -> dict[str, float]:
-        """Since the last call: seconds that the step waited, bytes read."""
-        told = {"loader_wait_seconds": self._seconds, "loader_bytes_read": int(self.source.meter.bytes_read)}
+        """Return the seconds of waiting and the bytes read since the last call."""
+        measures = {"loader_wait_seconds": self._seconds, "loader_bytes_read": int(self.source.meter.bytes_read)}
         self._seconds = 0.0
         self.source.meter.bytes_read = 0
-        return told
+        return measures
 
     def loader_events(self, seconds: float) -> list[tuple[Event, dict[str, Any]]]:
-        """What the run should tell of; `seconds` took the last step."""
+        """Return the events of the last step, which took `seconds`: none."""
         return []
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self.source.close()
 
 
 class HostFeed:
-    """Micro-batches out of the host's ring, copied to the device without waiting for the copy.
+    """Takes micro-batches from the host's ring and copies them to the device without waiting for the copy.
 
-    A slot is given back when its copy is done, which on a GPU is looked at when the next one is wanted.
+    A slot is released when its copy is done. On a GPU this is checked when the next micro-batch is needed.
 
     Attributes:
-        read: checksum of the samples that were handed to the engine.
+        checksum: of the samples that were passed to the engine.
     """
 
-    def __init__(self, plan: HostPlan, folder: Path, rank: int, local_rank: int, device: torch.device) -> None:
-        self.plan, self.folder, self.rank, self.device = plan, folder, rank, device
-        self._local_rank = local_rank
-        self._made = local_rank == 0 and host_loader.VARIABLE not in os.environ
+    def __init__(
+        self,
+        plan: HostPlan,
+        folder: Path,
+        rank: int,
+        local_rank: int,
+        device: torch.device,
+        check_data: CheckData | None = None,
+    ) -> None:
+        self.plan = plan
+        self.folder = folder
+        self.rank = rank
+        self.device = device
         self.reader: LoaderReader | None = None
-        self.read = ReadChecksum()
+        self.checksum = ReadChecksum()
+        self._check_data = check_data
+        self._owns_folder = local_rank == 0 and host_loader.VARIABLE not in os.environ
         self._pinned: Any = None
-        self._flying: deque[torch.cuda.Event] = deque()
-        self._ids, self._epochs = 0, 0.0
-        self._waited = 0.0
-        self._before = dict.fromkeys(MEASURES, 0.0)
-        self._watch = data_watch.DataWatch()
+        self._copies: deque[torch.cuda.Event] = deque()
+        self._ids = 0
+        self._epochs = 0.0
+        self._reported_wait = 0.0
+        self._reported = dict.fromkeys(MEASURES, 0.0)
+        self._watch = LoaderWatch()
 
     def start(self, first: int) -> list[str]:
-        """Join the loader, which begins to read for a run that goes on at sample `first`, and return notes on the data.
+        """Join the loader, which begins to read for a run that resumes at sample `first`; return notes on the data.
 
-        Raises DataError as the loader does.
+        Raises DataError if files have changed, and the loader's errors.
         """
-        self._made = False
-        notes = fingerprint.check_run_data(self.plan.config, first, self.rank == 0) if self._local_rank == 0 else []
+        self._owns_folder = False
+        notes = self._check_data(first) if self._check_data else []
         if self.plan.reads_tokens(self.rank):
             self.reader = LoaderReader(self.folder, self.rank, first)
             self._pin()
         return notes
 
     def _pin(self) -> None:
-        """Make the ring's memory known to the GPU's driver, so that copies from it run by themselves."""
+        """Register the ring's memory with the GPU's driver, so that copies from it are asynchronous."""
         assert self.reader is not None
         if self.device.type != "cuda" or self._pinned is self.reader.ring:
             return
-        self._unpin()  # of a segment that was lost
+        self._unpin()  # the memory of a segment that was lost
         ring = self.reader.ring
         code = torch.cuda.cudart().cudaHostRegister(ring.address, ring.shape.size, 0)
         if int(code) != 0:
@@ -135,67 +177,69 @@ class HostFeed:
         self._pinned = ring
 
     def _unpin(self) -> None:
-        for event in self._flying:
+        for event in self._copies:
             event.synchronize()
         if self._pinned is not None:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.address)
             self._pinned = None
 
     def batches(self, first: int) -> Callable[[int], Batch]:
-        """Micro-batch i of this rank's share of the step that begins at sample `first`; each once, in order."""
-        return lambda i: self._batch()
+        """Return a function that returns this rank's micro-batches of the step in order, each once."""
+        return lambda i: self._next_batch()
 
-    def _batch(self) -> Batch:
+    def _next_batch(self) -> Batch:
         reader = self.reader
         assert reader is not None, "a rank between the first and the last stage reads no tokens"
-        while self._flying and self._flying[0].query():
-            self._land(reader)
-        while len(self._flying) >= self.plan.shape.depth - 1:
-            self._flying[0].synchronize()
-            self._land(reader)
-        taken = reader.read()
-        self._ids, self._epochs = taken.ids, taken.epochs
+        while self._copies and self._copies[0].query():
+            self._release_copied(reader)
+        while len(self._copies) >= self.plan.shape.depth - 1:
+            self._copies[0].synchronize()
+            self._release_copied(reader)
+        batch = reader.read()
+        self._ids = batch.ids
+        self._epochs = batch.epochs
         if self.device.type == "cpu":
-            columns = torch.from_numpy(taken.tokens).long()
-            self.read.add(taken.first, taken.tokens)
+            columns = torch.from_numpy(batch.tokens).long()
+            self.checksum.add(batch.first, batch.tokens)
             reader.release()
         else:
             self._pin()
-            columns = torch.from_numpy(taken.tokens).to(self.device, non_blocking=True).long()
-            done = torch.cuda.Event()
-            done.record()
-            self._flying.append(done)
-            self.read.add(taken.first, taken.tokens)  # under the copy, which must be done before the slot is let go
+            columns = torch.from_numpy(batch.tokens).to(self.device, non_blocking=True).long()
+            copied = torch.cuda.Event()
+            copied.record()
+            self._copies.append(copied)
+            self.checksum.add(batch.first, batch.tokens)  # overlaps the copy; the slot is released after both
         return columns[:-1], columns[1:]
 
-    def _land(self, reader: LoaderReader) -> None:
-        self._flying.popleft()
+    def _release_copied(self, reader: LoaderReader) -> None:
+        self._copies.popleft()
         reader.release()
 
     def ids(self, first: int) -> str:
-        """Hash of the sample ids of the whole step that was read last, as the loader drew them."""
+        """Return the loader's hash of the sample ids of the step that was read last."""
         return f"{self._ids:016x}"
 
     def epochs(self, consumed: int) -> float:
-        """Passes over the data after the step that was read last."""
+        """Return the passes over the data after the step that was read last."""
         return self._epochs
 
     def measures(self) -> dict[str, float]:
-        """Since the last call: seconds that this rank waited, bytes that the host read; and how full the ring is."""
+        """Return this rank's seconds of waiting and the host's bytes read since the last call, and the ring's fill."""
         if self.reader is None:
             return {}
-        now = self.reader.ring.measures()
-        told = {
-            "loader_wait_seconds": self.reader.wait_seconds - self._waited,
+        counters = self.reader.ring.measures()
+        measures = {
+            "loader_wait_seconds": self.reader.wait_seconds - self._reported_wait,
             "loader_ring_fill": round(self.reader.fill, 3),
-            "loader_bytes_read": int(max(0.0, now["bytes_read"] - self._before["bytes_read"])),
+            "loader_bytes_read": int(max(0.0, counters["bytes_read"] - self._reported["bytes_read"])),
         }
-        self._watch.note(told["loader_wait_seconds"], now)
-        self._waited, self._before = self.reader.wait_seconds, now
-        return told
+        self._watch.note(measures["loader_wait_seconds"], counters)
+        self._reported_wait = self.reader.wait_seconds
+        self._reported = counters
+        return measures
 
     def loader_events(self, seconds: float) -> list[tuple[Event, dict[str, Any]]]:
-        """A loader that was restarted, or is too slow and why; `seconds` took the last step."""
+        """Return events of the last step, which took `seconds`: a restarted loader, or a slow one with its cause."""
         if self.reader is None:
             return []
         return self._watch.loader_events(seconds, self.reader.generation)
@@ -206,8 +250,8 @@ class HostFeed:
             self._unpin()
             self.reader.close()
             self.reader = None
-        elif self._made:
-            host_loader.kill_loader(self.folder)  # nothing was read: nobody else removes it
+        elif self._owns_folder:
+            host_loader.kill_loader(self.folder)  # no reader has joined, so no other process removes it
 
 
 Feed = LocalFeed | HostFeed
@@ -216,22 +260,77 @@ Feed = LocalFeed | HostFeed
 def open_feed(
     layout: Layout, rank: int, local_rank: int, local_world: int, device: torch.device, store: Any = None
 ) -> Feed:
-    """The feed of this rank under data.loader; nothing is read before its `start`.
+    """Open the feed of this rank under data.loader; nothing is read before its `start`.
 
     Args:
-        store: the job's, through which local rank 0 tells the others where the loader is, if nobody started one
-            before the ranks.
+        store: the job's store, through which local rank 0 sends the loader's folder to the others if no launcher
+            prepared one.
     """
-    plan = plan_host(layout.config, layout.grid.world, rank - local_rank, local_world)
+    plan = plan_host(layout, rank - local_rank, local_world)
+    # One process per host checks the files.
+    check_data = partial(_check_data, layout.config, rank == 0) if local_rank == 0 else None
     if not plan.needs_loader(gpus=device.type == "cuda"):
-        return LocalFeed(layout, rank, local_rank, device)
-    place = os.environ.get(host_loader.VARIABLE)
-    if place is None:
+        return LocalFeed(plan, layout.grid.coordinate(rank).data, device, check_data)
+    folder = os.environ.get(host_loader.VARIABLE)
+    if folder is None:
         key = f"loader/{rank - local_rank}"
         if local_rank == 0:
-            place = str(host_loader.prepare_folder(plan))
+            folder = str(host_loader.prepare_folder(plan))
             if store is not None:
-                store.set(key, place)
+                store.set(key, folder)
         else:
-            place = store.get(key).decode()
-    return HostFeed(plan, Path(place), rank, local_rank, device)
+            folder = store.get(key).decode()
+    return HostFeed(plan, Path(folder), rank, local_rank, device, check_data)
+
+
+class LoaderWatch:
+    """Finds a slow loader, and the cause, in the waiting of steps and the loader's counters."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float]] = deque(maxlen=_STEPS)
+        self._counters: deque[dict[str, float]] = deque(maxlen=_STEPS + 1)
+        self._wait = 0.0
+        self._generation: int | None = None
+        self._reported_cause = ""
+        self._reported_step = 0
+        self._count = 0
+
+    def note(self, wait_seconds: float, counters: dict[str, float]) -> None:
+        """Note a step's seconds of waiting and the loader's counters after it."""
+        self._wait = wait_seconds
+        self._counters.append(counters)
+
+    def loader_events(self, seconds: float, generation: int) -> list[tuple[Event, dict[str, Any]]]:
+        """Return the events to record after a step of `seconds`."""
+        events: list[tuple[Event, dict[str, Any]]] = []
+        self._count += 1
+        if self._count > 1:  # the first step of a start waits until the loader is up
+            self._steps.append((self._wait, seconds))
+        if self._generation is not None and generation != self._generation:
+            events.append((Event.LOADER_RESTARTED, {"generation": generation}))
+        self._generation = generation
+        wait_seconds = sum(wait for wait, _ in self._steps)
+        step_seconds = sum(step for _, step in self._steps)
+        if len(self._steps) == _STEPS and wait_seconds > SLOW_SHARE * step_seconds:
+            cause = find_cause(self._counters[0], self._counters[-1])
+            if cause != self._reported_cause or self._count - self._reported_step >= _QUIET_STEPS:
+                self._reported_cause = cause
+                self._reported_step = self._count
+                share = round(wait_seconds / step_seconds, 4)
+                details = {"waiting": share, "cause": cause, "remedy": _REMEDIES[cause]}
+                events.append((Event.LOADER_SLOW, details))
+        return events
+
+
+def find_cause(before: dict[str, float], after: dict[str, float]) -> str:
+    """Return the activity that took most of the loader's time between two states of its counters."""
+    spent = {name: after[name] - before[name] for name in after}
+    activities = {
+        "disk": spent["read_seconds"],
+        "decompression": spent["unpack_seconds"],
+        "CPU": spent["encode_seconds"],
+    }
+    cause = max(activities, key=lambda name: activities[name])
+    if cause == "CPU" and spent["encode_cpu_seconds"] < 0.6 * spent["encode_seconds"]:
+        return "other processes on the CPU"
+    return cause

@@ -1,9 +1,10 @@
-"""The host's loader seen from those who use it: `start` it, and read micro-batches as one of its readers. No torch.
+"""Client side of the host's loader: `start_loader`, and reading micro-batches as one of its readers. No torch.
 
-Whoever starts the trainers of a host calls `start` and hands `Started.environment` to them: `megascale train`, or an
-agent; under torchrun local rank 0 makes the folder and tells the others through the job's store. A `LoaderReader`
-finds the loader dead by the end of its connection, and starts it again; the first to get the folder's lock does, the
-others wait."""
+The process that starts the trainers of a host (`megascale train`, or an agent) calls `start_loader` and adds
+`StartedLoader.environment` to theirs. Under torchrun, local rank 0 makes the folder and sends its path to the others
+through the job's store. The end of its connection shows a `LoaderReader` that the loader has died. The first reader to
+get the folder's lock starts it again, the others wait.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +20,22 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale.config import Config
+from megascale.core.layout import Layout
 from megascale.data.loader import ring as rings
-from megascale.data.loader.host_layout import HostPlan, plan_host
-from megascale.data.loader.loader_messages import FROM_LOADER, FROM_READER, NAME, Attach, Bye, Seated
+from megascale.data.loader.host_plan import (
+    FROM_LOADER,
+    FROM_READER,
+    SERVICE,
+    Attach,
+    Bye,
+    HostPlan,
+    Seated,
+    plan_host,
+)
 from megascale.data.loader.loader_service import PLAN, SEGMENT
 from megascale.data.loader.ring import Ring
 from megascale.errors import MegascaleError, TrainingError, named
@@ -39,12 +47,12 @@ from megascale.services.private_folder import private_base
 log = logging.getLogger("megascale.data.loader")
 
 VARIABLE = "MEGASCALE_LOADER"
-LOG = "log"  # name of a link to the log
-HANG_SECONDS = 60.0  # without any work while readers wait; then the loader is killed and replaced
-_COME_UP = 60.0
-_GO_DOWN = 5.0  # seconds to keep what was learnt of text
-_OLD = 600.0  # seconds after which what is left of a job's folder is rubbish
-_DEATHS = 20  # in a row, nothing read between them
+LOG = "log"  # name of the link to the log
+HANG_SECONDS = 60.0  # without any progress while readers wait, after which the loader is killed and replaced
+_START_SECONDS = 60.0
+_STOP_SECONDS = 5.0  # to save the token counts of text
+_STALE_SECONDS = 600.0  # after which the folder of a dead job is removed
+_MAX_DEATHS = 20  # in a row, without a micro-batch read between them
 
 
 @dataclass
@@ -52,8 +60,8 @@ class StartedLoader:
     """A loader that was started.
 
     Attributes:
-        folder: where readers find it.
-        process: the first of its processes; a successor is some reader's child.
+        folder: shared with its readers.
+        process: the first loader process; a successor is a child of the reader that starts it.
     """
 
     folder: Path
@@ -61,18 +69,18 @@ class StartedLoader:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What trainers need in their environment."""
+        """Variables that trainers need in their environment."""
         return {VARIABLE: str(self.folder)}
 
     def stop(self) -> None:
-        """After the trainers have ended: end the loader, whichever process it is now, and what it left."""
+        """End the present loader process and remove its folder and segment, after the trainers have ended."""
         pid = find_owner(self.folder)
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         if self.process.poll() is None and pid != self.process.pid:
-            self.process.terminate()  # it has not come up yet
-        deadline = time.monotonic() + _GO_DOWN
+            self.process.terminate()  # it is still starting
+        deadline = time.monotonic() + _STOP_SECONDS
         while find_owner(self.folder) is not None and time.monotonic() < deadline:
             time.sleep(0.01)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -81,64 +89,64 @@ class StartedLoader:
         self.process.wait()
 
 
-def start_loader(config: Config, *, world: int, first_rank: int, ranks: int) -> StartedLoader | None:
-    """Start the loader of the host that runs `ranks` ranks of `world`, from `first_rank` on; None if it needs none.
+def start_loader(layout: Layout, *, first_rank: int, ranks: int) -> StartedLoader | None:
+    """Start the loader of the host that runs `ranks` ranks from `first_rank` on; None if it needs no loader here.
 
-    Raises MegascaleError subclasses for data that cannot be used and for too little shared memory.
+    Raises subclasses of MegascaleError for unusable data and for too little shared memory.
     """
-    plan = plan_host(config, world, first_rank, ranks)
+    plan = plan_host(layout, first_rank, ranks)
     if not plan.needs_loader(gpus=False):
-        return None  # or the ranks start one, who know their device
+        return None  # the ranks, which know their device, may start one
     folder = prepare_folder(plan)
-    return StartedLoader(folder, host_service.start(Place(folder, NAME), _launch(folder)))
+    return StartedLoader(folder, host_service.start(Place(folder, SERVICE), _launch(folder)))
 
 
 def prepare_folder(plan: HostPlan, mount: Path = rings.MOUNT) -> Path:
-    """Make the folder that a loader of `plan` and its readers share; nothing is started."""
-    told = rings.remove_dead_segments(mount)
+    """Make the folder that a loader of `plan` and its readers share; no process is started."""
+    removed = rings.remove_dead_segments(mount)
     rings.check_room(plan.shape.size, mount)
-    folder = _private(secrets.token_hex(8))
+    folder = _make_folder(secrets.token_hex(8))
     (folder / PLAN).write_text(plan.to_json())
     (folder / SEGMENT).write_text(str(rings.new_name(mount)))
-    logs = plan.config.run_folder / "logs"
+    logs = Path(plan.run) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     first = min(min(ranks) for ranks in plan.shape.readers)
     (folder / LOG).symlink_to((logs / f"loader-{first}.log").absolute())
-    if told:
-        with open(folder / LOG, "a") as out:
-            out.writelines(sentence + "\n" for sentence in told)
+    if removed:
+        with open(folder / LOG, "a") as log_file:
+            log_file.writelines(sentence + "\n" for sentence in removed)
     return folder
 
 
-def _sweep(base: Path) -> None:
-    """Remove folders of jobs whose segments are gone."""
+def _remove_stale(base: Path) -> None:
+    """Remove folders of jobs whose segments no longer exist."""
     for folder in base.glob("loader-*"):
         with contextlib.suppress(OSError):
             segment = Path((folder / SEGMENT).read_text())
-            if not segment.exists() and time.time() - folder.stat().st_mtime > _OLD:
+            if not segment.exists() and time.time() - folder.stat().st_mtime > _STALE_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _private(token: str) -> Path:
+def _make_folder(token: str) -> Path:
     """Make a new folder that only this user may enter."""
     base = private_base()
-    _sweep(base)
+    _remove_stale(base)
     folder = base / f"loader-{token}"
     folder.mkdir(mode=0o700)
     return folder
 
 
 def connect_loader(folder: Path) -> Conversation:
-    """A conversation with the folder's loader, which is started if none runs. Raises what kept it from starting."""
-    place = Place(folder, NAME)
+    """Return a conversation with the folder's loader, which is started if none runs; raises its error at the start."""
+    service = Place(folder, SERVICE)
     try:
-        return host_service.connect(place, _launch(folder), FROM_READER, FROM_LOADER, seconds=_COME_UP)
+        return host_service.connect(service, _launch(folder), FROM_READER, FROM_LOADER, seconds=_START_SECONDS)
     except ServiceFailed as error:
         raise named(error.kind, str(error)) from None
     except OSError as error:
         raise TrainingError(
-            f"the data loader of this host does not come up ({error}); its last words in "
-            f"{os.path.realpath(folder / LOG)}: {last_words(folder)}; --data.loader=local does without it"
+            f"the data loader of this host does not start ({error}); the last lines of its log "
+            f"{os.path.realpath(folder / LOG)} are: {last_log_lines(folder)}; --data.loader=local trains without it"
         ) from None
 
 
@@ -152,12 +160,12 @@ def _launch(folder: Path) -> Launch:
 
 
 def find_owner(folder: Path) -> int | None:
-    """Process id of the folder's loader, None if none runs."""
-    return Place(folder, NAME).owner()
+    """Return the process id of the folder's loader, None if none runs."""
+    return Place(folder, SERVICE).owner()
 
 
 def kill_loader(folder: Path) -> None:
-    """Kill the folder's loader, if one runs, and remove all that it has."""
+    """Kill the folder's loader, if one runs, and remove its segment and folder."""
     pid = find_owner(folder)
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -167,8 +175,8 @@ def kill_loader(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def last_words(folder: Path) -> str:
-    """The end of the loader's log, as one line."""
+def last_log_lines(folder: Path) -> str:
+    """Return the end of the loader's log as one line."""
     with contextlib.suppress(OSError):
         lines = (folder / LOG).read_text(errors="replace").splitlines()
         return " | ".join(lines[-3:]) or "nothing"
@@ -176,14 +184,14 @@ def last_words(folder: Path) -> str:
 
 
 @dataclass
-class Taken:
-    """A micro-batch in shared memory: a view that holds until `LoaderReader.let_go`.
+class MicroBatch:
+    """A micro-batch in shared memory: a view that is valid until `LoaderReader.release`.
 
     Attributes:
         tokens: int32 [sequence_length + 1, micro_batch].
         first: number of its first sample.
-        ids: hash of the ids of the whole step's samples (for rank 0).
-        epochs: passes over the data when the step is done (for rank 0).
+        ids: hash of the ids of all samples of the step (for rank 0).
+        epochs: passes over the data at the end of the step (for rank 0).
     """
 
     tokens: NDArray[np.int32]
@@ -197,28 +205,30 @@ class LoaderReader:
 
     Args:
         folder: of the loader.
-        rank: this rank.
         base: samples consumed before this start of the run; the same on all ranks.
 
     Attributes:
-        wait_seconds: in which `take` waited, in all.
-        generation: how many processes the loader has had.
-        ring: the mapped segment; another object after a segment was lost.
+        wait_seconds: total waiting of `read`.
+        generation: number of loader processes so far.
+        ring: the mapped segment; a new object after a segment was lost.
     """
 
     ring: Ring
 
     def __init__(self, folder: Path, rank: int, base: int, hang_seconds: float = HANG_SECONDS) -> None:
-        self.folder, self.rank, self.base = folder, rank, base
+        self.folder = folder
+        self.rank = rank
+        self.base = base
         self.plan = HostPlan.from_json((folder / PLAN).read_text())
         self.stream, self._seat = self.plan.shape.find_reader(rank)
         self.wait_seconds = 0.0
         self.generation = 0
         self._hang_seconds = hang_seconds
-        self._next = self._done = 0
+        self._next = 0  # micro-batch
+        self._released = 0
         self._closing = False
         self._failure: MegascaleError | None = None
-        self._identity = -1
+        self._inode = -1  # of the mapped segment
         self._work = -1
         self._lock = threading.Lock()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC)
@@ -231,8 +241,8 @@ class LoaderReader:
     # the connection ---------------------------------------------------------------------------------------------
 
     def _join(self) -> Conversation:
-        """Connect, map the segment, say how far this rank is. Raises what keeps the loader from serving."""
-        for _ in range(_DEATHS):
+        """Connect, map the segment and send this rank's position. Raises the loader's errors."""
+        for _ in range(_MAX_DEATHS):
             loader = connect_loader(self.folder)
             try:
                 loader.send(Attach(self.rank, self.base, self.generation), files=[self._bell])
@@ -245,42 +255,43 @@ class LoaderReader:
                 loader.send(Seated(self.base))
                 return loader
             except (OSError, EOFError):
-                loader.close()  # it died in the meantime
+                loader.close()  # the loader died in the meantime
         raise TrainingError(
-            f"the data loader of this host died {_DEATHS} times in a row; its log is "
-            f"{os.path.realpath(self.folder / LOG)}: {last_words(self.folder)}"
+            f"the data loader of this host died {_MAX_DEATHS} times in a row; its log is "
+            f"{os.path.realpath(self.folder / LOG)}: {last_log_lines(self.folder)}"
         )
 
     def _map(self, handles: list[int]) -> None:
         handle, work = handles
-        identity = os.fstat(handle).st_ino
+        inode = os.fstat(handle).st_ino
         with self._lock:
             if self._work >= 0:
                 os.close(self._work)
             self._work = work
-            if identity == self._identity:
+            if inode == self._inode:
                 os.close(handle)
             else:
-                self.ring, self._identity = Ring(handle, self.plan.shape), identity
-            self.ring.release(self.stream, self._seat, self._done)
+                self.ring = Ring(handle, self.plan.shape)
+                self._inode = inode
+            self.ring.release(self.stream, self._seat, self._released)
 
     def _watch(self) -> None:
-        """Sleep until the loader says something: it does so only when it fails or dies."""
+        """Wait for a message or the end of the connection: the loader sends one only when it fails."""
         while not self._closing:
-            told = None
+            message = None
             with contextlib.suppress(OSError, EOFError):
-                told = self._loader.receive()
+                message = self._loader.receive()
             if self._closing:
                 return
             try:
-                if isinstance(told, ErrorReply):
-                    raise named(told.kind, told.error)
+                if isinstance(message, ErrorReply):
+                    raise named(message.kind, message.error)
                 self._loader.close()
                 self._loader = self._join()
                 log.warning("rank %d reads from generation %d of the data loader", self.rank, self.generation)
             except MegascaleError as error:
                 self._failure = error
-            except Exception as error:  # a reader that nobody tells would wait for ever
+            except Exception as error:  # without a failure the reader would wait forever
                 log.exception("rank %d cannot join the data loader", self.rank)
                 self._failure = TrainingError(f"the data loader of this host cannot be joined again: {error!r}")
             os.eventfd_write(self._bell, 1)
@@ -289,48 +300,50 @@ class LoaderReader:
 
     # reading ----------------------------------------------------------------------------------------------------
 
-    def read(self) -> Taken:
-        """The next micro-batch, waiting until it is ready. Raises what the loader failed of."""
+    def read(self) -> MicroBatch:
+        """Return the next micro-batch, waiting until it is ready. Raises the loader's failure."""
         number = self._next
-        if not self._ready(number):
+        if not self._is_ready(number):
             started = time.perf_counter()
             self._wait(number)
             self.wait_seconds += time.perf_counter() - started
         self._next = number + 1
-        taken = Taken(*self.ring.slot(self.stream, number))
-        wanted = self.plan.first_sample(self.base, self.stream, number)
-        if taken.first != wanted:
+        batch = MicroBatch(*self.ring.slot(self.stream, number))
+        expected = self.plan.first_sample(self.base, self.stream, number)
+        if batch.first != expected:
             raise TrainingError(
-                f"the data loader gave sample {taken.first} where {wanted} was due; start the run again"
+                f"the data loader gave sample {batch.first} where {expected} was due; start the run again"
             )
-        return taken
+        return batch
 
-    def _ready(self, number: int) -> bool:
+    def _is_ready(self, number: int) -> bool:
         with self._lock:
             return self.ring.ready(self.stream, number)
 
     def _wait(self, number: int) -> None:
-        idle, work = 0.0, -1.0
-        while not self._ready(number):
+        idle = 0.0
+        progress = -1.0
+        interval = min(5.0, self._hang_seconds)
+        while not self._is_ready(number):
             if self._failure is not None:
                 raise self._failure
-            if self._poll.poll(1000 * min(5.0, self._hang_seconds)):
+            if self._poll.poll(1000 * interval):
                 os.eventfd_read(self._bell)
                 continue
             if self.ring.full(self.stream):
                 continue  # the loader waits too, for a rank that is behind
-            # Nothing for seconds: slow is one thing, a process that does not run at all another.
-            now = self._progress()
-            idle = 0.0 if now != work else idle + min(5.0, self._hang_seconds)
-            work = now
+            # No micro-batch came for seconds: the loader is slow, or its process makes no progress at all.
+            last_progress = progress
+            progress = self._progress()
+            idle = idle + interval if progress == last_progress else 0.0
             if idle >= self._hang_seconds:
                 self._replace()
                 idle = 0.0
 
     def _progress(self) -> float:
-        """What the loader's process has done so far; -1 if it is not there."""
+        """Return the work of the loader's process so far; -1 if there is no process."""
         try:
-            return _worked(peer(self._loader.sock)[0])
+            return _process_work(peer(self._loader.sock)[0])
         except OSError:  # the watcher is about to start another
             return -1.0
 
@@ -338,14 +351,14 @@ class LoaderReader:
         """Kill a loader that hangs; the watcher starts another."""
         with contextlib.suppress(OSError):
             pid, _ = peer(self._loader.sock)
-            log.warning("the data loader (process %d) did nothing for %g seconds: killed", pid, self._hang_seconds)
+            log.warning("the data loader (process %d) made no progress for %g s: killing it", pid, self._hang_seconds)
             os.kill(pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """Done with the oldest micro-batch taken and not let go yet: its memory may be written anew."""
+        """Release the oldest unreleased micro-batch: its memory may be rewritten."""
         with self._lock:
-            self._done += 1
-            self.ring.release(self.stream, self._seat, self._done)
+            self._released += 1
+            self.ring.release(self.stream, self._seat, self._released)
             os.eventfd_write(self._work, 1)
 
     @property
@@ -363,21 +376,10 @@ class LoaderReader:
         self._loader.close()
 
 
-def _worked(pid: int) -> float:
-    """Processor ticks and bytes read of a process so far; -1 if it is not there."""
+def _process_work(pid: int) -> float:
+    """Return a measure of a process's work: processor ticks plus bytes read; -1 if it does not exist."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return float(int(words[11]) + int(words[12])) + float(Path(f"/proc/{pid}/io").read_text().split()[1])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return float(int(fields[11]) + int(fields[12])) + float(Path(f"/proc/{pid}/io").read_text().split()[1])
     except (OSError, IndexError, ValueError):
         return -1.0
-
-
-def usage(folder: Path) -> dict[str, Any]:
-    """What /proc tells of the folder's loader: its process id, memory and processor time; empty if none runs."""
-    pid = find_owner(folder)
-    if pid is None:
-        return {}
-    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    seconds = (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK")
-    return {"pid": pid, "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"), "cpu_seconds": seconds}

@@ -1,14 +1,14 @@
-"""A ring of ready micro-batches in shared memory: one segment a host and start of a run. No torch.
+"""A ring of ready micro-batches in shared memory: one segment per host and start of a run. No torch.
 
-A stream is what one data-parallel coordinate trains on; all ranks of the host that need it (its tensor-parallel ranks,
-its first and last pipeline stage) read the one copy. Micro-batch n of a stream lies in slot n mod depth. The loader
-writes a slot and then its `ready` word; each reader counts in a word of its own how many it has taken, and a slot is
-written anew only when every reader has passed it. So the segment alone tells where everybody stands: a loader that was
-killed anywhere leaves whole micro-batches and a position to go on from.
+A stream is the data of one data-parallel coordinate. All ranks of the host that need it (its tensor-parallel ranks, its
+first and last pipeline stage) read one copy. Micro-batch n of a stream is in slot n mod depth. The loader writes a slot
+and then its `ready` word. Each reader counts the micro-batches it has released in a word of its own, and a slot is
+rewritten only when every reader has released it. So the segment alone has the position of every process: a loader that
+was killed anywhere leaves complete micro-batches and a position to resume from.
 
 A segment is a file of the shared-memory mount whose pages are reserved before use (writing to a full mount would kill
-the process). Everybody who uses it holds a shared file lock on it, which the kernel drops with the last of them: one
-that can be locked exclusively belongs to a dead job and is removed by the next start.
+the process). Every process that uses it holds a shared file lock on it, which the kernel drops with the last process. A
+segment that can be locked exclusively belongs to a dead job and is removed by the next start.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ MAGIC = b"MSRING1\0"
 _HEADER = np.dtype(
     [
         ("magic", "S8"),
-        ("generation", "<i8"),  # loaders that have owned the segment so far
+        ("generation", "<i8"),  # number of loader processes so far
         ("owner", "<i8"),  # process id of the loader
-        ("base", "<i8"),  # samples consumed when this start of the run began; -1: not yet known
-        ("shape", "<u8"),  # hash of what the ring was made for
+        ("base", "<i8"),  # samples consumed when this start of the run began; -1: unknown
+        ("shape", "<u8"),  # hash of the plan that the ring was made for
         ("job", "S256"),
         ("bytes_read", "<f8"),
         ("read_seconds", "<f8"),
@@ -50,13 +50,13 @@ _HEADER = np.dtype(
 )
 MEASURES = ("bytes_read", "read_seconds", "unpack_seconds", "encode_seconds", "encode_cpu_seconds", "full_seconds")
 _SLOT = np.dtype([("ready", "<i8"), ("first", "<i8"), ("ids", "<u8"), ("epochs", "<f8")])
-_LINE = 64  # bytes; words that different processes write lie on lines of their own
+_LINE = 64  # bytes of a cache line; words that different processes write are on different lines
 _PAGE = 4096
 _fence_lock = threading.Lock()
 
 
 def fence() -> None:
-    """Keep what was stored before from becoming visible after what is stored next (a lock's barriers, twice)."""
+    """Order all stores before this call before all stores after it (a lock's barriers, twice)."""
     for _ in range(2):
         with _fence_lock:
             pass
@@ -79,45 +79,46 @@ class RingShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Of one slot with its label."""
-        return _up(_LINE + 4 * self.rows * self.columns, _LINE)
+        """Bytes of one slot with its label."""
+        return _round_up(_LINE + 4 * self.rows * self.columns, _LINE)
 
     @property
-    def words(self) -> int:
-        """Lines of control words: one a stream and one a reader."""
+    def control_words(self) -> int:
+        """Number of control words: one per stream and one per reader."""
         return len(self.readers) + sum(map(len, self.readers))
 
     @property
-    def data_at(self) -> int:
-        """Where slots begin."""
-        return _PAGE + _up(_LINE * self.words, _PAGE)
+    def data_offset(self) -> int:
+        """Offset of the slots in the segment."""
+        return _PAGE + _round_up(_LINE * self.control_words, _PAGE)
 
     @property
     def size(self) -> int:
         """Bytes of the segment."""
-        return _up(self.data_at + len(self.readers) * self.depth * self.slot_bytes, _PAGE)
+        return _round_up(self.data_offset + len(self.readers) * self.depth * self.slot_bytes, _PAGE)
 
     def find_reader(self, rank: int) -> tuple[int, int]:
-        """Stream of a rank and its number among the stream's readers; ValueError for one that reads nothing."""
+        """Return a rank's stream and its number among the stream's readers; ValueError for a rank without a stream."""
         for stream, ranks in enumerate(self.readers):
             if rank in ranks:
                 return stream, ranks.index(rank)
-        raise ValueError(f"rank {rank} is none of the readers {self.readers}")
+        raise ValueError(f"rank {rank} is not among the readers {self.readers}")
 
 
 class Ring:
-    """A mapped segment. Made by `create` (the loader) or of an open file (readers)."""
+    """A mapped segment, made by `create_segment` (the loader) or from an open file (readers)."""
 
     def __init__(self, handle: int, shape: RingShape) -> None:
-        self.handle, self.shape = handle, shape
+        self.handle = handle
+        self.shape = shape
         self.memory = mmap.mmap(handle, shape.size)
-        whole = np.frombuffer(self.memory, np.uint8)
-        self.header = whole[: _HEADER.itemsize].view(_HEADER)[0]
-        words = whole[_PAGE : _PAGE + _LINE * shape.words].view("<i8")[:: _LINE // 8]
-        self._produced = words[: len(shape.readers)]
+        segment = np.frombuffer(self.memory, np.uint8)
+        self.header = segment[: _HEADER.itemsize].view(_HEADER)[0]
+        counters = segment[_PAGE : _PAGE + _LINE * shape.control_words].view("<i8")[:: _LINE // 8]
+        self._produced = counters[: len(shape.readers)]
         stops = np.cumsum([len(ranks) for ranks in shape.readers])
-        self._taken = np.split(words[len(shape.readers) :], stops[:-1])
-        slots = whole[shape.data_at :][: len(shape.readers) * shape.depth * shape.slot_bytes]
+        self._released = np.split(counters[len(shape.readers) :], stops[:-1])
+        slots = segment[shape.data_offset :][: len(shape.readers) * shape.depth * shape.slot_bytes]
         slots = slots.reshape(len(shape.readers), shape.depth, shape.slot_bytes)
         self._labels = slots[:, :, : _SLOT.itemsize].view(_SLOT)[..., 0]
         data = slots[:, :, _LINE : _LINE + 4 * shape.rows * shape.columns].view("<i4")
@@ -125,29 +126,31 @@ class Ring:
 
     @property
     def address(self) -> int:
-        """Where the segment is mapped in this process."""
+        """Address of the segment in this process."""
         return np.frombuffer(self.memory, np.uint8).ctypes.data
 
     # the loader's side ------------------------------------------------------------------------------------------
 
     def produced(self, stream: int) -> int:
-        """Micro-batches of a stream that are complete."""
+        """Return the number of complete micro-batches of a stream."""
         return int(self._produced[stream])
 
     def rewind(self, stream: int, number: int) -> None:
-        """Make the loader go on at `number`; what is there already is written again with the same contents."""
+        """Let the loader resume at `number`; later slots are written again with the same contents."""
         self._produced[stream] = number
 
     def put(self, stream: int, rows: NDArray, first: int, ids: int, epochs: float) -> None:
-        """Write the next micro-batch of a stream: tokens [columns, rows] and what it is."""
+        """Write the next micro-batch of a stream: tokens [columns, rows] and their label."""
         number = self.produced(stream)
         slot = number % self.shape.depth
         label = self._labels[stream, slot]
-        if int(label["ready"]) != number + 1:  # not when written again after a rewind
+        if int(label["ready"]) != number + 1:  # a slot that is written again after a rewind stays ready
             label["ready"] = 0
             fence()
         self._data[stream, slot] = rows.T
-        label["first"], label["ids"], label["epochs"] = first, ids, epochs
+        label["first"] = first
+        label["ids"] = ids
+        label["epochs"] = epochs
         fence()
         label["ready"] = number + 1
         self._produced[stream] = number + 1
@@ -155,66 +158,63 @@ class Ring:
     # a reader's side --------------------------------------------------------------------------------------------
 
     def released(self, stream: int, reader: int) -> int:
-        """Micro-batches a reader has let go."""
-        return int(self._taken[stream][reader])
+        """Return the number of micro-batches that a reader has released."""
+        return int(self._released[stream][reader])
 
     def release(self, stream: int, reader: int, number: int) -> None:
-        """A reader is done with all micro-batches below `number`."""
+        """Release all micro-batches below `number` for a reader."""
         fence()
-        self._taken[stream][reader] = number
+        self._released[stream][reader] = number
 
     def ready(self, stream: int, number: int) -> bool:
-        """Whether micro-batch `number` is complete."""
-        there = int(self._labels[stream, number % self.shape.depth]["ready"]) == number + 1
+        """Return whether micro-batch `number` is complete."""
+        is_ready = int(self._labels[stream, number % self.shape.depth]["ready"]) == number + 1
         fence()
-        return there
+        return is_ready
 
     def slot(self, stream: int, number: int) -> tuple[NDArray[np.int32], int, int, float]:
-        """Tokens [rows, columns] (a view), first sample, hash of the step's sample ids, epochs at the step's end."""
+        """Return tokens [rows, columns] (a view), first sample, hash of the step's ids, epochs at the step's end."""
         label = self._labels[stream, number % self.shape.depth]
         view = self._data[stream, number % self.shape.depth]
         return view, int(label["first"]), int(label["ids"]), float(label["epochs"])
 
     def full(self, stream: int) -> bool:
-        """Whether a stream has no slot that all its readers are done with."""
-        return self.produced(stream) - int(self._taken[stream].min()) >= self.shape.depth
+        """Return whether a stream has no slot that all its readers have released."""
+        return self.produced(stream) - int(self._released[stream].min()) >= self.shape.depth
 
     def fill(self, stream: int, number: int) -> float:
-        """Part of a stream's slots that hold micro-batches from `number` on."""
+        """Return the part of a stream's slots that hold micro-batches from `number` on."""
         return max(0, self.produced(stream) - number) / self.shape.depth
 
     def measures(self) -> dict[str, float]:
-        """The loader's counters, from the first loader of the segment on."""
+        """Return the loader's counters, summed over all loader processes of the segment."""
         return {name: float(self.header[name]) for name in MEASURES}
 
     def close(self) -> None:
-        """Let go of the lock; the mapping goes with its last view."""
+        """Release the lock; the mapping ends with its last view."""
         os.close(self.handle)
 
 
-def create_segment(path: Path, shape: RingShape, spec: int, job: str) -> tuple[Ring, bool]:
-    """The segment at `path`, and whether it was there: a loader before this one made it and its readers go on.
+def create_segment(path: Path, shape: RingShape, plan_hash: int, job: str) -> tuple[Ring, bool]:
+    """Return the segment at `path`, and True if an earlier loader made it, whose readers continue.
 
-    Raises FitError if the mount has too little room, PermissionError if somebody else has put something there.
+    Raises FitError if the mount has too little room, PermissionError if the path belongs to another user.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if not _own(handle) or os.fstat(handle).st_mode & 0o077:
+        if not _is_own(handle) or os.fstat(handle).st_mode & 0o077:
             os.close(handle)
             raise PermissionError(errno.EACCES, "not a file of this user alone", str(path))
         fcntl.flock(handle, fcntl.LOCK_SH)
-        try:
-            current = os.stat(path).st_ino == os.fstat(handle).st_ino
-        except FileNotFoundError:
-            current = False
-        if current:
-            break
-        os.close(handle)  # it was taken for a dead job's between opening and locking
-    there = os.fstat(handle).st_size == shape.size
-    if there:
+        with suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(handle).st_ino:
+                break
+        os.close(handle)  # between opening and locking, another start removed it as a dead job's segment
+    is_known = os.fstat(handle).st_size == shape.size
+    if is_known:
         ring = Ring(handle, shape)
-        there = ring.header["magic"] == MAGIC.rstrip(b"\0") and int(ring.header["shape"]) == spec
-    if not there:
+        is_known = ring.header["magic"] == MAGIC.rstrip(b"\0") and int(ring.header["shape"]) == plan_hash
+    if not is_known:
         try:
             _reserve(handle, path, shape.size)
         except FitError:
@@ -222,60 +222,60 @@ def create_segment(path: Path, shape: RingShape, spec: int, job: str) -> tuple[R
             os.close(handle)
             raise
         ring = Ring(handle, shape)
-        ring.header["base"], ring.header["shape"], ring.header["job"] = -1, spec, job.encode()[:256]
+        ring.header["base"] = -1
+        ring.header["shape"] = plan_hash
+        ring.header["job"] = job.encode()[:256]
         ring.header["magic"] = MAGIC
     ring.header["owner"] = os.getpid()
     ring.header["generation"] += 1
-    return ring, there
+    return ring, is_known
 
 
 def check_room(size: int, mount: Path = MOUNT) -> None:
-    """FitError if the shared-memory mount has less than `size` bytes free, or is none."""
+    """Raise FitError if the shared-memory mount has less than `size` bytes free, or is unusable."""
     try:
-        room = os.statvfs(mount)
+        usage = os.statvfs(mount)
     except OSError as error:
         raise FitError(
             f"shared memory {mount} cannot be used ({error.strerror}); mount a tmpfs there or set --data.loader=local"
         ) from None
-    free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
-    if free < size:
-        raise FitError(_no_room(size, mount, free, whole))
+    if usage.f_bavail * usage.f_frsize < size:
+        raise _no_room_error(size, mount, usage)
 
 
-def _no_room(size: int, mount: Path, free: int, whole: int) -> str:
-    return (
-        f"the data loader's ring needs {size:,} bytes of shared memory and {mount} has {free:,} free of {whole:,}; "
+def _no_room_error(size: int, mount: Path, usage: os.statvfs_result) -> FitError:
+    free, total = usage.f_bavail * usage.f_frsize, usage.f_blocks * usage.f_frsize
+    return FitError(
+        f"the data loader's ring needs {size:,} bytes of shared memory and {mount} has {free:,} free of {total:,}; "
         "enlarge the mount (docker run --shm-size=1g, on Kubernetes an emptyDir with medium: Memory, or mount -o "
-        "remount,size=1g), remove what fills it, lower data.ring_steps, or set --data.loader=local"
+        "remount,size=1g), remove other files from it, lower data.ring_steps, or set --data.loader=local"
     )
 
 
 def _reserve(handle: int, path: Path, size: int) -> None:
-    """Zeroed pages that are there: FitError where they are not to be had."""
+    """Reserve zeroed pages; FitError if the mount has too few."""
     os.ftruncate(handle, 0)
     try:
         os.posix_fallocate(handle, 0, size)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
             raise
-        room = os.fstatvfs(handle)
-        free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
-        raise FitError(_no_room(size, path.parent, free, whole)) from None
+        raise _no_room_error(size, path.parent, os.fstatvfs(handle)) from None
 
 
 def name_prefix() -> str:
-    """How this user's segments' names begin."""
+    """Return the prefix of the names of this user's segments."""
     return f"megascale-ring-{os.getuid()}-"
 
 
-def stale(mount: Path = MOUNT) -> Iterator[tuple[Path, int]]:
-    """This user's segments that nobody uses any more, and an open file that keeps each locked meanwhile."""
+def find_dead_segments(mount: Path = MOUNT) -> Iterator[tuple[Path, int]]:
+    """Yield this user's segments that no process uses, each with an open file that locks it meanwhile."""
     for path in sorted(mount.glob(f"{name_prefix()}*")):
-        # Anybody may put a file, a link or a pipe there under such a name: it is not ours, and stops nothing.
+        # Any user may put a file, a link or a pipe there under such a name: it is skipped.
         with suppress(OSError):
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                if not _own(handle):
+                if not _is_own(handle):
                     continue
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield path, handle
@@ -285,29 +285,31 @@ def stale(mount: Path = MOUNT) -> Iterator[tuple[Path, int]]:
                 os.close(handle)
 
 
-def _own(handle: int) -> bool:
-    """Whether an open file is a plain one of this user."""
-    about = os.fstat(handle)
-    return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+def _is_own(handle: int) -> bool:
+    """Return whether an open file is a regular file of this user."""
+    status = os.fstat(handle)
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def new_name(mount: Path = MOUNT) -> Path:
-    """Where a new segment goes; nobody knows the name before it is there."""
+    """Return an unguessable path for a new segment."""
     return mount / f"{name_prefix()}{secrets.token_hex(16)}"
 
 
 def remove_dead_segments(mount: Path = MOUNT) -> list[str]:
-    """Remove segments of jobs that are dead; a sentence for each, naming the job."""
-    told = []
-    for path, handle in stale(mount):
-        head = os.pread(handle, _HEADER.itemsize, 0)
+    """Remove segments of dead jobs and return a sentence for each, naming the job."""
+    sentences = []
+    for path, handle in find_dead_segments(mount):
+        header = os.pread(handle, _HEADER.itemsize, 0)
         size = os.fstat(handle).st_size
-        job = np.frombuffer(head, _HEADER)[0]["job"].decode(errors="replace") if len(head) == _HEADER.itemsize else "?"
+        job = "?"
+        if len(header) == _HEADER.itemsize:
+            job = np.frombuffer(header, _HEADER)[0]["job"].decode(errors="replace")
         with suppress(FileNotFoundError):
             path.unlink()
-            told.append(f"removed {path} ({size:,} bytes), left behind by {job or 'a job that never began'}")
-    return told
+            sentences.append(f"removed {path} ({size:,} bytes), left behind by {job or 'a job that never began'}")
+    return sentences
 
 
-def _up(size: int, to: int) -> int:
-    return -(-size // to) * to
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

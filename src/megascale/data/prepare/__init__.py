@@ -1,1 +1,1 @@
-"""From text to a data set: documents, split, tokenizer, token files."""
+"""Builds of data sets: documents, split, tokenizer, token files."""

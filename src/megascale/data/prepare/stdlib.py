@@ -1,25 +1,27 @@
-"""The Python standard library's own source as a data set: real text that every machine with Python has.
+"""The Python standard library's own source as a data set: real text on every machine with Python.
 
-Left out: installed packages, test suites, IDLE, generated tables. Files that repeat each other stand on one side of
-the split, so that held-out loss measures learning and not remembering.
+Installed packages, test suites, IDLE and generated tables are left out. Near-duplicate files are on one side of the
+split, so that held-out loss measures learning and not memory.
 """
 
 from __future__ import annotations
 
-import hashlib
 import sysconfig
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
+from megascale.data.prepare.split import hash_text
 from megascale.errors import DataError
 
 LARGEST = 12_000_000
 HELD_OUT = 0.06
-# A group larger than this share of the whole would unbalance the held-out part; it stays in training.
+# A group larger than this share of the text would unbalance the held-out side; it is trained on.
 _LARGEST_GROUP = 0.02
+# Runs of lines found in more files than this are licence texts, which do not make files near-duplicates.
+_MAX_FILES = 8
 
-_LEFT_OUT = {
+_EXCLUDED_FOLDERS = {
     "site-packages",
     "dist-packages",
     "__pycache__",
@@ -30,12 +32,12 @@ _LEFT_OUT = {
     "pydoc_data",  # generated from the manual
     "lib-dynload",
 }
-# Families written on one pattern: 120 code tables, 50 syntax fixers.
+# Families of files written on one pattern: 120 code tables, 50 syntax fixers.
 _GROUPED_FOLDERS = ("encodings", "lib2to3/fixes")
 
 
 def read_stdlib(root: Path | None = None, largest: int = LARGEST) -> dict[str, str]:
-    """Path (relative, with /) to text of the library's source files, in path order, at most `largest` bytes.
+    """Return the library's source files as {path with /: text} in path order, at most `largest` bytes.
 
     Raises DataError if the folder holds no source.
     """
@@ -43,7 +45,7 @@ def read_stdlib(root: Path | None = None, largest: int = LARGEST) -> dict[str, s
     texts: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        if _wanted(PurePosixPath(name)):
+        if _is_source(PurePosixPath(name)):
             try:
                 text = path.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):
@@ -56,82 +58,86 @@ def read_stdlib(root: Path | None = None, largest: int = LARGEST) -> dict[str, s
             "its library (Debian: libpython3-stdlib) or give your own text with --input"
         )
     size = 0
-    kept = []
-    for name in sorted(texts, key=_place):
+    selected = []
+    for name in sorted(texts, key=hash_text):
         size += len(texts[name].encode())
         if size > largest:
             break
-        kept.append(name)
-    return {name: texts[name] for name in sorted(kept)}
+        selected.append(name)
+    return {name: texts[name] for name in sorted(selected)}
 
 
-def _wanted(path: PurePosixPath) -> bool:
+def _is_source(path: PurePosixPath) -> bool:
     return not (
-        _LEFT_OUT.intersection(path.parts)
+        _EXCLUDED_FOLDERS.intersection(path.parts)
         or path.name.startswith(("test_", "_sysconfigdata"))
         or path.parts[0].startswith("config-")
     )
 
 
-def _place(name: str) -> float:
-    """A stable number in [0, 1) for a name."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") / 2**64
-
-
 def choose_held_out(texts: Mapping[str, str], share: float = HELD_OUT) -> set[str]:
-    """Names of the files kept from training: whole groups in the order of a stable hash, up to `share` of the bytes."""
+    """Return the held-out files: groups in the order of a stable hash, up to `share` of the bytes."""
     groups = defaultdict(list)
     for name, group in group_near_duplicates(texts).items():
         groups[group].append(name)
-    size = {name: len(text.encode()) for name, text in texts.items()}
-    total = sum(size.values())
+    sizes = {name: len(text.encode()) for name, text in texts.items()}
+    total = sum(sizes.values())
     chosen: set[str] = set()
-    taken = 0
-    for group in sorted(groups, key=_place):
-        weight = sum(size[name] for name in groups[group])
-        if weight > _LARGEST_GROUP * total:
+    chosen_bytes = 0
+    for group in sorted(groups, key=hash_text):
+        group_bytes = sum(sizes[name] for name in groups[group])
+        if group_bytes > _LARGEST_GROUP * total:
             continue
-        if taken >= share * total:
+        if chosen_bytes >= share * total:
             break
         chosen.update(groups[group])
-        taken += weight
+        chosen_bytes += group_bytes
     return chosen
 
 
 def group_near_duplicates(texts: Mapping[str, str], share: float = 0.1, window: int = 4) -> dict[str, str]:
-    """Name of each file to the name of its group: files that have much text in common, directly or through others.
+    """Return the group of each file: files that have much text in common, directly or through other files.
 
     Two files belong together if at least `share` of the smaller one's runs of `window` lines (blank lines and
-    indentation aside) also stand in the other. Runs found in more than 8 files are licence texts and do not count.
+    indentation aside) also occur in the other.
     """
     runs: dict[str, set[int]] = {}
-    where: dict[int, list[str]] = defaultdict(list)
+    files: dict[int, list[str]] = defaultdict(list)
     for name, text in texts.items():
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         runs[name] = {hash(tuple(lines[i : i + window])) for i in range(len(lines) - window + 1)}
         for run in runs[name]:
-            where[run].append(name)
+            files[run].append(name)
     common: dict[tuple[str, str], int] = defaultdict(int)
-    for names in where.values():
-        if 2 <= len(names) <= 8:
-            for i, a in enumerate(names):
-                for b in names[i + 1 :]:
-                    common[a, b] += 1
-    parent = {name: name for name in texts}
+    for names in files.values():
+        if 2 <= len(names) <= _MAX_FILES:
+            for i, first in enumerate(names):
+                for second in names[i + 1 :]:
+                    common[first, second] += 1
+    sets = _DisjointSets(texts)
+    for (first, second), count in common.items():
+        if count >= share * min(len(runs[first]), len(runs[second])):
+            sets.join(first, second)
+    for folder in _GROUPED_FOLDERS:
+        members = sorted(name for name in texts if name.startswith(folder + "/"))
+        for name in members[1:]:
+            sets.join(members[0], name)
+    return {name: sets.root(name) for name in texts}
 
-    def root(name: str) -> str:
-        while parent[name] != name:
-            parent[name] = parent[parent[name]]
-            name = parent[name]
+
+class _DisjointSets:
+    """Sets of names that can be joined; the least name of a set is its root."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._parents = {name: name for name in names}
+
+    def root(self, name: str) -> str:
+        parents = self._parents
+        while parents[name] != name:
+            parents[name] = parents[parents[name]]
+            name = parents[name]
         return name
 
-    for (a, b), count in common.items():
-        if count >= share * min(len(runs[a]), len(runs[b])):
-            low, high = sorted((root(a), root(b)))
-            parent[high] = low
-    for folder in _GROUPED_FOLDERS:
-        inside = sorted(name for name in texts if name.startswith(folder + "/"))
-        for name in inside[1:]:
-            low, high = sorted((root(inside[0]), root(name)))
-            parent[high] = low
-    return {name: root(name) for name in texts}
+    def join(self, first: str, second: str) -> None:
+        low, high = sorted((self.root(first), self.root(second)))
+        self._parents[high] = low

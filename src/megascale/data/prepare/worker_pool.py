@@ -1,4 +1,4 @@
-"""Pieces over worker processes. Own processes and pipes: they need no guarded main module, and end with the parent."""
+"""Pieces over worker processes with pipes: they need no guarded main module, and end with the parent."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from typing import IO
 
 from megascale.core.preflight import check_processes
 from megascale.core.python_command import module_command
 from megascale.data.dataset.sources import InputPiece
-from megascale.data.prepare.encode import encode
-from megascale.data.prepare.worker import EncodeJob
+from megascale.data.prepare.encode_worker import EncodeJob, encode_piece
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError, MegascaleError
 
 log = logging.getLogger(__name__)
 
-# Less input than this is encoded here: starting processes would take longer.
-WORKER = 30 << 20  # bytes that a process takes at least
+WORKER = 30 << 20  # bytes of memory that a worker needs at least
+# Less input than this is encoded in this process: starting workers would take longer.
 SMALL = 32 << 20
 
 
 def encode_pieces(pieces: Sequence[InputPiece], job: EncodeJob, workers: int, progress: Callable[[int], None]) -> None:
-    """Encode all pieces; `progress` is called with input bytes used up, from several threads.
+    """Encode all pieces; `progress` is called with input bytes used, from several threads.
 
     The first failure ends all workers and is raised; finished pieces stay.
     """
     if sum(piece.size for piece in pieces) < SMALL:
-        words = load_tokenizer(job.tokenizer)
+        tokenizer = load_tokenizer(job.tokenizer)
         for piece in pieces:
-            encode(piece, words, job.split, job.key, Path(job.folder), progress)
+            encode_piece(piece, tokenizer, job, progress)
         return
     count = min(workers, len(pieces))
     check_processes("--workers", count, WORKER)
-    queue, failures = deque(pieces), deque[MegascaleError]()
+    queue = deque(pieces)
+    failures: deque[MegascaleError] = deque()
     processes = [_start(max(1, workers // count)) for _ in range(count)]
     threads = [
         threading.Thread(target=_serve, args=(process, job, queue, failures, progress), daemon=True)
@@ -50,11 +50,9 @@ def encode_pieces(pieces: Sequence[InputPiece], job: EncodeJob, workers: int, pr
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            while thread.is_alive():
+        while any(thread.is_alive() for thread in threads) and not failures:
+            for thread in threads:
                 thread.join(0.2)
-                if failures:
-                    raise failures[0]
         if failures:
             raise failures[0]
     finally:
@@ -64,26 +62,31 @@ def encode_pieces(pieces: Sequence[InputPiece], job: EncodeJob, workers: int, pr
         for thread in threads:
             thread.join()
         for process in processes:
-            for pipe in (process.stdin, process.stdout):
+            for pipe in _pipes(process):
                 with contextlib.suppress(OSError):
-                    if pipe is not None:
-                        pipe.close()
+                    pipe.close()
 
 
 def _start(threads: int) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
-        "RAYON_NUM_THREADS": str(threads),  # of the tokenizers library
+        "RAYON_NUM_THREADS": str(threads),  # read by the tokenizers library
         "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     return subprocess.Popen(
-        module_command("megascale.data.prepare.worker"),
+        module_command("megascale.data.prepare.encode_worker"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
     )
+
+
+def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.stdin, process.stdout
 
 
 def _serve(
@@ -93,30 +96,21 @@ def _serve(
     failures: deque[MegascaleError],
     progress: Callable[[int], None],
 ) -> None:
-    """Hand pieces to one worker until none is left."""
-    assert process.stdin is not None
-    assert process.stdout is not None
+    """Send pieces to one worker until the queue is empty or a worker has failed."""
+    requests, answers = _pipes(process)
     try:
-        process.stdin.write(job.to_json() + "\n")
+        requests.write(job.to_json() + "\n")
         while queue and not failures:
             try:
                 piece = queue.popleft()
             except IndexError:
                 break
-            process.stdin.write(json.dumps(asdict(piece)) + "\n")
-            process.stdin.flush()
-            for line in process.stdout:
-                record = json.loads(line)
-                if "used" in record:
-                    progress(record["used"])
-                elif "error" in record:
-                    failures.append(DataError(record["error"]))
-                    return
-                else:
-                    break
-            else:
-                raise BrokenPipeError
-        process.stdin.close()
+            requests.write(json.dumps(asdict(piece)) + "\n")
+            requests.flush()
+            _await_piece(answers, progress)
+        requests.close()
+    except MegascaleError as error:
+        failures.append(error)
     except OSError:
         if not failures:
             failures.append(
@@ -134,3 +128,15 @@ def _serve(
                 "go on where it stopped"
             )
         )
+
+
+def _await_piece(answers: IO[str], progress: Callable[[int], None]) -> None:
+    """Read a worker's answers until a piece is done; DataError if the worker failed."""
+    for line in answers:
+        record = json.loads(line)
+        if "error" in record:
+            raise DataError(record["error"])
+        if "used" not in record:
+            return
+        progress(record["used"])
+    raise BrokenPipeError

@@ -1,48 +1,89 @@
-"""Tokenizers between Hugging Face folders and run folders: `tokenizer.json` as it is, or made of what there is."""
+"""Tokenizers between Hugging Face folders and run folders: a copy of `tokenizer.json`, or one made from other forms.
+
+The files that transformers reads as a tokenizer are tokenizer.json and its companions in the same folder.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megascale.core.untrusted_files import read_bounded
 from megascale.data.tokenizer.base import Tokenizer
+from megascale.data.tokenizer.huggingface_file import CONFIG
 from megascale.data.tokenizer.tiktoken_file import TiktokenTokenizer
-from megascale.data.tokenizer.tokenizer import load_tokenizer
-from megascale.data.tokenizer.tokenizer_files import CONFIG, TOKENIZER, copy_companions, copy_file
+from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer
 from megascale.errors import DataError
+
+_COMPANIONS = (CONFIG, "special_tokens_map.json", "chat_template.jinja")
+_TEMPLATES = "additional_chat_templates"
+_MAX_BYTES = 1 << 30  # per file; vocabularies of a quarter of a million tokens take 40 MB
+
+
+def find_companions(folder: Path) -> list[Path]:
+    """Return the companions of a tokenizer.json, as paths relative to its folder."""
+    names = [Path(name) for name in _COMPANIONS if (folder / name).exists()]
+    return names + sorted(file.relative_to(folder) for file in folder.glob(f"{_TEMPLATES}/*.jinja"))
+
+
+def copy_companions(source: Path, out: Path) -> None:
+    """Copy the companions of a tokenizer.json from one folder to another, replacing existing files."""
+    for name in find_companions(source):
+        copy_file(source / name, out / name)
+
+
+def remove_companions(folder: Path) -> None:
+    """Remove the companions of a tokenizer.json."""
+    for name in find_companions(folder):
+        (folder / name).unlink()
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file atomically. Raises DataError if `source` is not a file or is longer than 1 GiB."""
+    try:
+        data = read_bounded(source, _MAX_BYTES)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source} cannot be copied: {error}") from None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(data)
+    temporary.replace(target)
 
 
 def import_tokenizer(folder: Path, out: Path, ends: Sequence[int]) -> tuple[Tokenizer | None, list[str]]:
-    """Bring a Hugging Face folder's tokenizer, and the files beside it, into `out` as tokenizer.json.
+    """Copy a Hugging Face folder's tokenizer and its companions into `out`, as tokenizer.json.
 
     Args:
         folder: holds tokenizer.json, or vocab.json and merges.txt (GPT-2's older form), or neither.
-        out: a folder that is there.
+        out: an existing folder.
         ends: ids of the tokens that end a text by the model's configuration; the first is used if the tokenizer itself
             names none.
 
-    Returns the tokenizer, or None, and notes for a person: why there is none, and what was left out.
+    Returns:
+        The tokenizer or None, and notes for the user: why there is no tokenizer, and which files were left out.
     """
     copy_companions(folder, out)
     if (folder / TOKENIZER).exists():
         copy_file(folder / TOKENIZER, out / TOKENIZER)
     elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        _of_vocabulary(folder).save(str(out / TOKENIZER))
+        _from_vocabulary(folder).save(str(out / TOKENIZER))
     else:
         return None, [
             f'{folder} has no {TOKENIZER}; `python -c "from transformers import AutoTokenizer as T; '
-            f"T.from_pretrained('{folder}').save_pretrained('{folder}')\"` makes one of older forms, or give "
+            f"T.from_pretrained('{folder}').save_pretrained('{folder}')\"` makes one from older forms, or give "
             "--data.tokenizer"
         ]
-    settings, notes = _settings(out / CONFIG), []
+    notes = []
+    settings = _read_settings(out / CONFIG)
     if settings is None:
         notes.append(f"{folder / CONFIG} is not a JSON object; it is left out")
         (out / CONFIG).unlink()
         settings = {}
     if settings.get("eos_token") is None and ends:
-        token = _token(out / TOKENIZER, ends[0])
+        token = _find_token(out / TOKENIZER, ends[0])
         if token is not None:
             _write_settings(out, settings | {"eos_token": token})
     try:
@@ -52,7 +93,7 @@ def import_tokenizer(folder: Path, out: Path, ends: Sequence[int]) -> tuple[Toke
 
 
 def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path, longest: int) -> None:
-    """Write a run's tokenizer, read from `source`, as `transformers.AutoTokenizer` takes it."""
+    """Write a run's tokenizer, read from `source`, in the form that `transformers.AutoTokenizer` reads."""
     copy_companions(source.parent, out)
     if isinstance(tokenizer, TiktokenTokenizer):
         tokenizer.to_tokenizers().save(str(out / TOKENIZER))
@@ -60,27 +101,28 @@ def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path, longest: int
         copy_file(source, out / TOKENIZER)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": _token(out / TOKENIZER, tokenizer.end_of_document),
+        "eos_token": _find_token(out / TOKENIZER, tokenizer.end_of_document),
         "model_max_length": longest,
     }
-    _write_settings(out, settings | (_settings(out / CONFIG) or {}))
+    _write_settings(out, settings | (_read_settings(out / CONFIG) or {}))
 
 
-def _of_vocabulary(folder: Path) -> Any:
-    """The byte-level BPE of a vocab.json and a merges.txt."""
+def _from_vocabulary(folder: Path) -> Any:
+    """Return the byte-level BPE of a vocab.json and a merges.txt."""
     from tokenizers.implementations import ByteLevelBPETokenizer
 
     try:
-        made = ByteLevelBPETokenizer.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        tokenizer = ByteLevelBPETokenizer.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{folder}: vocab.json and merges.txt make no tokenizer: {error}") from None
-    special = [token for token in ("<|endoftext|>", "</s>") if made.token_to_id(token) is not None]
-    made.add_special_tokens(special)
-    return made
+    tokenizer.add_special_tokens(
+        [token for token in ("<|endoftext|>", "</s>") if tokenizer.token_to_id(token) is not None]
+    )
+    return tokenizer
 
 
-def _settings(path: Path) -> dict[str, Any] | None:
-    """Return a tokenizer_config.json, {} without one; None if it is not a JSON object."""
+def _read_settings(path: Path) -> dict[str, Any] | None:
+    """Return a tokenizer_config.json, {} if the file is missing, None if it is not a JSON object."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -94,10 +136,10 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
     (folder / CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _token(path: Path, number: int) -> str | None:
+def _find_token(path: Path, number: int) -> str | None:
     from tokenizers import Tokenizer as Library
 
     try:
         return Library.from_str(path.read_text(encoding="utf-8")).id_to_token(number)
-    except Exception:  # whatever is wrong with the file is said by the one who loads it
+    except Exception:  # load_tokenizer reports any fault of the file
         return None

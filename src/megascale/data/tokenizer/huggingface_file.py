@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,19 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.data.tokenizer.base import END_OF_DOCUMENT, ENDS, Tokenizer
-from megascale.data.tokenizer.huggingface_record import (
-    can_lose_text,
-    is_byte_level,
-    protect_special_tokens,
-    unknown_id,
-)
 from megascale.errors import ConfigError, DataError
 
 CONFIG = "tokenizer_config.json"
+# Normalisation steps that drop no characters except white space. Any other step is assumed to drop some.
+_KEEPING_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Strip", "ByteLevel", "Precompiled"}
 
 
 class NotATokenizerError(ValueError):
-    """Contents that are not those of a tokenizer.json."""
+    """The contents are not a tokenizer.json."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -43,20 +40,21 @@ class HuggingFaceTokenizer(Tokenizer):
 
         self._inner = inner
         self._source = source
-        record = json.loads(inner.to_str()) if record is None else record
+        if record is None:
+            record = json.loads(inner.to_str())
         _encode_text_alone(inner)
         vocabulary = inner.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"{source} has an empty vocabulary; use another tokenizer.json")
         self.vocab_size = max(vocabulary.values()) + 1
         names = (end_of_document,) if end_of_document else ENDS
-        found = next((name for name in names if name in vocabulary), None)
-        if found is None:
+        end = next((name for name in names if name in vocabulary), None)
+        if end is None:
             raise DataError(
                 f"{source} has none of {', '.join(names)} to end a document with; add such a special token to it, or "
-                "name its own in eos_token of a tokenizer_config.json beside it"
+                "name its own in eos_token of a tokenizer_config.json in the same folder"
             )
-        self.end_of_document = vocabulary[found]
+        self.end_of_document = vocabulary[end]
         self._configured = end_of_document
         with self._named_failures():
             self.begin_of_prompt = _begin_of_template(inner)
@@ -67,14 +65,14 @@ class HuggingFaceTokenizer(Tokenizer):
         self._byte_level = is_byte_level(record)
 
     def save(self, path: str | Path) -> None:
-        """Write a tokenizer.json, and a tokenizer_config.json beside it where that named the end of a document."""
+        """Write a tokenizer.json, and a tokenizer_config.json if that file named the end of a document."""
         super().save(path)
         if self._configured:
             Path(path).with_name(CONFIG).write_text(json.dumps({"eos_token": self._configured}) + "\n")
 
     @classmethod
     def from_json(cls, text: str, end_of_document: str | None, source: str) -> HuggingFaceTokenizer:
-        """Return the tokenizer of a tokenizer.json's contents; `source` names it in errors.
+        """Return the tokenizer of a tokenizer.json's contents; errors name `source`.
 
         Raises NotATokenizerError for contents of another kind.
         """
@@ -88,15 +86,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @classmethod
     def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
-        """See tokenizer.train_tokenizer."""
+        """Train byte-level BPE; see `tokenizer.train_tokenizer`."""
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        least = len(alphabet) + len(cls._special)
-        if vocab_size < least:
+        minimum = len(alphabet) + len(cls._special)
+        if vocab_size < minimum:
             raise ConfigError(
-                f"vocab_size={vocab_size} is too small for byte-level BPE: 256 bytes and an end make {least}"
+                f"vocab_size={vocab_size} is too small for byte-level BPE: 256 bytes and an end make {minimum}"
             )
         inner = Library(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -114,7 +112,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def _encode(self, texts: list[str]) -> list[Any]:
-        # The fast form leaves out offsets, which encoding does not need.
+        # The fast form computes no offsets, which encoding does not need.
         with self._named_failures():
             return [encoding.ids for encoding in self._encoder.encode_batch_fast(texts, add_special_tokens=False)]
 
@@ -125,48 +123,51 @@ class HuggingFaceTokenizer(Tokenizer):
         return sum(count(text, encoding) for text, encoding in zip(texts, encodings, strict=True))
 
     def _lost_in_bytes(self, text: str, encoding: Any) -> int:
-        """Return how many bytes of a text a byte-level vocabulary has no tokens for."""
-        known = (token for token, number in zip(encoding.tokens, encoding.ids, strict=True) if number != self._unknown)
-        return max(0, len(text.encode()) - sum(map(len, known)))
+        """Return the number of bytes of a text that a byte-level vocabulary has no tokens for."""
+        pairs = zip(encoding.tokens, encoding.ids, strict=True)
+        represented = sum(len(token) for token, number in pairs if number != self._unknown)
+        return max(0, len(text.encode()) - represented)
 
     def _lost_in_characters(self, text: str, encoding: Any) -> int:
-        """Return how many bytes of a text lie outside of all known tokens, white space aside."""
+        """Return the number of bytes of a text outside of all known tokens, white space aside."""
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        offsets = offsets[np.array(encoding.ids, dtype=np.int64) != (-1 if self._unknown is None else self._unknown)]
-        steps = np.bincount(offsets[:, 0], minlength=len(text) + 1) - np.bincount(
-            offsets[:, 1], minlength=len(text) + 1
-        )
-        lost = np.flatnonzero(np.cumsum(steps)[: len(text)] == 0)
-        return len("".join(text[place] for place in lost.tolist() if not text[place].isspace()).encode())
+        unknown = -1 if self._unknown is None else self._unknown
+        offsets = offsets[np.array(encoding.ids, dtype=np.int64) != unknown]
+        begins = np.bincount(offsets[:, 0], minlength=len(text) + 1)
+        ends = np.bincount(offsets[:, 1], minlength=len(text) + 1)
+        lost = np.flatnonzero(np.cumsum(begins - ends)[: len(text)] == 0)
+        return len("".join(text[i] for i in lost.tolist() if not text[i].isspace()).encode())
 
     @contextmanager
     def _named_failures(self) -> Iterator[None]:
-        """Turn the library's plain Exception into a DataError: some models refuse text that they do not know."""
+        """Turn the library's plain Exception into a DataError: some models refuse unknown text."""
         try:
             yield
         except Exception as error:
             raise DataError(
-                f"tokenizer {self._source} cannot encode this text: {error}; use a tokenizer that knows all bytes, or "
-                "has an unknown token"
+                f"tokenizer {self._source} cannot encode this text: {error}; use a tokenizer that has all bytes or "
+                "an unknown token"
             ) from None
 
 
 def _encode_text_alone(inner: Any) -> None:
-    """Have special tokens' names encoded as text, and texts neither cut off nor filled up."""
+    """Encode special tokens' names as text, and switch off truncation and padding."""
     inner.encode_special_tokens = True
     inner.no_truncation()
     inner.no_padding()
 
 
 def _begin_of_template(inner: Any) -> tuple[int, ...]:
-    """Return the ids that the tokenizer's template puts before a text; what it puts after one is not taken."""
-    whole = inner.encode("a", add_special_tokens=True)
-    begins = whole.special_tokens_mask.index(0) if 0 in whole.special_tokens_mask else 0
-    return tuple(whole.ids[:begins])
+    """Return the ids that the tokenizer's template puts before a text, without those after it."""
+    encoding = inner.encode("a", add_special_tokens=True)
+    mask = encoding.special_tokens_mask
+    if 0 not in mask:
+        return ()
+    return tuple(encoding.ids[: mask.index(0)])
 
 
 def _encoder(inner: Any, record: dict[str, Any], special: list[int]) -> Any:
-    """Return the library's tokenizer that gives none of the ids `special` for any text."""
+    """Return the library's tokenizer, changed so that no text yields an id of `special`."""
     protected = protect_special_tokens(record, special)
     if protected is None:
         return inner
@@ -178,9 +179,125 @@ def _encoder(inner: Any, record: dict[str, Any], special: list[int]) -> Any:
 
 
 def configured_end(path: Path) -> str | None:
-    """eos_token of a Hugging Face tokenizer_config.json, or None."""
+    """Return eos_token of a Hugging Face tokenizer_config.json, or None."""
     try:
         value = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     except (OSError, ValueError, AttributeError):
         return None
     return value.get("content") if isinstance(value, dict) else value
+
+
+def protect_special_tokens(record: dict[str, Any], ids: Iterable[int]) -> dict[str, Any] | None:
+    """Return contents of a tokenizer.json that yield the same ids, except that no text yields one of `ids`.
+
+    A special token's name in a text is not matched as a whole, but a model that has it as a piece, word or merge
+    still yields the token. Such names are replaced by names that occur in no text. Returns None if no change is needed.
+    """
+    model = record["model"]
+    vocabulary = _vocabulary(model)
+    protected = set(ids)
+    names = {name for name, number in vocabulary.items() if number in protected}
+    if model.get("type") == "BPE":
+        names &= _formed_by_bpe(model, names)
+    added = record.get("added_tokens") or []
+    plain = [token for token in added if token["id"] in protected and not token.get("special")]
+    if not names and not plain:
+        return None
+    changed = copy.copy(record)
+    placeholders = {name: f"\U0010fffe\x00{vocabulary[name]}\x00\U0010fffe" for name in names}
+    changed["model"] = _rename_tokens(model, placeholders)
+    changed["added_tokens"] = [
+        {
+            **token,
+            "content": placeholders.get(token["content"], token["content"]),
+            "special": token.get("special") or token["id"] in protected,
+        }
+        for token in added
+    ]
+    return changed
+
+
+def _vocabulary(model: dict[str, Any]) -> dict[str, int]:
+    vocabulary = model.get("vocab") or {}
+    if isinstance(vocabulary, list):
+        return {name: number for number, (name, _) in enumerate(vocabulary)}
+    return vocabulary
+
+
+def _merge_names(merge: str | list[str], prefix: str) -> list[str]:
+    """Return both parts of a merge and their product; older files write the parts as one string.
+
+    `prefix` begins the names of tokens inside a word, so the second part loses it.
+    """
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    return [first, second, first + second.removeprefix(prefix)]
+
+
+def _formed_by_bpe(model: dict[str, Any], names: set[str]) -> set[str]:
+    """Return the names that characters or merges can form. With `ignore_merges` any word that is a token can."""
+    if model.get("ignore_merges"):
+        return names
+    prefix = model.get("continuing_subword_prefix") or ""
+    products = {_merge_names(merge, prefix)[2] for merge in model.get("merges") or []}
+    return {name for name in names if len(name) == 1 or name in products}
+
+
+def _rename_tokens(model: dict[str, Any], placeholders: dict[str, str]) -> dict[str, Any]:
+    changed = dict(model)
+    if isinstance(model.get("vocab"), list):
+        changed["vocab"] = [[placeholders.get(name, name), score] for name, score in model["vocab"]]
+    else:
+        changed["vocab"] = {placeholders.get(name, name): number for name, number in model["vocab"].items()}
+    if model.get("unk_token") in placeholders:
+        changed["unk_token"] = placeholders[model["unk_token"]]
+    if placeholders and model.get("merges"):
+        prefix = model.get("continuing_subword_prefix") or ""
+        changed["merges"] = [
+            merge for merge in model["merges"] if placeholders.keys().isdisjoint(_merge_names(merge, prefix))
+        ]
+    return changed
+
+
+def is_byte_level(record: dict[str, Any]) -> bool:
+    """Return whether each token of the model is written with one character per byte of UTF-8."""
+    steps = [*_steps(record.get("pre_tokenizer"), "pretokenizers"), *_steps(record.get("normalizer"), "normalizers")]
+    return record["model"].get("type") == "BPE" and any(step.get("type") == "ByteLevel" for step in steps)
+
+
+def can_lose_text(record: dict[str, Any], byte_characters: Iterable[str]) -> bool:
+    """Return whether some text has no tokens of its own and becomes an unknown token or is dropped.
+
+    `byte_characters` are the characters that encode the 256 bytes in byte-level vocabularies.
+    """
+    model = record["model"]
+    vocabulary = _vocabulary(model)
+    if is_byte_level(record):
+        complete = all(character in vocabulary for character in byte_characters)
+    else:
+        complete = bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    removing = any(step.get("behavior") == "Removed" for step in _steps(record.get("pre_tokenizer"), "pretokenizers"))
+    return not complete or removing or not all(map(_keeps_text, _steps(record.get("normalizer"), "normalizers")))
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    if step.get("type") == "Replace":
+        return bool(step.get("content"))
+    return step.get("type") in _KEEPING_NORMALIZERS
+
+
+def _steps(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
+    """Return the steps that a normalizer or pre-tokenizer consists of."""
+    if not step:
+        return []
+    if step.get("type") == "Sequence":
+        return [part for child in step.get(inner) or [] for part in _steps(child, inner)]
+    return [step]
+
+
+def unknown_id(record: dict[str, Any]) -> int | None:
+    """Return the id of the model's unknown token, None if it has none."""
+    model = record["model"]
+    number = model.get("unk_id")
+    if number is not None:
+        return number
+    return _vocabulary(model).get(model.get("unk_token"))

@@ -1,9 +1,9 @@
-"""tiktoken encodings from local files, no network: a rank file (`TOKEN-in-base64 RANK` a line) and its pattern.
+"""tiktoken encodings from local files: a rank file (lines of `TOKEN-in-base64 RANK`) and its pattern.
 
-A rank file alone does not say how text is cut into words or what the special tokens are. For OpenAI's published
-files, known by name, both are built in; for any other, `NAME.json` beside `NAME.tiktoken` gives them:
-`{"pattern": "...", "special_tokens": {"<|endoftext|>": 1000}, "end_of_document": "<|endoftext|>"}` (the last may be
-left out). A data set's folder keeps all of it in one tokenizer.json.
+A rank file alone does not define how text is cut into words, nor the special tokens. For OpenAI's published files,
+recognised by name, both are built in. For any other `NAME.tiktoken`, the file `NAME.json` in its folder defines them:
+`{"pattern": "...", "special_tokens": {"<|endoftext|>": 1000}, "end_of_document": "<|endoftext|>"}` (the last is
+optional). A data set's folder has all of it in one tokenizer.json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _O200K = (
     r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
 # Published encodings: pattern, and the id of the end of a document.
-KNOWN = {
+PUBLISHED = {
     "r50k_base": (_GPT2, 50256),
     "p50k_base": (_GPT2, 50256),
     "cl100k_base": (_CL100K, 100257),
@@ -45,7 +45,7 @@ KNOWN = {
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tiktoken encoding; DataError if its parts do not make one."""
+    """A tiktoken encoding; DataError if its parts are inconsistent."""
 
     def __init__(self, name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int], end: str) -> None:
         try:
@@ -67,7 +67,9 @@ class TiktokenTokenizer(Tokenizer):
             "special_tokens": special,
             "end_of_document": end,
         }
-        self._ranks, self._pattern, self._special = ranks, pattern, special
+        self._ranks = ranks
+        self._pattern = pattern
+        self._special = special
         try:
             self._inner = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         except Exception as error:  # a pattern or ranks that the library's core refuses
@@ -80,19 +82,19 @@ class TiktokenTokenizer(Tokenizer):
         return json.dumps({**self._record, "ranks": ranks}, indent=0)
 
     def to_tokenizers(self) -> Library:
-        """The same encoding for the `tokenizers` library, as Hugging Face wants it."""
+        """Return the same encoding for the `tokenizers` library, as Hugging Face needs it."""
         from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Library
 
-        shown = {b: chr(c) for b, c in _byte_characters().items()}
-        text = {token: "".join(shown[b] for b in token) for token in self._ranks}
+        characters = {byte: chr(code) for byte, code in _byte_characters().items()}
+        text = {token: "".join(characters[byte] for byte in token) for token in self._ranks}
         special = self._special
         vocabulary = {text[token]: rank for token, rank in self._ranks.items()} | special
         merges = [(text[a], text[b]) for a, b in _merges(self._ranks)]
         # A word that is a token needs no merges, as in tiktoken.
         library = Library(models.BPE(vocabulary, merges, ignore_merges=True))
-        words = pre_tokenizers.Split(Regex(self._pattern), "isolated")
-        library.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        split = pre_tokenizers.Split(Regex(self._pattern), "isolated")
+        library.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
         library.decoder = decoders.ByteLevel()
         library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
         return library
@@ -101,38 +103,37 @@ class TiktokenTokenizer(Tokenizer):
         return self._inner.decode([int(i) for i in ids])
 
     def _encode(self, texts: list[str]) -> list[Any]:
-        none: frozenset[str] = frozenset()
-        return [self._inner.encode_to_numpy(text, allowed_special=set(), disallowed_special=none) for text in texts]
+        return [self._inner.encode_to_numpy(text, allowed_special=set(), disallowed_special=()) for text in texts]
 
 
 def _byte_characters() -> dict[int, int]:
-    """GPT-2's printable character for each byte: itself where it prints, else one from 256 on."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (b for b in range(256) if b not in plain)
-    return {b: b for b in plain} | {b: 256 + i for i, b in enumerate(others)}
+    """Return GPT-2's printable character for each byte: the byte itself if it is printable, else one from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    unprintable = (byte for byte in range(256) if byte not in printable)
+    return {byte: byte for byte in printable} | {byte: 256 + i for i, byte in enumerate(unprintable)}
 
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """The pair that each longer token is made of, in order of rank: what merging below its own rank leaves of it."""
+    """Yield the pair that each longer token merges, in order of rank: its parts after all merges of lower rank."""
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:
             pairs = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
-            at = min(range(len(pairs)), key=pairs.__getitem__)
-            if pairs[at] >= rank:
-                break  # not made of merges: only ever met as a whole word
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            i = min(range(len(pairs)), key=pairs.__getitem__)
+            if pairs[i] >= rank:
+                break  # the token has no merges: it only occurs as a complete word
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
         if len(parts) == 2:
             yield parts[0], parts[1]
 
 
-def is_ours(text: str) -> bool:
-    """Whether a tokenizer.json's contents are this module's."""
+def is_tiktoken_record(text: str) -> bool:
+    """Return whether the contents of a tokenizer.json are a tiktoken encoding that `to_json` wrote."""
     return _KIND in text[:100]
 
 
 def from_json(text: str, source: str) -> TiktokenTokenizer:
-    """Of contents that to_json gave; DataError if they are damaged."""
+    """Return the tokenizer of contents that `to_json` wrote; DataError if they are damaged."""
     try:
         record = json.loads(text)
         ranks = {base64.b64decode(token): int(rank) for token, rank in record["ranks"].items()}
@@ -144,7 +145,7 @@ def from_json(text: str, source: str) -> TiktokenTokenizer:
 
 
 def from_ranks(path: Path, text: str) -> TiktokenTokenizer:
-    """Of a rank file's contents, with what is known of its name or stands in the .json beside it."""
+    """Return the tokenizer of a rank file, with the built-in pattern of its name or the one in NAME.json."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
@@ -160,17 +161,18 @@ def from_ranks(path: Path, text: str) -> TiktokenTokenizer:
         try:
             record = json.loads(sibling.read_text(encoding="utf-8"))
             pattern, special = record["pattern"], record["special_tokens"]
-            end = record.get("end_of_document") or next((name for name in ENDS if name in special), END_OF_DOCUMENT)
+            known_end = next((name for name in ENDS if name in special), END_OF_DOCUMENT)
+            end = record.get("end_of_document") or known_end
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f'{sibling} does not describe {path.name} ({error!r}); it needs {{"pattern": "...", "special_tokens": '
                 '{"<|endoftext|>": ID}}'
             ) from None
         return TiktokenTokenizer(path.stem, pattern, ranks, special, end)
-    if path.stem not in KNOWN:
+    if path.stem not in PUBLISHED:
         raise DataError(
-            f"tokenizer {path}: nothing is known of an encoding called {path.stem!r} (known: {', '.join(KNOWN)}); put "
-            f'{sibling.name} beside it with {{"pattern": "...", "special_tokens": {{"<|endoftext|>": {len(ranks)}}}}}'
+            f"tokenizer {path}: the encoding {path.stem!r} is unknown (known: {', '.join(PUBLISHED)}); put "
+            f'{sibling.name} next to it with {{"pattern": "...", "special_tokens": {{"<|endoftext|>": {len(ranks)}}}}}'
         )
-    pattern, end_id = KNOWN[path.stem]
+    pattern, end_id = PUBLISHED[path.stem]
     return TiktokenTokenizer(path.stem, pattern, ranks, {END_OF_DOCUMENT: end_id}, END_OF_DOCUMENT)

@@ -1,14 +1,18 @@
-"""Text to token ids and back. Three kinds with one interface (base.py): Hugging Face `tokenizer.json` files and
+"""Tokenizers of a run and of files. Three kinds have one interface (base.py): Hugging Face `tokenizer.json` files and
 byte-level BPE trained here (huggingface_file.py), and tiktoken's rank files (tiktoken_file.py).
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from megascale.config import DataConfig
-from megascale.data.tokenizer import foreign_file, tiktoken_file
+from megascale.data.tokenizer import tiktoken_file
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.huggingface_file import (
     CONFIG,
@@ -18,59 +22,126 @@ from megascale.data.tokenizer.huggingface_file import (
 )
 from megascale.errors import ConfigError, DataError
 
-NAME = "tokenizer.json"
+TOKENIZER = "tokenizer.json"
+# Files in which a model's folder may hold a tokenizer without a tokenizer.json.
+_OTHER_FORMS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer.json (ours, Hugging Face's, or one holding tiktoken ranks) or a .tiktoken rank file.
 
-    For a Hugging Face file the end-of-document token may be named by a tokenizer_config.json beside it.
-    Raises DataError if there is no such file or it is of another kind.
+    For a Hugging Face file, a tokenizer_config.json in the same folder may name the end-of-document token.
+    Raises DataError if the file does not exist or is of another kind.
     """
     path = Path(path)
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         remedy = "set data.tokenizer to a tokenizer.json or build a data set"
-        if foreign_file.has_other_form(path.parent):
-            remedy = foreign_file.conversion(path.parent)
+        if _has_other_form(path.parent):
+            remedy = _conversion_command(path.parent)
         raise DataError(f"tokenizer {path} does not exist; {remedy}") from None
     except IsADirectoryError:
-        if not (path / NAME).exists() and foreign_file.has_other_form(path):
-            raise DataError(f"tokenizer {path} is a folder without a {NAME}. {foreign_file.conversion(path)}") from None
-        raise DataError(f"tokenizer {path} is a folder; name the {NAME} in it") from None
+        if not (path / TOKENIZER).exists() and _has_other_form(path):
+            raise DataError(
+                f"tokenizer {path} is a folder without a {TOKENIZER}. {_conversion_command(path)}"
+            ) from None
+        raise DataError(f"tokenizer {path} is a folder; name the {TOKENIZER} in it") from None
     except OSError as error:
         raise DataError(f"tokenizer {path} cannot be read: {error}; check its permissions") from None
-    ranks = path.suffix.lower() == ".tiktoken"
-    if foreign_file.is_rank_file(data) and not ranks:
-        raise DataError(f"tokenizer {path} is not a {NAME}: {foreign_file.explain(path, data)}")
+    is_tiktoken = path.suffix.lower() == ".tiktoken"
+    if _is_rank_file(data) and not is_tiktoken:
+        raise DataError(f"tokenizer {path} is not a {TOKENIZER}: {_explain(path, data)}")
     try:
         text = data.decode()
-        if tiktoken_file.is_ours(text):
+        if tiktoken_file.is_tiktoken_record(text):
             return tiktoken_file.from_json(text, str(path))
-        if ranks:
+        if is_tiktoken:
             return tiktoken_file.from_ranks(path, text)
         return HuggingFaceTokenizer.from_json(text, configured_end(path.with_name(CONFIG)), str(path))
     except (UnicodeDecodeError, NotATokenizerError) as error:
         raise DataError(
-            f"tokenizer {path} is not a {NAME} that can be read ({error}): {foreign_file.explain(path, data)}"
+            f"tokenizer {path} is not a {TOKENIZER} that can be read ({error}): {_explain(path, data)}"
         ) from None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE (as GPT-2) trained on `texts`; id 0 ends a document. Any text can be encoded."""
+    """Train byte-level BPE (as GPT-2) on `texts`; id 0 ends a document. Any text can be encoded."""
     return HuggingFaceTokenizer.train_bpe(texts, vocab_size)
 
 
 def tokenizer_path(data: DataConfig) -> Path:
-    """`data.tokenizer`, or the tokenizer.json beside the first training file; ConfigError without either."""
+    """Return `data.tokenizer`, or the tokenizer.json next to the first training file; ConfigError without either."""
     if data.tokenizer:
         return Path(data.tokenizer)
     if not data.train:
         raise ConfigError("neither data.tokenizer nor data.train is set, so there is no tokenizer; set one of them")
-    return Path(data.train[0]).parent / "tokenizer.json"
+    return Path(data.train[0]).parent / TOKENIZER
 
 
 def load_run_tokenizer(data: DataConfig) -> Tokenizer:
-    """The run's tokenizer (see tokenizer_path); DataError if it cannot be read."""
+    """Load the run's tokenizer (see tokenizer_path); DataError if it cannot be read."""
     return load_tokenizer(tokenizer_path(data))
+
+
+def _explain(path: Path, data: bytes) -> str:
+    """Return why a file is not a tokenizer.json, as far as its contents show, and the remedy."""
+    kind = _find_kind(path, data)
+    if kind == "a tiktoken rank file":
+        return (
+            f"it is {kind} (as Llama 3's tokenizer.model). Use the tokenizer.json of the same model, or name the file "
+            'NAME.tiktoken and put NAME.json next to it with {"pattern": "...", "special_tokens": '
+            '{"<|endoftext|>": ID}}'
+        )
+    return f"it is {kind}. {_conversion_command(path.parent)}"
+
+
+def _conversion_command(folder: Path) -> str:
+    """Return how to make a tokenizer.json from a model's folder."""
+    return (
+        "Use the tokenizer.json of the same model; where it has none, "
+        f"`python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
+        f".save_pretrained('{folder}')\"` makes one (it may need the packages sentencepiece and protobuf)"
+    )
+
+
+def _has_other_form(folder: Path) -> bool:
+    """Return whether a folder holds a tokenizer in another form than a tokenizer.json."""
+    return any((folder / name).exists() for name in _OTHER_FORMS)
+
+
+def _find_kind(path: Path, data: bytes) -> str:
+    if _is_rank_file(data):
+        return "a tiktoken rank file"
+    if data[:1] == b"\n" and (path.suffix.lower() in (".model", ".spm") or b"<unk>" in data[:4096]):
+        return "a sentencepiece model"
+    if data.startswith(b"#version"):
+        return "a list of merges (merges.txt)"
+    try:
+        record = json.loads(data)
+    except (ValueError, RecursionError):
+        return "not JSON" if data else "empty"
+    return _find_record_kind(record)
+
+
+def _find_record_kind(record: Any) -> str:
+    if not isinstance(record, dict):
+        return "JSON of another kind"
+    vocabulary = record.get("vocab")
+    first_entry = vocabulary[0] if isinstance(vocabulary, list) and vocabulary else None
+    if isinstance(first_entry, dict) and "token_bytes" in first_entry:
+        return "a Tekken vocabulary (Mistral's tekken.json)"
+    if "model" not in record and ("tokenizer_class" in record or "eos_token" in record):
+        return "the settings of a tokenizer (tokenizer_config.json)"
+    if record and all(isinstance(number, int) for number in record.values()):
+        return "a vocabulary without its rules (vocab.json)"
+    return "JSON of another kind, or of a newer version of the package tokenizers"
+
+
+def _is_rank_file(data: bytes) -> bool:
+    """Return whether the first line is a token in base64 and its rank."""
+    parts = data[:4096].split(b"\n", 1)[0].split()
+    try:
+        return len(parts) == 2 and parts[1].isdigit() and bool(base64.b64decode(parts[0], validate=True))
+    except binascii.Error:
+        return False

@@ -1,29 +1,27 @@
-"""The store's data in Redis: names of keys, and the one Lua script through which everything is changed.
+"""Names of the store's keys in Redis, and the Lua scripts that change them.
 
 A value of the store is a Redis list of one element. Reading is then one command that also waits: `BLMOVE key key
-LEFT LEFT seconds` takes the element and puts it back, and blocks until there is one. Every reader that waits is
-woken by the server in turn; nobody polls, nothing is lost between looking and waiting, and asking again after a
-broken connection does no harm.
+LEFT LEFT seconds` takes the element and puts it back, and blocks until there is one. The server wakes every waiting
+reader in turn. No reader polls, no wake-up is lost, and repeating the command on a new connection is harmless.
 
-All keys of a job carry the job's name in braces, so that on a sharded server they lie together.
+All keys of a job contain the job's name in braces, so that a sharded server keeps them on one shard.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Milliseconds for which the door stays open without its owner.
-DOOR_MS = 10_000
-# Written as an older start's verdict, where its readers wait, so that they wake and go to the new one.
+DOOR_MS = 10_000  # milliseconds for which the door stays open without a renewal by its owner
+# Verdict of an older start, which wakes its readers and sends them to the new start.
 SUPERSEDED = b"\x00superseded"
 
 
 @dataclass(frozen=True)
-class Names:
+class JobKeys:
     """Names of a job's keys.
 
-    `fence` holds `attempt:epoch`, the only writer's token that is accepted. `door` exists while a start is under
-    way and tells newcomers the epoch. The rest belongs to one epoch (one start of one attempt).
+    `fence` holds `attempt:epoch`, the only token whose changes are accepted. `door` exists while a start is under way
+    and gives newcomers the epoch. The other keys belong to one epoch (one start of one attempt).
     """
 
     job: str
@@ -31,51 +29,46 @@ class Names:
     epoch: str = ""
 
     @property
-    def base(self) -> str:
-        return f"megascale:{{{self.job}}}"
-
-    @property
     def fence(self) -> str:
-        return f"{self.base}:fence"
+        return f"megascale:{{{self.job}}}:fence"
 
     @property
     def door(self) -> str:
-        return f"{self.base}:door:{self.attempt}"
+        return f"megascale:{{{self.job}}}:door:{self.attempt}"
 
     @property
     def token(self) -> str:
         return f"{self.attempt}:{self.epoch}"
 
     @property
-    def prefix(self) -> str:
-        return f"{self.base}:{self.epoch}"
-
-    @property
     def index(self) -> str:
-        """A set of all data keys, for counting and cleaning."""
-        return f"{self.prefix}:index"
+        """Set of all data keys, for counting and cleaning."""
+        return self._epoch_key("index")
 
     @property
     def done(self) -> str:
-        """A hash: each connection slot's last change and its answer, so that a repeated change happens once."""
-        return f"{self.prefix}:done"
+        """Hash of each connection slot's last change and its answer, so that a repeated change happens once."""
+        return self._epoch_key("done")
 
     @property
     def life(self) -> str:
-        """The server's run id under which the epoch's data is whole."""
-        return f"{self.prefix}:life"
+        """Run id of the server under which the epoch's data is complete."""
+        return self._epoch_key("life")
 
     def value(self, key: str) -> str:
-        """Where the value of a store key lies."""
-        return f"{self.prefix}:k:{key}"
+        """Return the name of the list that holds the value of a store key."""
+        return self._epoch_key(f"k:{key}")
 
     def queue(self, key: str) -> str:
-        """Where the queue of a store key lies."""
-        return f"{self.prefix}:q:{key}"
+        """Return the name of the queue of a store key."""
+        return self._epoch_key(f"q:{key}")
 
-    def taken(self, slot: str) -> str:
-        """Where an element lies between a queue and the process that takes it."""
-        return f"{self.prefix}:t:{slot}"
+    def popped(self, slot: str) -> str:
+        """Return the name of the list that holds an element between a queue and the process that pops it."""
+        return self._epoch_key(f"t:{slot}")
+
+    def _epoch_key(self, suffix: str) -> str:
+        return f"megascale:{{{self.job}}}:{self.epoch}:{suffix}"
 
 
 # KEYS: fence, index, done, then data keys. ARGV: token, slot, number, expiry in ms, operation, arguments.
@@ -90,7 +83,7 @@ if done then
   if string.sub(done, 1, cut - 1) == ARGV[3] then return string.sub(done, cut + 1) end
 end
 local function put(key, value)
-  -- First, for a server without memory refuses a script at its first write only if that needs memory.
+  -- SADD comes first: a server out of memory refuses a script at its first write only if that needs memory.
   redis.call('SADD', KEYS[2], key)
   redis.call('DEL', key)
   redis.call('RPUSH', key, value)
@@ -155,15 +148,15 @@ redis.call('PEXPIRE', KEYS[2], ARGV[4])
 return 1
 """
 
-# The server came back without its memory. KEYS: fence, index, done, life, door. ARGV: token, expiry ms, run id, the
-# door's value ("" but for the owner of a start that is under way) and expiry ms. The first process to notice clears
-# what an old snapshot may have brought back; answers 1 if it was the first.
+# Run after the server has restarted without its memory. KEYS: fence, index, done, life, door. ARGV: token, expiry ms,
+# run id, the door's value (empty except for the owner of a start that is under way) and expiry ms. The first process
+# that runs it deletes the keys that an old snapshot may have restored, and gets the answer 1.
 REVIVE = """
 local token = redis.call('GET', KEYS[1])
 if token and token ~= ARGV[1] then
-  local have = tonumber(string.sub(token, 1, string.find(token, ':', 1, true) - 1))
-  local mine = tonumber(string.sub(ARGV[1], 1, string.find(ARGV[1], ':', 1, true) - 1))
-  if have >= mine then return redis.error_reply('FENCED ' .. token) end
+  local holder = tonumber(string.sub(token, 1, string.find(token, ':', 1, true) - 1))
+  local attempt = tonumber(string.sub(ARGV[1], 1, string.find(ARGV[1], ':', 1, true) - 1))
+  if holder >= attempt then return redis.error_reply('FENCED ' .. token) end
 end
 if ARGV[4] ~= '' then
   redis.call('DEL', KEYS[5])

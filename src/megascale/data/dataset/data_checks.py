@@ -1,0 +1,214 @@
+"""Checks of a run's data at its start: presence, lengths, tokenizers, and the same files as at the first start. No
+torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+from megascale.config import DataConfig
+from megascale.data.dataset import manifest, sources
+from megascale.data.dataset.file_hash import fingerprint_file, write_atomically
+from megascale.data.dataset.formats import is_text, open_tokens, token_files
+from megascale.data.dataset.samples import HeldOut
+from megascale.data.dataset.token_file import too_short_error
+from megascale.data.dataset.tokenizer_agreement import (
+    check_run_tokenizer,
+    check_token_file,
+    check_unchanged_tokenizer,
+    identify_run_tokenizer,
+    identify_token_file,
+    read_identity,
+    write_identity,
+)
+from megascale.data.tokenizer.base import check_representation
+from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
+from megascale.errors import DataError
+
+SOURCES_FILE = "sources.json"
+# A sample of text that is tokenised on the fly: pieces, the records at the start of each, and their characters.
+_SAMPLE_PIECES = 32
+_SAMPLE_RECORDS = 16
+_SAMPLE_CHARACTERS = 1 << 16
+
+
+def check_entry(entry: str) -> None:
+    """Refuse an entry of data.train that does not exist or is a data set's folder; DataError with the remedy."""
+    if (Path(entry) / manifest.MANIFEST).exists():
+        raise DataError(f"data.train={entry} is the folder of a built data set; name its token file, {entry}/train")
+    if is_text(entry) or any(file.exists() for file in token_files(entry)):
+        return
+    names = " nor ".join(str(file) for file in token_files(entry))
+    raise DataError(
+        f"data.train={entry} does not exist: there is neither a file or folder of that name nor {names} (in "
+        f"{Path.cwd()}); check the path, or make a data set with `megascale data build`"
+    )
+
+
+def check_data(data: DataConfig, sequence_length: int, *, needs_tokenizer: bool) -> None:
+    """Check the data set and the tokenizer before any process starts.
+
+    Text that is tokenised on the fly is not read. Without data.train nothing is checked.
+
+    Args:
+        needs_tokenizer: the run encodes or decodes text, such as a sample prompt.
+
+    Raises:
+        DataError: a data set or tokenizer is missing, damaged or too short.
+    """
+    for entry in data.train:
+        if is_text(entry):
+            load_run_tokenizer(data)
+            continue
+        tokens = open_tokens(entry).tokens
+        if tokens <= sequence_length:
+            raise too_short_error(entry, tokens, sequence_length)
+    if data.valid:
+        open_tokens(data.valid)
+    if data.train and needs_tokenizer:
+        load_run_tokenizer(data)
+
+
+def check_samples(data: DataConfig) -> None:
+    """Compare a sample of each token file that was built here with its manifest; DataError if they differ."""
+    for entry in data.train:
+        if not is_text(entry):
+            manifest.check_sample("data.train", entry)
+    if data.valid is not None:
+        manifest.check_sample("data.valid", data.valid)
+
+
+def fingerprint_sources(data: DataConfig) -> dict[str, str]:
+    """Return the fingerprints of all files of data.train by path, with the tokenizer's if text is tokenised.
+
+    Raises DataError for a missing file.
+    """
+    files: list[Path] = []
+    for entry in data.train:
+        if is_text(entry):
+            files += [source.path for source in sources.find_files([Path(entry)])]
+        else:
+            files += token_files(entry)
+    if any(map(is_text, data.train)):
+        files.append(tokenizer_path(data))
+    try:
+        return {str(file): fingerprint_file(file) for file in files}
+    except OSError as error:
+        raise DataError(
+            f"data.train: {error.filename} cannot be read ({error.strerror}); put it back or name another file"
+        ) from None
+
+
+def check_run_data(
+    run: Path,
+    data: DataConfig,
+    *,
+    sequence_length: int,
+    vocab_size: int | None,
+    consumed: int,
+    leader: bool,
+    accept_changes: bool,
+) -> list[str]:
+    """Check the data at a start that continues after `consumed` samples, and return notes on it.
+
+    Files and tokenizer must be those of the run's first start.
+
+    Args:
+        run: the run's folder, which has the records of the first start.
+        leader: this process writes the records at the first start.
+        accept_changes: the files may have changed (checkpoint.accept_changes has data.train).
+
+    Raises DataError as the checks of this module do.
+    """
+    check_samples(data)
+    check_tokenizers(data, sequence_length, vocab_size)
+    notes = check_text(data)
+    record = run / "samples" / SOURCES_FILE
+    fingerprints = fingerprint_sources(data)
+    if consumed:
+        if not accept_changes:
+            compare_fingerprints(record, fingerprints)
+        check_run_tokenizer(run, data)
+    if leader and not (consumed and record.exists() and not accept_changes):
+        write_atomically(record, json.dumps(fingerprints, indent=1) + "\n")
+    if leader and not (consumed and read_identity(run)):
+        write_identity(run, data)
+    return notes
+
+
+def compare_fingerprints(record: Path, fingerprints: Mapping[str, str]) -> None:
+    """Raise DataError naming the files that are missing, changed or new since `record` was written.
+
+    Paths may differ (a data set may be moved), contents and order may not. Without a record nothing is compared.
+    """
+    try:
+        recorded: dict[str, str] = json.loads(record.read_text())
+    except (FileNotFoundError, ValueError):
+        return
+    if list(recorded.values()) == list(fingerprints.values()):
+        return
+    faults = [
+        f"{path} was changed" for path in fingerprints if recorded.get(path, fingerprints[path]) != fingerprints[path]
+    ]
+    faults += [f"{path} is missing" for path in recorded if path not in fingerprints]
+    faults += [f"{path} is new" for path in fingerprints if path not in recorded]
+    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+    raise DataError(
+        f"data.train is not the data that this run began with: {'; '.join(faults[:3]) or 'the order of files differs'}"
+        f"{more} (recorded in {record}). Samples would be repeated or skipped: put the files back, begin anew with "
+        "another --train.name, or accept it with --checkpoint.accept_changes=data.train"
+    )
+
+
+def check_tokenizers(data: DataConfig, sequence_length: int, vocab_size: int | None) -> None:
+    """Raise DataError if token files, the held-out file included, belong to another tokenizer than the run's.
+
+    The run's tokenizer is compared where data.tokenizer names one, and where text is tokenised on the fly.
+    """
+    check_unchanged_tokenizer(data)
+    entries: dict[str, str] = {}  # hash of a tokenizer -> an entry that belongs to it
+    for entry in data.train:
+        identity = None if is_text(entry) else identify_token_file(entry)
+        if identity is not None:
+            entries.setdefault(identity.sha256, entry)
+    if entries and (data.tokenizer or any(map(is_text, data.train))):
+        entries.setdefault(load_run_tokenizer(data).sha256, str(tokenizer_path(data)))
+    if len(entries) > 1:
+        first, second, *_ = entries.values()
+        raise DataError(
+            f"data.train: {first} and {second} belong to different tokenizers, so equal ids mean different text; build "
+            "one of them again with the other's tokenizer.json (`megascale data build --tokenizer`), or name the right "
+            "one with --data.tokenizer"
+        )
+    if data.valid is not None:
+        check_token_file("data.valid", data.valid, identify_run_tokenizer(data), vocab_size)
+        # Report a file that cannot be used at the start instead of at the first evaluation.
+        HeldOut(data.valid, sequence_length, vocab_size).check()
+
+
+def check_text(data: DataConfig) -> list[str]:
+    """Return a note if the tokenizer cannot represent all text that is tokenised on the fly.
+
+    A sample of the text is encoded, and only for tokenizers that may lose text. Raises DataError if most of it is lost.
+    """
+    entries = [Path(entry) for entry in data.train if is_text(entry)]
+    tokenizer = load_run_tokenizer(data) if entries else None
+    if tokenizer is None or not tokenizer.loses_text:
+        return []
+    pieces = sources.cut_pieces(sources.find_files(entries), _SAMPLE_CHARACTERS)
+    size = lost = 0
+    for piece in pieces[:: max(1, len(pieces) // _SAMPLE_PIECES)]:
+        with closing(sources.read_documents(piece, data.text_key)) as records:
+            texts = [record.text[:_SAMPLE_CHARACTERS] for record in islice(records, _SAMPLE_RECORDS)]
+        size += sum(len(text.encode()) for text in texts)
+        lost += tokenizer.count_lost_bytes(texts)
+    check_representation(tokenizer, size, lost, f"data.train={','.join(map(str, entries))}")
+    if not lost:
+        return []
+    return [
+        f"the tokenizer cannot represent about {lost / size:.2%} of the text of data.train (in a sample of {size:,} "
+        "bytes): it becomes unknown tokens or is dropped"
+    ]

@@ -1,0 +1,176 @@
+"""The plan of one host's loader: its streams, their readers and sizes, and its messages with the readers. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megascale.config import DataConfig
+from megascale.core.layout import Layout
+from megascale.data.dataset.formats import is_text
+from megascale.data.dataset.samples import SampleSource
+from megascale.data.loader.ring import RingShape
+from megascale.services.conversation import ErrorReply
+from megascale.services.messages import Count, Message, Schema
+
+SERVICE = "loader"
+_MESSAGE_LIMIT = 1 << 14
+
+
+class Attach(Message, frozen=True):
+    """A reader connects and sends its bell.
+
+    base: samples consumed before this start; generation: number of loader processes that the reader has had.
+    """
+
+    rank: Count
+    base: Count
+    generation: Count
+
+
+class Seated(Message, frozen=True):
+    """A reader has mapped the segment and written its position."""
+
+    base: Count
+
+
+class Bye(Message, frozen=True):
+    """A reader leaves for good."""
+
+
+class Attached(Message, frozen=True):
+    """The loader sends the segment and its own bell. generation: number of this loader's process."""
+
+    generation: Count
+    pid: Count
+
+
+FROM_READER = Schema(Attach, Seated, Bye, limit=_MESSAGE_LIMIT)
+FROM_LOADER = Schema(Attached, ErrorReply, limit=_MESSAGE_LIMIT)
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """One host's share of the samples.
+
+    Attributes:
+        data: the section of the configuration.
+        vocab_size, seed, global_batch: model.vocab_size, train.seed and train.global_batch.
+        run: the run's folder.
+        index: folder for the token counts of text that is tokenised on the fly.
+        streams: data-parallel coordinate of each stream.
+        shape: of the ring.
+        microbatches: of a data-parallel rank in a step.
+        data_ranks: number of data-parallel ranks.
+        leader: rank 0, which writes the ledger and needs the ids of whole steps, is on this host.
+    """
+
+    data: DataConfig
+    vocab_size: int | None
+    seed: int
+    global_batch: int
+    run: str
+    index: str
+    streams: tuple[int, ...]
+    shape: RingShape
+    microbatches: int
+    data_ranks: int
+    leader: bool
+
+    @property
+    def is_shared(self) -> bool:
+        """A stream has more than one reader."""
+        return any(len(ranks) > 1 for ranks in self.shape.readers)
+
+    def needs_loader(self, gpus: bool) -> bool:
+        """Return whether this host has a loader process under data.loader; `gpus`: its ranks train on GPUs.
+
+        A GPU waits while its rank reads, so on GPUs `auto` reads ahead even if no stream is shared.
+        """
+        setting, entries = self.data.loader, self.data.train
+        if setting == "local" or not entries or not self.streams:
+            return False
+        if setting == "auto" and sys.platform != "linux":
+            return False  # the loader needs eventfd and a mount for shared memory
+        return setting == "host" or gpus or self.is_shared or any(map(is_text, entries))
+
+    def reads_tokens(self, rank: int) -> bool:
+        """Return whether a rank needs tokens; ranks between the first and the last pipeline stage do not."""
+        return any(rank in ranks for ranks in self.shape.readers)
+
+    def first_sample(self, base: int, stream: int, number: int) -> int:
+        """Return the first sample of micro-batch `number` of a stream of a run that resumes after `base` samples."""
+        step, microbatch = divmod(number, self.microbatches)
+        share = self.global_batch // self.data_ranks
+        return base + step * self.global_batch + self.streams[stream] * share + microbatch * self.shape.columns
+
+    def open_source(self) -> SampleSource:
+        """Open the training samples."""
+        return SampleSource(
+            self.data,
+            self.shape.rows - 1,
+            vocab_size=self.vocab_size,
+            seed=self.seed,
+            index=Path(self.index),
+        )
+
+    def to_json(self) -> str:
+        """Return the plan as text for the loader's process."""
+        data = self.data.model_dump(mode="json", exclude_none=True)
+        return json.dumps(self.__dict__ | {"data": data, "shape": asdict(self.shape)})
+
+    @staticmethod
+    def from_json(text: str) -> HostPlan:
+        """Parse a text of `to_json`."""
+        record: dict[str, Any] = json.loads(text)
+        shape = record.pop("shape")
+        readers = tuple(tuple(ranks) for ranks in shape.pop("readers"))
+        return HostPlan(
+            data=DataConfig(**record.pop("data")),
+            streams=tuple(record.pop("streams")),
+            shape=RingShape(readers, **shape),
+            **record,
+        )
+
+    @property
+    def hash(self) -> int:
+        """Hash of the complete plan: 63 bits."""
+        return int.from_bytes(hashlib.blake2b(self.to_json().encode(), digest_size=8).digest(), "big") >> 1
+
+
+def plan_host(layout: Layout, first_rank: int, ranks: int) -> HostPlan:
+    """Return the plan of the host that runs `ranks` ranks from `first_rank` on."""
+    config, grid = layout.config, layout.grid
+    streams: dict[int, list[int]] = {}
+    for rank in range(first_rank, first_rank + ranks):
+        coordinate = grid.coordinate(rank)
+        if coordinate.pipeline in (0, grid.pipeline - 1):
+            streams.setdefault(coordinate.data, []).append(rank)
+    shape = RingShape(
+        tuple(tuple(streams[data]) for data in sorted(streams)),
+        depth=max(4, config.data.ring_steps * layout.microbatches),
+        rows=config.model.sequence_length + 1,
+        columns=config.train.micro_batch,
+    )
+    return HostPlan(
+        data=config.data,
+        vocab_size=config.model.vocab_size,
+        seed=config.train.seed,
+        global_batch=config.train.global_batch,
+        run=str(config.run_folder.absolute()),
+        index=str(index_folder(config.train.runs)),
+        streams=tuple(sorted(streams)),
+        shape=shape,
+        microbatches=layout.microbatches,
+        data_ranks=grid.data,
+        leader=first_rank == 0,
+    )
+
+
+def index_folder(runs: str | Path) -> Path:
+    """Return the folder in which all runs of `runs` share the token counts of text tokenised on the fly."""
+    return Path(runs) / ".index"

@@ -1,0 +1,174 @@
+"""Worker process of a data build: reads, splits and encodes pieces of the input into token files.
+
+`python -m megascale.data.prepare.encode_worker` reads lines of JSON: first the job (EncodeJob), then one piece per
+line. It writes `{"used": bytes}` and `{"done": number}`, or `{"error": text}` before it ends. It ends when its input
+does, so it outlives its parent by at most one batch. A piece is finished when its .json exists.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from megascale.data.dataset.file_hash import write_atomically
+from megascale.data.dataset.indexed import IndexedWriter, token_dtype
+from megascale.data.dataset.manifest import MAX_COMPRESSED_BYTES
+from megascale.data.dataset.sources import InputPiece, read_documents
+from megascale.data.prepare.split import Split
+from megascale.data.tokenizer.base import Tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer
+from megascale.errors import MegascaleError
+
+SIDES = ("train", "valid")
+_BATCH = 1 << 20  # characters passed to the tokenizer at a time
+
+
+@dataclass(frozen=True)
+class EncodeJob:
+    """Settings of all pieces of a build.
+
+    Attributes:
+        folder: of the finished pieces.
+        tokenizer: path of the tokenizer.json.
+        key: name of the text in jsonl and parquet.
+        split: the rule that assigns documents to sides.
+    """
+
+    folder: str
+    tokenizer: str
+    key: str
+    split: Split
+
+    def to_json(self) -> str:
+        """Return the job as one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> EncodeJob:
+        """Parse a line of `to_json`."""
+        record = json.loads(line)
+        return cls(**{**record, "split": Split(**record["split"])})
+
+
+@dataclass
+class EncodedPiece:
+    """Contents of a finished piece.
+
+    Attributes:
+        bytes: bytes of text per side.
+        lost: about how many of these bytes, per side, have no token of their own.
+        skipped: number of files and records left out, by reason.
+    """
+
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
+    lost: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
+    skipped: dict[str, int] = field(default_factory=dict)
+
+
+def part_prefix(folder: Path, number: int, side: str) -> Path:
+    """Return the token file of one side of a piece; the held-out text has the same name with .txt."""
+    return folder / f"{number:06}-{side}"
+
+
+def _record_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06}.json"
+
+
+def read_finished(folder: Path, number: int) -> EncodedPiece | None:
+    """Return the record of a finished piece, None if the piece is not finished."""
+    try:
+        return EncodedPiece(**json.loads(_record_path(folder, number).read_text()))
+    except (OSError, ValueError, TypeError):  # the file is missing, or a power cut left it empty
+        return None
+
+
+class _PieceEncoder:
+    """Encodes the documents of one piece in batches, side by side."""
+
+    def __init__(self, tokenizer: Tokenizer, writers: dict[str, IndexedWriter], text_file: BinaryIO) -> None:
+        self.result = EncodedPiece()
+        self._tokenizer = tokenizer
+        self._writers = writers
+        self._text_file = text_file
+        self._text_room = MAX_COMPRESSED_BYTES
+        self._pending: dict[str, list[str]] = {side: [] for side in SIDES}
+        self.pending_characters = 0
+
+    def add(self, side: str, text: str) -> None:
+        data = text.encode()
+        self._pending[side].append(text)
+        self.pending_characters += len(text)
+        self.result.bytes[side] += len(data)
+        if side == "valid" and self._text_room:
+            self._text_room -= self._text_file.write(data[: self._text_room])
+
+    def flush(self) -> None:
+        for side, texts in self._pending.items():
+            if texts:
+                self._writers[side].add_documents(*self._tokenizer.encode_documents(texts))
+                self.result.lost[side] += self._tokenizer.count_lost_bytes(texts)
+                texts.clear()
+        self.pending_characters = 0
+
+
+def encode_piece(piece: InputPiece, tokenizer: Tokenizer, job: EncodeJob, progress: Callable[[int], None]) -> None:
+    """Read, split, encode and write a piece; `progress` receives the input bytes used since its last call.
+
+    If it is interrupted, no file is left that counts as finished.
+    """
+    folder = Path(job.folder)
+    dtype = token_dtype(tokenizer.vocab_size)
+    with (
+        IndexedWriter(part_prefix(folder, piece.number, "train"), dtype) as train,
+        IndexedWriter(part_prefix(folder, piece.number, "valid"), dtype) as valid,
+        open(part_prefix(folder, piece.number, "valid").with_suffix(".txt"), "wb") as text_file,
+    ):
+        encoder = _PieceEncoder(tokenizer, {"train": train, "valid": valid}, text_file)
+        used = 0
+        for record in read_documents(piece, job.key):
+            used += record.size
+            if record.skipped:
+                skipped = encoder.result.skipped
+                skipped[record.skipped] = skipped.get(record.skipped, 0) + 1
+            for side, text in job.split.split_document(record):
+                encoder.add(side, text)
+            if encoder.pending_characters >= _BATCH:
+                encoder.flush()
+                progress(used)
+                used = 0
+        encoder.flush()
+        progress(used)
+    write_atomically(_record_path(folder, piece.number), json.dumps(asdict(encoder.result)))
+
+
+def _send(**record: object) -> None:
+    sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too, and ends its workers
+    try:
+        job = EncodeJob.from_json(sys.stdin.readline())
+        tokenizer = load_tokenizer(job.tokenizer)
+        for line in sys.stdin:
+            piece = InputPiece(**json.loads(line))
+            encode_piece(piece, tokenizer, job, lambda used: _send(used=used))
+            _send(done=piece.number)
+    except BrokenPipeError:
+        os._exit(1)  # the parent has ended; a normal exit would flush its pipe and raise again
+    except MegascaleError as error:
+        _send(error=str(error))
+    except OSError as error:
+        _send(error=f"writing into {job.folder} failed: {error}", errno=error.errno)
+
+
+if __name__ == "__main__":
+    main()
