@@ -62,7 +62,7 @@ def resolve(config: Config) -> Config:
     """
     if not config.data.train and config.model.vocab_size is not None:
         return config
-    from megascale.data.dataset.presence import check_entry
+    from megascale.data.dataset.data_checks import check_entry
     from megascale.data.dataset.tokenizer_agreement import check_unchanged_tokenizer
     from megascale.data.tokenizer.tokenizer import load_run_tokenizer
 

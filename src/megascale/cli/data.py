@@ -120,7 +120,7 @@ def inspect(
     from rich.markup import escape
     from rich.table import Table
 
-    from megascale.data.dataset.description import describe_token_file, manifest_sources, find_prefixes
+    from megascale.data.dataset.description import describe_token_file, find_prefixes, manifest_sources
 
     console = Console()
     for prefix in find_prefixes(path):
@@ -179,7 +179,7 @@ def ledger(
 
     from megascale.data.dataset.ledger import check_ledger
     from megascale.data.dataset.samples import SampleSource
-    from megascale.data.loader.host_layout import index_folder
+    from megascale.data.loader.host_plan import index_folder
     from megascale.errors import DataError
     from megascale.train.run_folder import RunFolder, read_lines, run_config
 
@@ -201,7 +201,9 @@ def ledger(
         for sentence in result.missing:
             typer.echo(sentence)
         if result.steps_before_change:
-            typer.echo(f"{result.steps_before_change:,} steps were trained before a change of the data that was accepted")
+            typer.echo(
+                f"{result.steps_before_change:,} steps were trained before a change of the data that was accepted"
+            )
     if result.faults:
         raise DataError(f"{file}: {'; '.join(result.faults)}. The run did not train each sample once")
     if as_json:
@@ -234,7 +236,7 @@ def samples(
 
     from megascale.data.dataset.ledger import find_step_samples
     from megascale.data.dataset.samples import SampleSource
-    from megascale.data.loader.host_layout import index_folder
+    from megascale.data.loader.host_plan import index_folder
     from megascale.train.run_folder import RunFolder, read_lines, run_config
 
     config = run_config(run)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megascale.config import Config
-from megascale.data.dataset.compressors import Compressed, bits_per_byte
-from megascale.data.dataset.manifest import find_part
+from megascale.data.dataset.manifest import Compressed, bits_per_byte, find_part
 from megascale.data.dataset.samples import HeldOut
 from megascale.train.engine import Engine
 
