@@ -178,9 +178,9 @@ def test_data_that_changed_is_refused_and_may_move(again, tmp_path) -> None:
 
 
 def test_a_checkpoint_of_other_data_is_refused_without_a_record_too(again) -> None:
-    from megascale.train.resume import data_hash
+    from megascale.train.resume import hash_fingerprints
 
-    rewrite_state(again.run, data=data_hash(["1-other"]))
+    rewrite_state(again.run, data=hash_fingerprints(["1-other"]))
     (again.run / "samples" / "sources.json").unlink()
     refused(again, "--train.steps=9", says="other contents")
 

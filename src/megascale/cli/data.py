@@ -181,14 +181,14 @@ def ledger(
     from megascale.data.dataset.samples import SampleSource
     from megascale.data.loader.host_plan import index_folder
     from megascale.errors import DataError
-    from megascale.train.run_folder import RunFolder, read_lines, run_config
+    from megascale.train.run_folder import RunFolder, load_run_config, read_records
 
-    config = run_config(run)
+    config = load_run_config(run)
     file = RunFolder(run).samples
     if not file.exists():
         raise DataError(f"{run} has no ledger ({file} is missing): it has not trained a step yet, or lost its history")
     source = SampleSource(config, index_folder(config)) if draw else None
-    result = check_ledger(read_lines(file), source, full=full)
+    result = check_ledger(read_records(file), source, full=full)
     if source is not None:
         source.close()
     if as_json:
@@ -237,11 +237,11 @@ def samples(
     from megascale.data.dataset.ledger import find_step_samples
     from megascale.data.dataset.samples import SampleSource
     from megascale.data.loader.host_plan import index_folder
-    from megascale.train.run_folder import RunFolder, read_lines, run_config
+    from megascale.train.run_folder import RunFolder, load_run_config, read_records
 
-    config = run_config(run)
+    config = load_run_config(run)
     file = RunFolder(run).samples
-    first, count = find_step_samples(read_lines(file) if file.exists() else [], step, config.train.global_batch)
+    first, count = find_step_samples(read_records(file) if file.exists() else [], step, config.train.global_batch)
     source = SampleSource(config, index_folder(config))
     rows = source.ids(first, count).tolist()
     source.close()

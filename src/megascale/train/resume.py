@@ -25,7 +25,7 @@ from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
 from megascale.errors import ConfigError, DataError
-from megascale.train.run_folder import RunFolder, checkpoint_folder, find_paths, run_config
+from megascale.train.run_folder import RunFolder, checkpoint_folder, find_paths, load_run_config
 from megascale.train.run_tokenizer import find_tokenizer, keep_tokenizer
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Origin:
         if "data.train" in self.accepted or state.get("data") in (None, self._facts["data"]):
             return None
         present = fingerprint.fingerprint_sources(self.config)
-        if state["data"] == data_hash(map(even_part, present.values())):
+        if state["data"] == hash_fingerprints(map(even_part, present.values())):
             return None  # an older version's checkpoint knows fewer places of the files
         # The run folder's record, where there is one, names the files; it is a DataError of its own.
         fingerprint.compare_fingerprints(self.run.samples.parent / fingerprint.SOURCES_FILE, present)
@@ -283,13 +283,13 @@ def _saved_section(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
+def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
     """The configuration that the checkpoint of `step` (default: the newest) was trained with, and what refuses another.
 
     The model and its precision are the checkpoint's own, whatever config.toml says; the rest is config.toml's, unless
     that is of another model (an older version wrote it even where a start was refused).
     """
-    config = run_config(run)
+    config = load_run_config(run)
     commits = step_folders.survey(open_storage(checkpoint_folder(run, config)))[0]
     commit = next((c for c in commits if step in (None, c.step)), None)
     tree = commit.state.get("config") if commit is not None else None
@@ -317,7 +317,7 @@ def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
     return config, same
 
 
-def trained_tokenizer(run: Path, config: Config, step: int | None = None) -> tuple[Path, Tokenizer]:
+def load_trained_tokenizer(run: Path, config: Config, step: int | None = None) -> tuple[Path, Tokenizer]:
     """Return the tokenizer that the checkpoint of `step` (default: the newest) was trained with, and its file.
 
     Raises DataError or ConfigError, as `find_tokenizer`.
@@ -338,11 +338,11 @@ def trained_tokenizer_hash(run: Path, config: Config, step: int | None = None) -
 
 def facts(config: Config) -> dict[str, Any]:
     """What a checkpoint keeps of its data: a hash of all files' fingerprints in order, and the tokenizer's."""
-    data = data_hash(fingerprint.fingerprint_sources(config).values())
+    data = hash_fingerprints(fingerprint.fingerprint_sources(config).values())
     return {"data": data, "tokenizer": tokenizer_hash(config)}
 
 
-def data_hash(fingerprints: Iterable[str]) -> str:
+def hash_fingerprints(fingerprints: Iterable[str]) -> str:
     """Return a hash of the fingerprints of all data files in order."""
     return hashlib.blake2b(json.dumps(list(fingerprints)).encode(), digest_size=16).hexdigest()
 
