@@ -53,7 +53,7 @@ def train(
     def step(number: int) -> None:
         text = rows[number % steps, engine.data_rank]
         engine.start_gather()
-        made = engine.step(lambda i: (text[i, :-1], text[i, 1:]), number + 1, 1e-3, more=True)
+        made = engine.step(lambda i: (text[i, :-1], text[i, 1:]), number + 1, 1e-3, has_next_step=True)
         bits.extend((made.loss.clone(), made.grad_norm.clone()))
 
     for number in range(steps):
@@ -70,4 +70,4 @@ def train(
     torch.cuda.synchronize()
     whole = time.perf_counter() - began
     eager = engine.graphs.failed if engine.graphs is not None else engine.active.get("CUDA graphs", "off")
-    return Steps(result, host / timed * 1e3, whole / timed * 1e3, engine.attention, eager)
+    return Steps(result, host / timed * 1e3, whole / timed * 1e3, engine.attention_choices, eager)

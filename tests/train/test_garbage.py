@@ -10,9 +10,9 @@ import torch
 
 from megascale.config import from_tree
 from megascale.core.layout import lay_out
-from megascale.train import garbage_collection
+from megascale.train import host_pauses
 from megascale.train.engine import Engine
-from megascale.train.garbage_collection import Garbage
+from megascale.train.host_pauses import GarbageCollector
 
 
 class Knot:
@@ -24,21 +24,21 @@ class Knot:
 
 @pytest.fixture
 def garbage(monkeypatch):
-    monkeypatch.setattr(garbage_collection, "gc", gc)
+    monkeypatch.setattr(host_pauses, "gc", gc)
     gc.unfreeze()
-    made = Garbage(3)
+    made = GarbageCollector(3)
     yield made
     made.close()
     gc.freeze()
 
 
 def test_collects_after_planned_steps_and_leaves_python_as_it_was(garbage):
-    garbage.after(1)
+    garbage.collect(1)
     assert not gc.isenabled()
     knot = weakref.ref(Knot())
     for step in (2, 3):
         assert knot() is not None
-        garbage.after(step)
+        garbage.collect(step)
     assert knot() is None
     garbage.close()
     assert gc.isenabled()
@@ -46,8 +46,8 @@ def test_collects_after_planned_steps_and_leaves_python_as_it_was(garbage):
 
 
 def test_zero_leaves_it_to_python():
-    garbage = Garbage(0)
-    garbage.after(1)
+    garbage = GarbageCollector(0)
+    garbage.collect(1)
     assert gc.isenabled()
 
 

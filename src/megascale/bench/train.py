@@ -76,12 +76,12 @@ def register(app: typer.Typer) -> None:
         defaults = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"]
         defaults.append("--train.name=bench-train")
         config = load_shape([*defaults, *context.args])
-        if not launcher.started_by_launcher():
+        if not launcher.is_launched_rank():
             import torch
 
             if watch:
                 watching.check(torch.cuda.is_available() and config.train.device != "cpu")
-            world = launcher.processes_wanted(config, torch.cuda.device_count())
+            world = launcher.count_processes(config, torch.cuda.device_count())
             if cores is not None:
                 cores_of(cores, world - 1)
             if world > 1:
@@ -143,7 +143,7 @@ def measure(
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
-    from megascale.train.garbage_collection import Garbage
+    from megascale.train.host_pauses import GarbageCollector
 
     place, groups = join(config)
     cuda = place.device.type == "cuda"
@@ -158,15 +158,15 @@ def measure(
     watched = None
     if watch and not place.rank:
         watched = GpuWatch(f"GPU-{torch.cuda.get_device_properties(place.device).uuid}")
-    garbage = Garbage(train.gc_interval)
+    garbage = GarbageCollector(train.gc_interval)
     with watched or contextlib.nullcontext():
         for step in range(1, warmup + steps + 1):
             began = time.perf_counter()
             if step == warmup + 1:
                 first = began
             engine.start_gather()
-            result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, more=True)
-            garbage.after(step)  # as in training
+            result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, has_next_step=True)
+            garbage.collect(step)  # as in training
             losses.append(float(result.loss))  # waits for the update, not for what goes on under the next step
             if step > warmup:
                 seconds.append(time.perf_counter() - began)
@@ -231,7 +231,7 @@ def _host_seconds(engine: Engine, rows: torch.Tensor, step: int) -> float:
     torch.cuda.synchronize(rows.device)
     began = time.perf_counter()
     engine.start_gather()
-    result = engine.step(batch, step, 1e-4, more=True)
+    result = engine.step(batch, step, 1e-4, has_next_step=True)
     taken = time.perf_counter() - began - waited
     float(result.loss)
     return taken
@@ -244,7 +244,7 @@ def _profile(engine: Any, rows: Any, step: int, out: Path, rank: int, cuda: bool
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as recorded:
         engine.start_gather()
-        engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, more=True)
+        engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, has_next_step=True)
         if cuda:
             torch.cuda.synchronize()
     if rank:
