@@ -93,9 +93,9 @@ def alternate(
     )
     if not launcher.is_launched_rank():
         world = launcher.count_processes(config, api.visible_gpus())
-        lay_out(config, world)
+        layout = lay_out(config, world)
         if world > 1:
-            raise typer.Exit(launcher.launch(sys.argv[1:], world, config, program="benchmarks"))
+            raise typer.Exit(launcher.launch(sys.argv[1:], layout, program="benchmarks"))
     record = measure(config, key, values, turns, each, untimed)
     if record is not None:
         show(record)

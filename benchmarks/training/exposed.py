@@ -87,8 +87,8 @@ def exposed(
         if gpus < 2:
             raise ConfigError(f"benchmarks exposed needs GPUs that talk to each other, and this machine shows {gpus}")
         world = launcher.count_processes(config, gpus)
-        lay_out(config, world)
-        raise typer.Exit(launcher.launch(sys.argv[1:], world, config, program="benchmarks"))
+        layout = lay_out(config, world)
+        raise typer.Exit(launcher.launch(sys.argv[1:], layout, program="benchmarks"))
     record = measure(config, warmup)
     if record is not None:
         show(record)

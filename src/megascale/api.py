@@ -114,14 +114,14 @@ def train(config: Config) -> TrainResult:
     from megascale.core.layout import lay_out
     from megascale.train.claim import record_refusal
     from megascale.train.loop import Trainer
-    from megascale.train.rank_info import check_host, find_rank_info, has_bfloat16
+    from megascale.train.rank_info import check_local_ranks, find_rank_info, has_bfloat16
 
     try:
         config = resolve(config)
         rank_info = find_rank_info(config)
         config = with_precision(config, has_bfloat16(rank_info.device))
         layout = lay_out(config, rank_info.world)
-        check_host(config, rank_info, saves_checkpoints=True)
+        check_local_ranks(layout, rank_info, saves_checkpoints=True)
     except MegascaleError as error:
         record_refusal(config, str(error))
         raise

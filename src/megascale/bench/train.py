@@ -85,9 +85,9 @@ def register(app: typer.Typer) -> None:
             if cores is not None:
                 cores_of(cores, world - 1)
             if world > 1:
-                lay_out(config, world)
+                layout = lay_out(config, world)
                 words = sys.argv[sys.argv.index("train") :]
-                raise typer.Exit(launcher.launch(["bench", *words], world, config))
+                raise typer.Exit(launcher.launch(["bench", *words], layout))
         if cores is not None:
             own = cores_of(cores, int(os.environ.get("LOCAL_RANK", "0")))
             for thread in os.listdir("/proc/self/task"):

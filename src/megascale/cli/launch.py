@@ -100,7 +100,7 @@ def _drive(config: Config, dashboard: int | None) -> int:
     check_timeouts(config)  # the cluster may have set some of them
     has_gpus = bool(size.devices)
     resolved = with_precision(api.resolve(config), has_gpus)
-    lay_out(resolved, size.world)  # one error message, before any process starts
+    layout = lay_out(resolved, size.world)  # one error message, before any process starts
     console = make_console(soft_wrap=True)
 
     def log_line(source: str, text: str) -> None:
@@ -117,7 +117,7 @@ def _drive(config: Config, dashboard: int | None) -> int:
         check_data(resolved)
         local_nodes = config.resilience.nodes + config.resilience.spares
         share = Share(size.world, 0, size.world, nodes=local_nodes, gpus=has_gpus)
-        preflight(resolved, share, say=lambda line: log_line("driver", line))
+        preflight(layout, share, say=lambda line: log_line("driver", line))
     if dashboard is None:
         return start_driver.drive(config, size, log_line)
     from megascale.cli.dashboard import serving

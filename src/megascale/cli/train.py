@@ -63,10 +63,10 @@ def train(
         world = launcher.count_processes(config, api.visible_gpus(config))
         if world > 1:
             config = with_precision(api.resolve(config), api.visible_gpus(config) > 0)
-            lay_out(config, world)  # one error message, before any process starts
+            layout = lay_out(config, world)  # one error message, before any process starts
             check_data(config)
             arguments = ["train", *([file] if file else []), *context.args]
-            raise typer.Exit(launcher.launch(arguments, world, config, saves_checkpoints=True))
+            raise typer.Exit(launcher.launch(arguments, layout, saves_checkpoints=True))
     is_leader = os.environ.get("RANK", "0") == "0"
     description = api.describe(config)
     if is_leader:
@@ -80,6 +80,7 @@ def _print_dry_run(config: Config, world: int) -> None:
     """Print the resolved configuration as TOML, its differences from the defaults, the sizes, and refusals."""
     from megascale import api
     from megascale.config.reference import differences
+    from megascale.core.layout import lay_out
     from megascale.data.dataset.presence import check_data
     from megascale.train import launcher
 
@@ -92,7 +93,7 @@ def _print_dry_run(config: Config, world: int) -> None:
         console.print(f"# {label}: {value}", markup=False)
     try:
         check_data(description.config)
-        launcher.check_host_fits(description.config, world, keeps=True)
+        launcher.check_host_fits(lay_out(description.config, world), saves_checkpoints=True)
     except MegascaleError as error:
         typer.echo(f"# would be refused here: {error}")
 

@@ -12,7 +12,7 @@ import torch
 
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.layout import Layout
-from megascale.core.rank_memory import GPU_CONTEXT, rank_memory
+from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.core.spans import SpanKind
 from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError
@@ -114,7 +114,7 @@ class Engine:
         self.device = device
         self.dtype = DTYPES[config.train.precision]
         self.data_rank = coordinate.data
-        self.tokens_per_step = config.train.global_batch * config.model.sequence_length
+        self.tokens_per_step = layout.tokens_per_step
         self.is_first_stage = coordinate.pipeline == 0
         self.is_last_stage = coordinate.pipeline == grid.pipeline - 1
         self.backward_in_own_thread = False
@@ -141,7 +141,7 @@ class Engine:
         self._token_gradient = self._make_token_gradient()
         self._token_loss = token_loss.KINDS[config.train.loss]
         # Dropout and captured chunks of a micro-batch depend on the step and on its first sample in the global batch.
-        self._first_sample = self.data_rank * (config.train.global_batch // grid.data)
+        self._first_sample = self.data_rank * layout.samples_per_rank
         self._dropout_key = config.train.seed
         self._read_batch: ReadBatch | None = None
         self._micro_batches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -193,7 +193,6 @@ class Engine:
         """Make this stage's chunks of the model in their flat buffers, with initial values."""
         config, grid, schedule = self.config, self.layout.grid, self.layout.schedule()
         linear_precision = config.train.linear_precision
-        bucket_elements = config.parallel.bucket_elements if grid.data > 1 else None
         # These matrices get buckets of their own also where they are gathered in their own type: sums over shards are
         # then the same to the bit.
         has_own_buckets = LINEAR_PRECISIONS[linear_precision].gathered is not None and grid.data > 1
@@ -214,7 +213,9 @@ class Engine:
                     linear_precision=linear_precision,
                     embedding=self.chunks[0].token_embedding if shares_embedding else None,
                 )
-            flat = FlatChunk(chunk, self.device, axes, config.parallel.zero, bucket_elements, has_own_buckets)
+            flat = FlatChunk(
+                chunk, self.device, axes, config.parallel.zero, self.layout.bucket_elements, has_own_buckets
+            )
             self.chunks.append(chunk)
             self.flats.append(flat)
             initialise(chunk, config.train.seed)
@@ -240,10 +241,10 @@ class Engine:
         )
 
     def _make_pipeline(self, groups: Groups | None, stage: int) -> PipelineExecutor:
-        model = self.config.model
-        shape = (model.sequence_length // self.layout.grid.tensor, self.config.train.micro_batch, model.hidden)
-        streams = engine_axes.make_p2p_streams(groups)
-        return PipelineExecutor(self.layout.schedule(), stage, streams, shape, self.dtype, self.device, self.runtime)
+        layout, streams = self.layout, engine_axes.make_p2p_streams(groups)
+        return PipelineExecutor(
+            layout.schedule(), stage, streams, layout.activation_shape, self.dtype, self.device, self.runtime
+        )
 
     def _make_token_gradient(self) -> torch.Tensor | None:
         """Return the gradient of each token's loss, which is known before the loss: every token counts the same.
@@ -280,10 +281,10 @@ class Engine:
 
     def _find_graph_obstacle(self) -> str:
         """Return why chunks cannot be captured, or ""; the same on all ranks of a stage with equal GPUs."""
-        layout, memory_limit = self.layout, None
+        memory_limit = None
         if self.device.type == "cuda":
             memory_limit = torch.cuda.get_device_properties(self.device).total_memory - GPU_CONTEXT
-        _, reason = rank_memory(self.config, layout.grid, layout.schedule(), self.pipeline.stage, memory_limit)
+        _, reason = self.layout.stage_memory(self.pipeline.stage, memory_limit)
         if not reason and self.device.type == "cuda" and self.tensor.size > 1 and self.tensor.exchange is None:
             overlap = self.active["tensor overlap"]
             reason = f"only the fused exchange of tensor parallelism is captured, and tensor overlap is {overlap}"

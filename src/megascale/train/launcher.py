@@ -16,6 +16,7 @@ from types import FrameType
 
 from megascale.config import Config
 from megascale.core import run_lock
+from megascale.core.layout import Layout
 from megascale.core.ports import LISTENER
 from megascale.core.preflight import CAME, CHECKED, Share, preflight, wave
 from megascale.core.python_command import module_command
@@ -76,15 +77,16 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def check_host_fits(config: Config, world: int, *, model: bool = True, keeps: bool = False) -> None:
+def check_host_fits(layout: Layout, *, holds_model: bool = True, saves_checkpoints: bool = False) -> None:
     """Check that this host holds all ranks of the run.
 
     Args:
-        model: whether each rank holds its share of the model.
-        keeps: whether checkpoints are saved.
+        holds_model: whether each rank holds its share of the model.
+        saves_checkpoints: whether checkpoints are saved.
 
     Raises FitError if it does not, ConfigError for train.device=cuda without a GPU.
     """
+    config, world = layout.config, layout.grid.world
     has_gpus = False
     if config.train.device != "cpu":
         import torch
@@ -92,21 +94,20 @@ def check_host_fits(config: Config, world: int, *, model: bool = True, keeps: bo
         has_gpus = torch.cuda.device_count() > 0
         if config.train.device == "cuda" and not has_gpus:
             raise ConfigError("train.device=cuda but this host has no CUDA device; use --train.device=cpu or auto")
-    preflight(config, Share(world, 0, world, gpus=has_gpus, model=model, keeps=keeps))
+    preflight(layout, Share(world, 0, world, gpus=has_gpus, model=holds_model, keeps=saves_checkpoints))
 
 
 def launch(
     arguments: list[str],
-    world: int,
-    config: Config,
+    layout: Layout,
     *,
     holds_model: bool = True,
     saves_checkpoints: bool = False,
     program: str = "megascale.cli.main",
 ) -> int:
-    """Run `python -m PROGRAM ARGUMENTS` as `world` ranks; rank 0 has the terminal, other ranks `logs/rank-N.log`.
+    """Run `python -m PROGRAM ARGUMENTS` as the ranks of `layout`. Rank 0 has the terminal, others `logs/rank-N.log`.
 
-    The host's data loader, if `config` (resolved) uses one, is started before the ranks and ended after them.
+    The host's data loader, if the run uses one, is started before the ranks and ended after them.
 
     The first SIGINT, SIGTERM or SIGHUP becomes a SIGTERM to each rank; a rank that is still importing ends silently.
     The second signal is passed on unchanged, and ranks that still run after IMPATIENT_SECONDS are killed. A SIGHUP
@@ -116,7 +117,8 @@ def launch(
     Ranks start only if they fit this host (`check_host_fits`: FitError). They start in waves: many ranks that import
     at the same time on few cores each take as long as all of them.
     """
-    check_host_fits(config, world, model=holds_model, keeps=saves_checkpoints)
+    check_host_fits(layout, holds_model=holds_model, saves_checkpoints=saves_checkpoints)
+    config, world = layout.config, layout.grid.world
     run_lock.check(config.run_folder)  # one message, before any process starts
     (config.run_folder / "logs").mkdir(parents=True, exist_ok=True)
     job = _LocalJob(module_command(program, *arguments), world, config.run_folder / "logs")

@@ -555,7 +555,7 @@ class Trainer:
         skipped_all = step == self.config.train.steps == self._skipped_steps
         if limit and (count >= limit or skipped_all):
             raise TrainingError(
-                f"the gradients of {count} steps in a row, up to step {step}, are infinite or NaN (norm {grad_norm}), "
+                f"the gradients of {count} steps in a row, up to step {step}, are not finite (norm {grad_norm}), "
                 f"so these steps changed nothing and training stopped; {self.checkpoint_policy.describe_latest()}. "
                 f"Lower --lr.peak (now {self.config.lr.peak:g}) or --model.init_std (now "
                 f"{self.config.model.init_std:g}), check --train.precision ({self.config.train.precision}) and the "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megascale.config import Config
+from megascale.core.layout import Layout
 from megascale.core.preflight import CAME, CHECKED, Share, preflight
 from megascale.errors import ConfigError
 
@@ -96,8 +97,8 @@ def _report_imported() -> None:
             os.close(int(descriptor))
 
 
-def check_host(config: Config, rank_info: RankInfo, *, saves_checkpoints: bool) -> None:
-    """Check on local rank 0 that this host holds its ranks of the run of `config` (resolved). FitError if not.
+def check_local_ranks(layout: Layout, rank_info: RankInfo, *, saves_checkpoints: bool) -> None:
+    """Check on local rank 0 that this host holds its ranks of the run. FitError if not.
 
     The check is skipped if the process that started the ranks (`megascale train`, a driver) has made it.
     """
@@ -111,7 +112,7 @@ def check_host(config: Config, rank_info: RankInfo, *, saves_checkpoints: bool) 
         keeps=saves_checkpoints,
         running=True,
     )
-    preflight(config, share)
+    preflight(layout, share)
 
 
 def count_threads(local_world: int) -> int:

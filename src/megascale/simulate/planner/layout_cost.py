@@ -15,7 +15,6 @@ from megascale.core import flops, inventory
 from megascale.core.inventory import BLOCK_PARTS
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import MemoryEstimate, stage_parameters
-from megascale.core.rank_memory import rank_memory
 from megascale.core.replay import Graph, Timeline, replay
 from megascale.core.schedule import Schedule, ideal_bubble
 from megascale.core.traffic import TrafficEstimate, stage_traffic
@@ -95,9 +94,8 @@ class LayoutCost:
     @cached_property
     def memory(self) -> list[MemoryEstimate]:
         """Memory of a rank of each stage."""
-        config, grid = self.config, self.layout.grid
         most = (self.device_gib - RESERVE_GIB) * GIB
-        return [rank_memory(config, grid, self.schedule, s, most)[0] for s in range(grid.pipeline)]
+        return [self.layout.stage_memory(s, most)[0] for s in range(self.layout.grid.pipeline)]
 
     def traffic(self, stage: int) -> TrafficEstimate:
         """Bytes that a rank of `stage` sends in a step."""
