@@ -70,7 +70,7 @@ def inspect(
     console.print(_make_checkpoints_table(summaries))
     if not newest.committed:
         return
-    console.print(_make_tensor_table(newest, None if all_tensors else _LISTED_TENSORS))
+    console.print(_make_tensor_table(newest, len(newest.tensors) if all_tensors else _LISTED_TENSORS))
     for key, value in newest.state.items():
         if isinstance(value, str | int | float | bool):
             console.print(_escape(f"{key}: {value}"), highlight=False)
@@ -89,9 +89,9 @@ def _escape(text: str) -> str:
     plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_LONGEST_TEXT])
     if len(text) > _LONGEST_TEXT:
         plain += " ..."
-    escaped = escape(plain)
-    # After a backslash at the end, rich would print the following markup as text.
-    return escaped + " " if plain.endswith("\\") else escaped
+    if plain.endswith("\\"):
+        return escape(plain) + " "  # after a backslash rich would print the following markup as text
+    return escape(plain)
 
 
 def _make_checkpoints_table(summaries: list[Summary]) -> Table:
@@ -106,7 +106,7 @@ def _make_checkpoints_table(summaries: list[Summary]) -> Table:
     return table
 
 
-def _make_tensor_table(summary: Summary, limit: int | None) -> Table:
+def _make_tensor_table(summary: Summary, limit: int) -> Table:
     from rich.table import Table
 
     tensors = summary.tensors
@@ -114,7 +114,7 @@ def _make_tensor_table(summary: Summary, limit: int | None) -> Table:
     for tensor in tensors[:limit]:
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
         table.add_row(_escape(tensor.name), shape, tensor.dtype, f"{tensor.bytes:,}", str(tensor.chunks))
-    hidden = tensors[limit:] if limit is not None else []
+    hidden = tensors[limit:]
     if hidden:
         table.add_row(f"... {len(hidden)} more (--all)", "", "", f"{sum(t.bytes for t in hidden):,}", "")
     table.add_section()
@@ -141,9 +141,9 @@ def _find_differences(path: str, summary: Summary) -> dict[str, tuple[Any, Any]]
         return {}
     present = read_toml(file, "the configuration of the run")
     differences = {}
-    for section in sorted({*saved, *present}):
+    for section in sorted(saved.keys() | present.keys()):
         saved_section, present_section = _as_dict(saved.get(section)), _as_dict(present.get(section))
-        for key in sorted({*saved_section, *present_section}):
+        for key in sorted(saved_section.keys() | present_section.keys()):
             values = saved_section.get(key), present_section.get(key)
             if values[0] != values[1]:
                 differences[f"{section}.{key}"] = values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ def load_for_gpus(file: Path | None, overrides: Sequence[str]) -> Config:
     from megascale.config import load_command_line, with_precision
 
     if file is not None and str(file).startswith("--"):
-        return with_precision(load_command_line(None, [str(file), *overrides]), bfloat16=True)
+        file, overrides = None, join_arguments(file, overrides)
     return with_precision(load_command_line(file, list(overrides)), bfloat16=True)
 
 
@@ -89,6 +89,11 @@ def parse_numbers(option: str, text: str, example: str) -> list[int]:
         raise ConfigError(f"{option}={text!r} must be whole numbers, such as {example}") from None
 
 
+def split_option(text: str | None) -> list[str]:
+    """Return the parts of a comma-separated option; an empty list without it."""
+    return [part.strip() for part in text.split(",")] if text else []
+
+
 def print_json(record: Any, indent: int | None = None) -> None:
     """Print a record as strict JSON."""
     typer.echo(strict_json.dumps(record, indent=indent))
@@ -118,6 +123,30 @@ def make_figures(headers: Sequence[str], left_aligned: Sequence[str] = ()) -> Ta
         is_left = number == 0 or header in left_aligned
         table.add_column(header, justify="left" if is_left else "right", overflow="fold")
     return table
+
+
+def add_rows(table: Table, rows: Iterable[Iterable[str]]) -> None:
+    """Add rows of cells to a table."""
+    for row in rows:
+        table.add_row(*row)
+
+
+def join_first(items: Sequence[Any], limit: int) -> str:
+    """Return the first items, separated by commas, with an ellipsis if there are more."""
+    shown = list(map(str, items[:limit]))
+    if len(items) > limit:
+        shown.append("...")
+    return ", ".join(shown)
+
+
+def format_optional(value: Any, pattern: str) -> str:
+    """Return `pattern` with the value, or an empty text if the value is None."""
+    return "" if value is None else pattern.format(value)
+
+
+def join_arguments(file: object, overrides: Sequence[str]) -> list[str]:
+    """Return FILE, if it is given, and the overrides as arguments of a command."""
+    return [str(file), *overrides] if file else list(overrides)
 
 
 def number_or_none(value: float) -> float | None:

@@ -157,7 +157,7 @@ def _print_token_file(description: Any, sources: list[str], console: Console) ->
     console.print(f"  lengths    {shortest:,} to {longest:,} tokens per document, median {median:,}, mean {mean:,.1f}")
     console.print(f"  tokenizer  {escape(description.tokenizer or 'none found; ids are shown instead of text')}")
     table = Table("tokens in a document", "documents", "")
-    largest_count = max((count for *_, count in description.histogram), default=1)
+    largest_count = max((count for _, _, count in description.histogram), default=1)
     for start, stop, count in description.histogram:
         table.add_row(f"{start:,} to {stop - 1:,}", f"{count:,}", "█" * round(_BAR_WIDTH * count / largest_count))
     console.print(table)
@@ -241,9 +241,12 @@ def _print_proof(result: Checked, draw: bool) -> None:
             f"each sample was due once; the lines of {unknown:,} steps do not record the samples that ranks read"
         )
         return
-    subject = "each other sample" if result.unknown else "each sample"
-    order = ", as the seed and the files determine it" if draw else ""
-    typer.echo(f"{subject} was trained once{order}")
+    line = "each sample was trained once"
+    if result.unknown:
+        line = "each other sample was trained once"
+    if draw:
+        line += ", as the seed and the files determine it"
+    typer.echo(line)
 
 
 @data.command()
@@ -265,7 +268,9 @@ def samples(
     source = _open_samples(config)
     ids = source.ids(first, count).tolist()
     # Text without weights is one stream of all entries.
-    names = config.data.train if len(source.files) > 1 else [", ".join(config.data.train)]
+    names = config.data.train
+    if len(source.files) == 1:
+        names = [", ".join(names)]
     source.close()
     length = config.model.sequence_length
     rows = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megascale.cli.common import JSON, make_console, make_list, print_json
+from megascale.cli.common import JSON, format_optional, make_console, make_list, print_json
 
 if TYPE_CHECKING:
     from megascale.observe.hang.scene import Scene
@@ -123,8 +123,8 @@ def _check_pairs(address: str, node: int, world: int) -> SelfCheck:
 
 def _print_check(check: SelfCheck, seconds: float) -> None:
     colours = {"passed": "green", "failed": "bold red", "absent": "dim"}
-    rate = "" if check.measured is None else f"{check.measured:.4g} {check.unit}"
-    limit = "" if check.expected is None else f"(at least {check.expected:.3g})"
+    rate = format_optional(check.measured, "{:.4g} " + check.unit)
+    limit = format_optional(check.expected, "(at least {:.3g})")
     line = f"{check.name:<30} {rate:>16} {limit:<18} {check.details}"
     if seconds >= 1:
         line += f"  [{seconds:.1f} s]"
@@ -187,7 +187,7 @@ def _print_hang(scene: Scene, verdict: Hang) -> None:
     from megascale.observe.hang.verdict import place
 
     console = make_console()
-    colour = "green" if verdict.kind == "none" else "red"
+    colour = {"none": "green"}.get(verdict.kind, "red")
     console.print(f"[bold {colour}]{hang_report.headline(verdict)}[/]")
     if scene.sent:
         seen_at = time.strftime("%H:%M:%S", time.localtime(scene.now_ns / 1e9))
@@ -198,7 +198,9 @@ def _print_hang(scene: Scene, verdict: Hang) -> None:
     waits = {wait.rank: wait for wait in verdict.waits}
     for rank in sorted(scene.ranks)[:_LISTED_RANKS]:
         rank_state, wait = scene.ranks[rank], waits.get(rank)
-        name = f"[red]{rank}[/]" if rank in verdict.ranks else str(rank)
+        name = str(rank)
+        if rank in verdict.ranks:
+            name = f"[red]{rank}[/]"
         row = [name, rank_state.process, place(rank_state)]
         if wait is not None:
             waits_for = "all joined" if wait.all_came else ", ".join(map(str, wait.on[:8]))

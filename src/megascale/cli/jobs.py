@@ -6,15 +6,24 @@ If RUN is a file of `megascale access` instead of a folder, the commands query t
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from megascale.cli.common import JSON, OVERRIDES, make_console, print_json
+from megascale.cli.common import (
+    JSON,
+    OVERRIDES,
+    add_rows,
+    format_optional,
+    join_first,
+    make_console,
+    number_or_none,
+    print_json,
+)
 from megascale.core import strict_json
 from megascale.errors import ConfigError, DataError, MegascaleError
 
@@ -47,7 +56,9 @@ def jobs(
     """
     from megascale.resilience.driver.state.journal import FILE
 
-    folders = [runs] if (runs / FILE).exists() else sorted(file.parent for file in runs.glob(f"*/{FILE}"))
+    folders = [runs]
+    if not (runs / FILE).exists():
+        folders = sorted(file.parent for file in runs.glob(f"*/{FILE}"))
     if not folders:
         raise DataError(f"{runs} holds no run that was started with `megascale launch`")
     rows = [row for row in map(_describe_job, folders) if row is not None]
@@ -57,9 +68,18 @@ def jobs(
     table = _make_table("run", "phase", "attempt", "step", "ranks", "nodes", "driver", "last decision")
     table.columns[0].overflow = "fold"
     for row in rows:
-        numbers = [row["attempt"], row["step"], row["ranks"], len(row["nodes"])]
         driver = "running" if row["driver"] else "none"
-        table.add_row(row["run"], row["phase"], *map(str, numbers), driver, row["why"])
+        cells = [
+            row["run"],
+            row["phase"],
+            row["attempt"],
+            row["step"],
+            row["ranks"],
+            len(row["nodes"]),
+            driver,
+            row["why"],
+        ]
+        add_rows(table, [map(str, cells)])
     make_console().print(table)
 
 
@@ -94,7 +114,9 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
     Queries the driver; without one, shows the last state in the journal. Example: megascale nodes runs/stdlib
     """
     rows, is_driver_alive = _list_nodes(run)
-    speeds = {} if run.is_file() else _measure_ranks(run)
+    speeds = {}
+    if not run.is_file():
+        speeds = _measure_ranks(run)
     for row in rows:
         ranks = [speeds[rank] for rank in row["ranks"] if rank in speeds]
         slowest = max(ranks, key=lambda rank: rank["slower"] or 0.0, default={"own": None, "slower": None})
@@ -105,8 +127,7 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
         print_json(rows)
         return
     table = _make_table("node", "address", "state", "ranks", "heartbeat", "own, s", "slower", "activity")
-    for row in rows:
-        table.add_row(*_format_node(row))
+    add_rows(table, map(_format_node, rows))
     console = make_console()
     console.print(table)
     for row in rows:
@@ -118,15 +139,17 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
 
 def _format_node(row: dict[str, Any]) -> list[str]:
     """Return the cells of a node."""
-    state = row["state"] + (" (cordoned)" if row["cordoned"] else "")
-    heartbeat = "" if row["seen"] is None else f"{row['seen']:.1f} s ago"
+    state = row["state"]
+    if row["cordoned"]:
+        state += " (cordoned)"
+    heartbeat = format_optional(row["seen"], "{:.1f} s ago")
     if row["state"] == "up" and not row["ranks"]:
         activity = f"spare, self-checks {row.get('checks', 'not run')}"
     else:
         activities = {f"{worker['phase'] or worker['state']} {worker['step']}" for worker in row["workers"]}
         activity = ", ".join(sorted(activities))
-    own_seconds = "" if row["own_seconds"] is None else f"{row['own_seconds']:.3g}"
-    slower = "" if row["slower"] is None else f"{row['slower']:+.1%}"
+    own_seconds = format_optional(row["own_seconds"], "{:.3g}")
+    slower = format_optional(row["slower"], "{:+.1%}")
     if row["slow"]:
         slower = f"[red]{slower}[/red]"
     ranks = " ".join(map(str, row["ranks"]))
@@ -141,7 +164,8 @@ def _list_nodes(run: Path) -> tuple[list[dict[str, Any]], bool]:
     if run.is_file():
         return ask(run, "GET", "/v1/nodes"), True
     with contextlib.closing(JournalReader(run)) as reader:
-        recorded, is_driver_alive, job = reader.nodes(), reader.driver_alive(), reader.job
+        recorded, job = reader.nodes(), reader.job
+        is_driver_alive = reader.driver_alive()
     if is_driver_alive:
         return ask(run, "GET", "/v1/nodes"), True
     rows: list[dict[str, Any]] = []
@@ -173,8 +197,7 @@ def _measure_ranks(run: Path) -> dict[int, dict[str, Any]]:
     ranks = parts.ranks.tolist()
     speeds = {}
     for rank, seconds, excess in zip(ranks, median(parts.working).tolist(), excesses.tolist(), strict=True):
-        slower = None if math.isnan(excess) else excess
-        speeds[rank] = {"own": seconds, "slower": slower, "named": rank in named_ranks}
+        speeds[rank] = {"own": seconds, "slower": number_or_none(excess), "named": rank in named_ranks}
     return speeds
 
 
@@ -188,6 +211,7 @@ def events(
 
     Example: megascale events runs/stdlib
     """
+    from megascale.resilience.driver.api.client import ask
     from megascale.resilience.driver.state.journal import JournalReader
 
     reader = None if run.is_file() else JournalReader(run)
@@ -197,40 +221,29 @@ def events(
     console, last_id = make_console(soft_wrap=True), 0
     start: float | None = None
     while True:
-        new_events = reader.events(last_id) if reader is not None else _query_events(run, last_id)
-        entries: list[Any] = sorted([*new_events, *trainer_events], key=_time_of)
+        if reader is not None:
+            new_events = [vars(entry) for entry in reader.events(last_id)]
+        else:
+            new_events = ask(run, "GET", f"/v1/events?after={last_id}")  # a limited number at a time
+        entries = sorted(new_events + trainer_events, key=itemgetter("time"))
         trainer_events = []
         for entry in entries:
-            if as_json:
-                print_json(entry if isinstance(entry, dict) else vars(entry))
-                continue
             if start is None:
-                start = _time_of(entry)
-            if isinstance(entry, dict):
-                _print_trainer_event(console, entry)
-            else:
+                start = entry["time"]
+            if as_json:
+                print_json(entry)
+            elif "evidence" in entry:
                 _print_event(console, entry, start)
+            else:
+                _print_trainer_event(console, entry)
         if new_events:
-            last_id = new_events[-1].id
+            last_id = new_events[-1]["id"]
         if follow:
             time.sleep(0.5)
         elif reader is not None or not new_events:
             break
     if reader is not None:
         reader.close()
-
-
-def _time_of(entry: Any) -> float:
-    return entry["time"] if isinstance(entry, dict) else entry.time
-
-
-def _query_events(run: Path, last_id: int) -> list[Any]:
-    """Return the driver's next events, of which it sends a limited number at a time."""
-    from types import SimpleNamespace
-
-    from megascale.resilience.driver.api.client import ask
-
-    return [SimpleNamespace(**record) for record in ask(run, "GET", f"/v1/events?after={last_id}")]
 
 
 def _read_trainer_events(run: Path) -> list[dict[str, Any]]:
@@ -261,7 +274,7 @@ def _print_trainer_event(console: Any, entry: dict[str, Any]) -> None:
     console.print(Text.assemble((date, "dim"), event, (text, "dim")))
 
 
-def _print_event(console: Any, entry: Any, start: float) -> None:
+def _print_event(console: Any, entry: dict[str, Any], start: float) -> None:
     """Print a driver's event and its evidence; `start`: time of the first event printed."""
     from rich.text import Text
 
@@ -269,18 +282,18 @@ def _print_event(console: Any, entry: Any, start: float) -> None:
 
     colours = {"stop": "bold red", "evict": "red", "alert": "yellow", "": "cyan", "none": "cyan"}
     text = Text.assemble(
-        (f"{date_of(entry.time)} {entry.attempt:>3} ", "dim"),
-        (f"{entry.time - start:+8.2f}s ", "dim"),
-        (entry.kind, colours.get(entry.action, "yellow")),
+        (f"{date_of(entry['time'])} {entry['attempt']:>3} ", "dim"),
+        (f"{entry['time'] - start:+8.2f}s ", "dim"),
+        (entry["kind"], colours.get(entry["action"], "yellow")),
     )
-    if entry.nodes:
-        text.append(f" on {', '.join(entry.nodes)}")
-    if entry.ranks:
-        text.append(f" (rank {', '.join(map(str, entry.ranks))})")
-    if entry.action not in ("", "none"):
-        text.append(f" -> {entry.action}", style="bold")
+    if entry["nodes"]:
+        text.append(f" on {', '.join(entry['nodes'])}")
+    if entry["ranks"]:
+        text.append(f" (rank {', '.join(map(str, entry['ranks']))})")
+    if entry["action"] not in ("", "none"):
+        text.append(f" -> {entry['action']}", style="bold")
     console.print(text)
-    for sentence in entry.evidence:
+    for sentence in entry["evidence"]:
         console.print(Text(f"{'':39}{sentence}", style="dim"))
 
 
@@ -426,8 +439,9 @@ def _read_log(run: Path, rank: int, offset: int) -> tuple[int, int, str]:
     piece = read_piece(file, offset)
     if piece is None:
         ranks = sorted(int(log.stem[5:]) for log in file.parent.glob("rank-*.log") if log.stem[5:].isdigit())
-        listed = ", ".join(map(str, ranks[:_LISTED_RANKS])) + (" ..." if len(ranks) > _LISTED_RANKS else "")
-        existing = f"there are logs of ranks {listed}" if ranks else "no rank has a log"
+        existing = "no rank has a log"
+        if ranks:
+            existing = f"there are logs of ranks {join_first(ranks, _LISTED_RANKS)}"
         raise DataError(f"{file} does not exist; {existing}")
     start, content = piece
     return start, start + len(content), content.decode(errors="replace")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megascale.cli.common import OVERRIDES, make_console, require
+from megascale.cli.common import OVERRIDES, join_arguments, make_console, require
 from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ def launch(
     if config.resilience.cluster == "kubernetes":
         _print_manifests(config, form)
     else:
-        arguments = [file, *overrides] if file else overrides
-        _print_batch_script(config, arguments)
+        _print_batch_script(config, join_arguments(file, overrides))
 
 
 def _drive(config: Config, dashboard: int | None) -> int:
@@ -104,7 +103,7 @@ def _drive(config: Config, dashboard: int | None) -> int:
     console = make_console(soft_wrap=True)
 
     def log_line(source: str, text: str) -> None:
-        style = "bold cyan" if source == "driver" else "dim"
+        style = {"driver": "bold cyan"}.get(source, "dim")
         console.print(f"[{style}]{source:>8}[/] ", end="")
         console.print(text, markup=False)
 

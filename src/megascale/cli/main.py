@@ -122,7 +122,7 @@ def _make_app() -> typer.Typer:
 
     Making all commands takes longer than most commands run.
     """
-    module = COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    module = COMMANDS.get("".join(sys.argv[1:2]))
     return command_line([module] if module else dict.fromkeys(COMMANDS.values()))
 
 

@@ -48,9 +48,10 @@ POLARISED = typer.Option(False, "--polarised", help="Use one hash seed in all sw
 def register(app: typer.Typer) -> None:
     """Add the command group."""
     group = typer.Typer(help=_HELP, no_args_is_help=True, rich_markup_mode="markdown")
-    for command in (topology, placement, ecmp, flows, packets, tune, validate):
-        settings = OVERRIDES if command in (placement, flows) else {}
-        group.command(command.__name__, context_settings=settings)(command)
+    for command in (topology, ecmp, packets, tune, validate):
+        group.command()(command)
+    for layout_command in (placement, flows):
+        group.command(context_settings=OVERRIDES)(layout_command)
     app.add_typer(group, name="network")
 
 
@@ -124,9 +125,10 @@ def _print_topology(built: Topology, failed_links: int) -> None:
         tier_bandwidth = built.bandwidth[built.tier == tier].sum() / 2
         ratio = f"{nic_bandwidth / tier_bandwidth:.2f} : 1" if tier_bandwidth else "-"
         rows.append([f"{name} switches", f"{switch_counts[name]:,}", f"{cables:,} {kind}", ratio])
-    planes = f", each of {spec.planes} planes" if spec.planes > 1 else ""
-    headers = ["", "count", "cables below", "NICs over these links"]
-    _print_table(f"{spec.name}: {built.pods} pods{planes}", headers, rows)
+    title = f"{spec.name}: {built.pods} pods"
+    if spec.planes > 1:
+        title += f", each of {spec.planes} planes"
+    _print_table(title, ["", "count", "cables below", "NICs over these links"], rows)
     paths = "paths: 2 links under one leaf switch, 4 in a pod"
     if built.pods > 1:
         paths += ", 6 between pods"
@@ -324,7 +326,9 @@ def flows(
         print_json(rows, indent=2)
     else:
         title = f"{'rank 0 groups' if one_group else 'all groups'} at once, {gpus:,} GPUs"
-        _print_flows(rows, f"{title}, by {key}" if key else title)
+        if key:
+            title += f", by {key}"
+        _print_flows(rows, title)
     if plot is not None:
         from megascale.simulate.fabric.fabric_plots import bars
 
@@ -342,10 +346,11 @@ def flows(
 def _print_flows(rows: list[dict[str, Any]], title: str) -> None:
     cells = []
     for row in rows:
-        slowdowns = [f"{row[key]:.2f}" for key in ("data", "data_busy", "pipeline")]
-        seconds = [f"{row[key]:.3f}" for key in ("reduce_s", "gather_s")]
-        step = f"{row['step_s']:.3f} ({row['step_s'] / rows[0]['step_s'] - 1:+.1%})"
-        cells.append([row["name"], *slowdowns, *seconds, step])
+        figures = [f"{row[key]:.2f}" for key in ("data", "data_busy", "pipeline")]
+        figures += [f"{row[key]:.3f}" for key in ("reduce_s", "gather_s")]
+        figures.append(f"{row['step_s']:.3f} ({row['step_s'] / rows[0]['step_s'] - 1:+.1%})")
+        figures.insert(0, row["name"])
+        cells.append(figures)
     _print_table(title, ["", "data", "with pipeline", "pipeline", "reduce, s", "gather, s", "step, s"], cells)
     typer.echo(
         "data, with pipeline, pipeline: the slowest group's time over that at full NIC rate, for\n"

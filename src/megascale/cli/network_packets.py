@@ -15,11 +15,15 @@ from megascale.cli.common import (
     make_console,
     print_json,
     require,
+    split_option,
     write_text,
 )
 from megascale.errors import ConfigError
 
 _PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw a picture.", callback=check_picture)
+
+_VERDICTS = {True: ("pass ", "green"), False: ("miss ", "red")}
+_SWITCH = {True: "on", False: "off"}
 
 
 def packets(
@@ -180,9 +184,7 @@ def tune(
         _print_timers(advice, MOST_RETRIES, per_day)
         _print_advice(advice, per_day)
     if out is not None:
-        source = f"flaps of median {median:g} s, sigma {sigma:g}" if median is not None else ""
-        if advice.flaps:
-            source = f"{advice.flaps} flaps of {flaps}"
+        source = f"{advice.flaps} flaps of {flaps}" if advice.flaps else f"flaps of median {flaps} s, sigma {sigma:g}"
         comment = f"megascale network tune: {source}, restart {restart:g} s, {dead:.0%} dead links"
         write_text(out, environment(advice.best, comment), "--out")
     if plot is not None:
@@ -197,7 +199,7 @@ def _print_timers(advice: Any, retries: int, per_day: float) -> None:
     columns = ("NCCL_IB_TIMEOUT", "adaptive", "aborts", "idle after", "stalled", "gives up", "cost per day")
     cells = [
         [
-            str(t.timeout), "on" if t.adaptive else "off", f"{t.abort:.1%}", f"{t.idle:.2f}", f"{t.stalled:.2f}",
+            str(t.timeout), _SWITCH[t.adaptive], f"{t.abort:.1%}", f"{t.idle:.2f}", f"{t.stalled:.2f}",
             f"{t.gives_up:,.1f}", f"{per_day * t.cost:,.0f}",
         ]
         for t in advice.table
@@ -207,9 +209,9 @@ def _print_timers(advice: Any, retries: int, per_day: float) -> None:
 
 def _print_advice(advice: Any, per_day: float) -> None:
     best = advice.best
-    mode = "on" if best.adaptive else "off"
     typer.echo(
-        f"advice: NCCL_IB_TIMEOUT={best.timeout} NCCL_IB_RETRY_CNT={best.retries}, adaptive retransmission {mode}: "
+        f"advice: NCCL_IB_TIMEOUT={best.timeout} NCCL_IB_RETRY_CNT={best.retries}, adaptive retransmission "
+        f"{_SWITCH[best.adaptive]}: "
         f"{best.abort:.2%} of flaps abort, {best.idle:.1f} s idle after the link is back, a dead link is reported "
         f"after {best.gives_up:.0f} s; {per_day * best.cost:.0f} s of the job per day"
     )
@@ -238,10 +240,10 @@ def validate(
     from megascale.simulate.fabric_targets import run_targets
 
     rows = []
-    for row in run_targets(only.split(",") if only else [], full):
+    for row in run_targets(split_option(only), full):
         rows.append(row)
         if not as_json:
-            verdict, colour = ("pass ", "green") if row.passed else ("miss ", "red")
+            verdict, colour = _VERDICTS[bool(row.passed)]
             typer.secho(verdict, fg=colour, nl=False)
             typer.echo(f"{row.name}: {row.found}  [{row.wanted}]  ({row.wall:.1f} s, {row.cpu:.1f} s CPU)")
     passed = sum(row.passed for row in rows)

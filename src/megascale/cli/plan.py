@@ -111,14 +111,14 @@ def _print_plan(cost: LayoutCost, console: Console) -> None:
 def _print_layout(cost: LayoutCost, console: Console) -> None:
     from rich.table import Table
 
-    facts, grid, parallel, train = cost.to_dict(), cost.layout.grid, cost.config.parallel, cost.config.train
+    facts, grid = cost.to_dict(), cost.layout.grid
+    parallel, train = cost.config.parallel, cost.config.train
     layer_counts, flops = facts["layout"]["layers_by_chunk"], facts["flops"]
-    smallest, largest = min(layer_counts), max(layer_counts)
-    layers = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"
+    layers = " to ".join(str(count) for count in sorted({min(layer_counts), max(layer_counts)}))
     pipeline = f"{cost.schedule.name}, {cost.schedule.virtual} chunks per stage, {layers} layers per chunk"
     if parallel.micro_batch_group_size:
         pipeline += f", rounds of {parallel.micro_batch_group_size} micro-batches"
-    hosts = f"{grid.hosts:,} {'host' if grid.hosts == 1 else 'hosts'} of {parallel.gpus_per_host}"
+    hosts = f"{grid.hosts:,} host(s) of {parallel.gpus_per_host}"
     table = Table(title=f"{train.name} on {grid.world:,} GPUs", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
@@ -150,21 +150,24 @@ def _make_stage_table(title: str, first: str, stages: dict[int, str]) -> Table:
     return table
 
 
+def _add_gib_row(table: Table, name: str, byte_counts: list[float]) -> None:
+    cells = [f"{count / 2**30:.2f}" for count in byte_counts]
+    table.add_row(name, *cells)
+
+
 def _print_memory(cost: LayoutCost, console: Console) -> None:
-    from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB
+    from megascale.simulate.planner.layout_cost import RESERVE_GIB
 
     names = {0: "first stage", cost.layout.grid.pipeline - 1: "last stage"}
     columns = {stage: names.get(stage, f"stage {stage}") for stage in cost.stages}
     table = _make_stage_table("memory of a rank, GiB", "kind", columns)
     estimates = [cost.memory[stage] for stage in cost.stages]
     for kind in estimates[0].kinds():
-        cells = [f"{estimate.kinds()[kind] / GIB:.2f}" for estimate in estimates]
-        table.add_row(kind.replace("_", " "), *cells)
+        _add_gib_row(table, kind.replace("_", " "), [estimate.kinds()[kind] for estimate in estimates])
     table.add_section()
-    totals = [f"{estimate.total / GIB:.2f}" for estimate in estimates]
-    table.add_row("total", *totals)
+    _add_gib_row(table, "total", [estimate.total for estimate in estimates])
     console.print(table)
-    verdict = "[green]fits[/green]" if cost.fits else "[red]does not fit[/red]"
+    verdict = {True: "[green]fits[/green]", False: "[red]does not fit[/red]"}[cost.fits]
     console.print(
         f"{verdict}: the fullest rank needs {cost.needed_gib:.1f} GiB of {cost.device_gib:g}, with {RESERVE_GIB:g} GiB "
         "reserved for CUDA, communicators and the allocator",
@@ -192,8 +195,10 @@ def _print_schedule(cost: LayoutCost, console: Console) -> None:
         return
     for stage, row in enumerate(rows):
         console.print(f"stage {stage}".ljust(label_width), row, sep="", soft_wrap=True)
-    shades = ", a darker shade is an earlier chunk" if schedule.virtual > 1 else ""
-    console.print(f'[dim]number: micro-batch; blue: forward; green and "<": backward{shades}; equal chunks[/dim]')
+    legend = 'number: micro-batch; blue: forward; green and "<": backward; equal chunks'
+    if schedule.virtual > 1:
+        legend += "; a darker shade is an earlier chunk"
+    console.print(f"[dim]{legend}[/dim]")
 
 
 def _print_traffic(cost: LayoutCost, console: Console) -> None:
@@ -202,8 +207,7 @@ def _print_traffic(cost: LayoutCost, console: Console) -> None:
     traffic = [asdict(cost.traffic(stage)) for stage in cost.stages]
     for axis in traffic[0]:
         if any(sent[axis] for sent in traffic):
-            cells = [f"{sent[axis] / 2**30:.2f}" for sent in traffic]
-            table.add_row(axis.replace("_", ": "), *cells)
+            _add_gib_row(table, axis.replace("_", ": "), [sent[axis] for sent in traffic])
     if table.rows:
         console.print()
         console.print(table)

@@ -19,6 +19,7 @@ from megascale.cli.common import (
     make_console,
     parse_numbers,
     print_json,
+    split_option,
 )
 from megascale.cli.simulate_measured import CALIBRATION, SOFTWARE, calibrate, compare, measure, predict, validate
 from megascale.errors import ConfigError, FitError
@@ -73,13 +74,16 @@ TOKENS = typer.Option(
     300e9, "--tokens", min=1, max=1e20, callback=check_finite, help="Tokens of the complete run, for days."
 )
 
+_LINEAR_PRECISIONS = {"bfloat16": "default", "float8": "float8"}
+
 
 def register(app: typer.Typer) -> None:
     """Add the command group."""
     group = typer.Typer(help=_HELP, no_args_is_help=True, rich_markup_mode="markdown")
-    for command in (step, ablate, sweep, search, effective, calibrate, measure, predict, compare, validate):
-        takes_overrides = command in (step, ablate, sweep, search, effective)
-        group.command(command.__name__, context_settings=OVERRIDES if takes_overrides else {})(command)
+    for layout_command in (step, ablate, sweep, search, effective):
+        group.command(context_settings=OVERRIDES)(layout_command)
+    for command in (calibrate, measure, predict, compare, validate):
+        group.command()(command)
     app.add_typer(group, name="simulate")
 
 
@@ -197,7 +201,9 @@ def step(
     from megascale.simulate.run_cost import run_cost
     from megascale.simulate.step import run
 
-    step_level = _check_level("event" if trace is not None else level)
+    if trace is not None:
+        level = "event"
+    step_level = _check_level(level)
     scenario = _make_scenario(load_for_gpus(file, context.args), gpus, cluster, calibration, software)
     scenario = replace(scenario, context=context_ranks, experts=experts, top_k=top_k, expert_parallel=expert_parallel)
     if scenario.beyond_training and step_level == "event":
@@ -282,7 +288,7 @@ def ablate(
     from megascale.simulate.software import TECHNIQUES
 
     scenario = _make_scenario(load_for_gpus(file, context.args), gpus, cluster, calibration, None)
-    techniques = [name.strip() for name in off.split(",")] if off else list(TECHNIQUES)
+    techniques = split_option(off) or list(TECHNIQUES)
     # Both stacks use one set of constants, so that only the techniques differ.
     baseline = replace(_make_baseline(scenario, None, calibration), calibration=scenario.calibration)
     added = cumulative(baseline, scenario, techniques, _check_level(level))
@@ -456,7 +462,7 @@ def search(
             config, scenario.cluster, scenario.calibration, scenario.software, low, high, recompute_modes
         )
         try:
-            count = int(layouts.gpus.max()) if days is None else 0
+            count = int(layouts.gpus.max())
             if days is not None:
                 fewest = layout_search.fewest(layouts, config, scenario, tokens, days, stepping_share, memory)
                 count = fewest.scenario.gpus
@@ -520,8 +526,8 @@ def _list_variants(base: Scenario, batches: str | None, precisions: str | None) 
     if batches:
         sizes = parse_numbers("--batches", batches, "1536,3072,6144")
     scenarios = []
-    for precision in precisions.split(",") if precisions else [None]:
-        if precision not in (None, "bfloat16", "float8"):
+    for precision in (precisions or "").split(","):
+        if precision not in ("", "bfloat16", "float8"):
             raise ConfigError(f"--precisions={precisions!r}: {precision!r} is unknown; choose bfloat16 or float8")
         if precision == "float8" and base.cluster.gpu.float8_tflops is None:
             raise ConfigError(
@@ -529,9 +535,8 @@ def _list_variants(base: Scenario, batches: str | None, precisions: str | None) 
                 "(gpu.float8_tflops)"
             )
         variant = base
-        if precision is not None:
-            linear_precision = "float8" if precision == "float8" else "default"
-            variant = varied(base, "train.linear_precision", linear_precision)
+        if precision:
+            variant = varied(base, "train.linear_precision", _LINEAR_PRECISIONS[precision])
         label = precision or base.software.precision
         scenarios += [replace(varied(variant, "train.global_batch", size), label=label) for size in sizes]
     return scenarios

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from megascale.cli.common import JSON, check_finite, make_console, print_json, require
+from megascale.cli.common import JSON, check_finite, make_console, print_json, require, split_option
 from megascale.errors import ConfigError
 
 CALIBRATION = typer.Option(None, "--calibration", help="Shipped calibration or TOML file; default: the cluster's own.")
@@ -101,9 +101,11 @@ def measure(
 
     torch_device = choose_device(device)
     base = load_cluster(like)
-    gpus = torch.cuda.device_count() if torch_device.type == "cuda" else 1
-    if torch_device.type == "cuda" and processes is not None and processes > gpus:
-        raise ConfigError(f"--processes={processes} but this host has {gpus} GPUs")
+    gpus = 1
+    if torch_device.type == "cuda":
+        gpus = torch.cuda.device_count()
+        if processes is not None and processes > gpus:
+            raise ConfigError(f"--processes={processes} but this host has {gpus} GPUs")
     figures = machine_figures.figures(torch_device, seconds, processes or gpus)
     cluster = measured_machine.cluster_from(figures, base, name)
     calibration = measured_machine.calibration_from(figures, cluster)
@@ -213,7 +215,7 @@ def validate(
     from megascale.simulate.validation.anchors import data_folder
     from megascale.simulate.validation.validation_report import validate as run_checks
 
-    names = only.split(",") if only else None
+    names = split_option(only) or None
     checks = run_checks(data_folder(data), runs, lambda file: what_if(read_trace(file)), names)
     if as_json:
         print_json([_check_to_dict(check) for check in checks], indent=2)

@@ -17,6 +17,7 @@ _SPAN_COLUMNS = (
     "attempt", "host", "rank", "step", "action", "chunk", "microbatch", "axis", "bytes", "start_ns", "end_ns",
     "waited_on",
 )  # fmt: skip
+_DIRECTIONS = {"nic_rx_rate": "received", "nic_tx_rate": "sent"}
 _NEWEST_ATTEMPT = "(SELECT max(attempt) FROM rollups WHERE action = 'step')"
 
 
@@ -81,7 +82,8 @@ def _print_tables(tables: SpanTables, last: int) -> None:
     rows = _summarise_ranks(tables, last)
     axes = sorted({axis for row in rows for axis in row["waits"]})
     # One word per line of a header, so that a table of five axes fits a terminal of 80 columns.
-    headers = ["rank", "steps", "step,\ns", "own,\ns", *(f"{axis}\nwaits,\ns" for axis in axes), "lost"]
+    headers = ["rank", "steps", "step,\ns", "own,\ns"] + [f"{axis}\nwaits,\ns" for axis in axes]
+    headers.append("lost")
     table = make_figures(headers)
     for row in rows:
         seconds = [row["seconds"], row["own"]] + [row["waits"].get(axis, 0.0) for axis in axes]
@@ -107,7 +109,7 @@ def describe_links(tables: SpanTables) -> list[str]:
     )
     lines = []
     for host, device, name, mean, high, highest, limit in _list_rows(columns):
-        direction = "received" if name == "nic_rx_rate" else "sent"
+        direction = _DIRECTIONS[name]
         lines.append(
             f"host {host} {device} {direction} {mean:.0%} of its {8 * limit / 1e9:g} Gbit/s in recorded steps; one "
             f"millisecond in a hundred {high:.0%}, the fullest {highest:.0%}"

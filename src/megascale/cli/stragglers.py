@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import JSON, check_picture, make_console, number_or_none, print_json
+from megascale.cli.common import (
+    JSON,
+    check_picture,
+    format_optional,
+    join_first,
+    make_console,
+    make_figures,
+    number_or_none,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,7 +88,8 @@ def stragglers(
 
 def print_tables(report: Stragglers) -> None:
     """Print the slow ranks and links, and the evidence for each."""
-    console, judged, parts = make_console(), report.judged, report.parts
+    console = make_console()
+    judged, parts = report.judged, report.parts
     console.print(f"steps {parts.steps[0]} to {parts.steps[-1]} of attempt {parts.attempt}, {len(parts.ranks):,} ranks")
     for line in describe_missing(report):
         console.print(line)
@@ -102,7 +112,7 @@ def print_tables(report: Stragglers) -> None:
         return
     console.print(_make_table(report))
     for straggler in report.ranks[:_LISTED]:
-        machine = f" on {straggler.hostname}" if straggler.hostname else ""
+        machine = format_optional(straggler.hostname or None, " on {}")
         evidence = "; ".join(straggler.evidence)
         console.print(f"rank {straggler.found.rank} ({straggler.place}{machine}): {evidence}", markup=False)
     for link in report.links[:_LISTED]:
@@ -113,12 +123,8 @@ def print_tables(report: Stragglers) -> None:
 
 
 def _make_table(report: Stragglers) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("rank", "host", "slower", "", "steps", "cause", "costs,\nms", "confidence"):
-        table.add_column(name, justify="left" if name in ("", "steps", "cause") else "right", overflow="fold")
+    headers = ["rank", "host", "slower", "", "steps", "cause", "costs,\nms", "confidence"]
+    table = make_figures(headers, left_aligned=["", "steps", "cause"])
     for straggler in report.ranks[:_LISTED]:
         rank = straggler.found
         costs = f"{1e3 * straggler.costs:.1f}" if straggler.costs else ""
@@ -140,7 +146,7 @@ def describe_missing(report: Stragglers) -> list[str]:
     """Return lines on ranks without records, or without further records: they are not compared."""
     lines, missing = [], report.parts.missing
     if missing:
-        ranks = ", ".join(map(str, missing[:_LISTED])) + (", ..." if len(missing) > _LISTED else "")
+        ranks = join_first(missing, _LISTED)
         subject = f"{len(missing):,} ranks ({ranks}) have" if len(missing) > 1 else f"rank {ranks} has"
         lines.append(f"{subject} no records in these steps: not compared")
     for rank, step in list(report.parts.silent.items())[:_LISTED]:
@@ -151,7 +157,7 @@ def describe_missing(report: Stragglers) -> list[str]:
 def _describe_link_ranks(link: SlowLink) -> str:
     if len(link.ranks) == 1:
         return f"rank {link.ranks[0]}"
-    return "one of ranks " + ", ".join(map(str, link.ranks[:6])) + (", ..." if len(link.ranks) > 6 else "")
+    return f"one of ranks {join_first(link.ranks, 6)}"
 
 
 def _format_confidence(confidence: float) -> str:

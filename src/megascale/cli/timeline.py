@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import JSON, make_console, make_figures, print_json
+from megascale.cli.common import JSON, add_rows, make_console, make_figures, number_or_none, print_json
 
 if TYPE_CHECKING:
     from megascale.observe.analysis.step_timeline import StepTimeline, Track
@@ -86,12 +86,7 @@ def _print_tables(report: StepTimeline, waits: int) -> None:
     console.print(line)
     headers = ["rank", "s/t/d", "step, ms", "compute", "bubble", "exposed", "samples", "update", "other"]
     table = make_figures(headers, left_aligned=["s/t/d"])
-    for track in report.tracks:
-        tensor, stage, data = track.place
-        parts = track.seconds
-        seconds = [(track.end - track.begin) / 1e9, parts["compute"], parts["bubble"], _sum_exposed(track)]
-        seconds += [parts["samples"], parts["optimizer"], parts["other"]]
-        table.add_row(str(track.rank), f"{stage}/{tensor}/{data}", *(f"{1e3 * number:.2f}" for number in seconds))
+    add_rows(table, map(_format_track, report.tracks))
     console.print(table)
     names = sorted({name for track in report.tracks for name in track.seconds if name.startswith("exposed ")})
     if names:
@@ -110,6 +105,15 @@ def _print_tables(report: StepTimeline, waits: int) -> None:
         if wait.root not in (-1, wait.on):
             line += f"; rank {wait.root} caused it"
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _format_track(track: Track) -> list[str]:
+    """Return the cells of a rank, with times in ms."""
+    tensor, stage, data = track.place
+    parts = track.seconds
+    seconds = [(track.end - track.begin) / 1e9, parts["compute"], parts["bubble"], _sum_exposed(track)]
+    seconds += [parts["samples"], parts["optimizer"], parts["other"]]
+    return [str(track.rank), f"{stage}/{tensor}/{data}"] + [f"{1e3 * number:.2f}" for number in seconds]
 
 
 def _sum_exposed(track: Track) -> float:
@@ -133,7 +137,7 @@ def _to_dict(report: StepTimeline, waits: int) -> dict[str, Any]:
         "step": report.step,
         "view": report.view,
         "seconds": report.length / 1e9,
-        "planned_seconds": report.planned_seconds if is_planned else None,
+        "planned_seconds": number_or_none(report.planned_seconds),
         "pipeline_seconds": report.pipeline_seconds if is_planned else None,
         "clock_error_seconds": report.clock_error / 1e9 if report.clock_error >= 0 else None,
         "ranks": tracks,

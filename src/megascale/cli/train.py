@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megascale.cli.common import OVERRIDES, make_console
+from megascale.cli.common import OVERRIDES, join_arguments, make_console
 from megascale.errors import MegascaleError, missing_extra
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def train(
             config = with_precision(api.resolve(config), api.visible_gpus(config) > 0)
             layout = lay_out(config, world)  # one error message, before any process starts
             check_data(config)
-            arguments = ["train", *([file] if file else []), *context.args]
-            raise typer.Exit(launcher.launch(arguments, layout, saves_checkpoints=True))
+            arguments = join_arguments(file, context.args)
+            raise typer.Exit(launcher.launch(["train", *arguments], layout, saves_checkpoints=True))
     is_leader = os.environ.get("RANK", "0") == "0"
     description = api.describe(config)
     if is_leader:

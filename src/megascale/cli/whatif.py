@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import JSON, check_picture, make_console, make_figures, number_or_none, print_json
+from megascale.cli.common import JSON, check_picture, join_first, make_console, make_figures, number_or_none, print_json
 
 if TYPE_CHECKING:
     from megascale.observe.analysis.operation_trace import OperationTrace
@@ -105,11 +105,10 @@ def _print_tables(report: WhatIf) -> None:
         f"{report.steps} steps of {report.recorded:.4f} s; {report.original:.4f} s without launch gaps ({gaps:.1%} of "
         f"a step), {report.ideal:.4f} s with every operation typical"
     )
-    ranks = ", ".join(map(str, report.slowest[:8])) + (", ..." if len(report.slowest) > 8 else "")
     subject = "rank" if len(report.slowest) == 1 else f"{len(report.slowest)} ranks"
     console.print(
         f"slow-down {report.slow_down:.4f}; M_S (last stage) {_format_share(report.stage_share)}; M_W (slowest "
-        f"{subject}: {ranks}) {_format_share(report.worker_share)}"
+        f"{subject}: {join_first(report.slowest, 8)}) {_format_share(report.worker_share)}"
     )
     table = make_figures(["made typical", "explains", "saves, ms", "alone, slow-down"])
     groups: list[tuple[str, dict[Any, Part]]] = [("rank", report.ranks)]

@@ -25,6 +25,7 @@ from megascale.core.untrusted_files import read_small_text
 from megascale.errors import ConfigError, MegascaleError
 from megascale.ops import dispatch
 from megascale.ops.attention import AttentionChooser, AttentionShape
+from megascale.train.rank_info import find_device_kind
 
 FILE = "kernels.json"
 Choices = dict[str, dict[str, str]]  # kind of device -> shape -> backend
@@ -76,7 +77,7 @@ def agree_on_kernels(
         return earlier_choices or {}, {}
     peers = Peers()
     choices = peers.share(earlier_choices or {}, Choices)
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    kind = find_device_kind(device)
     kind_choices = choices.get(kind, {})
     refusals = {}
     for shape in shapes:

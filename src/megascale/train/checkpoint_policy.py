@@ -31,8 +31,8 @@ class CheckpointPolicy:
     def begin(self, step: int) -> None:
         """Note that training starts after `step`."""
         # A state that was loaded from memory is in storage only once it is saved there.
-        is_in_storage = self.checkpointer.loaded_from in ("nothing", "storage")
-        self._last_saved = step if is_in_storage else -1
+        if self.checkpointer.loaded_from in ("nothing", "storage"):
+            self._last_saved = step
 
     def is_due_at_end(self, step: int) -> bool:
         """Return whether the last state, after `step`, must still be saved."""

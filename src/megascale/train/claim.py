@@ -26,10 +26,11 @@ def take_run_locks(config: Config) -> list[RunLock]:
         grace_period = min(60.0, config.rendezvous.timeout / 2)  # ranks of the previous attempt may still be ending
     folders = [config.run_folder]
     location, checkpoints = config.checkpoint.location, config.run_folder / "checkpoints"
-    shared_folder = local_folder(location) if location is not None else None
-    if shared_folder is not None:
-        folders.append(shared_folder)
-    elif location is None and checkpoints.is_symlink():
+    if location is not None:
+        shared_folder = local_folder(location)
+        if shared_folder is not None:
+            folders.append(shared_folder)
+    elif checkpoints.is_symlink():
         # A node with a run folder of its own shares this folder with other nodes, also with nodes that are cut off.
         folders.append(checkpoints.resolve())
     with contextlib.ExitStack() as stack:

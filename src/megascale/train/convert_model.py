@@ -148,15 +148,15 @@ def export_model(
     config, accept = load_trained_config(run, step)
     model = config.model
     chosen_family = family_for(model, family)
-    if dtype is None:
-        dtype = config.train.precision if config.train.precision in EXPORT_DTYPES else "float32"
+    precision = config.train.precision
+    dtype = dtype or {"float64": "float32"}.get(precision, precision)
     if dtype not in EXPORT_DTYPES:
         raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
     torch_dtype = EXPORT_DTYPES[dtype]
     checkpoints = find_checkpoints(run, config)
     shapes = logical_shapes(model)
     total = parameters(model) * torch_dtype.itemsize
-    exported_tokenizer, note = _find_tokenizer(run, config, step) if tokenizer else (None, None)
+    exported_tokenizer, notes = _find_tokenizer(run, config, step) if tokenizer else (None, [])
     generation = load_generation_config(run)
     end_of_document = exported_tokenizer[1].end_of_document if exported_tokenizer is not None else None
     ids = token_ids(generation, end_of_document, model.vocab)
@@ -208,18 +208,17 @@ def export_model(
             was_removed = step is None and source not in checkpoint.steps(checkpoints)
             if not was_removed or time.monotonic() > deadline:
                 raise
-    notes = [note] if note else []
     return Conversion(out, chosen_family.name, parameters(model), exported_tokenizer is not None, notes)
 
 
-def _find_tokenizer(run: Path, config: Config, step: int | None) -> tuple[tuple[Path, Tokenizer] | None, str | None]:
-    """Return the run's tokenizer with its file, or None and the reason.
+def _find_tokenizer(run: Path, config: Config, step: int | None) -> tuple[tuple[Path, Tokenizer] | None, list[str]]:
+    """Return the run's tokenizer with its file, or None and a note with the reason.
 
     Raises DataError if the run was trained with a tokenizer that is lost: the model is of little use without it.
     """
     try:
-        return load_trained_tokenizer(run, config, step), None
+        return load_trained_tokenizer(run, config, step), []
     except (ConfigError, DataError) as error:
         if config.data.tokenizer is not None or read_tokenizer_hash(run, config, step) is not None:
             raise DataError(f"{error}; or write the model without a tokenizer (--no-tokenizer)") from None
-        return None, f"no tokenizer is written: {error}"
+        return None, [f"no tokenizer is written: {error}"]

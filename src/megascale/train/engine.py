@@ -35,6 +35,7 @@ from megascale.train import engine_axes
 from megascale.train.attention_choice import Choices, agree_on_kernels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_REDUCE_DTYPES = {"bfloat16": torch.bfloat16}  # other settings reduce gradients in the type of their buffers
 
 # Micro-batch number -> tokens and targets, each int64 [sequence, micro_batch] on the device.
 ReadBatch = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -134,7 +135,7 @@ class Engine:
         self.chunks: list[Chunk] = []
         self.flats: list[FlatChunk] = []
         self._make_chunks(coordinate.pipeline, axes)
-        reduce_dtype = torch.bfloat16 if config.parallel.reduce_dtype == "bfloat16" else None
+        reduce_dtype = _REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         self.data_parallel = DataParallel(self.flats, config.overlap.data, reduce_dtype, gathers_in_float8)
         self.optimizer = self._make_optimizer(axes)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
@@ -254,7 +255,7 @@ class Engine:
         """
         if self.flats[-1].zero == 2:
             return None
-        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(self.dtype, torch.float32)
         return torch.full((), 1 / self.tokens_per_step, dtype=dtype, device=self.device)
 
     def _make_graphs(self) -> ChunkGraphs | None:
@@ -359,7 +360,7 @@ class Engine:
         before_update: Callable[[], None] = lambda: None,
         has_next_step: bool = False,
         count_casts: bool = False,
-        take_read_checksum: Callable[[], Sequence[float]] | None = None,
+        take_read_checksum: Callable[[], Sequence[float]] = tuple,
     ) -> StepResult:
         """Run forward and backward over all micro-batches, then the update.
 
@@ -379,7 +380,7 @@ class Engine:
         self._dropout_key = self.config.train.seed + step
         loss = self._run_micro_batches(count_casts)
         self._finish_gradients(step)
-        scalars = self._collect_scalars(loss, stop, take_read_checksum() if take_read_checksum is not None else ())
+        scalars = self._collect_scalars(loss, stop, take_read_checksum())
         recorder = self.runtime.recorder
         recorder.begin(SpanKind.CHECKPOINT_STALL)
         before_update()
@@ -538,7 +539,8 @@ class Engine:
 
         def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
             module = self.chunks[chunk]
-            return module(inputs_SB if x is None else x, targets_SB if module.last else None, EVALUATION)
+            x = inputs_SB if x is None else x
+            return module(x, targets_SB if module.last else None, EVALUATION)
 
         outputs = self.pipeline.run_forward(1, forward)
         total = torch.zeros((), dtype=torch.float64, device=self.device)

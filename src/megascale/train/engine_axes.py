@@ -17,6 +17,7 @@ from megascale.parallel.pipeline import P2PStream, P2PStreams
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
 
+_SWITCH = {True: "on", False: "off"}
 _P2P_NAMES = ("send_forward", "recv_forward", "send_backward", "recv_backward")
 
 
@@ -26,7 +27,7 @@ def make_axis(runtime: Runtime, groups: Groups | None, name: str, size: int, ran
     if size == 1 or group is None:
         return Axis(runtime=runtime)
     kind = SpanAxis[name.partition("_")[0].upper()]
-    label = "world" if name == "world" else group.group_name
+    label = name if name == "world" else group.group_name
     return Axis(group, size, rank, name=label, kind=kind, runtime=runtime)
 
 
@@ -82,9 +83,9 @@ def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
     config, grid = layout.config, layout.grid
     lines = {}
     if grid.pipeline > 1:
-        lines["pipeline overlap"] = "on" if config.overlap.pipeline else "off"
+        lines["pipeline overlap"] = _SWITCH[config.overlap.pipeline]
     if grid.data > 1:
-        lines["data overlap"] = "on" if config.overlap.data else "off"
+        lines["data overlap"] = _SWITCH[config.overlap.data]
     for name, size in (("pipeline", grid.pipeline), ("data", grid.data)):
         channels = config.overlap.channels(name)
         if size > 1 and channels is not None and device.type == "cuda":

@@ -66,7 +66,9 @@ def evaluate_file(
     tokens = held_out.targets(windows)
     loss = float(total) / tokens
     is_complete = count == held_out.windows
-    part = part_of(prefix) if is_complete else None
+    part = None
+    if is_complete:
+        part = part_of(prefix)
     if part is None:
         return Evaluation(loss, tokens, None, None, is_complete)
     return Evaluation(loss, tokens, bits_per_byte(loss, tokens, part.bytes, part.lost_bytes), part.compressed)

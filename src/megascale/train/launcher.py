@@ -242,7 +242,7 @@ class _LocalJob:
                 f"rank {running} had not ended {GRACE_SECONDS:g} seconds later and is ended by the launcher",
                 file=sys.stderr,
             )
-        return code if code > 0 else 1
+        return max(code, 1)
 
     def _report_failure(self, rank: int, code: int) -> None:
         """Print which rank failed first and the end of its log, unless rank 0 has printed the same error."""

@@ -32,7 +32,7 @@ from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluation import Evaluation, evaluate_file
 from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
-from megascale.train.rank_info import RankInfo, memory_gib
+from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.reporter import Reporter
 from megascale.train.resume import Origin
@@ -98,8 +98,7 @@ class Trainer:
         self.consumed_samples = 0
         self.trained_tokens = 0
         self.tokens_per_sample = config.model.sequence_length
-        device_name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-        self.peak_flops = config.observe.peak_tflops or device_peak(device_name)
+        self.peak_flops = config.observe.peak_tflops or device_peak(find_device_kind(device))
         self.groups: Groups | None = None
         self.folder = RunFolder(config.run_folder)
         self.attempt = self.folder.next_attempt()  # all ranks take rank 0's number
@@ -257,7 +256,9 @@ class Trainer:
     def _finish(self) -> TrainResult:
         """Evaluate a finished run, and report the end."""
         finished = self.step >= self.config.train.steps
-        evaluation = self._evaluate(is_last=True) if finished else None
+        evaluation = None
+        if finished:
+            evaluation = self._evaluate(is_last=True)
         self.reporter.write_event(Event.RUN_FINISHED, step=self.step, finished=finished)
         self.status.update("done", self.step)
         return TrainResult(self.step, finished, self._loss, evaluation)
@@ -271,9 +272,11 @@ class Trainer:
         if saved == self.step:
             text = f"interrupted; step {self.step} is saved, and the same command resumes from it"
         else:
-            reason = "" if self.config.checkpoint.at_end else " (checkpoint.at_end=false)"
+            text = f"interrupted; step {self.step} is not saved"
+            if not self.config.checkpoint.at_end:
+                text += " (checkpoint.at_end=false)"
             resumption = "starts from step 0" if saved is None else f"resumes from step {saved}, the last saved one"
-            text = f"interrupted; step {self.step} is not saved{reason}: the same command {resumption}"
+            text += f": the same command {resumption}"
         self.reporter.write_event(Event.INTERRUPTED, step=self.step, saved=saved)
         self.ending.is_reported = True
         self.reporter.log_line(text)

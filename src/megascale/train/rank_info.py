@@ -83,6 +83,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def find_device_kind(device: torch.device) -> str:
+    """Return the GPU's name, or the type of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def has_bfloat16(device: torch.device) -> bool:
     """Return whether the device computes in bfloat16 at full rate: NVIDIA GPUs from Ampere on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -20,7 +20,7 @@ from megascale.observe.rank.timers import SpanSink, Timers
 from megascale.observe.store.span_messages import span_folder
 from megascale.observe.store.span_ring import SpanRing
 from megascale.parallel.runtime import Runtime
-from megascale.train.rank_info import RankInfo
+from megascale.train.rank_info import RankInfo, find_device_kind
 
 log = logging.getLogger("megascale.train")
 
@@ -115,13 +115,12 @@ class RankTimers:
         coordinate = grid.coordinate(info.rank)
         host = (info.rank - info.local_rank) // info.local_world
         hosts = -(-info.world // info.local_world)
-        is_cuda = info.device.type == "cuda"
         facts = {
             "tensor": str(coordinate.tensor),
             "pipeline": str(coordinate.pipeline),
             "data": str(coordinate.data),
             "hostname": socket.gethostname(),
-            "device": torch.cuda.get_device_name(info.device) if is_cuda else info.device.type,
+            "device": find_device_kind(info.device),
         }
         run = config.run_folder
         log_file = run / "logs" / f"spans-{host}.log"

@@ -185,7 +185,9 @@ class Origin:
         self._data_hashes = collect_hashes(self.config)
         tree = state.get("config")
         has_begun = bool(state.get("samples"))
-        data_problem = self._compare_data(state, name) if has_begun else None
+        data_problem = None
+        if has_begun:
+            data_problem = self._compare_data(state, name)
         tokenizer_problem = self._compare_tokenizer(state, name)
         if not isinstance(tree, Mapping):
             self.notes.append(f"{name} holds no configuration: only the names and shapes of its tensors are compared")
@@ -268,9 +270,11 @@ class Origin:
 
 def _find_section(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a section of the configuration in a saved state, empty if the state has none."""
-    tree = state.get("config")
-    section = tree.get(name) if isinstance(tree, Mapping) else None
-    return section if isinstance(section, Mapping) else {}
+    return _as_mapping(_as_mapping(state.get("config")).get(name))
+
+
+def _as_mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _find_run(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -288,12 +292,12 @@ def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, Acc
         step: step of the checkpoint; default: the newest.
     """
     config = load_run_config(run)
-    commit = _find_commit(run, config, step)
-    tree = commit.state.get("config") if commit is not None else None
-    if commit is None or not isinstance(tree, Mapping):
+    saved_state = _read_state(run, config, step)
+    tree = saved_state.get("config")
+    if not isinstance(tree, Mapping):
         return config, lambda state, name: False
     saved = resolve_paths(setting_changes.read_saved(tree)[0], run)
-    sha256 = commit.state.get("tokenizer")
+    sha256 = saved_state.get("tokenizer")
     data = config.data
     if sha256 is not None and hash_tokenizer(config) != sha256 and hash_tokenizer(saved) == sha256:
         data = saved.data
@@ -313,13 +317,13 @@ def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, Acc
     return config, accept
 
 
-def _find_commit(run: Path, config: Config, step: int | None) -> Any:
-    """Return the commit of `step`, by default the newest; None if there is none."""
+def _read_state(run: Path, config: Config, step: int | None) -> Mapping[str, Any]:
+    """Return the state that was saved with the checkpoint of `step`, by default the newest; empty without one."""
     commits = step_folders.survey(open_storage(find_checkpoints(run, config)))[0]
     for commit in commits:
         if step in (None, commit.step):
-            return commit
-    return None
+            return commit.state
+    return {}
 
 
 def load_trained_tokenizer(run: Path, config: Config, step: int | None = None) -> tuple[Path, Tokenizer]:
@@ -332,8 +336,7 @@ def load_trained_tokenizer(run: Path, config: Config, step: int | None = None) -
 
 def read_tokenizer_hash(run: Path, config: Config, step: int | None = None) -> str | None:
     """Return the SHA-256 of the tokenizer that a checkpoint was trained with, or None if it is unknown."""
-    commit = _find_commit(run, config, step)
-    sha256 = commit.state.get("tokenizer") if commit is not None else None
+    sha256 = _read_state(run, config, step).get("tokenizer")
     if sha256 is not None:
         return str(sha256)
     recorded = tokenizer_agreement.remembered(run)
