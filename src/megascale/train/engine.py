@@ -417,11 +417,13 @@ class Engine:
 
     def _take_inputs(self, chunk: int, i: int, x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return the tensors that `chunk` reads: `x` or the tokens, and the targets on the model's last chunk."""
+        is_last = self.chunks[chunk].last
+        if x is not None and not is_last:
+            return (x,)
+        tokens, targets = self._take_micro_batch(i)
         if x is None:
-            x = self._take_micro_batch(i)[0]
-        if self.chunks[chunk].last:
-            return x, self._take_micro_batch(i)[1]
-        return (x,)
+            x = tokens
+        return (x, targets) if is_last else (x,)
 
     def _take_micro_batch(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return micro-batch `i`, which is read once; with several chunks it stays until the end of the step."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -317,7 +317,8 @@ class Trainer:
             self.origin.check_first_start()
             self._load_imported_weights()
             return
-        self._set_step(state["step"])
+        self.step = state["step"]
+        self.ending.step = self.step
         self.consumed_samples = state.get("samples", 0)  # an imported checkpoint has consumed none
         self.trained_tokens = state.get("tokens", 0)
         read_totals = ReadTotals.from_record(state.get("read"))
@@ -419,7 +420,10 @@ class Trainer:
         self.ending.in_step = False
         # The results of the previous step arrived long ago, so that the GPU does not idle while they are read.
         self._read_pending_step()
-        self._report_active()
+        if not self._has_reported_active:
+            self._report_active()
+        if self.engine.graphs is not None and self.engine.graphs.failed:
+            self._report_failed_graphs(self.engine.graphs.failed)
         if self.garbage.is_due(step):
             self._collect_garbage(step)
         self._pend_step(step, rate, result)
@@ -450,15 +454,16 @@ class Trainer:
         self.checkpointer.before_update(self.step + 1)
 
     def _report_active(self) -> None:
-        """Report once which overlaps and kernels run, known after the first step; and once if a capture failed."""
-        if not self._has_reported_active:
-            self._has_reported_active = True
-            self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.active())
-        graphs = self.engine.graphs
-        if graphs is not None and graphs.failed and not self._has_reported_graphs:
+        """Report which overlaps and kernels run, which is known after the first step."""
+        self._has_reported_active = True
+        self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.active())
+
+    def _report_failed_graphs(self, reason: str) -> None:
+        """Report once that a capture failed."""
+        if not self._has_reported_graphs:
             self._has_reported_graphs = True
-            reason = f"CUDA graphs are off from here on: {graphs.failed}"
-            self.reporter.log_line(f"{reason}; --kernels.graphs=off skips the attempt")
+            line = f"CUDA graphs are off from here on: {reason}; --kernels.graphs=off skips the attempt"
+            self.reporter.log_line(line)
 
     def _collect_garbage(self, step: int) -> None:
         recorder = self.engine.runtime.recorder
@@ -471,7 +476,8 @@ class Trainer:
     def _pend_step(self, step: int, rate: float, result: StepResult) -> None:
         """Count a step whose operations are queued, and keep its results until they are read."""
         first_sample = self.consumed_samples
-        self._set_step(step)
+        self.step = step
+        self.ending.step = step
         self.consumed_samples += self.config.train.global_batch
         self.trained_tokens += self.engine.tokens_per_step
         record = {
@@ -484,10 +490,6 @@ class Trainer:
         }
         sample_ids = self.feed.ids(first_sample) if self.is_leader else ""
         self._pending_step = _PendingStep(record, result, first_sample, sample_ids)
-
-    def _set_step(self, step: int) -> None:
-        self.step = step
-        self.ending.step = step
 
     def _read_pending_step(self) -> None:
         """Read the last step's results from the device and record them. TrainingError if they are infinite or NaN."""
@@ -513,7 +515,11 @@ class Trainer:
             "seconds": seconds,
             "tokens_per_second": tokens_per_second,
         }
-        self._count_skipped(grad_norm)
+        if math.isfinite(grad_norm):
+            self._skipped_in_a_row = 0
+        else:
+            self._skipped_in_a_row += 1
+            self._skipped_steps += 1
         if self._skipped_steps:
             record["skipped_steps"] = self._skipped_steps
         clipped, flushed, casts = result.cast_counts.tolist()
@@ -525,22 +531,14 @@ class Trainer:
         self.reporter.write_metrics(record)
         for event, details in self.feed.loader_events(seconds):
             self.reporter.write_event(event, step=step, **details)
-        self._check_loss(step, loss)
+        if not math.isfinite(loss):
+            self._stop_at_loss(step, loss)
         self._loss = loss
         if self._skipped_in_a_row:
             self._check_skipped_steps(step, grad_norm)
 
-    def _count_skipped(self, grad_norm: float) -> None:
-        if math.isfinite(grad_norm):
-            self._skipped_in_a_row = 0
-        else:
-            self._skipped_in_a_row += 1
-            self._skipped_steps += 1
-
-    def _check_loss(self, step: int, loss: float) -> None:
-        """Raise TrainingError if the loss is infinite or NaN."""
-        if math.isfinite(loss):
-            return
+    def _stop_at_loss(self, step: int, loss: float) -> NoReturn:
+        """Report an infinite or NaN loss and raise TrainingError."""
         rates = self.config.lr
         self.reporter.write_event(Event.NONFINITE_LOSS, step=step, loss=str(loss))
         raise TrainingError(
