@@ -187,8 +187,8 @@ def agent(
     MEGASCALE_JOB_SECRET (systemd's LoadCredential or EnvironmentFile, a Kubernetes Secret). It is proved, never sent,
     and never an argument. Beyond loopback the connection uses TLS, and the driver must prove the secret too.
 
-    Exit code 0 when the job is over, 2 if the driver refuses this machine (other versions, too few GPUs, a name that is
-    in use), 1 if no driver answers.
+    Exit code 0: the job is over. 1: no driver answers. 2: the driver refuses this machine (other versions, too few
+    GPUs, a name that is in use).
 
     Examples:
 

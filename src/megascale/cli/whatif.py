@@ -35,10 +35,10 @@ def whatif(
 ) -> None:
     """Compute how much faster a job's steps would be if a rank, a stage or a kind of operation were typical.
 
-    Steps are replayed from their operations: with every one at its kind's typical time ("ideal"), with one part as
-    recorded and the rest typical ("alone", as a slow-down), and with one part typical and the rest as recorded
-    ("explains": the share of the loss that vanishes). M_S is the last stage's share, M_W that of the slowest 3% of
-    ranks.
+    Steps are replayed from their operations in three ways. "ideal": every operation takes its kind's typical time.
+    "alone": one part is as recorded and the rest is typical; the figure is the slow-down. "explains": one part is
+    typical and the rest is as recorded; the figure is the share of the loss that vanishes. M_S is the last stage's
+    share, M_W that of the slowest 3% of ranks.
 
     About 100% for one rank: examine its machine (megascale diagnose). For the last stage: its share of the layers. For
     forward and backward computes of all ranks alike: uneven samples. Steps much longer than their replay without

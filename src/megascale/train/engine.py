@@ -423,7 +423,9 @@ class Engine:
         tokens, targets = self._take_micro_batch(i)
         if x is None:
             x = tokens
-        return (x, targets) if is_last else (x,)
+        if is_last:
+            return x, targets
+        return (x,)
 
     def _take_micro_batch(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return micro-batch `i`, which is read once; with several chunks it stays until the end of the step."""
@@ -511,8 +513,8 @@ class Engine:
     def loading_weights(self) -> Iterator[None]:
         """Enclose code that fills the master weights (loading a checkpoint), then copy them to the weights in use.
 
-        No gather is under way when the body begins. One would end while the weights are filled, and where master
-        weights and weights in use share memory (float64, float32) gloo writes this rank's old part once more.
+        No gather is under way when the body begins. A gather would end while the weights are filled. Where master
+        weights and weights in use share memory (float64, float32), gloo would then write this rank's old part again.
         """
         self.data_parallel.parameters_change()
         yield
