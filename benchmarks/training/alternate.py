@@ -230,7 +230,7 @@ def change(engine: Engine, key: str) -> Callable[[str], object]:
                 f"kernels.mode={mode!r} is not known to autograd's own thread, which backward=apart is about; "
                 "set --kernels.mode=auto"
             )
-        return lambda value: setattr(engine, "backward_apart", value == "apart")
+        return lambda value: setattr(engine, "backward_in_own_thread", value == "apart")
     if key == GRAPHS:
         return lambda value: engine.use_graphs(value == "on")
     if key.startswith("observe."):

@@ -77,7 +77,7 @@ class Sizes(calls.NoCalls):
 
 class Story(NamedTuple):
     """What a rank tells: losses and norms of each step and evaluation, its state after some of them, bytes gathered in
-    the last step, and whether its weights were the whole model's before and after `Engine.whole`."""
+    the last step, and whether its weights were the whole model's before and after `Engine.gather_parameters`."""
 
     numbers: list[float]
     states: list[list[Boxed]]
@@ -221,4 +221,4 @@ def not_gathered(rank: int, world: int, tree: dict[str, Any]) -> tuple[str, dict
 def test_a_weight_that_is_not_whole_is_not_read(pool):
     for told, active in pool.run(not_gathered, DATA.world, DATA.tree):
         assert "before it was gathered" in told
-        assert active["parameters gathered in"] == "float8: linear layers' matrices; float64: all else"
+        assert active["parameters gathered in"] == "float8: matrices of linear layers; float64: all other parameters"
