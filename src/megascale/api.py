@@ -18,7 +18,7 @@ from megascale.config import load as load_config
 from megascale.errors import ConfigError, MegascaleError
 
 if TYPE_CHECKING:
-    from megascale.data.prepare.builder import Built
+    from megascale.data.prepare.builder import BuildResult
     from megascale.train.convert_model import Conversion
     from megascale.train.evaluation import Evaluation
     from megascale.train.loop import TrainResult
@@ -65,13 +65,13 @@ def resolve(config: Config) -> Config:
     if vocab_size is not None and not (config.data.train and has_tokenizer):
         return config
     from megascale.data.dataset.presence import check_entry
-    from megascale.data.dataset.tokenizer_agreement import check_replaced
-    from megascale.data.tokenizer.tokenizer import tokenizer_for
+    from megascale.data.dataset.tokenizer_agreement import check_unchanged_tokenizer
+    from megascale.data.tokenizer.tokenizer import load_run_tokenizer
 
     if config.data.train and not has_tokenizer:
         check_entry(config.data.train[0])  # the default tokenizer is in the folder of the first entry
-        check_replaced(config.data)
-    tokens = tokenizer_for(config.data).vocab_size
+        check_unchanged_tokenizer(config.data)
+    tokens = load_run_tokenizer(config.data).vocab_size
     if vocab_size is None:
         model = config.model.model_copy(update={"vocab_size": tokens})
         return config.model_copy(update={"model": model})
@@ -99,7 +99,7 @@ def describe(config: Config) -> RunDescription:
     )
 
 
-def build_data(out: str | Path, **options: object) -> Built:
+def build_data(out: str | Path, **options: object) -> BuildResult:
     """Make a data set folder; see megascale.data.prepare.builder.build for the options."""
     from megascale.data.prepare.builder import build
 
@@ -161,8 +161,8 @@ def evaluate(
     if prefix is None:
         raise ConfigError("the run has no data.valid; name a token file, such as --file datasets/stdlib/valid")
     # Before the model, which may take long to load.
-    identity = tokenizer_agreement.remembered(run) or tokenizer_agreement.check_run(run, config)
-    tokenizer_agreement.check_tokens(option, prefix, identity, config.model.vocab_size)
+    identity = tokenizer_agreement.read_identity(run) or tokenizer_agreement.check_run_tokenizer(run, config)
+    tokenizer_agreement.check_token_file(option, prefix, identity, config.model.vocab_size)
     integrity.check_sample(option, prefix)
     engine, config = restore_engine(run, step=step, device=device, linear_precision=linear_precision)
     return evaluate_file(engine, config, prefix, stride=stride, option=option)

@@ -458,7 +458,7 @@ def test_files_that_cannot_be_read_are_left_out_with_a_note_or_refused(chat, tmp
 
 def test_a_tiktoken_encoding_goes_out(tmp_path, named):
     pytest.importorskip("tiktoken")
-    from megascale.data.tokenizer.convert_tokenizer import give
+    from megascale.data.tokenizer.convert_tokenizer import export_tokenizer
     from megascale.data.tokenizer.tiktoken_file import KNOWN, TiktokenTokenizer
 
     ranks = {bytes([b]): b for b in range(256)}
@@ -482,7 +482,7 @@ def test_a_tiktoken_encoding_goes_out(tmp_path, named):
     tokenizer = TiktokenTokenizer("mine", pattern, ranks, special, "<|endoftext|>")
     tokenizer.save(tmp_path / "tokenizer.json")
     (tmp_path / "out").mkdir()
-    give(tokenizer, tmp_path / "tokenizer.json", tmp_path / "out", 64)
+    export_tokenizer(tokenizer, tmp_path / "tokenizer.json", tmp_path / "out", 64)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
     for text in (TEXT, "self  items\n\n 123456 don't ITEM ", "中文 self中", ""):
         assert theirs(text)["input_ids"] == tokenizer.encode(text)

@@ -19,7 +19,7 @@ from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.step_folders import COMMIT
 from megascale.config import ACCEPTABLE, Config, from_tree
 from megascale.data.dataset.indexed import IndexedWriter
-from megascale.data.dataset.ledger import check
+from megascale.data.dataset.ledger import check_ledger
 from megascale.data.dataset.samples import SampleSource
 from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import ConfigError, DataError
@@ -123,7 +123,7 @@ def test_other_settings_are_free_and_told(again, capsys) -> None:
     assert wanted <= set(told.removeprefix("settings changed after step 5: ").split("; "))
     ledger = lines(run / "samples" / "ledger.jsonl")
     assert [line["count"] for line in ledger] == [4] * 5 + [6] * 4
-    assert check(ledger, SampleSource(load_config(run / "config.toml"))).faults == []
+    assert check_ledger(ledger, SampleSource(load_config(run / "config.toml"))).faults == []
 
 
 @pytest.mark.parametrize("before", ["adamw", "lamb", "muon"])

@@ -126,11 +126,11 @@ def inspect(
     """
     from rich.console import Console
 
-    from megascale.data.dataset.description import describe, manifest_sources, prefixes
+    from megascale.data.dataset.description import describe_token_file, find_prefixes, manifest_sources
 
     console = Console()
-    for prefix in prefixes(path):
-        description = describe(prefix, samples, tokens, tokenizer, full=full)
+    for prefix in find_prefixes(path):
+        description = describe_token_file(prefix, samples, tokens, tokenizer, full=full)
         if as_json:
             print_json(asdict(description))
         else:
@@ -187,13 +187,13 @@ def ledger(
 
         megascale data ledger runs/stdlib --full
     """
-    from megascale.data.dataset.ledger import check
+    from megascale.data.dataset.ledger import check_ledger
 
     config, records, file = _read_ledger(run)
     if not file.exists():
         raise DataError(f"{run} has no ledger ({file} is missing): it has not trained a step yet, or lost its history")
     source = _open_samples(config) if draw else None
-    result = check(records, source, full=full)
+    result = check_ledger(records, source, full=full)
     if source is not None:
         source.close()
     if as_json:
@@ -229,8 +229,8 @@ def _print_ledger(result: Checked, draw: bool) -> None:
         typer.echo(f"tokens of {result.compared:,} steps read again and compared with those that ranks had read")
     for sentence in result.missing:
         typer.echo(sentence)
-    if result.other_data:
-        typer.echo(f"{result.other_data:,} steps were trained before a change of the data that was accepted")
+    if result.steps_before_change:
+        typer.echo(f"{result.steps_before_change:,} steps were trained before a change of the data that was accepted")
 
 
 def _print_proof(result: Checked, draw: bool) -> None:
@@ -261,10 +261,10 @@ def samples(
 
         megascale data samples runs/stdlib --step 1200
     """
-    from megascale.data.dataset.ledger import of_step
+    from megascale.data.dataset.ledger import find_step_samples
 
     config, records, _ = _read_ledger(run)
-    first, count = of_step(records, step, config.train.global_batch)
+    first, count = find_step_samples(records, step, config.train.global_batch)
     source = _open_samples(config)
     ids = source.ids(first, count).tolist()
     # Text without weights is one stream of all entries.

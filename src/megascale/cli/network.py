@@ -182,7 +182,14 @@ def placement(
 
       megascale network placement examples/gpt-175b.toml --gpus 2048 --placement replicas --out placement.json
     """
-    from megascale.simulate.fabric.placement import CROSSINGS, STRATEGIES, bytes_by_tier, place, step_flows, write
+    from megascale.simulate.fabric.placement import (
+        CROSSINGS,
+        STRATEGIES,
+        bytes_by_tier,
+        make_placement,
+        step_flows,
+        write,
+    )
     from megascale.simulate.fabric.step_traffic import step_traffic
 
     built = _build_fabric(fabric, changes)
@@ -192,7 +199,7 @@ def placement(
     host_names = _read_names(names, built.spec.hosts) if names is not None else None
     bytes_by_strategy: dict[str, dict[str, list[float]]] = {}
     for name in dict.fromkeys([strategy, *STRATEGIES]):
-        placed = place(traffic.grid, built, name, seed)
+        placed = make_placement(traffic.grid, built, name, seed)
         data = bytes_by_tier(built, step_flows(placed, "data", traffic.reduce + traffic.gather))
         pipeline = bytes_by_tier(built, step_flows(placed, "pipeline", traffic.pipeline))
         bytes_by_strategy[name] = {"data": data.tolist(), "pipeline": pipeline.tolist()}

@@ -245,7 +245,7 @@ def validate(
         if not as_json:
             verdict, colour = _VERDICTS[bool(row.passed)]
             typer.secho(verdict, fg=colour, nl=False)
-            typer.echo(f"{row.name}: {row.found}  [{row.wanted}]  ({row.wall:.1f} s, {row.cpu:.1f} s CPU)")
+            typer.echo(f"{row.name}: {row.result}  [{row.target}]  ({row.wall:.1f} s, {row.cpu:.1f} s CPU)")
     passed = sum(row.passed for row in rows)
     if as_json:
         print_json([asdict(row) for row in rows], indent=2)

@@ -95,13 +95,13 @@ def _make_scenario(config: Config, gpus: int, cluster: str, calibration: str | N
     from megascale.simulate.calibration import load_calibration
     from megascale.simulate.cluster import load_cluster
     from megascale.simulate.software import stack
-    from megascale.simulate.step import Scenario, own_software
+    from megascale.simulate.step import Scenario, engine_software
 
     machine = load_cluster(cluster)
     name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
     base = stack(name)
     constants = load_calibration(calibration, machine.name, base.family)
-    return Scenario(config, gpus, machine, constants, own_software(config, base), name, base=base)
+    return Scenario(config, gpus, machine, constants, engine_software(config, base), name, base=base)
 
 
 def _make_baseline(scenario: Scenario, name: str | None, calibration: str | None) -> Scenario:
@@ -284,7 +284,7 @@ def ablate(
       megascale simulate ablate examples/gpt-175b.toml --gpus 256 --train.global_batch=256 --plot ablation.png
     """
     from megascale.simulate import render, simulation_plots
-    from megascale.simulate.series import cumulative, leave_one_out
+    from megascale.simulate.series import ablate_in_turn, cumulative
     from megascale.simulate.software import TECHNIQUES
 
     scenario = _make_scenario(load_for_gpus(file, context.args), gpus, cluster, calibration, None)
@@ -292,7 +292,7 @@ def ablate(
     # Both stacks use one set of constants, so that only the techniques differ.
     baseline = replace(_make_baseline(scenario, None, calibration), calibration=scenario.calibration)
     added = cumulative(baseline, scenario, techniques, _check_level(level))
-    removed = leave_one_out(scenario, techniques, _check_level(level))
+    removed = ablate_in_turn(scenario, techniques, _check_level(level))
     if as_json:
         record = {}
         for key, rows in (("cumulative", added), ("leave_one_out", removed)):

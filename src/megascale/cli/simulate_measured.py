@@ -178,7 +178,7 @@ def compare(
     elif second is None or first.is_dir():
         rows = comparing.explain_run(first, cluster, calibration, software, gpus)
     else:
-        rows = comparing.two_results(first, second)
+        rows = comparing.compare_results(first, second)
     if as_json:
         print_json(rows, indent=2)
         return
@@ -212,11 +212,11 @@ def validate(
     from megascale.observe.analysis.operation_trace import read_trace
     from megascale.observe.analysis.whatif import what_if
     from megascale.simulate import render
-    from megascale.simulate.validation.anchors import data_folder
+    from megascale.simulate.validation.anchors import find_data_folder
     from megascale.simulate.validation.validation_report import validate as run_checks
 
     names = split_option(only) or None
-    checks = run_checks(data_folder(data), runs, lambda file: what_if(read_trace(file)), names)
+    checks = run_checks(find_data_folder(data), runs, lambda file: what_if(read_trace(file)), names)
     if as_json:
         print_json([_check_to_dict(check) for check in checks], indent=2)
     else:

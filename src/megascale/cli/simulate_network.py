@@ -59,7 +59,7 @@ def choose_network(
         draws=starts,
         seed=seed,
         outages=tuple(map(_parse_outage, outages)),
-        at=seconds,
+        offset=seconds,
     )
 
 
@@ -93,7 +93,7 @@ def print_network(results: list[StepOnNetwork], variant: Variant, console: Conso
     line = f"\n[bold]network[/bold] {variant.fabric}"
     line += "".join(f", {key} {value}" for key, value in variant.changes.items())
     line += f", placement {variant.placement}, {variant.queue_pairs} queue pairs, {variant.draws} starts"
-    failed = [outage.part for outage in variant.outages if outage.start <= variant.at < outage.end]
+    failed = [outage.part for outage in variant.outages if outage.start <= variant.offset < outage.end]
     if failed:
         line += f", down: {', '.join(failed)}"
     console.print(line, soft_wrap=True)

@@ -91,7 +91,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
         run_folder.create()
     except OSError as error:
         raise ConfigError(f"--out={run} cannot be created: {error.strerror}") from None
-    tokenizer, tokenizer_notes = convert_tokenizer.take(folder, run, end_ids(source.generation))
+    tokenizer, tokenizer_notes = convert_tokenizer.import_tokenizer(folder, run, end_ids(source.generation))
     notes = [*source.notes, *tokenizer_notes]
     if tokenizer is not None and tokenizer.vocab_size > model.vocab:
         notes.append(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {model.vocab}")
@@ -193,7 +193,7 @@ def export_model(
                 write_generation_config(folder, generation)
             if exported_tokenizer is not None:
                 file, text_tokenizer = exported_tokenizer
-                convert_tokenizer.give(text_tokenizer, file, folder, model.sequence_length)
+                convert_tokenizer.export_tokenizer(text_tokenizer, file, folder, model.sequence_length)
 
     deadline = time.monotonic() + _RETRY_SECONDS
     while True:

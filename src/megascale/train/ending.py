@@ -13,7 +13,7 @@ from megascale.core.failure import NO_ROOM
 from megascale.core.status import FAILED_IN_STEP, StatusFile
 from megascale.core.terminal import end_signals
 from megascale.errors import MegascaleError, TrainingError
-from megascale.rendezvous.groups import lost_peer
+from megascale.rendezvous.groups import describe_lost_peer
 from megascale.train.checkpoint_policy import describe_latest
 from megascale.train.claim import write_failed_status
 from megascale.train.rank_info import RankInfo
@@ -93,7 +93,7 @@ class Ending:
             )
             full.errno = error.errno  # the driver's rules go by it
             return full
-        why = lost_peer(error) if isinstance(error, RuntimeError) else None
+        why = describe_lost_peer(error) if isinstance(error, RuntimeError) else None
         if why is None:
             return error
         where = "while starting" if self.status is None else f"in step {self.step + 1}"

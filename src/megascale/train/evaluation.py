@@ -8,7 +8,7 @@ import torch
 
 from megascale.config import Config
 from megascale.data.dataset.compressors import Compressed, bits_per_byte
-from megascale.data.dataset.manifest import part_of
+from megascale.data.dataset.manifest import find_part
 from megascale.data.dataset.samples import HeldOut
 from megascale.train.engine import Engine
 
@@ -53,22 +53,22 @@ def evaluate_file(
     """
     length, size = config.model.sequence_length, config.train.micro_batch
     held_out = HeldOut(prefix, length, config.model.vocab_size, stride, option)
-    windows = held_out.spread(samples)
+    windows = held_out.spread_windows(samples)
     count = len(windows)
     engine.gather_parameters()
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     first = engine.data_rank * size
     # All data-parallel ranks run equally many rounds; `rows` fills up the last ones.
     for start in range(first, count + first, size * engine.layout.grid.data):
-        rows = held_out.rows(windows[start : start + size], size)
+        rows = held_out.read_windows(windows[start : start + size], size)
         inputs_SB, targets_SB = (torch.from_numpy(x).t().contiguous().to(engine.device) for x in rows)
         total += engine.sum_losses(inputs_SB, targets_SB)
-    tokens = held_out.targets(windows)
+    tokens = held_out.count_targets(windows)
     loss = float(total) / tokens
     is_complete = count == held_out.windows
     part = None
     if is_complete:
-        part = part_of(prefix)
+        part = find_part(prefix)
     if part is None:
         return Evaluation(loss, tokens, None, None, is_complete)
     return Evaluation(loss, tokens, bits_per_byte(loss, tokens, part.bytes, part.lost_bytes), part.compressed)

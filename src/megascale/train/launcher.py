@@ -123,9 +123,9 @@ def launch(
     (config.run_folder / "logs").mkdir(parents=True, exist_ok=True)
     job = _LocalJob(module_command(program, *arguments), world, config.run_folder / "logs")
     handlers = {number: signal.signal(number, job.pass_signal) for number in end_signals()}
-    loader: host_loader.Started | None = None
+    loader: host_loader.StartedLoader | None = None
     try:
-        loader = host_loader.start(config, world=world, first_rank=0, ranks=world)
+        loader = host_loader.start_loader(config, world=world, first_rank=0, ranks=world)
         if loader is not None:
             job.environment |= loader.environment
         if not job.start_ranks():

@@ -17,7 +17,7 @@ from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import Layout
 from megascale.core.spans import SpanKind
-from megascale.data.dataset.read_checksum import ReadTotals, sums_of_step
+from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, kind_of, named
 from megascale.optim.learning_rate import learning_rate
@@ -324,7 +324,7 @@ class Trainer:
         read_totals = ReadTotals.from_record(state.get("read"))
         if read_totals is None or self.origin.has_other_samples:
             # Totals of samples with other tokens cannot be continued. Rank 0 knows them, and writes the ledger.
-            read_totals = ReadTotals(since=self.consumed_samples)
+            read_totals = ReadTotals(first=self.consumed_samples)
         self._read_totals = read_totals
 
     def _list_weight_shards(self) -> list[checkpoint.TensorShard]:
@@ -411,7 +411,7 @@ class Trainer:
             before_update=self._before_update,
             has_next_step=step < train.steps,
             count_casts=cast_interval > 0 and step % cast_interval == 0,
-            take_read_checksum=self.feed.read.take,
+            take_read_checksum=self.feed.checksum.take,
         )
         self.clock.stop()
         self.pauses.record(recorder)
@@ -499,7 +499,7 @@ class Trainer:
         self._pending_step = None
         record, result = pending.record, pending.result
         step, global_batch = record["step"], self.config.train.global_batch
-        self._read_totals.sums += sums_of_step(result.read_checksum.tolist(), global_batch)
+        self._read_totals.sums += sum_step(result.read_checksum.tolist(), global_batch)
         read_record = self._read_totals.to_record()
         self.reporter.write_samples(step, pending.first_sample, global_batch, pending.sample_ids, read_record)
         loss, grad_norm = float(result.loss), float(result.grad_norm)

@@ -23,7 +23,7 @@ from megascale.config import Config
 from megascale.data.dataset import fingerprint, tokenizer_agreement
 from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
+from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
 from megascale.errors import ConfigError, DataError
 from megascale.train.run_folder import RunFolder, find_checkpoints, load_run_config, resolve_paths
 from megascale.train.run_tokenizer import copy_tokenizer, find_tokenizer
@@ -209,8 +209,8 @@ class Origin:
         if "data.train" in self.accepted or state.get("data") in (None, self._data_hashes["data"]):
             return None
         # The run folder's record, if it exists, names the files that differ in a DataError of its own.
-        record = self.run.samples.parent / fingerprint.NAME
-        fingerprint.compare(record, fingerprint.fingerprints(self.config))
+        record = self.run.samples.parent / fingerprint.SOURCES_FILE
+        fingerprint.compare_fingerprints(record, fingerprint.fingerprint_sources(self.config))
         return (
             f"data.train={','.join(self.config.data.train)} has other contents than the checkpoint {name!r} was "
             "trained with: samples would be repeated or skipped. Restore the files, start anew with another "
@@ -339,13 +339,13 @@ def read_tokenizer_hash(run: Path, config: Config, step: int | None = None) -> s
     sha256 = _read_state(run, config, step).get("tokenizer")
     if sha256 is not None:
         return str(sha256)
-    recorded = tokenizer_agreement.remembered(run)
+    recorded = tokenizer_agreement.read_identity(run)
     return recorded.sha256 if recorded is not None else None
 
 
 def collect_hashes(config: Config) -> dict[str, Any]:
     """Return the hashes that a checkpoint holds: of all data files' fingerprints in order, and of the tokenizer."""
-    data = hash_fingerprints(fingerprint.fingerprints(config).values())
+    data = hash_fingerprints(fingerprint.fingerprint_sources(config).values())
     return {"data": data, "tokenizer": hash_tokenizer(config)}
 
 
@@ -357,7 +357,7 @@ def hash_fingerprints(fingerprints: Iterable[str]) -> str:
 def hash_tokenizer(config: Config) -> str | None:
     """Return the SHA-256 of the tokenizer of a configuration, or None if it cannot be read."""
     try:
-        return tokenizer_for(config.data).sha256
+        return load_run_tokenizer(config.data).sha256
     except (ConfigError, DataError):
         return None
 
