@@ -66,11 +66,11 @@ def pytest_collection_finish() -> None:
 
     A training in this process freezes what its start made and unfreezes all at its end; here that stays frozen.
     """
-    from megascale.train import garbage_collection
+    from megascale.train import host_pauses
 
     gc.collect()
     gc.freeze()
-    garbage_collection.gc = SimpleNamespace(**vars(gc) | {"unfreeze": lambda: None})  # type: ignore[attr-defined]
+    host_pauses.gc = SimpleNamespace(**vars(gc) | {"unfreeze": lambda: None})  # type: ignore[attr-defined]
 
 
 def pytest_unconfigure() -> None:

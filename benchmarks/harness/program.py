@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import typer
 
 from benchmarks.harness.clone import export_python_path
-from megascale.cli.bench import prepare_children
-from megascale.cli.lazy_group import lazy_group
+from megascale.cli.bench import lazy_group, prepare_children
 from megascale.cli.main import run_app
 
 

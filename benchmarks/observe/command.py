@@ -122,7 +122,7 @@ def observe(
     from benchmarks.observe import whatif as whatif_bench
     from benchmarks.observe.synthetic_spans import Job
     from megascale.errors import ConfigError
-    from megascale.train.device_choice import choose_device
+    from megascale.train.rank_info import choose_device
 
     wanted = parts.split(",")
     if wrong := [part for part in wanted if part not in PARTS]:

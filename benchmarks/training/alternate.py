@@ -93,9 +93,9 @@ def alternate(
     )
     if not launcher.is_launched_rank():
         world = launcher.count_processes(config, api.visible_gpus())
-        lay_out(config, world)
+        layout = lay_out(config, world)
         if world > 1:
-            raise typer.Exit(launcher.launch(sys.argv[1:], world, config, program="benchmarks"))
+            raise typer.Exit(launcher.launch(sys.argv[1:], layout, program="benchmarks"))
     record = measure(config, key, values, turns, each, untimed)
     if record is not None:
         show(record)
@@ -138,7 +138,7 @@ def measure(
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
-    from megascale.train.garbage_collection import GarbageCollector
+    from megascale.train.host_pauses import GarbageCollector
 
     place, groups = join(config)
     cuda = place.device.type == "cuda"
@@ -156,7 +156,7 @@ def measure(
         recorder = engine.runtime.recorder
         recorder.step_begins(made)
         engine.start_gather()
-        result = engine.step(lambda i: (rows[:-1], rows[1:]), made, 0.0, more=True)
+        result = engine.step(lambda i: (rows[:-1], rows[1:]), made, 0.0, has_next_step=True)
         recorder.step_ended()
         garbage.collect(made)
         loss, norm = float(result.loss), float(result.grad_norm)  # waits for the update
@@ -230,7 +230,7 @@ def change(engine: Engine, key: str) -> Callable[[str], object]:
                 f"kernels.mode={mode!r} is not known to autograd's own thread, which backward=apart is about; "
                 "set --kernels.mode=auto"
             )
-        return lambda value: setattr(engine, "backward_apart", value == "apart")
+        return lambda value: setattr(engine, "backward_in_own_thread", value == "apart")
     if key == GRAPHS:
         return lambda value: engine.use_graphs(value == "on")
     if key.startswith("observe."):

@@ -87,8 +87,8 @@ def exposed(
         if gpus < 2:
             raise ConfigError(f"benchmarks exposed needs GPUs that talk to each other, and this machine shows {gpus}")
         world = launcher.count_processes(config, gpus)
-        lay_out(config, world)
-        raise typer.Exit(launcher.launch(sys.argv[1:], world, config, program="benchmarks"))
+        layout = lay_out(config, world)
+        raise typer.Exit(launcher.launch(sys.argv[1:], layout, program="benchmarks"))
     record = measure(config, warmup)
     if record is not None:
         show(record)
@@ -128,7 +128,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     from megascale.rendezvous.groups import shutdown
     from megascale.rendezvous.start_job import initialise
     from megascale.train.engine import Engine
-    from megascale.train.garbage_collection import GarbageCollector
+    from megascale.train.host_pauses import GarbageCollector
     from megascale.train.rank_info import find_rank_info
 
     place = find_rank_info(config)
@@ -142,7 +142,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     def step(number: int) -> None:
         began = time.perf_counter()
         engine.start_gather()
-        result = engine.step(lambda i: (rows[:-1], rows[1:]), number, 1e-4, more=True)
+        result = engine.step(lambda i: (rows[:-1], rows[1:]), number, 1e-4, has_next_step=True)
         garbage.collect(number)  # as in training
         float(result.loss)  # waits for the update, not for what goes on under the next step
         seconds.append(time.perf_counter() - began)

@@ -85,8 +85,8 @@ def overlap(
         )
     if not launcher.is_launched_rank():
         world = launcher.count_processes(config, api.visible_gpus())
-        lay_out(config, world)
-        raise typer.Exit(launcher.launch(sys.argv[1:], world, config, holds_model=False, program="benchmarks"))
+        layout = lay_out(config, world)
+        raise typer.Exit(launcher.launch(sys.argv[1:], layout, holds_model=False, program="benchmarks"))
     record = measure(config, repeats)
     if record is not None:
         show(record)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.training.peer_comparison import PeerJob, Timed, connect, run_child
-from megascale.train.garbage_collection import GarbageCollector
+from megascale.train.host_pauses import GarbageCollector
 
 _FUSED = "fused_weight_gradient_mlp_cuda"
 

@@ -1,4 +1,4 @@
-"""`megascale` and `python -m megascale`: loads the command line, and exits cleanly if it is interrupted meanwhile."""
+"""`megascale` and `python -m megascale`: load and run the command line, with a clean end on an early Ctrl-C."""
 
 import sys
 
@@ -6,7 +6,7 @@ from megascale.core.python_command import leave_working_directory
 
 
 def main() -> None:
-    """Entry point. Loading takes some tenths of a second, in which people press Ctrl-C, too."""
+    """Run the command line. An interruption while it is loading, which takes some tenths of a second, exits cleanly."""
     leave_working_directory()
     try:
         from megascale.cli.main import main as run

@@ -39,13 +39,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a configuration amounts to, before any step.
+    """Sizes of a run that a configuration describes, before any step.
 
     Attributes:
-        config: resolved (vocabulary known).
-        parameters, embedding_parameters: trained numbers in all, and in embeddings and logits.
-        flops_per_token: forward and backward, under core.flops.CONVENTION.
-        tokens: of the whole run.
+        config: the resolved configuration, with the vocabulary size.
+        parameters, embedding_parameters: trained parameters in total, and those of embeddings and logits.
+        flops_per_token: FLOPs of forward and backward, under core.flops.CONVENTION.
+        tokens: tokens of the complete run.
     """
 
     config: Config
@@ -56,45 +56,46 @@ class RunDescription:
 
 
 def resolve(config: Config) -> Config:
-    """Fill in what depends on data: the vocabulary size from the tokenizer; checks that both agree.
+    """Return the configuration with the settings that depend on data: the vocabulary size of the tokenizer.
 
-    Raises ConfigError or DataError as the tokenizer is missing or does not fit model.vocab_size.
+    Raises ConfigError or DataError if the tokenizer is missing or does not fit model.vocab_size.
     """
-    if not config.data.train and config.model.vocab_size is not None:
+    vocab_size = config.model.vocab_size
+    has_tokenizer = config.data.tokenizer is not None
+    if vocab_size is not None and not (config.data.train and has_tokenizer):
         return config
     from megascale.data.dataset.data_checks import check_entry
     from megascale.data.dataset.tokenizer_agreement import check_unchanged_tokenizer
     from megascale.data.tokenizer.tokenizer import load_run_tokenizer
 
-    if config.model.vocab_size is not None and config.data.tokenizer is None:
-        return config
-    if config.data.train and config.data.tokenizer is None:
-        check_entry(config.data.train[0])  # the tokenizer is looked for beside it
+    if config.data.train and not has_tokenizer:
+        check_entry(config.data.train[0])  # the default tokenizer is in the folder of the first entry
         check_unchanged_tokenizer(config.data)
-    size = load_run_tokenizer(config.data).vocab_size
-    if config.model.vocab_size is None:
-        model = config.model.model_copy(update={"vocab_size": size})
+    tokens = load_run_tokenizer(config.data).vocab_size
+    if vocab_size is None:
+        model = config.model.model_copy(update={"vocab_size": tokens})
         return config.model_copy(update={"model": model})
-    if config.model.vocab_size < size:
+    if vocab_size < tokens:
         raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {size} tokens; "
-            f"drop the key or set --model.vocab_size={size}"
+            f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokens} tokens; "
+            f"drop the key or set --model.vocab_size={tokens}"
         )
     return config
 
 
 def describe(config: Config) -> RunDescription:
-    """Sizes of a run here without starting it."""
+    """Return the sizes of a run on this machine without starting it."""
     from megascale.core.flops import flops_per_token, parameters
 
     config = with_precision(resolve(config), visible_gpus(config) > 0)
-    total = parameters(config.model)
+    model, train_section = config.model, config.train
+    total = parameters(model)
     return RunDescription(
-        config,
-        total,
-        total - parameters(config.model, embeddings=False),
-        flops_per_token(config.model).training,
-        config.train.steps * config.train.global_batch * config.model.sequence_length,
+        config=config,
+        parameters=total,
+        embedding_parameters=total - parameters(model, embeddings=False),
+        flops_per_token=flops_per_token(model).training,
+        tokens=train_section.steps * train_section.global_batch * model.sequence_length,
     )
 
 
@@ -106,9 +107,9 @@ def build_data(out: str | Path, **options: object) -> BuildResult:
 
 
 def train(config: Config) -> TrainResult:
-    """Train as this process's rank of the world (alone, or as one of several that were started); resumes by itself.
+    """Train as this process's rank of the world (one process, or one of several), resuming from the newest checkpoint.
 
-    Raises MegascaleError subclasses with a message for a person; KeyboardInterrupt after a clean interruption.
+    Raises subclasses of MegascaleError with a message for the user; KeyboardInterrupt after a clean interruption.
     """
     from megascale.core.layout import lay_out
     from megascale.train.claim import record_refusal
@@ -117,14 +118,14 @@ def train(config: Config) -> TrainResult:
 
     try:
         config = resolve(config)
-        place = find_rank_info(config)
-        config = with_precision(config, has_bfloat16(place.device))
-        lay_out(config, place.world)
-        check_local_ranks(config, place, saves_checkpoints=True)
+        rank_info = find_rank_info(config)
+        config = with_precision(config, has_bfloat16(rank_info.device))
+        layout = lay_out(config, rank_info.world)
+        check_local_ranks(layout, rank_info, saves_checkpoints=True)
     except MegascaleError as error:
         record_refusal(config, str(error))
         raise
-    return Trainer(config, place).run()
+    return Trainer(layout, rank_info).run()
 
 
 def evaluate(
@@ -136,28 +137,35 @@ def evaluate(
     device: str = "auto",
     linear_precision: str | None = None,
 ) -> Evaluation:
-    """Loss of a run's checkpoint on a token file (default: the run's own data.valid).
+    """Return the loss of a run's checkpoint on a token file.
 
-    `stride`: tokens that each window predicts; default: all of its model.sequence_length. `linear_precision`: another
-    train.linear_precision than that of training. DataError if the file's tokens are another tokenizer's than the run's.
+    Args:
+        file: token file; default: the run's own data.valid.
+        stride: tokens that each window predicts; default: model.sequence_length, each window's length.
+        step: step of the checkpoint; default: the newest.
+        linear_precision: replaces the train.linear_precision of training.
+
+    Raises DataError if the file was tokenized with another tokenizer than the run's data.
     """
-    from megascale.data.dataset import integrity, tokenizer_agreement
-    from megascale.train.device_choice import choose_device
+    from megascale.data.dataset import manifest, tokenizer_agreement
     from megascale.train.evaluation import evaluate_file
+    from megascale.train.rank_info import choose_device
     from megascale.train.restore import restore_engine
     from megascale.train.run_folder import load_run_config
 
-    choose_device(device)  # what is not there is refused before any work
-    config = load_run_config(Path(run))
-    prefix, named = file or config.data.valid, "--file" if file else "data.valid"
+    run = Path(run)
+    choose_device(device)  # refuse a missing device before any work
+    config = load_run_config(run)
+    option = "--file" if file else "data.valid"
+    prefix = file or config.data.valid
     if prefix is None:
         raise ConfigError("the run has no data.valid; name a token file, such as --file datasets/stdlib/valid")
-    # Before the model, which may take a while to read.
-    own = tokenizer_agreement.read_identity(Path(run)) or tokenizer_agreement.check_run_tokenizer(Path(run), config)
-    tokenizer_agreement.check_token_file(named, prefix, own, config.model.vocab_size)
-    integrity.check_sample(named, prefix)
-    engine, config = restore_engine(Path(run), step=step, device=device, linear_precision=linear_precision)
-    return evaluate_file(engine, config, prefix, stride=stride, option=named)
+    # Before the model, which may take long to load.
+    identity = tokenizer_agreement.read_identity(run) or tokenizer_agreement.check_run_tokenizer(run, config.data)
+    tokenizer_agreement.check_token_file(option, prefix, identity, config.model.vocab_size)
+    manifest.check_sample(option, prefix)
+    engine, config = restore_engine(run, step=step, device=device, linear_precision=linear_precision)
+    return evaluate_file(engine, config, prefix, stride=stride, option=option)
 
 
 def generate(
@@ -174,27 +182,28 @@ def generate(
     step: int | None = None,
     device: str = "auto",
 ) -> Iterator[str]:
-    """Continue `prompt` with a run's checkpoint, piece by piece (the prompt itself is not repeated).
+    """Continue `prompt` with a run's checkpoint, and yield the text in pieces, without the prompt.
 
-    The text ends after `tokens` tokens, at the tokenizer's end of a document, at an end of a text of the model that was
-    imported, or before the first of the texts `stop`.
+    The text ends after `tokens` tokens, at the tokenizer's end of document, at an end token of the imported model's
+    generation settings, or before the first of the texts `stop`.
     """
     from megascale.model.huggingface.generation_config import end_ids, load_generation_config
-    from megascale.train.device_choice import choose_device
     from megascale.train.generation import Sampling, decode_stream, generate_tokens
+    from megascale.train.rank_info import choose_device
     from megascale.train.restore import restore_model
     from megascale.train.resume import load_trained_config, load_trained_tokenizer
 
-    choose_device(device)  # what is not there is refused before any work
+    run = Path(run)
+    choose_device(device)  # refuse a missing device before any work
     if "" in stop:
         raise ConfigError("--stop is an empty text, which every text begins with; name the text to end before")
-    config, _ = load_trained_config(Path(run), step)
-    _, tokenizer = load_trained_tokenizer(Path(run), config, step)  # before the model, which may take a while to read
-    ends = {tokenizer.end_of_document, *end_ids(load_generation_config(Path(run)))}
-    model, _ = restore_model(Path(run), step=step, device=device)
+    config, _ = load_trained_config(run, step)
+    _, tokenizer = load_trained_tokenizer(run, config, step)  # before the model, which may take long to load
+    ends = {tokenizer.end_of_document, *end_ids(load_generation_config(run))}
+    model, _ = restore_model(run, step=step, device=device)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, ends=ends)
-    yield from decode_stream(tokenizer, made, stop, tokenizer.encode(prompt))
+    stream = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, ends=ends)
+    yield from decode_stream(tokenizer, stream, stop, tokenizer.encode(prompt))
 
 
 def import_model(folder: str | Path, run: str | Path, *, sequence_length: int | None = None) -> Conversion:
@@ -212,9 +221,9 @@ def export_model(run: str | Path, out: str | Path, **options: Any) -> Conversion
 
 
 def visible_gpus(config: Config | None = None) -> int:
-    """CUDA devices that this process sees, for the run of `config` if one is given: one on CPU has none."""
+    """Return the number of CUDA devices that this process sees; 0 for the run of a `config` on CPU."""
     if config is not None and config.train.device == "cpu":
-        return 0  # nor is torch loaded for that, which takes longer than all else that a launcher does
+        return 0  # without loading torch, which takes longer than all other work of a launcher
     import torch
 
     return torch.cuda.device_count()

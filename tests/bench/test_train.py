@@ -35,7 +35,7 @@ def test_what_the_host_takes_is_without_its_waits_for_the_device(monkeypatch):
         def start_gather(self):
             now[0] += 0.5
 
-        def step(self, batches, step, rate, more):
+        def step(self, batches, step, rate, has_next_step):
             for i in range(3):
                 assert len(batches(i)) == 2
                 now[0] += 0.5

@@ -87,7 +87,7 @@ def test_prune_removes_a_link_and_not_where_it_leads(run: Path, tmp_path: Path) 
     (run / "checkpoints" / "step-10").symlink_to(tmp_path / "moved")
     held = sorted(file.name for file in (tmp_path / "moved").iterdir())
     said = call("prune", run, "--keep", "1")
-    assert "removed steps none; removed the links of steps [10], whose folders elsewhere stay; kept [20]" in said
+    assert "removed steps none; removed the links of steps [10], whose target folders stay; kept [20]" in said
     assert not (run / "checkpoints" / "step-10").is_symlink()
     assert sorted(file.name for file in (tmp_path / "moved").iterdir()) == held
 
@@ -106,7 +106,7 @@ def test_export_and_import_round_trip(run: Path, tmp_path: Path, form: str) -> N
     got = {n: torch.zeros_like(t) for n, t in logical_state().items() if n.startswith("model.")}
     assert load(tmp_path / "new", whole(got))["step"] == 3
     assert_same({n.removeprefix("model."): t for n, t in got.items()}, weights)
-    with pytest.raises(ConfigError, match=r"they begin with model\., optimizer\."):
+    with pytest.raises(ConfigError, match=r"use one of model\., optimizer\."):
         call("export", run, out, "--only", "weights.")
 
 

@@ -35,7 +35,7 @@ def run(words: list[str], share: Share, capacity: Capacity = SMALL, disk: int = 
     """Lines said; FitError if refused."""
     said: list[str] = []
     config = load(EXAMPLES / file if file else None, ["--model.vocab_size=50304", *words])
-    preflight(config, share, capacity, lambda folder: disk, said.append)
+    preflight(lay_out(config, share.world), share, capacity, lambda folder: disk, said.append)
     return said
 
 
@@ -235,7 +235,7 @@ def test_forked_trainers_share_what_their_server_imported():
     assert config.train.fit == "check"
     nodes = Share(8, 0, 8, nodes=8)
     assert FORKED * 8 < 8 * GIB
-    preflight(config, nodes, replace(SMALL, memory=4 * GIB), lambda folder: ROOM)
+    preflight(lay_out(config, nodes.world), nodes, replace(SMALL, memory=4 * GIB), lambda folder: ROOM)
 
 
 def test_other_commands_that_start_processes_by_the_number():

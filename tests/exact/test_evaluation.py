@@ -31,7 +31,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> str:
 def evaluate(rank: int, world: int, tree: dict[str, Any], held_out: str) -> list[float]:
     """Return the held-out loss before training and after each step, and the losses of the steps between.
 
-    After the last step no gather is under way: without `Engine.whole` a rank holds only its own shards up to date.
+    After the last step no gather is under way: without `Engine.gather_parameters` only a rank's own shards are current.
     """
     engine = make_engine(rank, world, tree)
     report = Told()

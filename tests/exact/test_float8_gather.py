@@ -77,7 +77,7 @@ class Sizes(calls.NoCalls):
 
 class Story(NamedTuple):
     """What a rank tells: losses and norms of each step and evaluation, its state after some of them, bytes gathered in
-    the last step, and whether its weights were the whole model's before and after `Engine.whole`."""
+    the last step, and whether its weights were the whole model's before and after `Engine.gather_parameters`."""
 
     numbers: list[float]
     states: list[list[Boxed]]
@@ -107,7 +107,7 @@ def run(engine: Engine, step: int, more: bool = True, bad: bool = False) -> list
 
     engine.before_update_hooks[:] = [compare, spoil] if bad else [compare]
     engine.start_gather()
-    result = engine.step(batch, step, 0.01, more=more)
+    result = engine.step(batch, step, 0.01, has_next_step=more)
     return [float(result.loss), float(result.grad_norm), float(all(same))]
 
 
@@ -221,4 +221,4 @@ def not_gathered(rank: int, world: int, tree: dict[str, Any]) -> tuple[str, dict
 def test_a_weight_that_is_not_whole_is_not_read(pool):
     for told, active in pool.run(not_gathered, DATA.world, DATA.tree):
         assert "before it was gathered" in told
-        assert active["parameters gathered in"] == "float8: linear layers' matrices; float64: all else"
+        assert active["parameters gathered in"] == "float8: matrices of linear layers; float64: all other parameters"

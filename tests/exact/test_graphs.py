@@ -159,7 +159,7 @@ def test_a_capture_that_fails_on_one_rank_leaves_its_tensor_parallel_group_eager
 def test_where_they_cannot_be_had(settings, why):
     layout = case(microbatches=2, **settings)
     layout = lay_out(from_tree({**layout.tree, "kernels": {"graphs": "on"}}), layout.world)
-    with pytest.raises(ConfigError, match=f"kernels.graphs=on cannot be had: .*{why}"):
+    with pytest.raises(ConfigError, match=f"kernels.graphs=on is unavailable: .*{why}"):
         Engine(layout, None, torch.device("cpu"))
 
 

@@ -30,7 +30,10 @@ def test_a_killed_rank_ends_all(victim, tiny):
         assert not any(rank.is_running() for rank in ranks.values())
     if victim:
         # gloo misses its peer's end once in a hundred times on a busy machine; the launcher then ends what waits.
-        lost, waited = "rank 0 lost contact with another rank", "rank 0 had not ended 10 seconds later and is ended"
+        lost, waited = (
+            "rank 0 lost contact with another rank",
+            "rank 0 had not ended 10 seconds later and is ended by the launcher",
+        )
         assert lost in ended.said or waited in ended.said
 
 
@@ -38,20 +41,23 @@ def test_a_rank_that_does_not_notice_a_failure_is_ended(tmp_path, monkeypatch, c
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.3)
     ranks = [subprocess.Popen([sys.executable, "-c", code]) for code in ("import time; time.sleep(100)", "exit(3)")]
     (tmp_path / "rank-1.log").write_text("error: no more\n")
+    job = launch._LocalJob([], 2, tmp_path)
+    job.ranks += ranks
     try:
-        assert launch._watch(ranks, tmp_path, []) == 3
+        assert job.wait() == 3
     finally:
         launch.end_processes(ranks, 1.0)
+        job.close()
     said = capfd.readouterr().err
     assert "rank 1 was the first to end, with exit code 3" in said
     assert "error: no more" in said
-    assert "rank 0 had not ended 0.3 seconds later and is ended" in said
+    assert "rank 0 had not ended 0.3 seconds later and is ended by the launcher" in said
 
 
 def test_the_rank_that_knows_why_is_heard_though_it_ends_last(tmp_path, monkeypatch, capfd):
     wait = "import sys; sys.stdin.read(); print('error: the data changed', file=sys.stderr); sys.exit(4)"
     ranks = [subprocess.Popen([sys.executable, "-c", c], stdin=subprocess.PIPE) for c in (wait, "exit(1)")]
-    first_failed = launch._first_failed
+    first_failed = launch._find_first_failure
 
     def then_let_the_other_end(ranks):
         found = first_failed(ranks)
@@ -59,11 +65,14 @@ def test_the_rank_that_knows_why_is_heard_though_it_ends_last(tmp_path, monkeypa
             ranks[0].stdin.close()
         return found
 
-    monkeypatch.setattr(launch, "_first_failed", then_let_the_other_end)
+    monkeypatch.setattr(launch, "_find_first_failure", then_let_the_other_end)
+    job = launch._LocalJob([], 2, tmp_path)
+    job.ranks += ranks
     try:
-        assert launch._watch(ranks, tmp_path, []) == 4
+        assert job.wait() == 4
     finally:
         launch.end_processes(ranks, 1.0)
+        job.close()
         ranks[1].stdin.close()
     assert capfd.readouterr().err == "error: the data changed\n"
 

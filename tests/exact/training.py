@@ -144,7 +144,7 @@ def run_step(engine: Engine, step: int, told: Told) -> None:
         return columns[:-1], columns[1:]
 
     engine.start_gather()
-    result = engine.step(batch, step, learning_rate(config.lr, step, STEPS), more=step < STEPS)
+    result = engine.step(batch, step, learning_rate(config.lr, step, STEPS), has_next_step=step < STEPS)
     data = engine.data_parallel
     # What the next step needs first is on its way by now, and nothing is after the last.
     moves = data.overlap and data.flats[0].zero > 0 and engine.layout.grid.data > 1

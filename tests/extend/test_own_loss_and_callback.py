@@ -91,9 +91,9 @@ class Seen(callbacks.Callback):
         if run.step == self.stop_after:
             run.stop()
 
-    def evaluated(self, run: callbacks.RunView, found: Any) -> None:
-        assert found.loss > 0
-        self.told.append(("evaluated all" if found.whole else "evaluated", run.step))
+    def evaluated(self, run: callbacks.RunView, evaluation: Any) -> None:
+        assert evaluation.loss > 0
+        self.told.append(("evaluated all" if evaluation.complete else "evaluated", run.step))
 
     def run_ends(self, run: callbacks.RunView) -> None:
         self.told.append(("ends", run.step))

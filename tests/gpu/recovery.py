@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launched import Launched, Steps, phases
+from megascale.core.layout import lay_out
 from megascale.core.status import read_status
 from tests.chaos.local.fault_cases import CASES
 
@@ -359,7 +360,8 @@ def fitting(file: Path, settings: list[str]) -> int:
         try:
             config, size = prepare(load_command_line(str(file), [*settings, f"--model.layers={layers}"]))
             nodes = config.resilience.nodes + config.resilience.spares
-            preflight(config, Share(size.world, 0, size.world, nodes, gpus=bool(size.devices)), less)
+            share = Share(size.world, 0, size.world, nodes, gpus=bool(size.devices))
+            preflight(lay_out(config, size.world), share, less)
             return layers
         except FitError as error:
             why = str(error)

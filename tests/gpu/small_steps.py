@@ -53,7 +53,7 @@ def train(
     def step(number: int) -> None:
         text = rows[number % steps, engine.data_rank]
         engine.start_gather()
-        made = engine.step(lambda i: (text[i, :-1], text[i, 1:]), number + 1, 1e-3, more=True)
+        made = engine.step(lambda i: (text[i, :-1], text[i, 1:]), number + 1, 1e-3, has_next_step=True)
         bits.extend((made.loss.clone(), made.grad_norm.clone()))
 
     for number in range(steps):

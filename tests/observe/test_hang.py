@@ -496,7 +496,7 @@ def work():
             thread.join()
 for _ in range(2):
     threading.Thread(target=work, daemon=True).start()
-telemetry.step_begins(1)
+telemetry.begin_step(1)
 telemetry._calls.begin("world", "all_reduce", 4)
 work()
 """

@@ -101,7 +101,7 @@ def test_a_kernel_that_cannot_be_had_any_more_is_said(tiny, tmp_path, backends, 
     backends("sdpa")
     train(load_config(tiny, ["--train.stop_after=2"]))
     for text in (json.dumps(active(run)[-1]), capsys.readouterr().out):
-        assert "in place of explicit" in text
+        assert "replaces explicit" in text
         assert "rank 0: no kernel image" in text
     assert kept(run) == {"sdpa"}
 

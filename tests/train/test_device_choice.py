@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megascale.errors import ConfigError
-from megascale.train.device_choice import choose_device
+from megascale.train.rank_info import choose_device
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 

@@ -41,7 +41,7 @@ def test_an_interruption_without_a_last_checkpoint_says_which_step_is_kept(tiny,
         assert f"step {kept} is saved" in said
     else:
         assert f"step {event['step']} is not saved (checkpoint.at_end=false)" in said
-        assert (f"goes on from step {kept}" if interval else "begins anew") in said
+        assert (f"resumes from step {kept}" if interval else "starts from step 0") in said
 
 
 def test_a_failure_before_the_loop_leaves_its_reason_and_the_folder_free(tiny, tmp_path, monkeypatch):

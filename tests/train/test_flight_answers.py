@@ -22,9 +22,9 @@ def test_a_dump_that_fails_does_not_end_the_answers(tmp_path, monkeypatch, caplo
 
     monkeypatch.setattr(telemetry.torch_private, "flight_records", records)
     rank = object.__new__(Telemetry)
-    rank._open, rank._pipe, rank._flight = True, tmp_path / "rank-0.ask", tmp_path / "rank-0.json"
+    rank._is_open, rank._pipe, rank._flight = True, tmp_path / "rank-0.ask", tmp_path / "rank-0.json"
     os.mkfifo(rank._pipe)
-    thread = threading.Thread(target=rank._answer, daemon=True)
+    thread = threading.Thread(target=rank._answer_requests, daemon=True)
     thread.start()
     rank._pipe.write_text("")
     assert failed.wait(30.0)
@@ -33,7 +33,7 @@ def test_a_dump_that_fails_does_not_end_the_answers(tmp_path, monkeypatch, caplo
         assert thread.is_alive()
     assert rank._flight.read_text() == "[]"
     assert "a dump of the flight recorder failed (RuntimeError: no recorder yet)" in caplog.text
-    rank._open = False
+    rank._is_open = False
     while thread.is_alive():
         with contextlib.suppress(OSError):  # it is not waiting yet
             os.close(os.open(rank._pipe, os.O_WRONLY | os.O_NONBLOCK))

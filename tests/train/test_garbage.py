@@ -10,9 +10,9 @@ import torch
 
 from megascale.config import from_tree
 from megascale.core.layout import lay_out
-from megascale.train import garbage_collection
+from megascale.train import host_pauses
 from megascale.train.engine import Engine
-from megascale.train.garbage_collection import GarbageCollector
+from megascale.train.host_pauses import GarbageCollector
 
 
 class Knot:
@@ -24,7 +24,7 @@ class Knot:
 
 @pytest.fixture
 def garbage(monkeypatch):
-    monkeypatch.setattr(garbage_collection, "gc", gc)
+    monkeypatch.setattr(host_pauses, "gc", gc)
     gc.unfreeze()
     made = GarbageCollector(3)
     yield made
@@ -33,12 +33,12 @@ def garbage(monkeypatch):
 
 
 def test_collects_after_planned_steps_and_leaves_python_as_it_was(garbage):
-    garbage.after(1)
+    garbage.collect(1)
     assert not gc.isenabled()
     knot = weakref.ref(Knot())
     for step in (2, 3):
         assert knot() is not None
-        garbage.after(step)
+        garbage.collect(step)
     assert knot() is None
     garbage.close()
     assert gc.isenabled()

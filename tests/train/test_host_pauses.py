@@ -35,7 +35,7 @@ def pauses():
     found = HostPauses(torch.device("cpu"))
     yield found
     found.close()
-    assert found._collecting not in gc.callbacks
+    assert found._on_collection not in gc.callbacks
 
 
 def step(timers: Timers, pauses: HostPauses, work) -> None:
@@ -54,9 +54,9 @@ def test_collections_are_counted_but_those_that_are_planned(pauses):
     told = {kind: (count, total) for kind, count, total in sink.rows}
     assert told[SpanKind.GARBAGE_PAUSE][0] == 2
     assert 0 < told[SpanKind.GARBAGE_PAUSE][1] < told[SpanKind.FORWARD][1]
-    pauses.planned = True
+    pauses.is_planned = True
     gc.collect()
-    pauses.planned = False
+    pauses.is_planned = False
     quiet = Kept()
     step(Timers(quiet), pauses, lambda: None)
     assert SpanKind.GARBAGE_PAUSE not in {kind for kind, _, _ in quiet.rows}

@@ -1,4 +1,4 @@
-"""A start from an imported model's settings begins with the imported weights, or is refused: never with random ones."""
+"""A start from an imported model's settings starts with the imported weights, or is refused: never with random ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_ranks_begin_with_the_imported_weights(work, sound, tokens, megascale):
     words = ["--train.name=b", "--parallel.data=2", "--parallel.zero=2", *OPTIONS]
     done = megascale("train", work / "config.toml", f"--data.train={tokens}/train", *words)
     assert done.returncode == 0, done.stderr
-    assert "begins with the imported weights" in done.stdout
+    assert "starts with the imported weights" in done.stdout
     [loss] = [line["loss"] for line in lines(work.parent / "b" / "metrics.jsonl") if "loss" in line]
     assert loss == pytest.approx(sound[1], abs=1e-5)
 

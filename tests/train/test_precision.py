@@ -83,8 +83,8 @@ def test_a_bfloat16_run_is_resumed_and_evaluated_as_it_was_trained(tiny, optimiz
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_ranks_that_would_differ_are_told_what_to_set(device):
-    rank = SimpleNamespace(config=Config(), place=SimpleNamespace(rank=3, device=torch.device(device)))
-    assert Trainer._other_precision(rank, "float32") is None
-    error = str(Trainer._other_precision(rank, "bfloat16"))
+    rank = SimpleNamespace(config=Config(), rank_info=SimpleNamespace(rank=3, device=torch.device(device)))
+    assert Trainer._compare_precision(rank, "float32") is None
+    error = str(Trainer._compare_precision(rank, "bfloat16"))
     assert "train.precision is float32 on rank 3 and bfloat16 on rank 0" in error
     assert f"--train.precision={'bfloat16' if device == 'cuda' else 'float32'}" in error

@@ -103,7 +103,7 @@ def test_trainers_start_in_waves(tmp_path, monkeypatch):
             most = max(most, len(ranks) - len(list(tmp_path.glob("came-*"))))
             command = [sys.executable, "-c", code]
             ranks.append(
-                subprocess.Popen(command, cwd=tmp_path, env=os.environ | waves.environment, pass_fds=waves.handles)
+                subprocess.Popen(command, cwd=tmp_path, env=os.environ | waves.environment, pass_fds=(waves.write_end,))
             )
         assert most <= 1
     finally:

@@ -168,7 +168,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny, megascale, tmp_path):
 def test_dry_run_starts_nothing(tiny, megascale, tmp_path):
     found = megascale("train", tiny, "--dry-run", "--train.steps=12")
     assert found.returncode == 0
-    for part in ("steps = 12", "parameters", "FLOPs a token", "memory of a rank", "optimizer"):
+    for part in ("steps = 12", "parameters", "FLOPs per token", "memory of a rank", "optimizer"):
         assert part in found.stdout
     assert not (tmp_path / "runs").exists()
 

@@ -16,6 +16,7 @@ from megascale import checkpoint
 from megascale.api import load_config, train
 from megascale.cli.checkpoint import prune
 from megascale.core import run_lock
+from megascale.core.layout import lay_out
 from megascale.core.run_lock import Busy
 from megascale.errors import TrainingError
 from megascale.resilience.driver import start_driver
@@ -149,7 +150,7 @@ def test_a_training_is_alone_with_its_run(tiny, tmp_path):
         for second in (
             lambda: train(alone),
             lambda: train(sharer),
-            lambda: launch.launch(["train", str(tiny)], 2, several),
+            lambda: launch.launch(["train", str(tiny)], lay_out(several, 2)),
             lambda: start_driver.drive(*start_driver.prepare(several), lambda who, text: None),
             lambda: prune(str(run), 1),
             lambda: prune(str(place), 1),

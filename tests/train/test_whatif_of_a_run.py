@@ -85,7 +85,7 @@ def _a_timeline(megascale, run, tmp_path):
         (["--ranks", "0,5"], "--ranks=0,5: rank 5 is none of the run's, 0 to 1"),
         (["--view", "host"], "--view=host is none of pipeline, tensor, data"),
         (["--step", "77"], "--steps=77: spans of all ranks were kept of steps 1, 2, 3, 4, 5 only"),
-        (["--out", "step.gif"], "--out=step.gif ends in none of .png"),
+        (["--out", "step.gif"], "--out=step.gif must end in one of .png"),
     ):
         told = megascale("timeline", run, *words)
         assert told.returncode == 2

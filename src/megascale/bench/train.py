@@ -85,9 +85,9 @@ def register(app: typer.Typer) -> None:
             if cores is not None:
                 cores_of(cores, world - 1)
             if world > 1:
-                lay_out(config, world)
+                layout = lay_out(config, world)
                 words = sys.argv[sys.argv.index("train") :]
-                raise typer.Exit(launcher.launch(["bench", *words], world, config))
+                raise typer.Exit(launcher.launch(["bench", *words], layout))
         if cores is not None:
             own = cores_of(cores, int(os.environ.get("LOCAL_RANK", "0")))
             for thread in os.listdir("/proc/self/task"):
@@ -143,7 +143,7 @@ def measure(
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
-    from megascale.train.garbage_collection import GarbageCollector
+    from megascale.train.host_pauses import GarbageCollector
 
     place, groups = join(config)
     cuda = place.device.type == "cuda"
@@ -165,7 +165,7 @@ def measure(
             if step == warmup + 1:
                 first = began
             engine.start_gather()
-            result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, more=True)
+            result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, has_next_step=True)
             garbage.collect(step)  # as in training
             losses.append(float(result.loss))  # waits for the update, not for what goes on under the next step
             if step > warmup:
@@ -231,7 +231,7 @@ def _host_seconds(engine: Engine, rows: torch.Tensor, step: int) -> float:
     torch.cuda.synchronize(rows.device)
     began = time.perf_counter()
     engine.start_gather()
-    result = engine.step(batch, step, 1e-4, more=True)
+    result = engine.step(batch, step, 1e-4, has_next_step=True)
     taken = time.perf_counter() - began - waited
     float(result.loss)
     return taken
@@ -244,7 +244,7 @@ def _profile(engine: Any, rows: Any, step: int, out: Path, rank: int, cuda: bool
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as recorded:
         engine.start_gather()
-        engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, more=True)
+        engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, has_next_step=True)
         if cuda:
             torch.cuda.synchronize()
     if rank:

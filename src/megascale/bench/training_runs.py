@@ -80,11 +80,12 @@ def load_shape(settings: list[str]) -> Config:
 
 def join(config: Config) -> tuple[RankInfo, Groups | None]:
     """This process's place, and its groups where there are others; collective."""
+    from megascale.core.layout import lay_out
     from megascale.rendezvous.start_job import initialise
     from megascale.train.rank_info import check_local_ranks, find_rank_info
 
     place = find_rank_info(config)
-    check_local_ranks(config, place, saves_checkpoints=False)
+    check_local_ranks(lay_out(config, place.world), place, saves_checkpoints=False)
     if place.world == 1:
         return place, None
     where = {"rank": place.rank, "world": place.world, "local_rank": place.local_rank}

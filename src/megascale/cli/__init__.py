@@ -1,1 +1,1 @@
-"""The command line: one module a command, nothing else."""
+"""The command line: commands by topic, in modules that `main.py` lists."""

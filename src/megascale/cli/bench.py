@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_group
 
-from megascale.cli.lazy_group import lazy_group
 from megascale.core.python_command import protect_children
 from megascale.core.terminal import end_signals
 from megascale.errors import ConfigError
@@ -28,9 +31,7 @@ MOVED: dict[str, str] = {
     },
     **{
         name: f"python -m tests.chaos {name}"
-        for name in (
-            "restarts", "soak", "hang", "driver", "fuzz", "hostile", "many-nodes",
-        )
+        for name in ("restarts", "soak", "hang", "driver", "fuzz", "hostile", "many-nodes")
     },
     "resilience": "python -m tests.chaos faults",
     "machines": "python -m tests.chaos faults --site machines",
@@ -38,6 +39,38 @@ MOVED: dict[str, str] = {
     "kubernetes": "python -m tests.chaos kubernetes-scale",
     "kubernetes-faults": "python -m tests.chaos faults --site kubernetes",
 }  # fmt: skip
+
+_HELP = "Measure this machine. Each bench prints a table and writes JSON."
+
+
+def lazy_group(modules: Mapping[str, str]) -> type[TyperGroup]:
+    """Return a group class that imports a command's module when the command, or the list of commands, is needed.
+
+    Args:
+        modules: command name -> dotted module. Each module has `register(app)`, which adds its command, and imports
+            heavy packages inside its functions only.
+    """
+
+    class LazyGroup(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            self._load(modules)
+            return list(modules)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            # An unknown name needs all commands, so that the error can suggest the nearest one.
+            self._load([cmd_name] if cmd_name in modules else modules)
+            return super().get_command(ctx, cmd_name)
+
+        def _load(self, names: Iterable[str]) -> None:
+            missing = [name for name in names if name not in self.commands]
+            if not missing:
+                return
+            app = typer.Typer(rich_markup_mode="rich")
+            for name in missing:
+                importlib.import_module(modules[name]).register(app)
+            self.commands.update(get_group(app).commands)
+
+    return LazyGroup
 
 
 class _Benches(lazy_group(BENCHES)):  # type: ignore[misc]
@@ -48,20 +81,10 @@ class _Benches(lazy_group(BENCHES)):  # type: ignore[misc]
 
 
 def register(app: typer.Typer) -> None:
-    """Add `bench` with one sub-command per module."""
-    bench = typer.Typer(
-        cls=_Benches,
-        no_args_is_help=True,
-        rich_markup_mode="rich",
-        help="Measure this machine: each prints a table and writes JSON.",
-    )
-
-    @bench.callback()
-    def _several() -> None:
-        """Measure this machine: each prints a table and writes JSON. Example: megascale bench kernels --out k.json"""
-        prepare_children()
-
-    app.add_typer(bench, name="bench")
+    """Add `bench` with one command per module."""
+    group = typer.Typer(cls=_Benches, no_args_is_help=True, rich_markup_mode="rich", help=_HELP)
+    group.callback(help=f"{_HELP} Example: megascale bench kernels --out k.json")(prepare_children)
+    app.add_typer(group, name="bench")
 
 
 def prepare_children() -> None:

@@ -1,25 +1,34 @@
-"""`megascale checkpoint`: look at saved checkpoints, check, move and convert them."""
+"""`megascale checkpoint`: inspect, verify, prune and convert saved checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.core import run_lock, strict_json
+from megascale.cli.common import JSON, print_json
+from megascale.core import run_lock
 from megascale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from rich.table import Table
 
     from megascale.checkpoint.format.step_folders import Summary
 
-_LONGEST = 2000  # characters of a line about a checkpoint
+_LONGEST_TEXT = 2000  # characters of a text from a checkpoint
+_LISTED_TENSORS = 40
 
-commands = typer.Typer(no_args_is_help=True, help="Look at saved checkpoints, check, move and convert them.")
+SOURCE = typer.Argument(
+    ..., help="A run folder, its checkpoints folder, or one step-N folder (path or URL).", show_default=False
+)
+TARGET = typer.Argument(..., help="Checkpoints folder to write step-N into (path or URL).", show_default=False)
+STEP = typer.Option(None, help="Step to read; default: the newest.")
+
+commands = typer.Typer(no_args_is_help=True, help="Inspect, verify, prune and convert saved checkpoints.")
 
 
 def register(app: typer.Typer) -> None:
@@ -29,230 +38,238 @@ def register(app: typer.Typer) -> None:
 
 @commands.command()
 def inspect(
-    path: str = typer.Argument(..., help="a run folder, its checkpoints folder, or one step-N folder (path or URL)"),
-    all_tensors: bool = typer.Option(False, "--all", help="list every tensor; default: the first 40"),
-    as_json: bool = typer.Option(False, "--json", help="print JSON instead of tables"),
+    path: str = SOURCE,
+    all_tensors: bool = typer.Option(False, "--all", help=f"List every tensor; default: the first {_LISTED_TENSORS}."),
+    as_json: bool = JSON,
 ) -> None:
-    """Show what a checkpoint holds: tensors, shapes, types, bytes, step, samples, configuration; is it complete?
+    """Show the contents of a checkpoint: tensors, shapes, types, bytes, step, samples, configuration, completeness.
 
     Reads the index only, so it is quick for any size.
 
     Example: megascale checkpoint inspect runs/first
     """
-    from dataclasses import asdict
-
     from rich.console import Console
 
     from megascale.checkpoint.format.step_folders import find_steps, step_name, summarise
 
-    storage, there = find_steps(path)
-    summaries = [summarise(storage, step) for step in there]
-    # Training may remove a checkpoint while it is looked at.
-    kept = [s for s in summaries if s.committed or storage.list(step_name(s.step))] or summaries
-    found = sorted(kept, key=lambda s: (s.committed, s.sequence, s.step))
-    newest = found[-1]
+    storage, steps = find_steps(path)
+    summaries = [summarise(storage, step) for step in steps]
+    # A training that runs at the same time may remove a checkpoint during the inspection.
+    existing = [s for s in summaries if s.committed or storage.list(step_name(s.step))]
+    summaries = sorted(existing or summaries, key=lambda s: (s.committed, s.sequence, s.step))
+    newest = summaries[-1]
+    differences = _find_differences(path, newest)
     if as_json:
-        record = asdict(newest) | {"differences": _differences(path, newest)}
+        record = asdict(newest) | {"differences": differences}
         record["checkpoints"] = [
-            {"step": s.step, "committed": s.committed, "problem": s.problem, "bytes": s.bytes} for s in found
+            {"step": s.step, "committed": s.committed, "problem": s.problem, "bytes": s.bytes} for s in summaries
         ]
-        typer.echo(strict_json.dumps(record))
+        print_json(record)
         return
     console = Console()
-    console.print(_checkpoints_table(found))
+    console.print(_make_checkpoints_table(summaries))
     if not newest.committed:
         return
-    console.print(_tensor_table(newest, None if all_tensors else 40))
+    console.print(_make_tensor_table(newest, len(newest.tensors) if all_tensors else _LISTED_TENSORS))
     for key, value in newest.state.items():
         if isinstance(value, str | int | float | bool):
-            console.print(_shown(f"{key}: {value}"), highlight=False)
-    differences = _differences(path, newest)
-    for key, (there, here) in differences.items():
-        said = f"{there} in the checkpoint, {here} in config.toml"
-        console.print(f"[yellow]{_shown(key)}[/]: {_shown(said)}", highlight=False)
+            console.print(_escape(f"{key}: {value}"), highlight=False)
+    for key, (saved, present) in differences.items():
+        values = _escape(f"{saved} in the checkpoint, {present} in config.toml")
+        console.print(f"[yellow]{_escape(key)}[/]: {values}", highlight=False)
     if not differences and newest.state.get("config"):
-        console.print("configuration: as in config.toml" if _config_file(path) else "configuration: saved, none beside")
+        has_file = _find_config_file(path) is not None
+        console.print("configuration: as in config.toml" if has_file else "configuration: saved, without config.toml")
 
 
-def _shown(text: str) -> str:
-    """What a checkpoint says, which may be anybody's, as it is: no markup, and nothing that drives a terminal."""
+def _escape(text: str) -> str:
+    """Return a text from an untrusted checkpoint for printing: without markup and terminal control characters."""
     from rich.markup import escape
 
-    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_LONGEST])
-    # Of a backslash at the end the markup that follows would be taken for text.
-    return escape(plain + (" ..." if len(text) > _LONGEST else "")) + ("" if not plain.endswith("\\") else " ")
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_LONGEST_TEXT])
+    if len(text) > _LONGEST_TEXT:
+        plain += " ..."
+    if plain.endswith("\\"):
+        return escape(plain) + " "  # after a backslash rich would print the following markup as text
+    return escape(plain)
 
 
-def _checkpoints_table(found: list[Summary]) -> Table:
+def _make_checkpoints_table(summaries: list[Summary]) -> Table:
     from rich.table import Table
 
     table = Table("step", "state", "bytes", "tensors", "folder", title="checkpoints")
-    for s in sorted(found, key=lambda s: s.step):
-        state = "[green]committed[/]" if s.committed else f"[red]not usable[/]: {_shown(s.problem or '')}"
-        table.add_row(str(s.step), state, f"{s.bytes:,}", str(len(s.tensors)), s.path)
+    for summary in sorted(summaries, key=lambda s: s.step):
+        state = "[green]committed[/]"
+        if not summary.committed:
+            state = f"[red]not usable[/]: {_escape(summary.problem or '')}"
+        table.add_row(str(summary.step), state, f"{summary.bytes:,}", str(len(summary.tensors)), summary.path)
     return table
 
 
-def _tensor_table(summary: Summary, limit: int | None) -> Table:
+def _make_tensor_table(summary: Summary, limit: int) -> Table:
     from rich.table import Table
 
+    tensors = summary.tensors
     table = Table("tensor", "shape", "dtype", "bytes", "chunks", title=f"step {summary.step}")
-    for t in summary.tensors[:limit]:
-        table.add_row(_shown(t.name), " x ".join(map(str, t.shape)) or "scalar", t.dtype, f"{t.bytes:,}", str(t.chunks))
-    left = summary.tensors[limit:] if limit is not None else []
-    if left:
-        table.add_row(f"... {len(left)} more (--all)", "", "", f"{sum(t.bytes for t in left):,}", "")
+    for tensor in tensors[:limit]:
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        table.add_row(_escape(tensor.name), shape, tensor.dtype, f"{tensor.bytes:,}", str(tensor.chunks))
+    hidden = tensors[limit:]
+    if hidden:
+        table.add_row(f"... {len(hidden)} more (--all)", "", "", f"{sum(t.bytes for t in hidden):,}", "")
     table.add_section()
-    total = sum(t.bytes for t in summary.tensors)
-    table.add_row(f"{len(summary.tensors)} tensors", "", "", f"{total:,}", str(sum(t.chunks for t in summary.tensors)))
+    total_bytes, total_chunks = sum(t.bytes for t in tensors), sum(t.chunks for t in tensors)
+    table.add_row(f"{len(tensors)} tensors", "", "", f"{total_bytes:,}", str(total_chunks))
     return table
 
 
-def _config_file(path: str) -> Path | None:
-    """The run's config.toml, for whichever folder of the run was named."""
+def _find_config_file(path: str) -> Path | None:
+    """Return the run's config.toml for a path to the run folder or to a folder in it."""
     for folder in (Path(path), *Path(path).resolve().parents[:2]):
         if (folder / "config.toml").is_file():
             return folder / "config.toml"
     return None
 
 
-def _differences(path: str, summary: Summary) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ between the checkpoint and the run's config.toml, as section.key: (there, here)."""
+def _find_differences(path: str, summary: Summary) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ from the run's config.toml: section.key -> (in the checkpoint, in the file)."""
     from megascale.config.text_files import read_toml
 
-    file = _config_file(path)
+    file = _find_config_file(path)
     saved = summary.state.get("config")
     if file is None or not isinstance(saved, dict):
         return {}
-    now = read_toml(file, "the configuration of the run")
-    result = {}
-    for section in sorted({*saved, *now}):
-        there, here = (each if isinstance(each, dict) else {} for each in (saved.get(section), now.get(section)))
-        for key in sorted({*there, *here}):
-            if there.get(key) != here.get(key):
-                result[f"{section}.{key}"] = (there.get(key), here.get(key))
-    return result
+    present = read_toml(file, "the configuration of the run")
+    differences = {}
+    for section in sorted(saved.keys() | present.keys()):
+        saved_section, present_section = _as_dict(saved.get(section)), _as_dict(present.get(section))
+        for key in sorted(saved_section.keys() | present_section.keys()):
+            values = saved_section.get(key), present_section.get(key)
+            if values[0] != values[1]:
+                differences[f"{section}.{key}"] = values
+    return differences
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 @commands.command()
-def verify(
-    path: str = typer.Argument(..., help="a run folder, its checkpoints folder, or one step-N folder (path or URL)"),
-    as_json: bool = typer.Option(False, "--json", help="print JSON instead of a table"),
-) -> None:
-    """Read every byte of the checkpoints there and compare it with what was written. Exit code 4 if any is damaged.
+def verify(path: str = SOURCE, as_json: bool = JSON) -> None:
+    """Read every byte of the checkpoints and compare it with the checksums. Exit code 4 if any is damaged.
 
     Example: megascale checkpoint verify runs/first
     """
-
     from rich.console import Console
     from rich.table import Table
 
     from megascale.checkpoint.format.step_folders import find_steps
-    from megascale.checkpoint.format.verify import verify as check
+    from megascale.checkpoint.format.verify import verify as verify_step
 
-    storage, there = find_steps(path)
+    storage, steps = find_steps(path)
     verdicts = []
-    with _progress() as progress:
-        for step in there:
-            task = progress.add_task(f"step {step}", total=None)
-            told = lambda done, total, task=task: progress.update(task, completed=done, total=total)
-            verdict = check(storage, step, told)
-            if not verdict.removed:
-                verdicts.append(verdict)
-    bad = [v for v in verdicts if v.problems]
+    for step in steps:
+        with _progress(f"step {step}") as update:
+            verdict = verify_step(storage, step, lambda done, total: update(completed=done, total=total))
+        if not verdict.removed:
+            verdicts.append(verdict)
     if as_json:
-        typer.echo(strict_json.dumps([v.__dict__ | {"tensors": sorted(v.tensors)} for v in verdicts]))
+        print_json([vars(verdict) | {"tensors": sorted(verdict.tensors)} for verdict in verdicts])
     else:
-        table = Table("step", "verdict", "bytes read", "tensors touched")
-        for v in verdicts:
-            words = f"[red]{_shown('; '.join(v.problems))}" if v.problems else "[green]as written"
-            table.add_row(str(v.step), words, f"{v.bytes:,}", _shown(", ".join(sorted(v.tensors)[:6])))
+        table = Table("step", "verdict", "bytes read", "affected tensors")
+        for verdict in verdicts:
+            result = f"[red]{_escape('; '.join(verdict.problems))}" if verdict.problems else "[green]as written"
+            tensors = _escape(", ".join(sorted(verdict.tensors)[:6]))
+            table.add_row(str(verdict.step), result, f"{verdict.bytes:,}", tensors)
         Console().print(table)
-    if bad:
+    damaged = [str(verdict.step) for verdict in verdicts if verdict.problems]
+    if damaged:
         raise DataError(
-            f"{len(bad)} of {len(verdicts)} checkpoints in {path!r} are not complete: step "
-            f"{', '.join(str(v.step) for v in bad)}; training resumes from the newest that is"
+            f"{len(damaged)} of {len(verdicts)} checkpoints in {path!r} are not complete: step {', '.join(damaged)}; "
+            "training resumes from the newest complete one"
         )
 
 
 @commands.command()
 def prune(
-    path: str = typer.Argument(..., help="a run folder or its checkpoints folder (path or URL)"),
-    keep: int = typer.Option(1, min=1, help="committed checkpoints to keep, newest first"),
+    path: str = typer.Argument(..., help="A run folder or its checkpoints folder (path or URL).", show_default=False),
+    keep: int = typer.Option(1, min=1, help="Number of committed checkpoints to keep, newest first."),
 ) -> None:
-    """Remove old checkpoints and what saves that died have left. Refused (exit code 2) while the run is training.
+    """Remove old checkpoints and the files of failed saves. Refused (exit code 2) while the run is training.
 
-    Those kept are read whole first: one that is damaged does not count, and an older one is kept in its place. Of a
-    step-N that is a link the link is removed, and the folder that it leads to stays as it is.
+    The checkpoints to keep are read completely first: a damaged one does not count, and an older one is kept instead.
+    If a step-N folder is a link, the link is removed and its target stays unchanged.
 
     Example: megascale checkpoint prune runs/first --keep 1
     """
     from megascale.checkpoint.format.step_folders import find_steps, linked_steps, step_folders, steps
-    from megascale.checkpoint.format.step_folders import prune as remove
-    from megascale.checkpoint.format.verify import verify as check
+    from megascale.checkpoint.format.step_folders import prune as prune_steps
+    from megascale.checkpoint.format.verify import verify as verify_step
 
-    storage, there = find_steps(path)
-    with _alone("megascale checkpoint prune", path, storage.url):
-        linked = linked_steps(storage)
-        is_sound = lambda commit: not check(storage, commit.step).problems
-        removed = remove(storage, keep, whole=is_sound, remove_links=True)
-        left = steps(storage)
-        remaining = step_folders(storage)
-    if not left:
+    storage, existing = find_steps(path)
+    with _lock_runs("megascale checkpoint prune", path, storage.url):
+        links = linked_steps(storage)
+        is_sound = lambda commit: not verify_step(storage, commit.step).problems
+        removed = prune_steps(storage, keep, whole=is_sound, remove_links=True)
+        committed, remaining = steps(storage), step_folders(storage)
+    if not committed:
         raise DataError(
             f"no checkpoint in {path!r} is complete, so nothing was removed; see megascale checkpoint inspect"
         )
-    unlinked = [step for step in removed if step in linked]
-    deleted = [step for step in removed if step not in linked]
-    swept = sorted(set(there) - set(remaining) - set(removed))
-    also = f"; swept half-written steps {swept}" if swept else ""
+    deleted = [step for step in removed if step not in links]
+    unlinked = [step for step in removed if step in links]
+    swept = sorted(set(existing) - set(remaining) - set(removed))
+    line = f"removed steps {deleted or 'none'}"
+    if swept:
+        line += f"; removed half-written steps {swept}"
     if unlinked:
-        also += f"; removed the links of steps {unlinked}, whose folders elsewhere stay"
-    typer.echo(f"removed steps {deleted or 'none'}{also}; kept {left}")
+        line += f"; removed the links of steps {unlinked}, whose target folders stay"
+    typer.echo(f"{line}; kept {committed}")
 
 
 @commands.command(name="export")
 def export_(
-    path: str = typer.Argument(..., help="a run folder, its checkpoints folder, or one step-N folder (path or URL)"),
-    target: Path = typer.Argument(..., help="folder for .safetensors files, or a file ending in .pt"),
-    step: int | None = typer.Option(None, help="which step; default: the newest"),
-    only: str = typer.Option("model.", help="export tensors whose names begin so; the beginning is left off"),
-    shard_gb: float = typer.Option(5.0, min=0.001, help="largest .safetensors file, in 10^9 bytes"),
+    path: str = SOURCE,
+    target: Path = typer.Argument(
+        ..., help="Folder for .safetensors files, or a file ending in .pt.", show_default=False
+    ),
+    step: int | None = STEP,
+    only: str = typer.Option("model.", help="Export tensors whose names have this prefix, which is removed."),
+    shard_gb: float = typer.Option(5.0, min=0.001, help="Largest .safetensors file, in 10^9 bytes."),
 ) -> None:
-    """Write the weights as safetensors (or one torch file), whole tensors whatever the layout was.
+    """Write the weights as safetensors (or one torch file): complete tensors, independent of the layout.
 
     Example: megascale checkpoint export runs/first exported
     """
     from megascale.checkpoint.complete_checkpoint import open_whole
     from megascale.checkpoint.conversion import export_safetensors, export_torch
 
-    whole = open_whole(path, step)
-    names = {name: name.removeprefix(only) for name in whole.tensors if name.startswith(only)}
+    source = open_whole(path, step)
+    names = {name: name.removeprefix(only) for name in source.tensors if name.startswith(only)}
     if not names:
-        begins = sorted({name.split(".")[0] + "." for name in whole.tensors})
-        raise ConfigError(
-            f"no tensor of the checkpoint begins with --only={only!r}; they begin with {', '.join(begins)}"
-        )
-    with _progress() as progress:
-        task = progress.add_task("export", total=None)
-        told = lambda what: progress.update(task, description=what)
-        if target.suffix == ".pt":
-            written = [export_torch(whole, target, names)]
-        else:
-            written = export_safetensors(whole, target, names, int(shard_gb * 1e9), told)
-    typer.echo(f"step {whole.commit.step}: {len(names)} tensors to {', '.join(map(str, written))}")
+        prefixes = sorted({name.split(".")[0] + "." for name in source.tensors})
+        raise ConfigError(f"no tensor of the checkpoint begins with --only={only!r}; use one of {', '.join(prefixes)}")
+    if target.suffix == ".pt":
+        files = [export_torch(source, target, names)]
+    else:
+        with _progress("export") as update:
+            describe = lambda text: update(description=text)
+            files = export_safetensors(source, target, names, int(shard_gb * 1e9), describe)
+    typer.echo(f"step {source.commit.step}: {len(names)} tensors to {', '.join(map(str, files))}")
 
 
 @commands.command(name="import")
 def import_(
     source: Path = typer.Argument(
-        ..., help=".safetensors file or folder of them, torch file, or torch distributed checkpoint"
+        ...,
+        help=".safetensors file or folder of them, torch file, or torch distributed checkpoint.",
+        show_default=False,
     ),
-    target: str = typer.Argument(..., help="checkpoints folder to write step-N into (path or URL)"),
-    step: int = typer.Option(0, min=0, help="step number to give it"),
-    prefix: str = typer.Option("model.", help="put before each tensor's name"),
+    target: str = TARGET,
+    step: int = typer.Option(0, min=0, help="Step number of the new checkpoint."),
+    prefix: str = typer.Option("model.", help="Prefix to add to each tensor's name."),
 ) -> None:
-    """Make a checkpoint of tensors from elsewhere. Nothing but tensors is unpickled.
+    """Make a checkpoint of tensors in another format. Only tensors are unpickled.
 
     Example: megascale checkpoint import weights.safetensors runs/new/checkpoints
     """
@@ -261,24 +278,22 @@ def import_(
 
     foreign = read_foreign(source, prefix)
     state = {"step": step, "imported_from": str(source)}
-    with _progress() as progress:
-        task = progress.add_task("import", total=None)
-        told = lambda what: progress.update(task, description=what)
-        with _alone("megascale checkpoint import", target):
-            size = write_checkpoint(open_storage(target), step, foreign, state, files=1, told=told)
+    with _progress("import") as update, _lock_runs("megascale checkpoint import", target):
+        describe = lambda text: update(description=text)
+        size = write_checkpoint(open_storage(target), step, foreign, state, files=1, told=describe)
     typer.echo(f"{len(foreign[0])} tensors, {size:,} bytes, committed as {target}/step-{step}")
 
 
 @commands.command()
 def reshard(
-    path: str = typer.Argument(..., help="a run folder, its checkpoints folder, or one step-N folder (path or URL)"),
-    target: str = typer.Argument(..., help="checkpoints folder to write step-N into (path or URL)"),
-    files: int = typer.Option(1, min=1, help="data files of the new checkpoint"),
-    step: int | None = typer.Option(None, help="which step; default: the newest"),
+    path: str = SOURCE,
+    target: str = TARGET,
+    files: int = typer.Option(1, min=1, help="Number of data files of the new checkpoint."),
+    step: int | None = STEP,
 ) -> None:
-    """Write a checkpoint anew in another number of files, or on other storage, checking it on the way.
+    """Copy a checkpoint into another number of files, or to other storage, and verify it on the way.
 
-    Loading needs no resharding: any layout loads any checkpoint. This is for many small files, or for copying.
+    Loading needs no resharding: any layout loads any checkpoint. Use it for many small files, or for copies.
 
     Example: megascale checkpoint reshard runs/first s3://bucket/first --files 8
     """
@@ -286,35 +301,39 @@ def reshard(
     from megascale.checkpoint.conversion import source_of, write_checkpoint
     from megascale.checkpoint.storage.opening import open_storage
 
-    whole = open_whole(path, step)
-    with _progress() as progress:
-        task = progress.add_task("reshard", total=None)
-        told = lambda what: progress.update(task, description=what)
-        with _alone("megascale checkpoint reshard", target):
-            size = write_checkpoint(open_storage(target), whole.commit.step, source_of(whole), whole.state, files, told)
-    typer.echo(f"step {whole.commit.step}: {len(whole.tensors)} tensors, {size:,} bytes in {files} files at {target}")
+    source = open_whole(path, step)
+    new_step = source.commit.step
+    with _progress("reshard") as update, _lock_runs("megascale checkpoint reshard", target):
+        describe = lambda text: update(description=text)
+        size = write_checkpoint(open_storage(target), new_step, source_of(source), source.state, files, describe)
+    typer.echo(f"step {new_step}: {len(source.tensors)} tensors, {size:,} bytes in {files} files at {target}")
 
 
-def _alone(what: str, *places: str) -> contextlib.ExitStack:
-    """Keep trainings out of the runs whose checkpoints change, or ConfigError if one is there."""
+def _lock_runs(command: str, *paths: str) -> contextlib.ExitStack:
+    """Lock out trainings of the runs whose checkpoints change. ConfigError if one is running."""
     from megascale.checkpoint.storage.opening import local_folder
 
     folders: set[Path] = set()
-    for place in places:
-        folder = local_folder(place)
+    for path in paths:
+        folder = local_folder(path)
         if folder is None:
             continue
-        path = folder.resolve()
-        folders |= {folder for folder in (path, *path.parents[:2]) if (folder / "config.toml").is_file()}
-        folders |= {path} if (path / run_lock.TRAINERS).is_file() else set()
-    with contextlib.ExitStack() as undo:
+        resolved = folder.resolve()
+        folders |= {parent for parent in (resolved, *resolved.parents[:2]) if (parent / "config.toml").is_file()}
+        if (resolved / run_lock.TRAINERS).is_file():
+            folders.add(resolved)
+    with contextlib.ExitStack() as stack:
         for folder in sorted(folders):
-            undo.enter_context(run_lock.take(folder, what, 0.0))
-        return undo.pop_all()
+            stack.enter_context(run_lock.take(folder, command, 0.0))
+        return stack.pop_all()
 
 
-def _progress() -> Progress:
+@contextlib.contextmanager
+def _progress(description: str) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on standard error; the value of the context updates it."""
     from rich.console import Console
     from rich.progress import Progress
 
-    return Progress(console=Console(stderr=True), transient=True)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(description, total=None)
+        yield lambda **fields: progress.update(task, **fields)

@@ -1,38 +1,53 @@
-"""What commands share: options that are settings, and packages that a command needs."""
+"""Parts that commands share: options, checks of options, optional packages, JSON and tables."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.core import strict_json
 from megascale.errors import ConfigError, remedy
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from megascale.config import Config
 
-# Commands that take overrides let typer pass unknown options through to `config.load_command_line`.
+# Typer passes unknown options of these commands through to `config.load_command_line`.
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-# The machine that `plan` and `simulate` plan for where none is named: the MegaScale paper's, A100 80 GB.
-DEFAULT_CLUSTER, DEFAULT_DEVICE = "a100-roce", "A100"
+# The machine that `plan` and `simulate` assume by default: the MegaScale paper's, A100 80 GB.
+DEFAULT_CLUSTER = "a100-roce"
+DEFAULT_DEVICE = "A100"
+
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp", ".eps")  # formats that matplotlib writes without other packages
+
+JSON = typer.Option(False, "--json", help="Print JSON instead of tables.")
 
 
-def load_for_gpus(file: Path | None, words: list[str]) -> Config:
-    """Settings of what GPUs would do, asked of a machine that may have none: bfloat16 where nobody says otherwise."""
+def load_for_gpus(file: Path | None, overrides: Sequence[str]) -> Config:
+    """Load the configuration of a run on GPUs on a machine that may have none: bfloat16 is the default precision.
+
+    Without a FILE argument, typer passes the first override as `file`.
+    """
     from megascale.config import load_command_line, with_precision
 
-    return with_precision(load_command_line(file, words), bfloat16=True)
-
-
-PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp", ".eps")  # formats that matplotlib writes by itself
+    if file is not None and str(file).startswith("--"):
+        file, overrides = None, join_arguments(file, overrides)
+    return with_precision(load_command_line(file, list(overrides)), bfloat16=True)
 
 
 def check_picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Return the file of an option that draws a picture, its folder made; ConfigError naming the option and formats."""
+    """Return the file of an option that draws a picture, after making its folder.
+
+    Raises ConfigError that names the option and the known formats.
+    """
     if path is None:
         return None
     option = parameter.opts[0]
@@ -45,22 +60,95 @@ def check_picture(parameter: typer.CallbackParam, path: Path | None) -> Path | N
     return path
 
 
-def need(module: str, extra: str) -> None:
-    """ConfigError with the remedy if an optional package is not installed."""
-    if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"this command needs the package {module}; {remedy(extra)}")
-
-
-def finite(value: float | None) -> float | None:
-    """Return an option's value; typer.BadParameter for NaN and infinity, which its bounds let pass."""
+def check_finite(value: float | None) -> float | None:
+    """Return an option's value. Raise typer.BadParameter for NaN and infinity, which bounds let pass."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number; give one such as 2.5")
     return value
 
 
+def require(module: str, extra: str) -> None:
+    """Raise ConfigError with the remedy if an optional package is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"this command needs the package {module}; {remedy(extra)}")
+
+
 def write_text(path: Path, text: str, option: str) -> None:
-    """Write a small file that an option named; ConfigError naming it if that cannot be."""
+    """Write a small file that an option names. Raise ConfigError that names the option if it cannot be written."""
     try:
         path.write_text(text)
     except OSError as error:
         raise ConfigError(f"{option}={path} cannot be written: {error.strerror or error}") from None
+
+
+def parse_numbers(option: str, text: str, example: str) -> list[int]:
+    """Return the integers of a comma-separated option. Raise ConfigError with an example otherwise."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option}={text!r} must be whole numbers, such as {example}") from None
+
+
+def split_option(text: str | None) -> list[str]:
+    """Return the parts of a comma-separated option; an empty list without it."""
+    return [part.strip() for part in text.split(",")] if text else []
+
+
+def print_json(record: Any, indent: int | None = None) -> None:
+    """Print a record as strict JSON."""
+    typer.echo(strict_json.dumps(record, indent=indent))
+
+
+def make_console(**options: Any) -> Console:
+    """Return a console that does not colour numbers."""
+    from rich.console import Console
+
+    return Console(highlight=False, **options)
+
+
+def make_list(*headers: str) -> Table:
+    """Return a table without lines, for text."""
+    from rich.table import Table
+
+    return Table(*headers, box=None, padding=(0, 2))
+
+
+def make_figures(headers: Sequence[str], left_aligned: Sequence[str] = ()) -> Table:
+    """Return a table of numbers, which are aligned right but for the first column and the columns `left_aligned`."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, header in enumerate(headers):
+        is_left = number == 0 or header in left_aligned
+        table.add_column(header, justify="left" if is_left else "right", overflow="fold")
+    return table
+
+
+def add_rows(table: Table, rows: Iterable[Iterable[str]]) -> None:
+    """Add rows of cells to a table."""
+    for row in rows:
+        table.add_row(*row)
+
+
+def join_first(items: Sequence[Any], limit: int) -> str:
+    """Return the first items, separated by commas, with an ellipsis if there are more."""
+    shown = list(map(str, items[:limit]))
+    if len(items) > limit:
+        shown.append("...")
+    return ", ".join(shown)
+
+
+def format_optional(value: Any, pattern: str) -> str:
+    """Return `pattern` with the value, or an empty text if the value is None."""
+    return "" if value is None else pattern.format(value)
+
+
+def join_arguments(file: object, overrides: Sequence[str]) -> list[str]:
+    """Return FILE, if it is given, and the overrides as arguments of a command."""
+    return [str(file), *overrides] if file else list(overrides)
+
+
+def number_or_none(value: float) -> float | None:
+    """Return a figure for JSON: None if it is infinite or NaN, which means that it is unknown."""
+    return float(value) if math.isfinite(value) else None

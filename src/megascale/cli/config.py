@@ -1,14 +1,17 @@
-"""`megascale config`: what settings do, their types, defaults and ranges."""
+"""`megascale config`: describe the settings, their types, defaults and ranges."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from megascale.cli.common import make_console, print_json
+
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from megascale.config.reference import Setting
 
 
@@ -18,16 +21,16 @@ def register(app: typer.Typer) -> None:
 
 
 def config(
-    words: str = typer.Argument(
-        "", metavar="SECTION|KEY", help="A section, a key or a part of one; none: the sections.", show_default=False
+    name: str = typer.Argument(
+        "", metavar="SECTION|KEY", help="A section, a key or a part of one; default: all sections.", show_default=False
     ),
     file: Path | None = typer.Option(
-        None, "--file", "-f", help="Say what this configuration sets otherwise than the defaults.", show_default=False
+        None, "--file", "-f", help="Print this configuration's differences from the defaults.", show_default=False
     ),
     schema: bool = typer.Option(False, "--schema", help="Print a JSON schema of configuration files, for editors."),
-    markdown: bool = typer.Option(False, "--markdown", help="Print all settings as the documents' page."),
+    markdown: bool = typer.Option(False, "--markdown", help="Print all settings as the page of the documents."),
 ) -> None:
-    """Say what settings do: type, default, range. Changes nothing.
+    """Describe settings: type, default, range. Changes nothing.
 
     Examples:
 
@@ -46,88 +49,79 @@ def config(
     from megascale.config import reference
 
     if schema:
-        typer.echo(json.dumps(reference.schema(), indent=1))
-        return
-    if markdown:
+        print_json(reference.schema(), indent=1)
+    elif markdown:
         typer.echo(reference.markdown(), nl=False)
-        return
-    if file is not None:
+    elif file is not None:
         from megascale.config import load
 
-        print_differences(reference.differences(load(file)), words)
-        return
-    if not words:
-        _print_sections(reference.sections())
-        return
-    found = reference.find(words)
-    if len(found) == 1:
-        _print_one(found[0])
+        _print_differences(reference.differences(load(file)), name)
+    elif not name:
+        _print_sections()
     else:
-        _print_table(found, words)
+        settings = reference.find(name)
+        if len(settings) == 1:
+            _print_setting(settings[0])
+        else:
+            _print_settings(settings)
 
 
-def print_differences(rows: list[tuple[str, str, str]], words: str = "") -> None:
-    """Settings that are not at their defaults, as one table."""
-    from rich.console import Console
+def _make_table(*headers: str, gap: int = 2) -> Table:
     from rich.table import Table
 
-    table = Table("setting", "value", "default", box=None, padding=(0, 2), header_style="bold")
+    return Table(*headers, box=None, padding=(0, gap), header_style="bold")
+
+
+def _print_differences(rows: list[tuple[str, str, str]], prefix: str) -> None:
+    """Print the settings that are not at their defaults and whose keys begin with `prefix`."""
+    table = _make_table("setting", "value", "default")
     for key, value, default in rows:
-        if key.startswith(words):
-            table.add_row(f"[bold]{key}[/bold]", _shown(value), f"[dim]{_shown(default)}[/dim]")
-    console = Console(highlight=False)
-    if table.row_count:
-        console.print(table)
-    else:
-        console.print("every setting is at its default")
+        if key.startswith(prefix):
+            table.add_row(f"[bold]{key}[/bold]", _format_value(value), f"[dim]{_format_value(default)}[/dim]")
+    make_console().print(table if table.row_count else "every setting is at its default")
 
 
-def _shown(value: str) -> str:
+def _format_value(value: str) -> str:
     from rich.markup import escape
 
     return escape(value) if value else "unset"
 
 
-def _print_sections(sections: dict[str, str]) -> None:
-    from rich.console import Console
+def _print_sections() -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     from megascale.config import reference
 
-    table = Table("section", "keys", "what it sets", box=None, padding=(0, 2), header_style="bold")
-    for name, about in sections.items():
-        table.add_row(f"[bold]{name}[/bold]", str(len(reference.settings(name))), escape(about))
-    console = Console(highlight=False)
+    table = _make_table("section", "keys", "what it sets")
+    for name, description in reference.sections().items():
+        table.add_row(f"[bold]{name}[/bold]", str(len(reference.settings(name))), escape(description))
+    console = make_console()
     console.print(table)
     console.print("\nmegascale config SECTION lists its keys, megascale config SECTION.KEY explains one.", markup=False)
 
 
-def _print_table(found: list[Setting], words: str) -> None:
-    from rich.console import Console
+def _print_settings(settings: list[Setting]) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table("key", "default", "what it does", box=None, padding=(0, 1), header_style="bold")
-    for setting in found:
-        about = f"{setting.about} [dim]({escape(setting.values())})[/dim]"
-        table.add_row(f"[bold]{setting.key}[/bold]", _shown(setting.default), about)
-    Console(highlight=False).print(table)
+    table = _make_table("key", "default", "what it does", gap=1)
+    for setting in settings:
+        description = f"{setting.about} [dim]({escape(setting.values())})[/dim]"
+        table.add_row(f"[bold]{setting.key}[/bold]", _format_value(setting.default), description)
+    make_console().print(table)
 
 
-def _print_one(setting: Setting) -> None:
-    from rich.console import Console
+def _print_setting(setting: Setting) -> None:
     from rich.markup import escape
     from rich.table import Table
 
     section, _, key = setting.key.partition(".")
-    example = setting.default or (setting.choices[0] if setting.choices else "VALUE")
+    example = setting.default or next(iter(setting.choices), "VALUE")
     table = Table.grid(padding=(0, 2))
     table.add_row("[bold]does[/bold]", escape(setting.about))
     table.add_row("[bold]values[/bold]", escape(setting.values()))
-    table.add_row("[bold]default[/bold]", _shown(setting.default))
+    table.add_row("[bold]default[/bold]", _format_value(setting.default))
     table.add_row("[bold]command line[/bold]", escape(f"--{setting.key}={example.strip(chr(34))}"))
     table.add_row("[bold]file[/bold]", escape(f"[{section}]\n{key} = {example}"))
-    console = Console(highlight=False)
+    console = make_console()
     console.print(f"[bold]{setting.key}[/bold]")
     console.print(table)

@@ -1,18 +1,19 @@
-"""`megascale convert import | export`: models of Hugging Face in and out."""
+"""`megascale convert import|export`: convert Hugging Face models to runs and back."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from megascale.cli.common import JSON, print_json
+
 if TYPE_CHECKING:
     from megascale.train.convert_model import Conversion
 
-convert = typer.Typer(no_args_is_help=True, help="Bring models from Hugging Face folders and back.")
+convert = typer.Typer(no_args_is_help=True, help="Convert models from Hugging Face folders and back.")
 
 
 def register(app: typer.Typer) -> None:
@@ -27,14 +28,14 @@ def import_(
     ),
     out: Path = typer.Option(..., "--out", "-o", help="Run folder to make, such as runs/gpt2.", show_default=False),
     sequence_length: int | None = typer.Option(
-        None, min=2, help="Tokens in a training sample; default: as far as the model reaches (rotary models only)."
+        None, min=2, help="Tokens in a training sample; default: the model's maximum (rotary models only)."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    as_json: bool = JSON,
 ) -> None:
-    """Make a run folder of a Hugging Face model: train, generate and evaluate then read it like any other run.
+    """Make a run folder of a Hugging Face model, which train, generate and evaluate read like any other run.
 
-    Reads GPT-2, GPT-J, GPT-NeoX (Pythia), Llama, Mistral and Qwen2, from safetensors only: pickled .bin files are
-    never opened. A setting that has no counterpart here is an error that names it. Nothing is fetched from the net.
+    Reads GPT-2, GPT-J, GPT-NeoX (Pythia), Llama, Mistral and Qwen2 from safetensors only: pickled .bin files are never
+    opened. A setting without a counterpart is an error that names it. Nothing is downloaded.
 
     Examples:
 
@@ -46,15 +47,16 @@ def import_(
     """
     from megascale import api
 
-    made = api.import_model(folder, out, sequence_length=sequence_length)
-    if not as_json:
-        typer.echo(f"{made.path}: a {made.family} of {made.parameters:,} parameters, as a run before its first step")
-    _tell(made, as_json)
-    if not as_json:
-        if made.tokenizer:
-            typer.echo(f"tokenizer: {made.path}/tokenizer.json (megascale data build --tokenizer makes data for it)")
-            typer.echo(f"try it: megascale generate {made.path} --prompt 'Once upon a time'")
-        typer.echo(f"train it: megascale train {made.path}/config.toml --data.train=DATASET/train --train.steps=N")
+    run = api.import_model(folder, out, sequence_length=sequence_length)
+    if as_json:
+        _print_json(run)
+        return
+    typer.echo(f"{run.path}: {run.family} with {run.parameters:,} parameters, as a run before its first step")
+    _print_notes(run)
+    if run.tokenizer:
+        typer.echo(f"tokenizer: {run.path}/tokenizer.json (megascale data build --tokenizer makes data for it)")
+        typer.echo(f"try it: megascale generate {run.path} --prompt 'Once upon a time'")
+    typer.echo(f"train it: megascale train {run.path}/config.toml --data.train=DATASET/train --train.steps=N")
 
 
 @convert.command()
@@ -62,18 +64,17 @@ def export(
     run: Path = typer.Argument(..., help="Run folder, such as runs/stdlib.", show_default=False),
     out: Path = typer.Option(..., "--out", "-o", help="Folder to make.", show_default=False),
     family: str | None = typer.Option(
-        None, help="gpt2, gptj, gpt_neox, llama, mistral or qwen2; default: what the model is of."
+        None, help="gpt2, gptj, gpt_neox, llama, mistral or qwen2; default: the first that fits the model."
     ),
-    step: int | None = typer.Option(None, help="Checkpoint to use; default: the newest."),
+    step: int | None = typer.Option(None, help="Step of the checkpoint; default: the newest."),
     dtype: str | None = typer.Option(None, help="float32, bfloat16 or float16; default: the run's own."),
-    tokenizer: bool = typer.Option(True, help="Write the run's tokenizer beside the model."),
-    file_gib: float = typer.Option(4.0, min=0.001, help="GiB from which the weights are spread over several files."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    tokenizer: bool = typer.Option(True, help="Write the run's tokenizer too."),
+    file_gib: float = typer.Option(4.0, min=0.001, help="Size in GiB above which weights are split into files."),
+    as_json: bool = JSON,
 ) -> None:
-    """Write a run's model as config.json, safetensors and tokenizer files, as transformers.AutoModelForCausalLM loads.
+    """Write a run's model as config.json, safetensors and tokenizer files for transformers.AutoModelForCausalLM.
 
-    A model that the family cannot say is an error that names the keys in the way. One file's weights are in memory at
-    a time.
+    A model that the family cannot express is an error that names the keys. Memory holds one file's weights at a time.
 
     Examples:
 
@@ -90,7 +91,7 @@ def export(
     columns = (TextColumn("writing"), BarColumn(), DownloadColumn(binary_units=True))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("writing", total=None)
-        made = api.export_model(
+        model = api.export_model(
             run,
             out,
             family=family,
@@ -98,17 +99,20 @@ def export(
             dtype=dtype,
             tokenizer=tokenizer,
             file_bytes=int(file_gib * 2**30),
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=lambda written, total: bar.update(task, completed=written, total=total),
         )
-    if not as_json:
-        files = ", ".join(sorted(p.name for p in made.path.iterdir() if p.suffix != ".safetensors"))
-        typer.echo(f"{made.path}: a {made.family} of {made.parameters:,} parameters, with {files}")
-    _tell(made, as_json)
-
-
-def _tell(made: Conversion, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(asdict(made) | {"path": str(made.path)}))
+        _print_json(model)
         return
-    for note in made.notes:
+    files = sorted(file.name for file in model.path.iterdir() if file.suffix != ".safetensors")
+    typer.echo(f"{model.path}: {model.family} with {model.parameters:,} parameters, with {', '.join(files)}")
+    _print_notes(model)
+
+
+def _print_json(conversion: Conversion) -> None:
+    print_json(asdict(conversion) | {"path": str(conversion.path)})
+
+
+def _print_notes(conversion: Conversion) -> None:
+    for note in conversion.notes:
         typer.secho(f"note: {note}", fg="yellow")

@@ -1,4 +1,4 @@
-"""`megascale dashboard`: one page for a run, running, finished or dead."""
+"""`megascale dashboard`: one page for a run that is training, finished or dead."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ PORT = 8265
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("dashboard")(dashboard)
+    app.command()(dashboard)
 
 
 def dashboard(
     run: Path = typer.Argument(Path("runs"), metavar="[RUN|RUNS]", help="A run folder, or a folder of run folders."),
-    port: int = typer.Option(PORT, "--port", min=0, max=65535, help="Where it listens; 0: any port that is free."),
-    host: str = typer.Option("127.0.0.1", "--host", help="Address; one that others reach needs the three files below."),
+    port: int = typer.Option(PORT, "--port", min=0, max=65535, help="Port to listen on; 0: any free port."),
+    host: str = typer.Option(
+        "127.0.0.1", "--host", help="Address to listen on; beyond loopback it needs the three files below."
+    ),
     token_file: Path = typer.Option(
         None,
         "--token-file",
-        help="Pages ask for the token in this file (mode 600, made if missing); default: a new token for each start.",
+        help="File with the token that pages require (mode 600, made if missing); default: a new token per start.",
         show_default=False,
     ),
     no_token: bool = typer.Option(False, "--no-token", help="Let every user of this machine read; on loopback only."),
-    certificate: Path = typer.Option(None, "--certificate", help="Of TLS, a PEM file.", show_default=False),
-    key: Path = typer.Option(None, "--key", help="Of TLS, a PEM file.", show_default=False),
+    certificate: Path = typer.Option(None, "--certificate", help="TLS certificate, a PEM file.", show_default=False),
+    key: Path = typer.Option(None, "--key", help="TLS key, a PEM file.", show_default=False),
     until_stdin_ends: bool = typer.Option(False, "--until-stdin-ends", hidden=True),
     browser: bool = typer.Option(True, "--browser/--no-browser", help="Open the page in this machine's browser."),
 ) -> None:
-    """Show a run, or several over each other, in a browser: alive or dead, of 8 ranks or 12,288.
+    """Show a run, or several in one chart, in a browser: training or ended, of 8 ranks or 12,288.
 
-    Overview: curves, where the time went, events, checkpoints. Heat map: any timing of every rank, outliers marked.
-    Timeline: a step of some ranks over its planned schedule, and what each wait was for. Grid: ranks in tensor x
-    pipeline x data, who waits for whom in a hang. Nodes: state and history; cordon, evict, pause, restart. Plan:
-    memory, bubble and step beside what is measured.
+    Overview: curves, time by cause, events, checkpoints. Heat map: any timing of every rank, with outliers. Timeline: a
+    step of some ranks above its planned schedule, and the reason of each wait. Grid: ranks in tensor x pipeline x data,
+    and which rank waits for which in a hang. Nodes: state and history; cordon, evict, pause, restart. Plan: memory,
+    bubble and step next to the measured figures.
 
-    Reading asks for a token: other users of the machine reach the port, too. On a terminal the printed address holds
-    it. Acting asks for the text of RUN/driver/token.act. From elsewhere: ssh -L 8265:127.0.0.1:8265 HOST. Nothing is
+    Reading needs a token, since other users of the machine reach the port too; on a terminal the printed address holds
+    it. Acting needs the text of RUN/driver/token.act. From another machine: ssh -L 8265:127.0.0.1:8265 HOST. Nothing is
     loaded from the internet.
 
     Examples:
@@ -55,10 +57,10 @@ def dashboard(
 
       megascale dashboard runs --port 9000 --no-browser
     """
-    from megascale.cli.common import need
+    from megascale.cli.common import require
 
-    need("fastapi", "dashboard")
-    need("uvicorn", "dashboard")
+    require("fastapi", "dashboard")
+    require("uvicorn", "dashboard")
     from megascale.observe.dashboard.application import Outside
     from megascale.observe.dashboard.questions import Sources
     from megascale.observe.dashboard.run_list import RunList
@@ -68,15 +70,15 @@ def dashboard(
 
     if until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
-    protect_children()  # the processes that answer queries are started by multiprocessing
-    at = Listening(host, port, token_file, no_token, certificate, key)
-    check(at)
+    protect_children()  # multiprocessing starts the processes that answer queries
+    listening = Listening(host, port, token_file, no_token, certificate, key)
+    check(listening)
     outside = Outside(Sources(job_view.job, job_view.nodes, run_plan), job_view.order)
-    serve(RunList(run), outside, at, typer.echo, browser)
+    serve(RunList(run), outside, listening, typer.echo, browser)
 
 
 def _end_with_stdin() -> None:
-    """Whoever launched this holds the other end, and lets go of it however it ends."""
+    """End this process when its parent, which holds the other end of stdin, ends in any way."""
     with contextlib.suppress(OSError):
         while os.read(0, 1024):
             pass
@@ -85,27 +87,28 @@ def _end_with_stdin() -> None:
 
 @contextlib.contextmanager
 def serving(run: Path, port: int) -> Iterator[None]:
-    """Serve the page of a run that is being launched, from the moment its driver is there until this ends."""
-    over, started = threading.Event(), []
+    """Serve the page of a run that is being launched, from the start of its driver until the context ends."""
+    has_ended = threading.Event()
+    processes: list[subprocess.Popen[bytes]] = []
 
-    def begin() -> None:
+    def start() -> None:
         while not (run / "driver" / "contact.json").exists():
-            if over.wait(0.2):
+            if has_ended.wait(0.2):
                 return
-        words = module_command("megascale", "dashboard", str(run), f"--port={port}", "--no-browser")
-        words.append("--until-stdin-ends")
+        command = module_command("megascale", "dashboard", str(run), f"--port={port}", "--no-browser")
+        command.append("--until-stdin-ends")
         try:
-            started.append(subprocess.Popen(words, start_new_session=True, stdin=subprocess.PIPE))
+            processes.append(subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE))
         except OSError as error:
-            typer.echo(f"the dashboard cannot be started: {error}; training goes on without it", err=True)
+            typer.echo(f"the dashboard cannot be started: {error}; training continues without it", err=True)
 
-    waits = threading.Thread(target=begin, daemon=True)
-    waits.start()
+    starter = threading.Thread(target=start, daemon=True)
+    starter.start()
     try:
         yield
     finally:
-        over.set()
-        waits.join()
-        for process in started:
+        has_ended.set()
+        starter.join()
+        for process in processes:
             process.terminate()
             process.wait()

@@ -1,22 +1,34 @@
-"""`megascale data build | inspect | ledger | samples`: make data sets, look into them, prove what a run trained on."""
+"""`megascale data build|inspect|ledger|samples`: make data sets, inspect them, and verify a run's samples."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.core import strict_json
+from megascale.cli.common import JSON, print_json
+from megascale.errors import DataError
 
-data = typer.Typer(no_args_is_help=True, help="Make data sets of text and look into them.")
+if TYPE_CHECKING:
+    from rich.console import Console
 
+    from megascale.config import Config
+    from megascale.data.dataset.ledger import LedgerReport
+    from megascale.data.dataset.samples import SampleSource
 
-# What `data inspect` says of a comparison with the checksum in dataset.json.
-_COMPARED = {
+data = typer.Typer(no_args_is_help=True, help="Make data sets of text and inspect them.")
+
+RUN = typer.Argument(..., help="Run folder, such as runs/stdlib.", show_default=False)
+
+# `data inspect`: results of the comparison with the checksum in dataset.json.
+_COMPARISONS = {
     "all": "all tokens are as they were built",
     "sample": "a sample of the tokens is as it was built (--full reads all)",
     "none": "not compared: no checksum was recorded when they were made",
 }
+_BAR_WIDTH = 40  # characters of the histogram's longest bar
 
 
 def register(app: typer.Typer) -> None:
@@ -28,20 +40,20 @@ def register(app: typer.Typer) -> None:
 def build(
     out: Path = typer.Option(..., "--out", "-o", help="Folder to make."),
     stdlib: bool = typer.Option(False, "--stdlib", help="Use the Python standard library's own source as text."),
-    inputs: list[Path] = typer.Option([], "--input", "-i", help="File or folder of text; may be given again."),
+    inputs: list[Path] = typer.Option([], "--input", "-i", help="File or folder of text; repeatable."),
     vocab_size: int = typer.Option(4096, help="Entries of the byte-level BPE tokenizer to train."),
     tokenizer: Path | None = typer.Option(
         None, help="Use this tokenizer.json (Hugging Face) or .tiktoken file instead of training one."
     ),
-    held_out: float = typer.Option(0.05, help="Share of the text kept from training (the library has its own)."),
-    text_key: str = typer.Option("text", help="Where jsonl records and parquet rows have their text."),
-    workers: int | None = typer.Option(None, min=1, help="Processes; default: one a core."),
-    as_json: bool = typer.Option(False, "--json", help="Print the manifest as JSON."),
+    held_out: float = typer.Option(0.05, help="Share of the text for evaluation (the library has its own)."),
+    text_key: str = typer.Option("text", help="Key of the text in jsonl records and parquet rows."),
+    workers: int | None = typer.Option(None, min=1, help="Number of processes; default: one per core."),
+    as_json: bool = JSON,
 ) -> None:
     """Make a data set: token files for training and evaluation, a tokenizer and a manifest.
 
-    Reads text files (each is a document), .jsonl and .json (also .gz and .zst), .parquet, and folders of them. Killed
-    and called again it goes on where it stopped; when all is done it says so and does nothing.
+    Reads text files (one document each), .jsonl and .json (also .gz and .zst), .parquet, and folders of them. An
+    interrupted build continues when it is called again; a finished one changes nothing.
 
     Examples:
 
@@ -51,14 +63,12 @@ def build(
 
         megascale data build --input crawl/ --tokenizer llama/tokenizer.json --held-out 0.001 --out datasets/crawl
     """
-    from dataclasses import asdict
-
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.data.prepare.builder import build as run
+    from megascale.data.prepare.builder import build as build_data
 
-    made = run(
+    built = build_data(
         out,
         use_stdlib=stdlib,
         inputs=inputs,
@@ -69,23 +79,24 @@ def build(
         workers=workers,
         progress=not as_json,
     )
+    manifest = built.manifest
     if as_json:
-        typer.echo(strict_json.dumps(asdict(made.manifest)))
+        print_json(asdict(manifest))
         return
     console = Console()
-    if not made.fresh:
+    if not built.fresh:
         console.print(f"{out} is already built from these inputs; nothing to do.")
     table = Table("part", "documents", "tokens", "bytes", "bytes/\ntoken", "zlib -9\nbits/byte", "xz -9e\nbits/byte")
-    for name, part in made.manifest.parts.items():
-        sizes = part.compressed
-        extra = [f"{sizes.zlib_bits_per_byte:.3f}", f"{sizes.xz_bits_per_byte:.3f}"] if sizes else ["", ""]
-        table.add_row(
-            name, f"{part.documents:,}", f"{part.tokens:,}", f"{part.bytes:,}", f"{part.bytes_per_token:.2f}", *extra
-        )
+    for name, part in manifest.parts.items():
+        cells = [f"{part.documents:,}", f"{part.tokens:,}", f"{part.bytes:,}", f"{part.bytes_per_token:.2f}"]
+        if part.compressed:
+            cells.append(f"{part.compressed.zlib_bits_per_byte:.3f}")
+            cells.append(f"{part.compressed.xz_bits_per_byte:.3f}")
+        table.add_row(name, *cells)
     console.print(table)
-    for reason, count in made.manifest.skipped.items():
+    for reason, count in manifest.skipped.items():
         console.print(f"skipped {reason}: {count:,}", markup=False)
-    for note in made.manifest.notes:
+    for note in manifest.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     console.print(
         f"Train on it with --data.train={out}/train --data.valid={out}/valid", soft_wrap=True, highlight=False
@@ -95,13 +106,13 @@ def build(
 @data.command()
 def inspect(
     path: Path = typer.Argument(..., help="A data set's folder, or one token file without .bin/.idx."),
-    samples: int = typer.Option(3, help="Documents to show the beginning of."),
+    samples: int = typer.Option(3, help="Documents whose beginning is shown."),
     tokens: int = typer.Option(64, help="Tokens to show of each."),
-    tokenizer: Path | None = typer.Option(None, help="tokenizer.json; default: the one beside the token file."),
+    tokenizer: Path | None = typer.Option(None, help="tokenizer.json; default: the one next to the token file."),
     full: bool = typer.Option(False, "--full", help="Compare all tokens with their checksum, not a sample."),
-    as_json: bool = typer.Option(False, "--json", help="Print as JSON, one line a token file."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON, one line per token file."),
 ) -> None:
-    """Check token files and show what they hold: documents, lengths, decoded samples.
+    """Check token files and show their contents: documents, lengths, decoded samples.
 
     Reads any Megatron-LM .bin/.idx pair. Exit code 4 if a file is damaged or does not fit its tokenizer. The tokens
     of a data set built here are compared with a checksum: a sample of them, or all with --full.
@@ -114,58 +125,60 @@ def inspect(
 
         megascale data inspect corpus_text_document --tokenizer gpt2/tokenizer.json --samples 10
     """
-    from dataclasses import asdict
-
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
     from megascale.data.dataset.description import describe_token_file, find_prefixes, manifest_sources
 
     console = Console()
     for prefix in find_prefixes(path):
-        facts = describe_token_file(prefix, samples, tokens, tokenizer, full=full)
+        description = describe_token_file(prefix, samples, tokens, tokenizer, full=full)
         if as_json:
-            typer.echo(strict_json.dumps(asdict(facts)))
-            continue
-        low, median, mean, high = facts.lengths
-        console.print(f"\n[bold]{escape(facts.prefix)}[/bold]: index and data agree")
-        for source in manifest_sources(prefix):
-            console.print(f"  made of    {escape(source)}", soft_wrap=True)
-        console.print(f"  documents  {facts.documents:,} in {facts.sequences:,} sequences")
-        console.print(
-            f"  tokens     {facts.tokens:,} ({facts.dtype}, {facts.bytes:,} bytes), largest id {facts.largest_id}"
-        )
-        console.print(f"  contents   {_COMPARED[facts.compared]}")
-        if facts.longest_run is not None:
-            length, first, token = facts.longest_run
-            console.print(
-                f"  repeated   id {token}, {length:,} times from token {first:,} on (the longest run of one id)"
-            )
-        console.print(f"  lengths    {low:,} to {high:,} tokens a document, median {median:,}, mean {mean:,.1f}")
-        console.print(f"  tokenizer  {escape(facts.tokenizer or 'none beside it; ids are shown as they are')}")
-        table = Table("tokens in a document", "documents", "")
-        widest = max((count for *_, count in facts.histogram), default=1)
-        for start, stop, count in facts.histogram:
-            table.add_row(f"{start:,} to {stop - 1:,}", f"{count:,}", "█" * round(40 * count / widest))
-        console.print(table)
-        for document, text in facts.samples:
-            console.print(f"[bold]document {document:,} begins[/bold]")
-            console.print(text, markup=False, highlight=False, style="dim")
+            print_json(asdict(description))
+        else:
+            _print_token_file(description, manifest_sources(prefix), console)
+
+
+def _print_token_file(description: Any, sources: list[str], console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    shortest, median, mean, longest = description.lengths
+    console.print(f"\n[bold]{escape(description.prefix)}[/bold]: index and data agree")
+    for source in sources:
+        console.print(f"  made of    {escape(source)}", soft_wrap=True)
+    console.print(f"  documents  {description.documents:,} in {description.sequences:,} sequences")
+    console.print(
+        f"  tokens     {description.tokens:,} ({description.dtype}, {description.bytes:,} bytes), largest id "
+        f"{description.largest_id}"
+    )
+    console.print(f"  contents   {_COMPARISONS[description.compared]}")
+    if description.longest_run is not None:
+        length, first, token = description.longest_run
+        console.print(f"  repeated   id {token}, {length:,} times from token {first:,} on (the longest run of one id)")
+    console.print(f"  lengths    {shortest:,} to {longest:,} tokens per document, median {median:,}, mean {mean:,.1f}")
+    console.print(f"  tokenizer  {escape(description.tokenizer or 'none found; ids are shown instead of text')}")
+    table = Table("tokens in a document", "documents", "")
+    largest_count = max((count for _, _, count in description.histogram), default=1)
+    for start, stop, count in description.histogram:
+        table.add_row(f"{start:,} to {stop - 1:,}", f"{count:,}", "█" * round(_BAR_WIDTH * count / largest_count))
+    console.print(table)
+    for document, text in description.samples:
+        console.print(f"[bold]document {document:,} begins[/bold]")
+        console.print(text, markup=False, highlight=False, style="dim")
 
 
 @data.command()
 def ledger(
-    run: Path = typer.Argument(..., help="A run's folder, such as runs/stdlib."),
-    draw: bool = typer.Option(True, help="Draw the ids again and compare; needs the data files of the run."),
+    run: Path = RUN,
+    draw: bool = typer.Option(True, help="Draw the ids again and compare them; needs the data files of the run."),
     full: bool = typer.Option(False, "--full", help="Compare the tokens of every step, not of some."),
-    as_json: bool = typer.Option(False, "--json", help="Print as JSON."),
+    as_json: bool = JSON,
 ) -> None:
-    """Prove that a run trained each sample once: no number missing or twice, each step on what the seed gives.
+    """Prove that a run trained each sample once: no number is missing or repeated, and each step follows the seed.
 
-    Compares checksums of what all ranks have read: of sample numbers for every step, of tokens for steps of up to 67
-    million tokens (of text one million), evenly over the run. Exit code 4 if the ledger shows a sample skipped,
-    repeated or exchanged.
+    Compares checksums of the samples that all ranks have read: of sample numbers for every step, of tokens for steps of
+    up to 67 million tokens (of text one million), evenly over the run. Exit code 4 if the ledger shows a skipped,
+    repeated or exchanged sample.
 
     Examples:
 
@@ -175,94 +188,107 @@ def ledger(
 
         megascale data ledger runs/stdlib --full
     """
-    from dataclasses import asdict
-
     from megascale.data.dataset.ledger import check_ledger
-    from megascale.data.dataset.samples import SampleSource
-    from megascale.data.loader.host_plan import index_folder
-    from megascale.errors import DataError
-    from megascale.train.run_folder import RunFolder, load_run_config, read_records
 
-    config = load_run_config(run)
-    file = RunFolder(run).samples
+    config, records, file = _read_ledger(run)
     if not file.exists():
         raise DataError(f"{run} has no ledger ({file} is missing): it has not trained a step yet, or lost its history")
-    source = SampleSource(config, index_folder(config)) if draw else None
-    result = check_ledger(read_records(file), source, full=full)
+    source = _open_samples(config) if draw else None
+    result = check_ledger(records, source, full=full)
     if source is not None:
         source.close()
     if as_json:
-        typer.echo(strict_json.dumps(asdict(result)))
+        print_json(asdict(result))
     else:
-        typer.echo(f"{result.steps:,} steps, {result.samples:,} samples from number 0 on")
-        if source is not None:
-            typer.echo(f"{result.distinct:,} different (epoch, file, window); {result.epochs:.3f} epochs")
-            typer.echo(f"tokens of {result.compared:,} steps read again and compared with what ranks had read")
-        for sentence in result.missing:
-            typer.echo(sentence)
-        if result.steps_before_change:
-            typer.echo(
-                f"{result.steps_before_change:,} steps were trained before a change of the data that was accepted"
-            )
+        _print_ledger(result, draw)
     if result.faults:
         raise DataError(f"{file}: {'; '.join(result.faults)}. The run did not train each sample once")
-    if as_json:
-        return
+    if not as_json:
+        _print_proof(result, draw)
+
+
+def _read_ledger(run: Path) -> tuple[Config, list[dict[str, Any]], Path]:
+    """Return a run's configuration, the records of its ledger (none without the file), and the file."""
+    from megascale.train.run_folder import RunFolder, load_run_config, read_records
+
+    file = RunFolder(run).samples
+    config = load_run_config(run)
+    return config, read_records(file) if file.exists() else [], file
+
+
+def _open_samples(config: Config) -> SampleSource:
+    from megascale.data.dataset.samples import SampleSource
+    from megascale.data.loader.host_plan import index_folder
+
+    return SampleSource(
+        config.data,
+        config.model.sequence_length,
+        vocab_size=config.model.vocab_size,
+        seed=config.train.seed,
+        index=index_folder(config.train.runs),
+    )
+
+
+def _print_ledger(result: LedgerReport, draw: bool) -> None:
+    typer.echo(f"{result.steps:,} steps, {result.samples:,} samples from number 0 on")
+    if draw:
+        typer.echo(f"{result.distinct:,} different (epoch, file, window); {result.epochs:.3f} epochs")
+        typer.echo(f"tokens of {result.compared:,} steps read again and compared with those that ranks had read")
+    for sentence in result.missing:
+        typer.echo(sentence)
+    if result.steps_before_change:
+        typer.echo(f"{result.steps_before_change:,} steps were trained before a change of the data that was accepted")
+
+
+def _print_proof(result: LedgerReport, draw: bool) -> None:
+    """Print the proven statement, as far as the ledger's lines allow it."""
     if result.recorded < result.steps:
         unknown = result.steps - result.recorded
         typer.echo(
-            f"each sample was due once; the lines of {unknown:,} steps are of an older version and do not say what "
-            "ranks have read"
+            f"each sample was due once; the lines of {unknown:,} steps do not record the samples that ranks read"
         )
-    elif result.unknown:
-        typer.echo("each other sample was trained once" + (", as the seed and the files give it" if draw else ""))
-    else:
-        typer.echo("each sample was trained once" + (", as the seed and the files give it" if draw else ""))
+        return
+    line = "each sample was trained once"
+    if result.unknown:
+        line = "each other sample was trained once"
+    if draw:
+        line += ", as the seed and the files determine it"
+    typer.echo(line)
 
 
 @data.command()
 def samples(
-    run: Path = typer.Argument(..., help="A run's folder, such as runs/stdlib."),
-    step: int = typer.Option(..., min=1, help="Which step; one that is still to come is drawn ahead."),
-    as_json: bool = typer.Option(False, "--json", help="Print as JSON."),
+    run: Path = RUN,
+    step: int = typer.Option(..., min=1, help="Step; the samples of a future step are drawn ahead."),
+    as_json: bool = JSON,
 ) -> None:
-    """Name the samples that a step trains: their numbers, and for each its file, epoch and tokens.
+    """List the samples that a step trains: their numbers, and for each its file, epoch and tokens.
 
     Examples:
 
         megascale data samples runs/stdlib --step 1200
     """
-    import json
-
     from megascale.data.dataset.ledger import find_step_samples
-    from megascale.data.dataset.samples import SampleSource
-    from megascale.data.loader.host_plan import index_folder
-    from megascale.train.run_folder import RunFolder, load_run_config, read_records
 
-    config = load_run_config(run)
-    file = RunFolder(run).samples
-    first, count = find_step_samples(read_records(file) if file.exists() else [], step, config.train.global_batch)
-    source = SampleSource(config, index_folder(config))
-    rows = source.ids(first, count).tolist()
+    config, records, _ = _read_ledger(run)
+    first, count = find_step_samples(records, step, config.train.global_batch)
+    source = _open_samples(config)
+    ids = source.ids(first, count).tolist()
+    # Text without weights is one stream of all entries.
+    names = config.data.train
+    if len(source.files) == 1:
+        names = [", ".join(names)]
     source.close()
     length = config.model.sequence_length
-    # Text without weights is one stream of all entries.
-    names = config.data.train if len(source.files) > 1 else [", ".join(config.data.train)]
-    found = [
-        {
-            "sample": first + i,
-            "file": names[number],
-            "epoch": epoch,
-            "window": window,
-            "tokens": [window * length, (window + 1) * length + 1],
-        }
-        for i, (epoch, number, window) in enumerate(rows)
-    ]
+    rows = []
+    for sample, (epoch, file, window) in enumerate(ids, first):
+        token_range = [window * length, (window + 1) * length + 1]
+        rows.append({"sample": sample, "file": names[file], "epoch": epoch, "window": window, "tokens": token_range})
     if as_json:
-        typer.echo(json.dumps({"step": step, "first": first, "count": count, "samples": found}))
+        print_json({"step": step, "first": first, "count": count, "samples": rows})
         return
     typer.echo(f"step {step} trains samples {first} to {first + count - 1}:")
-    for each in found:
-        start, stop = each["tokens"]
-        where = f"window {each['window']} (tokens {start:,} to {stop - 1:,})"
-        typer.echo(f"  {each['sample']}: {each['file']} {where}, epoch {each['epoch']}")
+    for row in rows:
+        start, stop = row["tokens"]
+        window = f"window {row['window']} (tokens {start:,} to {stop - 1:,})"
+        typer.echo(f"  {row['sample']}: {row['file']} {window}, epoch {row['epoch']}")

@@ -1,77 +1,106 @@
-"""`megascale diagnose`: is this node fit to train?"""
+"""`megascale doctor|diagnose|hang`: examine this machine, test it, and find the rank that makes a run hang."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from megascale.core import strict_json
+from megascale.cli.common import JSON, format_optional, make_console, make_list, print_json
+
+if TYPE_CHECKING:
+    from megascale.observe.hang.scene import Scene
+    from megascale.observe.hang.verdict import Hang
+    from megascale.resilience.diagnose.check import SelfCheck
+
+_AGENT_SECONDS = 28.0  # agents have 15 s to look at their ranks, and the driver must write what they send
+_LISTED_RANKS = 64
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the commands."""
+    app.command()(doctor)
+    app.command()(hang)
+    app.command()(diagnose)
 
-    @app.command()
-    def diagnose(
-        check: list[str] = typer.Option([], "--check", help="Only this check; may be repeated. Default: all."),
-        expected: Path = typer.Option(None, help="File of learned rates; default: in the user's cache."),
-        learn: bool = typer.Option(True, help="Remember the rates of checks that pass."),
-        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
-        pairs: str = typer.Option(
-            None, "--pairs", metavar="HOST:PORT", help="Test with other nodes; node 0's address."
-        ),
-        node: int = typer.Option(0, help="With --pairs: this node's number."),
-        world: int = typer.Option(2, help="With --pairs: how many nodes take part."),
-    ) -> None:
-        """Test this node: computing, memory, links between devices, NICs.
 
-        GEMMs and a small model must give the same bits every time and on every machine of the kind; rates
-        are compared with what machines of the kind reached before (learned in one JSON file). Hardware that is not
-        there is said to be absent. Exit code 0: fit; 1: something failed. A driver runs this on suspicion.
+def doctor(as_json: bool = JSON) -> None:
+    """Print what this machine has, what is missing or slow, and why. Changes nothing.
 
-        With --pairs, started on each node, pairs of nodes all-reduce, regrouped until the bad ones are named.
+    Example: megascale doctor
+    """
+    from megascale.observe.machine_report import examine
 
-        Examples:
+    findings = examine()
+    if as_json:
+        print_json([vars(finding) for finding in findings], indent=2)
+        return
+    table = make_list("", "what", "found", "what follows")
+    marks = {"good": "[green]ok[/green]", "slow": "[yellow]slow[/yellow]", "missing": "[red]no[/red]"}
+    for finding in findings:
+        table.add_row(marks[finding.verdict], finding.what, finding.found, finding.advice)
+    make_console().print(table)
 
-          megascale diagnose
 
-          megascale diagnose --check gemm --check memory --json
+def diagnose(
+    check: list[str] = typer.Option([], "--check", help="Run only this check; repeatable. Default: all."),
+    expected: Path = typer.Option(None, help="File of learned rates; default: in the user's cache."),
+    learn: bool = typer.Option(True, help="Save the rates of checks that pass."),
+    as_json: bool = JSON,
+    pairs: str = typer.Option(
+        None, "--pairs", metavar="HOST:PORT", help="Test together with other nodes; address of node 0."
+    ),
+    node: int = typer.Option(0, help="With --pairs: this node's number."),
+    world: int = typer.Option(2, help="With --pairs: number of nodes."),
+) -> None:
+    """Test this node: computing, memory, links between devices, NICs.
 
-          megascale diagnose --pairs 10.0.0.1:29700 --node 3 --world 8
-        """
+    GEMMs and a small model must give the same bits every time and on every machine of the same kind. Rates are
+    compared with the rates that machines of this kind reached before (learned in one JSON file). Missing hardware is
+    reported as absent. Exit code 0: fit; 1: a check failed. A driver runs this on a suspected node.
 
-        from megascale.resilience.diagnose import suite
-        from megascale.resilience.diagnose.expected import default_file
+    With --pairs, started on each node, pairs of nodes run all-reduces and are regrouped until the bad nodes are named.
 
-        if pairs is not None:
-            found = [_pairs(pairs, node, world)]
-            kind = f"node {node} of {world}"
-        else:
-            file = expected or default_file()
-            known = suite.expectations(file)
-            kind, found = known.kind, []
-            for result, seconds in suite.run(check, known):
-                found.append(result)
-                if learn:
-                    known.learn(result)
-                if not as_json:
-                    _say(result, seconds)
+    Examples:
+
+      megascale diagnose
+
+      megascale diagnose --check gemm --check memory --json
+
+      megascale diagnose --pairs 10.0.0.1:29700 --node 3 --world 8
+    """
+    from megascale.resilience.diagnose import suite
+    from megascale.resilience.diagnose.expected import default_file
+
+    if pairs is not None:
+        results, kind = [_check_pairs(pairs, node, world)], f"node {node} of {world}"
+        if not as_json:
+            _print_check(results[0], 0.0)
+    else:
+        file = expected or default_file()
+        expectations = suite.expectations(file)
+        results, kind = [], expectations.kind
+        for result, seconds in suite.run(check, expectations):
+            results.append(result)
             if learn:
-                known.save(file)
-        if as_json:
-            typer.echo(strict_json.dumps(suite.as_json(kind, found), indent=2))
-        elif pairs is not None:
-            _say(found[0], 0.0)
-        failed = [result for result in found if not result.passed]
-        for result in failed:
-            typer.echo(f"failed: {result.name}: {result.details}", err=True)
-        if failed:
-            raise typer.Exit(1)
+                expectations.learn(result)
+            if not as_json:
+                _print_check(result, seconds)
+        if learn:
+            expectations.save(file)
+    if as_json:
+        print_json(suite.as_json(kind, results), indent=2)
+    failed = [result for result in results if not result.passed]
+    for result in failed:
+        typer.echo(f"failed: {result.name}: {result.details}", err=True)
+    if failed:
+        raise typer.Exit(1)
 
 
-def _pairs(address: str, node: int, world: int):
-    """Take part in the inquiry of all nodes."""
+def _check_pairs(address: str, node: int, world: int) -> SelfCheck:
+    """Take part in the test of all nodes, and return this node's result."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -85,21 +114,98 @@ def _pairs(address: str, node: int, world: int):
             f"--pairs {address} --node {node} --world {world}: give HOST:PORT of node 0, and 0 <= node < world"
         )
     try:
-        store = dist.TCPStore(
-            host, int(port), is_master=node == 0, timeout=timedelta(seconds=60), wait_for_workers=False
-        )
+        timeout = timedelta(seconds=60)
+        store = dist.TCPStore(host, int(port), is_master=node == 0, timeout=timeout, wait_for_workers=False)
         return take_part(store, node, world, in_a_process(host, int(port))).check(node)
     except dist.DistError as error:
         raise TrainingError(f"node {node} lost node 0 at {address}: {str(error).splitlines()[0][:200]}") from None
 
 
-def _say(check, seconds: float) -> None:
-    from rich.console import Console
-
+def _print_check(check: SelfCheck, seconds: float) -> None:
     colours = {"passed": "green", "failed": "bold red", "absent": "dim"}
-    rate = "" if check.measured is None else f"{check.measured:.4g} {check.unit}"
-    least = "" if check.expected is None else f"(at least {check.expected:.3g})"
-    console = Console(highlight=False, soft_wrap=True)
-    line = f"{check.name:<30} {rate:>16} {least:<18} {check.details}"
+    rate = format_optional(check.measured, "{:.4g} " + check.unit)
+    limit = format_optional(check.expected, "(at least {:.3g})")
+    line = f"{check.name:<30} {rate:>16} {limit:<18} {check.details}"
+    if seconds >= 1:
+        line += f"  [{seconds:.1f} s]"
+    console = make_console(soft_wrap=True)
     console.print(f"[{colours[check.result]}]{check.result:<7}[/] ", end="")
-    console.print(line + (f"  [{seconds:.1f} s]" if seconds >= 1 else ""), markup=False)
+    console.print(line, markup=False)
+
+
+def hang(
+    folder: Path = typer.Argument(
+        ...,
+        help="Run folder, such as runs/stdlib, or a folder with copies of status files or flight-recorder dumps.",
+        show_default=False,
+    ),
+    ask: bool = typer.Option(True, help="Request stacks and flight records from ranks on this host."),
+    watch: float = typer.Option(2.0, min=0.0, help="Seconds to watch for progress; at least as long as a step."),
+    as_json: bool = JSON,
+) -> None:
+    """Name the rank that makes a run hang, the collective it hangs in, and the evidence.
+
+    Joins the records of every rank (its current call, its position in the schedule) with the state of its process, its
+    stack and torch's flight recorder. Ranks that have ended, stopped or do not answer are suspects. A healthy run is
+    not disturbed, and is reported as moving. Exit code 0: nothing hangs; 1: something does.
+
+    Examples:
+
+      megascale hang runs/stdlib-3d
+
+      megascale hang runs/stdlib-3d --json
+
+      megascale hang dumps-from-another-cluster --no-ask
+    """
+    from megascale.observe.hang import hang_report
+
+    has_remote_ranks = (folder / "driver").is_dir() and not any((folder / "status").glob("rank-*.calls"))
+    if ask and has_remote_ranks:
+        _request_remote_ranks(folder, watch)
+    scene, verdict = hang_report.examine(folder, ask, watch)
+    if as_json:
+        print_json(hang_report.as_json(scene, verdict), indent=2)
+    else:
+        _print_hang(scene, verdict)
+    if verdict.kind != "none":
+        raise typer.Exit(1)
+
+
+def _request_remote_ranks(run: Path, watch: float) -> None:
+    """Request the state of ranks on other machines from the driver; without it their agents' last reports are used."""
+    from megascale.errors import MegascaleError
+    from megascale.resilience.driver.api.client import ask
+
+    try:
+        ask(run, "GET", f"/v1/ranks?watch={min(watch, 10.0)}", seconds=_AGENT_SECONDS)
+    except MegascaleError as error:
+        typer.echo(f"the ranks are shown as their agents last reported them: {error}", err=True)
+
+
+def _print_hang(scene: Scene, verdict: Hang) -> None:
+    from megascale.observe.hang import hang_report
+    from megascale.observe.hang.verdict import place
+
+    console = make_console()
+    colour = {"none": "green"}.get(verdict.kind, "red")
+    console.print(f"[bold {colour}]{hang_report.headline(verdict)}[/]")
+    if scene.sent:
+        seen_at = time.strftime("%H:%M:%S", time.localtime(scene.now_ns / 1e9))
+        console.print(f"as their agents saw the ranks at {seen_at}")
+    for line in verdict.evidence:
+        console.print(f"  - {line}", markup=False)
+    table = make_list("rank", "process", "position", "waits in", "for", "s")
+    waits = {wait.rank: wait for wait in verdict.waits}
+    for rank in sorted(scene.ranks)[:_LISTED_RANKS]:
+        rank_state, wait = scene.ranks[rank], waits.get(rank)
+        name = str(rank)
+        if rank in verdict.ranks:
+            name = f"[red]{rank}[/]"
+        row = [name, rank_state.process, place(rank_state)]
+        if wait is not None:
+            waits_for = "all joined" if wait.all_came else ", ".join(map(str, wait.on[:8]))
+            row += [f"{wait.group} call {wait.sequence} {wait.op}", waits_for, f"{wait.seconds:.1f}"]
+        table.add_row(*row)
+    console.print(table)
+    if len(scene.ranks) > _LISTED_RANKS:
+        console.print(f"and {len(scene.ranks) - _LISTED_RANKS} more ranks (--json lists all)")

@@ -1,149 +1,187 @@
-"""`megascale jobs|nodes|events|evict|cordon|uncordon|pause|resume|restart`: look at launched jobs and steer them.
+"""`megascale jobs|nodes|events|logs|access|evict|cordon|uncordon|pause|resume|restart`: show and control launched jobs.
 
-Where RUN is a file of `megascale access` and no folder, all is asked of the driver: from a laptop, say.
+If RUN is a file of `megascale access` instead of a folder, the commands query the driver, also from another machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from megascale.cli.common import OVERRIDES
+from megascale.cli.common import (
+    JSON,
+    OVERRIDES,
+    add_rows,
+    format_optional,
+    join_first,
+    make_console,
+    number_or_none,
+    print_json,
+)
 from megascale.core import strict_json
-from megascale.errors import ConfigError, DataError
+from megascale.errors import ConfigError, DataError, MegascaleError
 
 RUN = typer.Argument(..., help="Run folder, such as runs/stdlib, or an access file.", show_default=False)
-JSON = typer.Option(False, "--json", help="Print JSON for a machine.")
-WHY = typer.Option("asked for on the command line", "--why", help="Goes into the journal.")
+NODE = typer.Argument(..., help="Node, such as n2.")
+REASON = typer.Option("asked for on the command line", "--why", help="Reason, which goes into the journal.")
+_LISTED_RANKS = 16
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command()(jobs)
-    app.command()(nodes)
-    app.command()(events)
-    app.command()(evict)
-    app.command()(cordon)
-    app.command()(uncordon)
-    app.command()(pause)
-    app.command()(resume)
+    for command in (jobs, nodes, events, evict, cordon, uncordon, pause, resume, access, logs):
+        app.command()(command)
     app.command(context_settings=OVERRIDES)(restart)
+
+
+def _make_table(*headers: str) -> Any:
+    from rich.table import Table
+
+    return Table(*headers, box=None)
 
 
 def jobs(
     runs: Path = typer.Argument(Path("runs"), help="A folder of run folders, or one run folder."),
     as_json: bool = JSON,
 ) -> None:
-    """List launched jobs: phase, attempt, step, and whether a driver is at work.
+    """List launched jobs: phase, attempt, step, and whether a driver is running.
 
     Works with and without a running driver. Example: megascale jobs
     """
-    from rich.console import Console
-    from rich.table import Table
+    from megascale.resilience.driver.state.journal import FILE
 
-    from megascale.resilience.driver.state.journal import FILE, JournalReader
-
-    folders = [runs] if (runs / FILE).exists() else sorted(p.parent for p in runs.glob(f"*/{FILE}"))
+    folders = [runs]
+    if not (runs / FILE).exists():
+        folders = sorted(file.parent for file in runs.glob(f"*/{FILE}"))
     if not folders:
         raise DataError(f"{runs} holds no run that was started with `megascale launch`")
-    rows: list[dict[str, Any]] = []
-    for folder in folders:
-        reader = JournalReader(folder)
-        job, alive = reader.job, reader.driver_alive()
-        reader.close()
-        if job is not None:
-            rows.append(
-                {"run": str(folder), "phase": job.phase.value, "attempt": job.attempt, "step": _step(folder, job.step)}
-                | {"ranks": job.world, "nodes": list(job.placement), "driver": alive, "why": job.why}
-            )
+    rows = [row for row in map(_describe_job, folders) if row is not None]
     if as_json:
-        typer.echo(strict_json.dumps(rows))
+        print_json(rows)
         return
-    table = Table("run", "phase", "attempt", "step", "ranks", "nodes", "driver", "last decision", box=None)
+    table = _make_table("run", "phase", "attempt", "step", "ranks", "nodes", "driver", "last decision")
     table.columns[0].overflow = "fold"
-    for r in rows:
-        cells = [r["run"], r["phase"], r["attempt"], r["step"], r["ranks"], len(r["nodes"])]
-        table.add_row(*map(str, cells), "running" if r["driver"] else "none", r["why"])
-    Console(highlight=False).print(table)
+    for row in rows:
+        driver = "running" if row["driver"] else "none"
+        cells = [
+            row["run"],
+            row["phase"],
+            row["attempt"],
+            row["step"],
+            row["ranks"],
+            len(row["nodes"]),
+            driver,
+            row["why"],
+        ]
+        add_rows(table, [map(str, cells)])
+    make_console().print(table)
 
 
-def _step(run: Path, known: int) -> int:
-    """The step that rank 0 is in, if its status can be read here; else the one the journal knows."""
+def _describe_job(folder: Path) -> dict[str, Any] | None:
+    """Return a job's row from its journal and from rank 0's status; None if the journal has no job yet."""
     from megascale.core.status import read_status
+    from megascale.resilience.driver.state.journal import JournalReader
 
-    status = read_status(run / "status" / "rank-0.status")
-    return max(known, status.step) if status is not None else known
+    with contextlib.closing(JournalReader(folder)) as reader:
+        job, is_driver_alive = reader.job, reader.driver_alive()
+    if job is None:
+        return None
+    status = read_status(folder / "status" / "rank-0.status")
+    return {
+        "run": str(folder),
+        "phase": job.phase.value,
+        "attempt": job.attempt,
+        "step": job.step if status is None else max(job.step, status.step),
+        "ranks": job.world,
+        "nodes": list(job.placement),
+        "driver": is_driver_alive,
+        "why": job.why,
+    }
 
 
 def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
-    """Show a job's nodes: state, ranks, last heartbeat, what each rank does, and how slow its slowest rank is.
+    """Show a job's nodes: state, ranks, last heartbeat, each rank's activity, and the slowness of the slowest rank.
 
-    own, s: a step's seconds of its slowest rank without waits for others. slower: against ranks with the same work, in
-    red where megascale stragglers names it. Both from the run's spans, empty where there are none.
+    own, s: seconds per step of its slowest rank, without waits for other ranks. slower: compared with ranks of the
+    same work; red if `megascale stragglers` names the rank. Both come from the run's spans and are empty without them.
 
-    Asks the driver; without one, shows what the journal remembers. Example: megascale nodes runs/stdlib
+    Queries the driver; without one, shows the last state in the journal. Example: megascale nodes runs/stdlib
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    found, alive = _nodes(run)
-    speeds = {} if run.is_file() else _speeds(run)
-    for n in found:
-        mine = [speeds[rank] for rank in n["ranks"] if rank in speeds]
-        slowest = max(mine, key=lambda one: one["slower"] or 0.0, default={"own": None, "slower": None, "named": False})
-        n |= {"own_seconds": slowest["own"], "slower": slowest["slower"], "slow": any(one["named"] for one in mine)}
+    rows, is_driver_alive = _list_nodes(run)
+    speeds = {}
+    if not run.is_file():
+        speeds = _measure_ranks(run)
+    for row in rows:
+        ranks = [speeds[rank] for rank in row["ranks"] if rank in speeds]
+        slowest = max(ranks, key=lambda rank: rank["slower"] or 0.0, default={"own": None, "slower": None})
+        row["own_seconds"] = slowest["own"]
+        row["slower"] = slowest["slower"]
+        row["slow"] = any(rank["named"] for rank in ranks)
     if as_json:
-        typer.echo(strict_json.dumps(found))
+        print_json(rows)
         return
-    table = Table("node", "address", "state", "ranks", "heartbeat", "own, s", "slower", "doing", box=None)
-    for n in found:
-        state = n["state"] + (" (cordoned)" if n["cordoned"] else "")
-        seen = "" if n["seen"] is None else f"{n['seen']:.1f} s ago"
-        doing = ", ".join(sorted({f"{w['phase'] or w['state']} {w['step']}" for w in n["workers"]}))
-        if n["state"] == "up" and not n["ranks"]:
-            doing = f"spare, self-checks {n.get('checks', 'not run')}"
-        own = "" if n["own_seconds"] is None else f"{n['own_seconds']:.3g}"
-        slower = "" if n["slower"] is None else f"{n['slower']:+.1%}"
-        slower = f"[red]{slower}[/red]" if n["slow"] else slower
-        table.add_row(n["name"], n["address"], state, " ".join(map(str, n["ranks"])), seen, own, slower, doing)
-    console = Console(highlight=False)
+    table = _make_table("node", "address", "state", "ranks", "heartbeat", "own, s", "slower", "activity")
+    add_rows(table, map(_format_node, rows))
+    console = make_console()
     console.print(table)
-    for n in found:
-        if n["state"] != "up":
-            console.print(f" {n['name']} {n['state']}: {n['why']}", markup=False)
-    if not alive:
-        typer.echo("no driver is at work: this is what the journal remembers")
+    for row in rows:
+        if row["state"] != "up":
+            console.print(f" {row['name']} {row['state']}: {row['why']}", markup=False)
+    if not is_driver_alive:
+        typer.echo("no driver is running: this is the last state in the journal")
 
 
-def _nodes(run: Path) -> tuple[list[dict[str, Any]], bool]:
-    """(the nodes as the API has them, whether a driver said so)."""
+def _format_node(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a node."""
+    state = row["state"]
+    if row["cordoned"]:
+        state += " (cordoned)"
+    heartbeat = format_optional(row["seen"], "{:.1f} s ago")
+    if row["state"] == "up" and not row["ranks"]:
+        activity = f"spare, self-checks {row.get('checks', 'not run')}"
+    else:
+        activities = {f"{worker['phase'] or worker['state']} {worker['step']}" for worker in row["workers"]}
+        activity = ", ".join(sorted(activities))
+    own_seconds = format_optional(row["own_seconds"], "{:.3g}")
+    slower = format_optional(row["slower"], "{:+.1%}")
+    if row["slow"]:
+        slower = f"[red]{slower}[/red]"
+    ranks = " ".join(map(str, row["ranks"]))
+    return [row["name"], row["address"], state, ranks, heartbeat, own_seconds, slower, activity]
+
+
+def _list_nodes(run: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Return the nodes as the API lists them, and whether a driver answered."""
     from megascale.resilience.driver.api.client import ask
     from megascale.resilience.driver.state.journal import JournalReader
 
     if run.is_file():
         return ask(run, "GET", "/v1/nodes"), True
-    reader = JournalReader(run)
-    remembered, alive, job = reader.nodes(), reader.driver_alive(), reader.job
-    reader.close()
-    if alive:
+    with contextlib.closing(JournalReader(run)) as reader:
+        recorded, job = reader.nodes(), reader.job
+        is_driver_alive = reader.driver_alive()
+    if is_driver_alive:
         return ask(run, "GET", "/v1/nodes"), True
-    return [
-        {"name": n.name, "address": n.address, "state": n.state, "cordoned": bool(n.facts.get("cordoned"))}
-        | {"ranks": list(job.ranks(n.name)) if job else [], "seen": None, "why": n.why, "workers": []}
-        | {"checks": "not run"}
-        for n in remembered
-    ], False
+    rows: list[dict[str, Any]] = []
+    for node in recorded:
+        row: dict[str, Any] = {"name": node.name, "address": node.address, "state": node.state, "why": node.why}
+        row["cordoned"] = bool(node.facts.get("cordoned"))
+        row["ranks"] = list(job.ranks(node.name)) if job else []
+        rows.append(row | {"seen": None, "workers": [], "checks": "not run"})
+    return rows, False
 
 
-def _speeds(run: Path) -> dict[int, dict[str, Any]]:
-    """Of each rank seconds of its own work a step, by how much it is slower than comparable ranks (None: it has none),
-    and whether it stands out; empty without spans."""
-    import math
+def _measure_ranks(run: Path) -> dict[int, dict[str, Any]]:
+    """Return each rank's own seconds per step, its excess over comparable ranks (None without any), and a flag.
 
-    from megascale.errors import MegascaleError
+    The flag is set if `megascale stragglers` names the rank. Empty without spans.
+    """
     from megascale.observe.analysis.rank_parts import rank_parts, window
     from megascale.observe.analysis.slow_ranks import median
     from megascale.observe.analysis.stragglers import stragglers
@@ -151,153 +189,159 @@ def _speeds(run: Path) -> dict[int, dict[str, Any]]:
 
     try:
         with SpanTables(run) as tables:
-            found = stragglers(rank_parts(tables, *window(tables)))
+            report = stragglers(rank_parts(tables, *window(tables)))
     except MegascaleError:
         return {}
-    named = {one.found.rank for one in found.persistent}
-    rows = zip(
-        found.parts.ranks.tolist(), median(found.parts.working).tolist(), found.judged.excess.tolist(), strict=True
-    )
-    return {
-        rank: {"own": own, "slower": None if math.isnan(by) else by, "named": rank in named} for rank, own, by in rows
-    }
+    named_ranks = {straggler.found.rank for straggler in report.persistent}
+    parts, excesses = report.parts, report.judged.excess
+    ranks = parts.ranks.tolist()
+    speeds = {}
+    for rank, seconds, excess in zip(ranks, median(parts.working).tolist(), excesses.tolist(), strict=True):
+        speeds[rank] = {"own": seconds, "slower": number_or_none(excess), "named": rank in named_ranks}
+    return speeds
 
 
 def events(
     run: Path = RUN,
     as_json: bool = JSON,
-    follow: bool = typer.Option(False, "--follow", "-f", help="Go on as new events come; Ctrl-C ends."),
+    follow: bool = typer.Option(False, "--follow", "-f", help="Print new events as they occur; Ctrl-C ends."),
     all_events: bool = typer.Option(False, "--all", help="Also the trainers' events (checkpoints, evaluations)."),
 ) -> None:
-    """Print the events of a job with date (UTC) and attempt: what happened, what was decided, and on what evidence.
+    """Print the events of a job with date (UTC) and attempt: faults, decisions and their evidence.
 
     Example: megascale events runs/stdlib
     """
-    import time
-
-    from rich.console import Console
-
+    from megascale.resilience.driver.api.client import ask
     from megascale.resilience.driver.state.journal import JournalReader
 
-    console, after = Console(highlight=False, soft_wrap=True), 0
     reader = None if run.is_file() else JournalReader(run)
     if reader is None and all_events:
-        raise ConfigError("--all reads the run folder, and an access file leads to its driver only; leave it out")
-    trainers = _trainer_events(run) if all_events else []
-    first: float | None = None
+        raise ConfigError("--all reads the run folder, but an access file reaches its driver only; omit the option")
+    trainer_events = _read_trainer_events(run) if all_events else []
+    console, last_id = make_console(soft_wrap=True), 0
+    start: float | None = None
     while True:
-        fresh = reader.events(after) if reader is not None else _told(run, after)
-        merged: list[Any] = sorted([*fresh, *trainers], key=lambda e: e["time"] if isinstance(e, dict) else e.time)
-        trainers = []
-        for entry in merged:
+        if reader is not None:
+            new_events = [vars(entry) for entry in reader.events(last_id)]
+        else:
+            new_events = ask(run, "GET", f"/v1/events?after={last_id}")  # a limited number at a time
+        entries = sorted(new_events + trainer_events, key=itemgetter("time"))
+        trainer_events = []
+        for entry in entries:
+            if start is None:
+                start = entry["time"]
             if as_json:
-                typer.echo(strict_json.dumps(entry if isinstance(entry, dict) else vars(entry)))
-                continue
-            first = first if first is not None else (entry["time"] if isinstance(entry, dict) else entry.time)
-            _show(console, entry, first)
-        after = fresh[-1].id if fresh else after
-        if not follow and (reader is not None or not fresh):
-            break
+                print_json(entry)
+            elif "evidence" in entry:
+                _print_event(console, entry, start)
+            else:
+                _print_trainer_event(console, entry)
+        if new_events:
+            last_id = new_events[-1]["id"]
         if follow:
             time.sleep(0.5)
+        elif reader is not None or not new_events:
+            break
     if reader is not None:
         reader.close()
 
 
-def _told(run: Path, after: int) -> list[Any]:
-    """Events as the driver tells them: some at a time."""
-    from types import SimpleNamespace
-
-    from megascale.resilience.driver.api.client import ask
-
-    return [SimpleNamespace(**record) for record in ask(run, "GET", f"/v1/events?after={after}")]
-
-
-def _trainer_events(run: Path) -> list[dict[str, Any]]:
-    """Return the events that trainers wrote, those with a time; damaged lines are left out."""
+def _read_trainer_events(run: Path) -> list[dict[str, Any]]:
+    """Return the trainers' events that have a plausible time; damaged lines are skipped."""
     from megascale.core.bounded_lines import RecordReader
     from megascale.core.events import is_plausible_time
 
-    found = []
+    entries = []
     with contextlib.suppress(OSError):
         for record in RecordReader(run / "events.jsonl"):
-            time = strict_json.number(record.get("time"))
-            if record.get("by") != "driver" and is_plausible_time(time):
-                found.append(record | {"time": time, "event": str(record.get("event", ""))})
-    return found
+            seconds = strict_json.number(record.get("time"))
+            if record.get("by") != "driver" and is_plausible_time(seconds):
+                entries.append(record | {"time": seconds, "event": str(record.get("event", ""))})
+    return entries
 
 
-def _show(console: Any, entry: Any, first: float) -> None:
+def _print_trainer_event(console: Any, entry: dict[str, Any]) -> None:
     from rich.text import Text
 
     from megascale.core.events import date_of
 
-    if isinstance(entry, dict):
-        hidden = ("time", "date", "event", "attempt")
-        rest = {k: v for k, v in entry.items() if k not in hidden and not isinstance(v, dict)}
-        text = ", ".join(f"{k} {v}" for k, v in rest.items())
-        when = f"{date_of(entry['time'])} {str(entry.get('attempt', 0))[:20]:>3} "
-        parts = (when, f"{'':10}{entry['event']}  ", text)
-        when, event, text = (part.encode(errors="replace").decode() for part in parts)  # half a character
-        console.print(Text.assemble((when, "dim"), event, (text, "dim")))
-        return
-    colour = {"stop": "bold red", "evict": "red", "alert": "yellow", "": "cyan", "none": "cyan"}.get(entry.action)
-    about = f" on {', '.join(entry.nodes)}" if entry.nodes else ""
-    about += f" (rank {', '.join(map(str, entry.ranks))})" if entry.ranks else ""
-    action = f" -> {entry.action}" if entry.action not in ("", "none") else ""
-    since = f"{entry.time - first:+8.2f}s "
-    when = f"{date_of(entry.time)} {entry.attempt:>3} "
-    head = Text.assemble((when, "dim"), (since, "dim"), (entry.kind, colour or "yellow"))
-    console.print(head.append(about).append(action, style="bold"))
-    for sentence in entry.evidence:
+    hidden = ("time", "date", "event", "attempt")
+    details = [f"{k} {v}" for k, v in entry.items() if k not in hidden and not isinstance(v, dict)]
+    attempt = str(entry.get("attempt", 0))[:20]
+    texts = (f"{date_of(entry['time'])} {attempt:>3} ", f"{'':10}{entry['event']}  ", ", ".join(details))
+    # A record of another process may hold half a character.
+    date, event, text = (part.encode(errors="replace").decode() for part in texts)
+    console.print(Text.assemble((date, "dim"), event, (text, "dim")))
+
+
+def _print_event(console: Any, entry: dict[str, Any], start: float) -> None:
+    """Print a driver's event and its evidence; `start`: time of the first event printed."""
+    from rich.text import Text
+
+    from megascale.core.events import date_of
+
+    colours = {"stop": "bold red", "evict": "red", "alert": "yellow", "": "cyan", "none": "cyan"}
+    text = Text.assemble(
+        (f"{date_of(entry['time'])} {entry['attempt']:>3} ", "dim"),
+        (f"{entry['time'] - start:+8.2f}s ", "dim"),
+        (entry["kind"], colours.get(entry["action"], "yellow")),
+    )
+    if entry["nodes"]:
+        text.append(f" on {', '.join(entry['nodes'])}")
+    if entry["ranks"]:
+        text.append(f" (rank {', '.join(map(str, entry['ranks']))})")
+    if entry["action"] not in ("", "none"):
+        text.append(f" -> {entry['action']}", style="bold")
+    console.print(text)
+    for sentence in entry["evidence"]:
         console.print(Text(f"{'':39}{sentence}", style="dim"))
 
 
-def evict(run: Path = RUN, node: str = typer.Argument(..., help="Such as n2."), why: str = WHY) -> None:
-    """Take a node out of a job; its ranks move to a spare or a new node.
+def evict(run: Path = RUN, node: str = NODE, why: str = REASON) -> None:
+    """Remove a node from a job; its ranks move to a spare or a new node.
 
     Example: megascale evict runs/stdlib n2 --why "fan is loud"
     """
-    _order(run, f"/v1/nodes/{node}/evict", why)
+    _send_order(run, f"/v1/nodes/{node}/evict", why)
 
 
-def cordon(run: Path = RUN, node: str = typer.Argument(..., help="Such as n2."), why: str = WHY) -> None:
-    """Give a node nothing new; what it runs goes on.
+def cordon(run: Path = RUN, node: str = NODE, why: str = REASON) -> None:
+    """Assign nothing new to a node; its running ranks continue.
 
     Example: megascale cordon runs/stdlib n2
     """
-    _order(run, f"/v1/nodes/{node}/cordon", why)
+    _send_order(run, f"/v1/nodes/{node}/cordon", why)
 
 
-def uncordon(run: Path = RUN, node: str = typer.Argument(..., help="Such as n2."), why: str = WHY) -> None:
-    """Allow a node again, an evicted one too.
+def uncordon(run: Path = RUN, node: str = NODE, why: str = REASON) -> None:
+    """Allow a cordoned or evicted node again.
 
     Example: megascale uncordon runs/stdlib n2
     """
-    _order(run, f"/v1/nodes/{node}/uncordon", why)
+    _send_order(run, f"/v1/nodes/{node}/uncordon", why)
 
 
-def pause(run: Path = RUN, why: str = WHY) -> None:
+def pause(run: Path = RUN, why: str = REASON) -> None:
     """Let a job save and stop; its nodes stay ready.
 
     Example: megascale pause runs/stdlib
     """
-    _order(run, "/v1/job/pause", why)
+    _send_order(run, "/v1/job/pause", why)
 
 
-def resume(run: Path = RUN, why: str = WHY) -> None:
-    """Go on with a paused job.
+def resume(run: Path = RUN, why: str = REASON) -> None:
+    """Resume a paused job.
 
     Example: megascale resume runs/stdlib
     """
-    _order(run, "/v1/job/resume", why)
+    _send_order(run, "/v1/job/resume", why)
 
 
-def restart(context: typer.Context, run: Path = RUN, why: str = WHY) -> None:
-    """Update a running job: save, import the code anew, start the trainers again, with settings changed if any are
-    given as --section.key=value.
+def restart(context: typer.Context, run: Path = RUN, why: str = REASON) -> None:
+    """Update a running job: save, import the code again, and start the trainers again.
 
-    Settings that bring no step are taken back. Layout, model and the driver's own ([resilience]) need a new launch.
+    Settings given as --section.key=value are changed. Settings with which no step succeeds are reverted. Layout, model
+    and the driver's own settings ([resilience]) need a new launch.
 
     Examples:
 
@@ -307,32 +351,97 @@ def restart(context: typer.Context, run: Path = RUN, why: str = WHY) -> None:
     """
     if context.args:
         _check_settings(run, context.args)
-    from megascale.resilience.driver.api.settable import leave_settings
+        from megascale.resilience.driver.api.settable import leave_settings
 
-    if context.args:
-        leave_settings(run, [word.removeprefix("--") for word in context.args])
-    _order(run, "/v1/job/restart", why, from_folder=bool(context.args))
+        leave_settings(run, [override.removeprefix("--") for override in context.args])
+    _send_order(run, "/v1/job/restart", why, from_folder=bool(context.args))
 
 
-def _check_settings(run: Path, words: list[str]) -> None:
-    """Raises what a launch with these settings would raise, before anything is stopped for them."""
+def _check_settings(run: Path, overrides: list[str]) -> None:
+    """Raise the errors of a launch with these settings, before the job is stopped for them."""
     from megascale import api
     from megascale.config import load_command_line
     from megascale.core.layout import lay_out
     from megascale.resilience.driver.recovery.hot_update import settings_file
     from megascale.resilience.driver.state.journal import JournalReader
 
-    wrong = [word for word in words if not (word.startswith("--") and "=" in word)]
-    if wrong:
-        raise ConfigError(f"{wrong[0]} is no setting: give --section.key=value, such as --lr.peak=1e-4")
-    reader = JournalReader(run)
-    job = reader.job
-    reader.close()
-    lay_out(api.resolve(load_command_line(settings_file(run), words)), job.world if job is not None else 1)
+    for override in overrides:
+        if not (override.startswith("--") and "=" in override):
+            raise ConfigError(f"{override} is not a setting: give --section.key=value, such as --lr.peak=1e-4")
+    with contextlib.closing(JournalReader(run)) as reader:
+        world = reader.job.world if reader.job is not None else 1
+    lay_out(api.resolve(load_command_line(settings_file(run), overrides)), world)
 
 
-def _order(run: Path, path: str, why: str, **more: Any) -> None:
+def _send_order(run: Path, path: str, why: str, **fields: Any) -> None:
     from megascale.resilience.driver.api.client import ask
 
-    answer = ask(run, "POST", path, {"why": why} | more)
+    answer = ask(run, "POST", path, {"why": why} | fields)
     typer.echo(f"done; the job is {answer['phase']}")
+
+
+def access(
+    run: Path = typer.Argument(..., help="The run folder, on the driver's machine.", show_default=False),
+    act: bool = typer.Option(False, "--act", help="Also allow orders (evict, pause ...), not only reading."),
+    host: str = typer.Option("", "--host", help="Host by which others reach the driver; default: where it listens."),
+) -> None:
+    """Print an access file, which `nodes`, `events`, `logs`, `evict` ... take as RUN on another machine.
+
+    It holds address, certificate and token of the running driver in one line of JSON. Its holder may read, and with
+    --act also control the job: store it in a file of mode 600. It is valid as long as this driver; with
+    resilience.tls_certificate and resilience.api_port as long as those settings.
+
+    Examples:
+
+      (umask 77; ssh head01 megascale access runs/stdlib > stdlib.access)
+
+      megascale nodes stdlib.access
+    """
+    from megascale.resilience.driver.api.access import make_access
+
+    typer.echo(make_access(run, act, host).to_text(), nl=False)
+
+
+def logs(
+    run: Path = RUN,
+    rank: int = typer.Option(0, "--rank", min=0, help="Rank whose log is printed."),
+    lines: int = typer.Option(50, "--lines", "-n", min=0, help="Lines from its end; at most 64 KiB."),
+    follow: bool = typer.Option(False, "--follow", "-f", help="Print new lines as they are written; Ctrl-C ends."),
+) -> None:
+    """Print the end of a rank's log, from a run folder or through the driver.
+
+    Example: megascale logs runs/stdlib --rank 3 -f
+    """
+    from megascale.resilience.driver.api.log_pieces import LOG_PIECE
+
+    start, end, text = _read_log(run, rank, -LOG_PIECE)
+    log_lines = text.splitlines(keepends=True)
+    if start:
+        log_lines = log_lines[1:]  # the first line's beginning is not in this piece
+    if lines:
+        sys.stdout.write("".join(log_lines[-lines:]))
+    while follow:
+        sys.stdout.flush()
+        time.sleep(0.5)
+        _, end, text = _read_log(run, rank, end)
+        sys.stdout.write(text)
+
+
+def _read_log(run: Path, rank: int, offset: int) -> tuple[int, int, str]:
+    """Return a piece of a log from byte `offset` on (negative: from its end) as (first byte, end, text)."""
+    from megascale.resilience.driver.api.client import ask
+    from megascale.resilience.driver.api.log_pieces import read_piece
+
+    if run.is_file():
+        answer = ask(run, "GET", f"/v1/logs/{rank}?after={offset}")
+        return answer["start"], answer["end"], answer["text"]
+    file = run / "logs" / f"rank-{rank}.log"
+    piece = read_piece(file, offset)
+    if piece is None:
+        ranks = sorted(int(log.stem[5:]) for log in file.parent.glob("rank-*.log") if log.stem[5:].isdigit())
+        existing = "no rank has a log"
+        if ranks:
+            existing = f"there are logs of ranks {join_first(ranks, _LISTED_RANKS)}"
+        raise DataError(f"{file} does not exist; {existing}")
+    start, content = piece
+    return start, start + len(content), content.decode(errors="replace")

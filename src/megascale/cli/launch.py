@@ -1,4 +1,4 @@
-"""`megascale launch`: train with a driver, agents and spares that keep the run going by themselves."""
+"""`megascale launch|agent`: train with a driver, agents and spares; take part in such a job with this machine."""
 
 from __future__ import annotations
 
@@ -7,142 +7,145 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megascale.cli.common import OVERRIDES
+from megascale.cli.common import OVERRIDES, join_arguments, make_console, require
+from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
     from megascale.config import Config
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the commands."""
+    app.command(context_settings=OVERRIDES)(launch)
+    app.command()(agent)
 
-    @app.command(context_settings=OVERRIDES)
-    def launch(
-        context: typer.Context,
-        file: str = typer.Argument(
-            None, metavar="FILE", help="Configuration, such as examples/stdlib.toml.", show_default=False
-        ),
-        nodes: int = typer.Option(None, "--nodes", help="Nodes with ranks; local: a process each."),
-        spares: int = typer.Option(None, "--spares", help="Nodes that stand by."),
-        dashboard: int = typer.Option(
-            None, "--dashboard", metavar="PORT", min=0, max=65535, help="Serve the run's page there meanwhile (0: any)."
-        ),
-        cluster: str = typer.Option(
-            None, "--cluster", help="Where nodes come from: local, ssh, slurm, kubernetes, manual."
-        ),
-        hosts: Path = typer.Option(None, "--hosts", help="With ssh: file with a machine a line.", show_default=False),
-        dry_run: bool = typer.Option(
-            False, "--dry-run", help="With slurm, kubernetes: print the batch script or the manifests; start nothing."
-        ),
-        form: str = typer.Option(
-            "nodes", "--form", help="Manifests printed: nodes (as a driver here makes them), driver (as a Job), jobset."
-        ),
-    ) -> None:
-        """Train unattended: faults are found, explained and recovered from.
 
-        A driver watches one agent a node; each agent runs its ranks from a process that has everything imported.
-        Every decision and its evidence goes to runs/NAME/journal.sqlite: `megascale events runs/NAME` prints them.
-        Kill the driver, and the same command takes the running job over. Ctrl-C saves and ends; the same command
-        goes on. Settings as --section.key=value, as for `train`; [resilience] has the windows and budgets.
+def launch(
+    context: typer.Context,
+    file: str = typer.Argument(
+        None, metavar="FILE", help="Configuration, such as examples/stdlib.toml.", show_default=False
+    ),
+    nodes: int = typer.Option(None, "--nodes", help="Nodes with ranks; with cluster local: one process per node."),
+    spares: int = typer.Option(None, "--spares", help="Spare nodes, which replace failed ones."),
+    dashboard: int = typer.Option(
+        None, "--dashboard", metavar="PORT", min=0, max=65535, help="Serve the run's page on this port (0: any)."
+    ),
+    cluster: str = typer.Option(None, "--cluster", help="Source of nodes: local, ssh, slurm, kubernetes, manual."),
+    hosts: Path = typer.Option(None, "--hosts", help="With ssh: file with one machine per line.", show_default=False),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="With slurm, kubernetes: print the batch script or the manifests; start nothing."
+    ),
+    form: str = typer.Option(
+        "nodes",
+        "--form",
+        help="Manifests to print: nodes (as a driver on this machine makes them), driver (as a Job), jobset.",
+    ),
+) -> None:
+    """Train unattended: faults are detected, explained and recovered from.
 
-        Examples:
+    A driver watches one agent per node. Each agent forks its ranks from a process that has imported everything. Every
+    decision and its evidence goes to runs/NAME/journal.sqlite, and `megascale events runs/NAME` prints them. If the
+    driver dies, the same command takes over the running job. Ctrl-C saves and ends; the same command resumes. Settings
+    are given as --section.key=value, as for `train`; [resilience] has the windows and budgets.
 
-          megascale launch examples/stdlib.toml --nodes 4 --spares 1 --train.micro_batch=1
+    Examples:
 
-          megascale launch examples/stdlib.toml --nodes 2 --resilience.window=3 --checkpoint.interval=20
+      megascale launch examples/stdlib.toml --nodes 4 --spares 1 --train.micro_batch=1
 
-          megascale launch examples/stdlib.toml --nodes 2 --dashboard 8265
+      megascale launch examples/stdlib.toml --nodes 2 --resilience.window=3 --checkpoint.interval=20
 
-          megascale launch job.toml --resilience.placement=placement.json --resilience.environment=network.env
+      megascale launch examples/stdlib.toml --nodes 2 --dashboard 8265
 
-          megascale launch job.toml --cluster ssh --hosts hosts --nodes 4 --spares 1
+      megascale launch job.toml --resilience.placement=placement.json --resilience.environment=network.env
 
-          megascale launch job.toml --cluster slurm --nodes 4 --spares 1 --dry-run > job.sbatch
+      megascale launch job.toml --cluster ssh --hosts hosts --nodes 4 --spares 1
 
-          megascale launch job.toml --cluster kubernetes --nodes 4 --spares 1 --kubernetes.image=registry/megascale:1
+      megascale launch job.toml --cluster slurm --nodes 4 --spares 1 --dry-run > job.sbatch
 
-          megascale launch job.toml --cluster kubernetes --dry-run --form driver | kubectl apply -f -
+      megascale launch job.toml --cluster kubernetes --nodes 4 --spares 1 --kubernetes.image=registry/megascale:1
 
-          megascale launch job.toml --cluster manual --nodes 2 --resilience.listen=10.0.0.1 --resilience.port=29400
-        """
-        extra = list(context.args)
-        extra += [f"--resilience.nodes={nodes}"] * (nodes is not None)
-        extra += [f"--resilience.spares={spares}"] * (spares is not None)
-        extra += [f"--resilience.cluster={cluster}"] * (cluster is not None)
-        extra += [f"--resilience.hosts={hosts}"] * (hosts is not None)
-        from megascale.config import load_command_line, with_precision
+      megascale launch job.toml --cluster kubernetes --dry-run --form driver | kubectl apply -f -
 
-        config = load_command_line(file, extra)
-        if dry_run:
-            if config.resilience.cluster == "kubernetes":
-                _print_manifests(config, form)
-            else:
-                _print_batch_script(config, [*([file] if file else []), *extra])
-            return
-        from rich.console import Console
+      megascale launch job.toml --cluster manual --nodes 2 --resilience.listen=10.0.0.1 --resilience.port=29400
+    """
+    options = {"nodes": nodes, "spares": spares, "cluster": cluster, "hosts": hosts}
+    overrides = [f"--resilience.{key}={value}" for key, value in options.items() if value is not None]
+    overrides = context.args + overrides
+    from megascale.config import load_command_line
 
-        from megascale import api
-        from megascale.cli.common import need
-        from megascale.core.layout import lay_out
-        from megascale.core.preflight import Share, preflight
-        from megascale.data.dataset.data_checks import check_data
+    config = load_command_line(file, overrides)
+    if not dry_run:
+        raise typer.Exit(_drive(config, dashboard))
+    if config.resilience.cluster == "kubernetes":
+        _print_manifests(config, form)
+    else:
+        _print_batch_script(config, join_arguments(file, overrides))
 
-        need("fastapi", "driver")
-        from megascale.resilience.driver import start_driver
-        from megascale.resilience.driver.job_files import read_job_files
-        from megascale.resilience.driver.timeouts import check_timeouts
 
-        config, size = start_driver.prepare(config)
-        check_timeouts(config)  # with what the cluster chose
-        resolved = with_precision(api.resolve(config), bool(size.devices))
-        lay_out(resolved, size.world)  # what does not divide is said once, before any process starts
-        console = Console(highlight=False, soft_wrap=True)
+def _drive(config: Config, dashboard: int | None) -> int:
+    """Check the job, run its driver, and return the exit code."""
+    from megascale import api
+    from megascale.config import with_precision
+    from megascale.core.layout import lay_out
+    from megascale.core.preflight import Share, preflight
+    from megascale.data.dataset.data_checks import check_data
 
-        def say(who: str, text: str) -> None:
-            style = "bold cyan" if who == "driver" else "dim"
-            console.print(f"[{style}]{who:>8}[/] ", end="")
-            console.print(text, markup=False)
+    require("fastapi", "driver")
+    from megascale.resilience.driver import start_driver
+    from megascale.resilience.driver.job_files import read_job_files
+    from megascale.resilience.driver.timeouts import check_timeouts
 
-        if not start_driver.is_running(config):  # a job that runs is taken over as it is
-            read_job_files(config)
-        if start_driver.other_machines(config):
-            say("driver", "data, memory and disks are those of other machines: each rank checks its own")
-        elif not start_driver.is_running(config):
-            prompted = resolved.train.sample_prompt is not None
-            check_data(resolved.data, resolved.model.sequence_length, needs_tokenizer=prompted)
-            nodes_here = config.resilience.nodes + config.resilience.spares
-            share = Share(size.world, 0, size.world, nodes=nodes_here, gpus=bool(size.devices))
-            preflight(resolved, share, say=lambda line: say("driver", line))
-        if dashboard is None:
-            raise typer.Exit(start_driver.drive(config, size, say))
-        from megascale.cli.dashboard import serving
+    config, size = start_driver.prepare(config)
+    check_timeouts(config)  # the cluster may have set some of them
+    has_gpus = bool(size.devices)
+    resolved = with_precision(api.resolve(config), has_gpus)
+    layout = lay_out(resolved, size.world)  # one error message, before any process starts
+    console = make_console(soft_wrap=True)
 
-        with serving(config.run_folder, dashboard):
-            code = start_driver.drive(config, size, say)
-        raise typer.Exit(code)
+    def log_line(source: str, text: str) -> None:
+        style = {"driver": "bold cyan"}.get(source, "dim")
+        console.print(f"[{style}]{source:>8}[/] ", end="")
+        console.print(text, markup=False)
+
+    is_running = start_driver.is_running(config)  # a running job is taken over unchanged
+    if not is_running:
+        read_job_files(config)
+    if start_driver.other_machines(config):
+        log_line("driver", "data, memory and disks are those of other machines: each rank checks its own")
+    elif not is_running:
+        check_data(
+            resolved.data, resolved.model.sequence_length, needs_tokenizer=resolved.train.sample_prompt is not None
+        )
+        local_nodes = config.resilience.nodes + config.resilience.spares
+        share = Share(size.world, 0, size.world, nodes=local_nodes, gpus=has_gpus)
+        preflight(layout, share, say=lambda line: log_line("driver", line))
+    if dashboard is None:
+        return start_driver.drive(config, size, log_line)
+    from megascale.cli.dashboard import serving
+
+    with serving(config.run_folder, dashboard):
+        return start_driver.drive(config, size, log_line)
 
 
 def _print_manifests(config: Config, form: str) -> None:
-    """What `kubectl apply` takes, on stdout."""
+    """Print Kubernetes manifests for `kubectl apply`."""
     from typing import cast
 
-    from megascale.errors import ConfigError
     from megascale.resilience.cluster.kubernetes import gpus_of_a_node
     from megascale.resilience.cluster.kubernetes_manifests import FORMS, Form, manifests, to_yaml
 
     if form not in FORMS:
-        raise ConfigError(f"--form={form} is none of {', '.join(FORMS)}")
+        raise ConfigError(f"--form={form} is unknown; choose one of {', '.join(FORMS)}")
     if not config.kubernetes.image:
         raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
-    found = manifests(config, cast(Form, form), gpus_of_a_node(config), str(config.run_folder.absolute()))
-    typer.echo(to_yaml(found), nl=False)
+    run_folder = str(config.run_folder.absolute())
+    typer.echo(to_yaml(manifests(config, cast(Form, form), gpus_of_a_node(config), run_folder)), nl=False)
 
 
-def _print_batch_script(config: Config, words: list[str]) -> None:
-    """What `sbatch` takes, on stdout."""
+def _print_batch_script(config: Config, arguments: list[str]) -> None:
+    """Print a Slurm batch script for `sbatch`."""
     import os
 
-    from megascale.errors import ConfigError
     from megascale.resilience.cluster.slurm import gpus_of_a_node
     from megascale.resilience.cluster.slurm_script import batch_script
     from megascale.resilience.driver.state.evicted import evicted_nodes
@@ -152,7 +155,56 @@ def _print_batch_script(config: Config, words: list[str]) -> None:
             f"--dry-run is for Slurm and Kubernetes, but resilience.cluster={config.resilience.cluster}; add "
             "--cluster slurm or --cluster kubernetes"
         )
-    config.run_folder.parent.mkdir(parents=True, exist_ok=True)  # Slurm writes its log there, or nothing at all
-    blocked = evicted_nodes(config.run_folder)
-    path = os.environ.get("PYTHONPATH", "")
-    typer.echo(batch_script(config, gpus_of_a_node(config), words, blocked, path), nl=False)
+    config.run_folder.parent.mkdir(parents=True, exist_ok=True)  # Slurm writes no log if this folder is missing
+    evicted = evicted_nodes(config.run_folder)
+    python_path = os.environ.get("PYTHONPATH", "")
+    typer.echo(batch_script(config, gpus_of_a_node(config), arguments, evicted, python_path), nl=False)
+
+
+def agent(
+    drivers: list[str] = typer.Argument(
+        ..., metavar="HOST:PORT...", help="Addresses of the driver, tried in turn.", show_default=False
+    ),
+    job: str = typer.Option(..., "--job", help="Name of the run (train.name).", show_default=False),
+    secret_file: str = typer.Option(
+        None, "--secret-file", help="Private file with the job's secret; - for stdin.", show_default=False
+    ),
+    node: str = typer.Option(None, "--node", help="This machine's name in the job; default: its host name."),
+    interface: str = typer.Option(
+        "", "--interface", help="Network interface of the ranks, such as eth1.", show_default=False
+    ),
+    address: str = typer.Option(
+        "",
+        "--address",
+        help="Address by which other nodes reach this machine; default: the one on the route to the driver.",
+        show_default=False,
+    ),
+    folder: Path = typer.Option(None, "--folder", help="For logs and state of nodes; default: ~/.megascale/JOB."),
+    wait: float = typer.Option(600.0, "--wait", min=0.0, help="Seconds to retry while no driver answers."),
+) -> None:
+    """Take part in a launched job with this machine, until the job ends.
+
+    Use it with `megascale launch --resilience.cluster=manual`, which prints the address. The secret is the text of
+    RUN/driver/token on the driver's machine. Pass it privately: in a file of mode 600, on stdin, or as
+    MEGASCALE_JOB_SECRET (systemd's LoadCredential or EnvironmentFile, a Kubernetes Secret). It is proved, never sent,
+    and never an argument. Beyond loopback the connection uses TLS, and the driver must prove the secret too.
+
+    Exit code 0: the job is over. 1: no driver answers. 2: the driver refuses this machine (other versions, too few
+    GPUs, a name that is in use).
+
+    Examples:
+
+      megascale agent head01:29400 --job stdlib --secret-file /run/secrets/stdlib
+
+      ssh head01 cat runs/stdlib/driver/token | megascale agent head01:29400 --job stdlib --secret-file -
+
+      megascale agent head01:29400 head02:29400 --job stdlib --secret-file s --interface eth1
+    """
+    import socket
+
+    from megascale.resilience.agent.join import join, parse_place, read_secret
+
+    addresses = [parse_place(text) for text in drivers]
+    secret = read_secret(secret_file)
+    name = node or socket.gethostname().partition(".")[0]
+    join(addresses, job, secret, name, folder, address, interface, wait, lambda line: typer.echo(line, err=True))

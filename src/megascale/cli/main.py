@@ -1,4 +1,4 @@
-"""`megascale`: the list of commands, and how errors become one paragraph and an exit code."""
+"""`megascale`: the table of commands, and the conversion of errors into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -17,27 +17,37 @@ from megascale.core.python_command import leave_working_directory
 from megascale.core.secrets import hide_secrets
 from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, MegascaleError, missing_extra
 
-# Command -> the module that registers it, in the order of --help. Each has `register(app)` and imports heavy packages
-# only inside its functions. Other commands of a module than its first stand beside it.
+# Command -> the module that registers it, in the order of --help. Each module has `register(app)` and imports heavy
+# packages inside its functions only.
 COMMANDS: dict[str, str] = {
     "config": "config",
     "data": "data",
     "plan": "plan",
     "train": "train",
     "launch": "launch",
-    "agent": "agent",
-    **dict.fromkeys(("jobs", "nodes", "events", "evict", "cordon", "uncordon", "pause", "resume", "restart"), "jobs"),
-    **dict.fromkeys(("access", "logs"), "access"),
-    "evaluate": "evaluate",
-    "generate": "generate",
-    "plot": "plot",
+    "agent": "launch",
+    "jobs": "jobs",
+    "nodes": "jobs",
+    "events": "jobs",
+    "evict": "jobs",
+    "cordon": "jobs",
+    "uncordon": "jobs",
+    "pause": "jobs",
+    "resume": "jobs",
+    "access": "jobs",
+    "logs": "jobs",
+    "restart": "jobs",
+    "evaluate": "trained_run",
+    "generate": "trained_run",
+    "plot": "trained_run",
     "convert": "convert",
     "checkpoint": "checkpoint",
     "simulate": "simulate",
     "network": "network",
     "bench": "bench",
-    "doctor": "doctor",
-    "hang": "hang",
+    "doctor": "diagnose",
+    "hang": "diagnose",
+    "diagnose": "diagnose",
     "spans": "spans",
     "whatif": "whatif",
     "timeline": "timeline",
@@ -45,30 +55,37 @@ COMMANDS: dict[str, str] = {
     "stragglers": "stragglers",
     "decline": "decline",
     "faults": "faults",
-    "diagnose": "diagnose",
 }
 
-# Commands that people run for what they do: lost output does not end them. The others are run for what they print.
+# Commands that people run for their effect: lost output does not end them. All other commands are run for their output.
 WORK: frozenset[tuple[str, ...]] = frozenset(
     {
         ("train",),
         ("launch",),
         ("agent",),
-        *((action,) for action in ("evict", "cordon", "uncordon", "pause", "resume", "restart")),
+        ("evict",),
+        ("cordon",),
+        ("uncordon",),
+        ("pause",),
+        ("resume",),
+        ("restart",),
         ("plot",),
         ("dashboard",),
         ("bench",),
         ("data", "build"),
         ("convert", "import"),
         ("convert", "export"),
-        *(("checkpoint", action) for action in ("prune", "export", "import", "reshard")),
+        ("checkpoint", "prune"),
+        ("checkpoint", "export"),
+        ("checkpoint", "import"),
+        ("checkpoint", "reshard"),
         ("faults", "inject"),
     }
 )
 
 
 def command_line(modules: Iterable[str]) -> typer.Typer:
-    """The commands of these modules of cli/."""
+    """Return an app with the commands of these modules of cli/."""
     app = typer.Typer(
         name="megascale",
         help="Train large language models unattended, on one GPU or on many hosts.",
@@ -92,25 +109,28 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 def __getattr__(name: str) -> typer.Typer:
-    """`app`: all commands, made when it is first asked for."""
+    """Return `app` with all commands, made on first access."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = app = command_line(dict.fromkeys(COMMANDS.values()))
+    app = command_line(dict.fromkeys(COMMANDS.values()))
+    globals()[name] = app
     return app
 
 
-def _named() -> typer.Typer:
-    """What runs the words of this process. To make all commands takes longer than most need to run: where the first
-    word is a command, its module's are made and no others."""
-    module = COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+def _make_app() -> typer.Typer:
+    """Return an app with the command of this process's command line, or with all commands.
+
+    Making all commands takes longer than most commands run.
+    """
+    module = COMMANDS.get("".join(sys.argv[1:2]))
     return command_line([module] if module else dict.fromkeys(COMMANDS.values()))
 
 
-def is_work(words: Sequence[str]) -> bool:
-    """Return whether a command line is run for what it does, so that it goes on when its output is lost."""
-    if "--dry-run" in words or "--json" in words:
+def is_work(arguments: Sequence[str]) -> bool:
+    """Return whether a command line is run for its effect, so that it continues when its output is lost."""
+    if "--dry-run" in arguments or "--json" in arguments:
         return False
-    return tuple(words[:1]) in WORK or tuple(words[:2]) in WORK
+    return tuple(arguments[:1]) in WORK or tuple(arguments[:2]) in WORK
 
 
 def main() -> None:
@@ -120,7 +140,7 @@ def main() -> None:
     terminal.open_streams()
     if is_work(sys.argv[1:]):
         terminal.ignore_lost_output()
-    run_app(_named)
+    run_app(_make_app)
 
 
 def _exit_with(error: MegascaleError) -> NoReturn:
@@ -141,10 +161,10 @@ def run_app(make_app: Callable[[], typer.Typer]) -> None:
     except MegascaleError as error:
         _exit_with(error)
     except ModuleNotFoundError as error:
-        known = missing_extra(error)
-        if known is None:
+        extra_error = missing_extra(error)
+        if extra_error is None:
             raise
-        _exit_with(known)
+        _exit_with(extra_error)
     except KeyboardInterrupt:
         typer.secho("interrupted", fg="yellow", err=True)
         sys.exit(EXIT_INTERRUPTED)
@@ -152,7 +172,7 @@ def run_app(make_app: Callable[[], typer.Typer]) -> None:
         if not terminal.is_output_error(error):
             raise
         terminal.ignore_lost_output()  # Python flushes stdout once more at its end
-        if error.errno != errno.EPIPE:  # who reads a pipe may close it
+        if error.errno != errno.EPIPE:  # a pipe's reader may close it at any time
             typer.secho(f"error: standard output cannot be written: {error.strerror}", fg="red", err=True)
         sys.exit(EXIT_FAILED)
 

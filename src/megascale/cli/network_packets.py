@@ -1,14 +1,29 @@
-"""`megascale network packets | tune | validate`: every packet, timers against flapping links, and the yardsticks."""
+"""`megascale network packets|tune|validate`: packet simulation, timers for flapping links, and the targets."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from megascale.cli.common import check_picture, finite, write_text
-from megascale.core import strict_json
+from megascale.cli.common import (
+    JSON,
+    check_finite,
+    check_picture,
+    make_console,
+    print_json,
+    require,
+    split_option,
+    write_text,
+)
+from megascale.errors import ConfigError
+
+_PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw a picture.", callback=check_picture)
+
+_VERDICTS = {True: ("pass ", "green"), False: ("miss ", "red")}
+_SWITCH = {True: "on", False: "off"}
 
 
 def packets(
@@ -18,20 +33,20 @@ def packets(
     ),
     dcqcn: str = typer.Option("fast", "--dcqcn", help="Parameter set: paper, hpcc, hpcc-paper, fast."),
     target_us: float | None = typer.Option(
-        None, "--swift-base-us", min=0.1, max=1e6, callback=finite, help="Swift's base target delay."
+        None, "--swift-base-us", min=0.1, max=1e6, callback=check_finite, help="Swift's base target delay, in us."
     ),
-    hosts: int = typer.Option(64, "--hosts", min=2, help="Hosts of one NIC each, leaf switches of 8."),
+    hosts: int = typer.Option(64, "--hosts", min=2, help="Hosts with one NIC each, under leaf switches of 8."),
     changes: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a key of the fabric; repeatable."),
-    tiers: int = typer.Option(3, "--tiers", help="2 or 3."),
-    mb: float = typer.Option(2.0, "--mb", max=1e6, callback=finite, help="10^6 bytes of a flow."),
-    senders: int = typer.Option(32, "--senders", help="Of incast and all-to-all."),
-    pfc: bool = typer.Option(True, "--pfc/--no-pfc", help="Whether switches pause their neighbours."),
+    tiers: int = typer.Option(3, "--tiers", help="Tiers of switches: 2 or 3."),
+    mb: float = typer.Option(2.0, "--mb", max=1e6, callback=check_finite, help="Size of a flow, in 10^6 bytes."),
+    senders: int = typer.Option(32, "--senders", help="Senders of incast and all-to-all."),
+    pfc: bool = typer.Option(True, "--pfc/--no-pfc", help="Switches pause their neighbours (PFC)."),
     tuned: bool = typer.Option(False, "--tuned", help="Tune DCQCN and Swift on this traffic first, by a grid."),
-    seed: int = typer.Option(0, "--seed", help="Of hashes and marking."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
-    plot: Path | None = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.", callback=check_picture),
+    seed: int = typer.Option(0, "--seed", help="Seed of hashes and marking."),
+    as_json: bool = JSON,
+    plot: Path | None = _PLOT,
 ) -> None:
-    """The same traffic under several congestion controls, packet by packet, on 200G NICs and 400G switches.
+    """Simulate the same traffic under several congestion controls, packet by packet, on 200G NICs and 400G switches.
 
     The MegaScale paper gives no equations of its control: hybrid-both and hybrid-cut are two readings of it.
 
@@ -41,69 +56,64 @@ def packets(
 
       megascale network packets --pattern all-to-all --senders 64 --mb 0.25 --tuned --plot all-to-all.png
     """
-    from dataclasses import replace
-
     from rich.console import Console
 
-    from megascale.cli.common import need
-    from megascale.errors import ConfigError
     from megascale.simulate.fabric.control_settings import SETS, SwiftSettings
+    from megascale.simulate.fabric.fabric_spec import parse_changes
     from megascale.simulate.fabric.max_min import finish_times
 
-    need("numba", "network")
+    require("numba", "network")
     from megascale.simulate.fabric import patterns
     from megascale.simulate.fabric.packets import PacketSettings, compare_controls
 
     if dcqcn not in SETS:
-        raise ConfigError(f"--dcqcn={dcqcn!r} is unknown; {', '.join(SETS)}")
+        raise ConfigError(f"--dcqcn={dcqcn!r} is unknown; choose one of {', '.join(SETS)}")
     if tiers not in (2, 3):
-        raise ConfigError(f"--tiers={tiers} cannot be built here; use 2 or 3 tiers of switches")
+        raise ConfigError(f"--tiers={tiers} is not supported; use 2 or 3 tiers of switches")
     swift = SwiftSettings() if target_us is None else replace(SwiftSettings(), base_us=target_us)
     settings = PacketSettings(dcqcn=SETS[dcqcn], swift=swift, pfc=pfc, seed=seed)
-    from megascale.simulate.fabric.fabric_spec import parse_changes
-
-    built = patterns.small_fabric(hosts, tiers, **parse_changes(changes))
-    traffic = patterns.traffic(built, pattern, mb * 1e6, senders, seed)
-    about = f"DCQCN set {dcqcn!r}"
+    fabric = patterns.small_fabric(hosts, tiers, **parse_changes(changes))
+    traffic = patterns.traffic(fabric, pattern, mb * 1e6, senders, seed)
+    subtitle = f"DCQCN set {dcqcn!r}"
     if tuned:
         from megascale.simulate.fabric.fair_tuning import tuned_parents
 
-        settings, about = tuned_parents(traffic, settings)
-    controls_named = tuple(control.split(","))
+        settings, subtitle = tuned_parents(traffic, settings)
     with Console(stderr=True).status("packets") as status:
-        found = compare_controls(
-            built,
+        results = compare_controls(
+            fabric,
             traffic.flows,
             traffic.paths,
             settings,
-            controls_named,
+            tuple(control.split(",")),
             lambda name, share: status.update(f"{name}: {share:.0%} of the packets have arrived"),
         )
-    rows = {name: patterns.summary(result, traffic) for name, result in found.items()}
-    fluid = finish_times(traffic.paths, traffic.flows.size, patterns.fluid_bandwidth(built, settings)) * 1e6
+    rows = {name: patterns.summary(result, traffic) for name, result in results.items()}
+    fluid_us = finish_times(traffic.paths, traffic.flows.size, patterns.fluid_bandwidth(fabric, settings)) * 1e6
+    title = f"{pattern}, {len(traffic.flows)} flows of {mb:g} MB on {hosts} hosts"
     if as_json:
-        extra = {"fluid": {"mean_us": float(fluid.mean()), "max_us": float(fluid.max())}}
-        typer.echo(strict_json.dumps({**rows, **extra}, indent=2))
+        print_json(rows | {"fluid": {"mean_us": float(fluid_us.mean()), "max_us": float(fluid_us.max())}}, indent=2)
     else:
-        _show(rows, fluid, f"{pattern}, {len(traffic.flows)} flows of {mb:g} MB on {hosts} hosts\n{about}")
-        speed = {name: result.packets_per_second / 1e6 for name, result in found.items()}
-        typer.echo("million packets a second and core: " + ", ".join(f"{n} {v:.2f}" for n, v in speed.items()))
+        _print_packets(rows, fluid_us, f"{title}\n{subtitle}")
+        speeds = [f"{name} {result.packets_per_second / 1e6:.2f}" for name, result in results.items()]
+        typer.echo(f"million packets per second and core: {', '.join(speeds)}")
     if plot is not None:
         from megascale.simulate.fabric.fabric_plots import controls
 
-        controls(rows, plot, f"{pattern}, {len(traffic.flows)} flows of {mb:g} MB on {hosts} hosts")
+        controls(rows, plot, title)
 
 
-def _show(rows: dict[str, dict[str, float]], fluid: Any, title: str) -> None:
-    from rich.console import Console
-
+def _print_packets(rows: dict[str, dict[str, float]], fluid_us: Any, title: str) -> None:
     from megascale.simulate.render import show_rows
 
     columns = ("", "mean", "P99", "last", "GB/s", "queue", "RTT", "pauses", "paused", "drops")
     keys = ("mean_us", "p99_us", "max_us", "gbs", "queue_kb", "rtt_us", "pauses", "pause_us", "drops")
-    cells = [[name, *(f"{r[k]:,.0f}" if k in r else "-" for k in keys)] for name, r in rows.items()]
-    cells.append(["max-min", f"{fluid.mean():,.0f}", "", f"{fluid.max():,.0f}", *[""] * 6])
-    console = Console(highlight=False)
+    cells = []
+    for name, row in rows.items():
+        cells.append([name] + [f"{row[key]:,.0f}" if key in row else "-" for key in keys])
+    fluid_cells = ["max-min", f"{fluid_us.mean():,.0f}", "", f"{fluid_us.max():,.0f}"]
+    cells.append(fluid_cells + [""] * (len(columns) - len(fluid_cells)))
+    console = make_console()
     show_rows(columns, cells, console, title)
     console.print(
         "[dim]us: finish of flows (mean, P99, last), mean round trip, time that links were paused by PFC; KB: largest "
@@ -113,27 +123,42 @@ def _show(rows: dict[str, dict[str, float]], fluid: Any, title: str) -> None:
 
 
 def tune(
-    flaps: str = typer.Option(..., "--flaps", help="Median seconds of a flap, or a file of seconds, one a line."),
+    flaps: str = typer.Option(
+        ..., "--flaps", help="Median seconds of a flap, or a file of seconds, one flap per line."
+    ),
     sigma: float = typer.Option(
-        1.0, "--sigma", min=0, max=100, callback=finite, help="Spread of ln(seconds) where a median is given: assumed."
+        1.0,
+        "--sigma",
+        min=0,
+        max=100,
+        callback=check_finite,
+        help="Spread of ln(seconds) if a median is given; the default is an assumption.",
     ),
     per_day: float = typer.Option(
-        1.0, "--per-day", min=0, max=1e9, callback=finite, help="Flaps of the whole job a day."
+        1.0, "--per-day", min=0, max=1e9, callback=check_finite, help="Flaps of the complete job per day."
     ),
-    restart: float = typer.Option(600.0, "--restart", min=0, help="Seconds the job loses if NCCL gives up: assumed."),
+    restart: float = typer.Option(
+        600.0, "--restart", min=0, help="Seconds that the job loses if NCCL gives up; the default is an assumption."
+    ),
     dead: float = typer.Option(
-        0.02, "--dead", min=0, max=1, callback=finite, help="Share of losses that never come back: assumed."
+        0.02,
+        "--dead",
+        min=0,
+        max=1,
+        callback=check_finite,
+        help="Share of failed links that stay down; the default is an assumption.",
     ),
     adaptive: str = typer.Option("either", "--adaptive", help="NIC's adaptive retransmission: on, off or either."),
     out: Path | None = typer.Option(
         None, "--out", metavar="FILE.env", help="Write the file for launch's resilience.environment."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
-    plot: Path | None = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.", callback=check_picture),
+    as_json: bool = JSON,
+    plot: Path | None = _PLOT,
 ) -> None:
-    """Timers for links that flap: NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT and the NIC's adaptive retransmission.
+    """Choose timers for links that flap: NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT and the NIC's adaptive retransmission.
 
-    Weighs jobs that abort, time idle after the link is back, and how late a dead link is reported; says how sure it is.
+    Weighs jobs that abort, idle time after the link is back, and the delay until a dead link is reported. Prints the
+    uncertainty of the advice.
 
     Examples:
 
@@ -141,93 +166,90 @@ def tune(
 
       megascale launch examples/stdlib.toml --resilience.environment=network.env
     """
-    from dataclasses import asdict
-
-    from megascale.errors import ConfigError
     from megascale.simulate.fabric.flaps import MOST_RETRIES, advise, environment, read_durations
 
+    median: float | None = None
+    durations = None
     try:
-        median: float | None = float(flaps)
-        observed = None
+        median = float(flaps)
     except ValueError:
-        median, observed = None, read_durations(Path(flaps))
-    kinds = {"on": True, "off": False, "either": None}
-    if adaptive not in kinds:
-        raise ConfigError(f"--adaptive={adaptive!r}: on, off or either")
-    advice = advise(median, sigma, observed, restart, dead, kinds[adaptive])
-    best = advice.best
-    source = f"{advice.flaps} flaps of {flaps}" if advice.flaps else f"flaps of median {median:g} s, sigma {sigma:g}"
-    about = f"megascale network tune: {source}, restart {restart:g} s, {dead:.0%} dead links"
+        durations = read_durations(Path(flaps))
+    modes = {"on": True, "off": False, "either": None}
+    if adaptive not in modes:
+        raise ConfigError(f"--adaptive={adaptive!r} is unknown; choose on, off or either")
+    advice = advise(median, sigma, durations, restart, dead, modes[adaptive])
     if as_json:
-        typer.echo(strict_json.dumps(asdict(advice), indent=2))
+        print_json(asdict(advice), indent=2)
     else:
-        _show_timers(advice, MOST_RETRIES, per_day)
-        kind = "on" if best.adaptive else "off"
-        typer.echo(
-            f"advice: NCCL_IB_TIMEOUT={best.timeout} NCCL_IB_RETRY_CNT={best.retries}, adaptive retransmission {kind}: "
-            f"{best.abort:.2%} of flaps abort, {best.idle:.1f} s idle after the link is back, a dead link is reported "
-            f"after {best.gives_up:.0f} s; {per_day * best.cost:.0f} s of the job a day"
-        )
-        what = "resampled flaps" if advice.flaps else "other medians (x/ 1.5) and spreads (0.5 to 1.5)"
-        typer.echo(
-            f"how sure: within 10% of the best for {advice.agreement:.0%} of 60 draws of {what}; P90 regret "
-            f"{advice.regret:.1f} s a flap"
-            + ("" if not advice.flaps or advice.flaps >= 30 else f"; {advice.flaps} flaps are few, collect 30 or more")
-        )
+        _print_timers(advice, MOST_RETRIES, per_day)
+        _print_advice(advice, per_day)
     if out is not None:
-        write_text(out, environment(best, about), "--out")
+        source = f"{advice.flaps} flaps of {flaps}" if advice.flaps else f"flaps of median {flaps} s, sigma {sigma:g}"
+        comment = f"megascale network tune: {source}, restart {restart:g} s, {dead:.0%} dead links"
+        write_text(out, environment(advice.best, comment), "--out")
     if plot is not None:
         from megascale.simulate.fabric.fabric_plots import flap_timers
 
         flap_timers(advice, plot, restart)
 
 
-def _show_timers(advice: Any, retries: int, per_day: float) -> None:
-    from rich.console import Console
-
+def _print_timers(advice: Any, retries: int, per_day: float) -> None:
     from megascale.simulate.render import show_rows
 
-    columns = ("NCCL_IB_TIMEOUT", "adaptive", "aborts", "idle after", "stalled", "gives up", "cost a day")
+    columns = ("NCCL_IB_TIMEOUT", "adaptive", "aborts", "idle after", "stalled", "gives up", "cost per day")
     cells = [
         [
-            str(t.timeout), "on" if t.adaptive else "off", f"{t.abort:.1%}", f"{t.idle:.2f}", f"{t.stalled:.2f}",
+            str(t.timeout), _SWITCH[t.adaptive], f"{t.abort:.1%}", f"{t.idle:.2f}", f"{t.stalled:.2f}",
             f"{t.gives_up:,.1f}", f"{per_day * t.cost:,.0f}",
         ]
         for t in advice.table
     ]  # fmt: skip
-    show_rows(columns, cells, Console(highlight=False), f"{retries} retries; seconds")
+    show_rows(columns, cells, make_console(), f"{retries} retries; seconds")
+
+
+def _print_advice(advice: Any, per_day: float) -> None:
+    best = advice.best
+    typer.echo(
+        f"advice: NCCL_IB_TIMEOUT={best.timeout} NCCL_IB_RETRY_CNT={best.retries}, adaptive retransmission "
+        f"{_SWITCH[best.adaptive]}: "
+        f"{best.abort:.2%} of flaps abort, {best.idle:.1f} s idle after the link is back, a dead link is reported "
+        f"after {best.gives_up:.0f} s; {per_day * best.cost:.0f} s of the job per day"
+    )
+    draws = "resampled flaps" if advice.flaps else "other medians (x/ 1.5) and spreads (0.5 to 1.5)"
+    line = f"certainty: within 10% of the best for {advice.agreement:.0%} of 60 draws of {draws}; P90 regret "
+    line += f"{advice.regret:.1f} s per flap"
+    if 0 < advice.flaps < 30:
+        line += f"; {advice.flaps} flaps are few, collect 30 or more"
+    typer.echo(line)
 
 
 def validate(
     only: str | None = typer.Option(None, "--only", help="Parts of targets' names, comma-separated."),
-    full: bool = typer.Option(False, "--full", help="Also what takes minutes: 1,024 hosts, a 12,288-GPU step."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
+    full: bool = typer.Option(False, "--full", help="Also targets that take minutes: 1,024 hosts, a 12,288-GPU step."),
+    as_json: bool = JSON,
 ) -> None:
-    """Every yardstick with pass or miss: closed forms, levels against each other, figures of papers, speed.
+    """Check every target: closed forms, levels against each other, published figures, speed.
 
-    Exit 1 if one is missed.
+    Exit 1 if a target is missed.
 
     Example:
 
       megascale network validate --full
     """
-    from megascale.cli.common import need
-
-    need("numba", "network")
+    require("numba", "network")
     from megascale.simulate.fabric_targets import run_targets
 
     rows = []
-    words = only.split(",") if only else []
-    for row in run_targets(words, full):
+    for row in run_targets(split_option(only), full):
         rows.append(row)
         if not as_json:
-            typer.secho("pass " if row.passed else "miss ", fg="green" if row.passed else "red", nl=False)
+            verdict, colour = _VERDICTS[bool(row.passed)]
+            typer.secho(verdict, fg=colour, nl=False)
             typer.echo(f"{row.name}: {row.result}  [{row.target}]  ({row.wall:.1f} s, {row.cpu:.1f} s CPU)")
+    passed = sum(row.passed for row in rows)
     if as_json:
-        from dataclasses import asdict
-
-        typer.echo(strict_json.dumps([asdict(r) for r in rows], indent=2))
-    missed = [row.name for row in rows if not row.passed]
-    if not as_json:
-        typer.echo(f"{len(rows) - len(missed)} of {len(rows)} targets reached")
-    raise typer.Exit(1 if missed else 0)
+        print_json([asdict(row) for row in rows], indent=2)
+    else:
+        typer.echo(f"{passed} of {len(rows)} targets reached")
+    if passed < len(rows):
+        raise typer.Exit(1)

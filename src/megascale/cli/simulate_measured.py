@@ -1,4 +1,4 @@
-"""The commands of `megascale simulate` that hold it against measurements: calibrate, predict, compare, validate."""
+"""Commands of `megascale simulate` that use measurements: calibrate, measure, predict, compare, validate."""
 
 from __future__ import annotations
 
@@ -7,21 +7,14 @@ from typing import Any
 
 import typer
 
-from megascale.cli.common import finite
-from megascale.core import strict_json
+from megascale.cli.common import JSON, check_finite, make_console, print_json, require, split_option
+from megascale.errors import ConfigError
 
 CALIBRATION = typer.Option(None, "--calibration", help="Shipped calibration or TOML file; default: the cluster's own.")
 SOFTWARE = typer.Option(
     None, "--software", help="Stack: megascale, megatron-2023, megatron-core, ...; default: MegaScale's for the GPU."
 )
-GPUS = typer.Option(None, "--gpus", min=1, help="GPUs that the run had, where its folder does not say.")
-JSON = typer.Option(False, "--json", help="Print JSON instead of tables.")
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(highlight=False)
+GPUS = typer.Option(None, "--gpus", min=1, help="Number of GPUs of the run, if its folder does not record it.")
 
 
 def calibrate(
@@ -29,25 +22,25 @@ def calibrate(
         [],
         "--run",
         metavar="RUN",
-        help="Run folder, or a file of `bench train` or `python -m benchmarks targets`, to fit to; repeat.",
+        help="Run folder, or a file of `bench train` or `python -m benchmarks targets`, to fit to; repeatable.",
     ),
     anchor: str | None = typer.Option(
         None,
         "--anchor",
         help="Fit to a shipped table: paper, h200-peers, h100-peers, own-first, own-h100 or nemo-h100.",
     ),
-    cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that the runs ran on."),
+    cluster: str = typer.Option("h200-host", "--cluster", help="Cluster of the runs."),
     software: str | None = SOFTWARE,
     fit: str = typer.Option("compute", "--fit", help="Constants, comma-separated: compute, overhead, fixed, ..."),
     start: str | None = typer.Option(None, "--start", help="Calibration that gives the constants not fitted."),
     name: str | None = typer.Option(None, "--name", help="Name of the calibration; default: the cluster's."),
     gpus: int | None = GPUS,
-    out: Path | None = typer.Option(None, "--out", metavar="FILE.toml", help="Where to write it; default: print it."),
+    out: Path | None = typer.Option(None, "--out", metavar="FILE.toml", help="File to write; default: print it."),
 ) -> None:
-    """Fit constants to measured steps and write them with errors, evidence and what could not be told apart.
+    """Fit constants to measured steps; write them with errors, evidence and constants that the runs cannot separate.
 
     A run folder's measurement is its median step after the first five, a bench's the median of its timed steps. One
-    run decides one constant: a warning names what the runs cannot decide.
+    run determines one constant: a warning names those that the runs do not determine.
 
     Examples:
 
@@ -59,87 +52,87 @@ def calibrate(
 
       megascale simulate calibrate --anchor paper --cluster a100-roce --fit compute,fixed
     """
-    from megascale.simulate.calibrating import calibrate as fit_rows
+    from megascale.simulate.calibrating import calibrate as fit_constants
 
-    calibration, table = fit_rows(run, anchor, cluster, software, fit, start, name, gpus)
-    if out is not None:
-        out.write_text(calibration.to_toml())
-        console = _console()
-        for row, measured, predicted in table:
-            console.print(
-                f"{row}: measured {measured:.3f} s, fitted {predicted:.3f} s ({predicted / measured - 1:+.1%})"
-            )
-        for key, error in (calibration.fitted or {}).items():
-            console.print(f"{key} = {getattr(calibration.constants, key):.4g} ± {error:.2g}")
-        for warning in calibration.warnings:
-            console.print(f"[yellow]warning[/yellow]: {warning}", soft_wrap=True)
-        console.print(f"written to {out}; use it with --calibration {out}")
-    else:
+    calibration, rows = fit_constants(run, anchor, cluster, software, fit, start, name, gpus)
+    if out is None:
         typer.echo(calibration.to_toml())
+        return
+    out.write_text(calibration.to_toml())
+    console = make_console()
+    for row, measured, predicted in rows:
+        console.print(f"{row}: measured {measured:.3f} s, fitted {predicted:.3f} s ({predicted / measured - 1:+.1%})")
+    for key, error in (calibration.fitted or {}).items():
+        console.print(f"{key} = {getattr(calibration.constants, key):.4g} ± {error:.2g}")
+    for warning in calibration.warnings:
+        console.print(f"[yellow]warning[/yellow]: {warning}", soft_wrap=True)
+    console.print(f"written to {out}; use it with --calibration {out}")
 
 
 def measure(
-    like: str = typer.Option("h200-host", "--like", help="Shipped cluster that gives what is not measured."),
+    like: str = typer.Option("h200-host", "--like", help="Shipped cluster that gives the figures not measured."),
     name: str = typer.Option("this-machine", "--name", help="Name of the cluster and of the calibration."),
     seconds: float = typer.Option(
-        4.0, "--seconds", min=0.01, max=3600, callback=finite, help="Seconds for each kind of kernel."
+        4.0, "--seconds", min=0.01, max=3600, callback=check_finite, help="Seconds per kind of kernel."
     ),
-    processes: int | None = typer.Option(None, "--processes", min=1, help="For collectives; default: the GPUs here."),
+    processes: int | None = typer.Option(
+        None, "--processes", min=1, help="Processes of collectives; default: the number of GPUs here."
+    ),
     device: str = typer.Option("auto", "--device", help="auto, cuda or cpu."),
     out: Path = typer.Option(Path("."), "--out", metavar="FOLDER", help="Folder for NAME.toml, NAME-calibration.toml."),
     as_json: bool = JSON,
 ) -> None:
     """Measure this machine's kernels, launches, collectives and power into a cluster file and a calibration file.
 
-    Minutes on one GPU; with several GPUs on the host the collectives among them too. What is not measured keeps the
-    figures of --like, and the file says so of each. Steps are measured by `megascale bench train` or a run, and fitted
-    with `simulate calibrate`.
+    It takes minutes on one GPU; with several GPUs on the host it measures the collectives among them too. Other figures
+    are those of --like, and the file marks each of them. Steps are measured by `megascale bench train` or a run, and
+    fitted with `simulate calibrate`.
 
     Example: megascale simulate measure --name my-h100 --like h100-dgx --out machines
     """
-    from megascale.cli.common import need
-    from megascale.errors import ConfigError
     from megascale.simulate import measured_machine
     from megascale.simulate.cluster import load_cluster
 
-    need("torch", "torch")
+    require("torch", "torch")
     import torch
 
     from megascale.observe import machine_figures
-    from megascale.train.device_choice import choose_device
+    from megascale.train.rank_info import choose_device
 
-    here = choose_device(device)
+    torch_device = choose_device(device)
     base = load_cluster(like)
-    many = processes or (torch.cuda.device_count() if here.type == "cuda" else 1)
-    if here.type == "cuda" and many > torch.cuda.device_count():
-        raise ConfigError(f"--processes={many} but this host has {torch.cuda.device_count()} GPUs")
-    figures = machine_figures.figures(here, seconds, many)
+    gpus = 1
+    if torch_device.type == "cuda":
+        gpus = torch.cuda.device_count()
+        if processes is not None and processes > gpus:
+            raise ConfigError(f"--processes={processes} but this host has {gpus} GPUs")
+    figures = machine_figures.figures(torch_device, seconds, processes or gpus)
     cluster = measured_machine.cluster_from(figures, base, name)
     calibration = measured_machine.calibration_from(figures, cluster)
+    cluster_file, calibration_file = out / f"{name}.toml", out / f"{name}-calibration.toml"
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.toml").write_text(measured_machine.cluster_toml(cluster))
-    (out / f"{name}-calibration.toml").write_text(calibration.to_toml())
+    cluster_file.write_text(measured_machine.cluster_toml(cluster))
+    calibration_file.write_text(calibration.to_toml())
     if as_json:
-        typer.echo(strict_json.dumps(figures, indent=2))
+        print_json(figures, indent=2)
         return
     for row in calibration.rows:
         typer.echo(row)
-    files = f"--cluster {out / name}.toml --calibration {out / name}-calibration.toml"
-    typer.echo(f"written; plan for this machine with {files}")
+    typer.echo(f"written; plan for this machine with --cluster {cluster_file} --calibration {calibration_file}")
 
 
 def predict(
     plan: Path = typer.Argument(..., metavar="RUNS.toml", help="[[run]] tables of name, gpus and settings."),
-    cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that the runs will run on."),
+    cluster: str = typer.Option("h200-host", "--cluster", help="Cluster of the future runs."),
     calibration: str | None = CALIBRATION,
-    software: str = typer.Option("megascale-h200", "--software", help="Stack assumed of the engine."),
-    note: str = typer.Option("", "--note", help="What stands in the file beside the date, such as what is known."),
-    out: Path | None = typer.Option(None, "--out", metavar="FILE.toml", help="Where to write it; default: print it."),
+    software: str = typer.Option("megascale-h200", "--software", help="Stack assumed for the engine."),
+    note: str = typer.Option("", "--note", help="Text for the file's head, next to the date."),
+    out: Path | None = typer.Option(None, "--out", metavar="FILE.toml", help="File to write; default: print it."),
 ) -> None:
-    """Say the step times of runs before they are measured, in a file that `validate` and `compare` hold against them.
+    """Predict the step times of runs before they are measured, in a file that `validate` and `compare` read.
 
-    Event level, no slow hosts. Each run is named, so that `megascale train` with its settings makes the run folder
-    that will be compared.
+    Event level, no slow hosts. Each run has a name, so that `megascale train` with its settings makes the run folder
+    that is compared.
 
     Example: megascale simulate predict runs.toml --calibration h200-engine --out predicted.toml
     """
@@ -155,18 +148,18 @@ def predict(
 
 def compare(
     first: Path | None = typer.Argument(
-        None, help="JSON of `simulate step --json`; or a run folder or a file of `bench train --out`, alone."
+        None, help="JSON of `simulate step --json`; or, alone, a run folder or a file of `bench train --out`."
     ),
     second: Path | None = typer.Argument(None, help="JSON of `simulate step --json`, to compare with."),
-    runs: Path | None = typer.Option(None, "--runs", help="Folder of run folders: all that were predicted."),
+    runs: Path | None = typer.Option(None, "--runs", help="Folder of run folders: all predicted runs."),
     predictions: str = typer.Option("h200", "--predictions", help="Shipped predictions or a TOML file."),
-    cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that a run folder ran on."),
+    cluster: str = typer.Option("h200-host", "--cluster", help="Cluster of a run folder."),
     calibration: str | None = CALIBRATION,
     software: str | None = SOFTWARE,
     gpus: int | None = GPUS,
     as_json: bool = JSON,
 ) -> None:
-    """Two predictions part by part; a run against its prediction, with what would explain the gap; or all at once.
+    """Compare two predictions part by part, a run with its prediction and possible reasons, or all predicted runs.
 
     Examples:
 
@@ -176,29 +169,30 @@ def compare(
 
       megascale simulate compare --runs runs --predictions h200
     """
-    from megascale.errors import ConfigError
     from megascale.simulate import comparing
 
     if runs is not None:
         rows = comparing.predicted_and_measured(runs, predictions)
-    elif first is not None and (first.is_dir() or second is None):
-        rows = comparing.explain_run(first, cluster, calibration, software, gpus)
-    elif first is not None and second is not None:
-        rows = comparing.compare_results(first, second)
-    else:
+    elif first is None:
         raise ConfigError("give two JSON files of `simulate step --json`, one run, or --runs FOLDER")
+    elif second is None or first.is_dir():
+        rows = comparing.explain_run(first, cluster, calibration, software, gpus)
+    else:
+        rows = comparing.compare_results(first, second)
     if as_json:
-        typer.echo(strict_json.dumps(rows, indent=2))
+        print_json(rows, indent=2)
         return
     from megascale.simulate import render
 
-    cells = [[f"{v:,.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    render.show_rows(list(rows[0]), cells, _console())
+    cells = []
+    for row in rows:
+        cells.append([f"{value:,.3f}" if isinstance(value, float) else str(value) for value in row.values()])
+    render.show_rows(list(rows[0]), cells, make_console())
 
 
 def validate(
     data: Path | None = typer.Option(
-        None, "--data", help="Folder with data of others; default: MEGASCALE_ANCHORS, else ../shared/data."
+        None, "--data", help="Folder with published data; default: MEGASCALE_ANCHORS, else ../shared/data."
     ),
     runs: Path | None = typer.Option(None, "--runs", help="Folder of own run folders, for A7."),
     only: str | None = typer.Option(None, "--only", help="Checks, comma-separated, such as A1,A5."),
@@ -206,10 +200,10 @@ def validate(
     as_json: bool = JSON,
     plot: Path | None = typer.Option(None, "--plot", metavar="FOLDER", help="Draw measured against predicted."),
 ) -> None:
-    """How well the simulator predicts: checks A1 to A13, reached beside target, pass or miss. Exit 1 if one misses.
+    """Check the simulator's predictions: A1 to A13, each with its error and target. Exit 1 if a check misses.
 
-    Each names what was fitted on which rows and what could not be identified. Checks whose data are not here are
-    skipped, and say so.
+    Each check names the constants fitted, the rows they were fitted on, and constants that cannot be identified. Checks
+    whose data are missing are skipped with a line.
 
     Example:
 
@@ -217,37 +211,49 @@ def validate(
     """
     from megascale.observe.analysis.operation_trace import read_trace
     from megascale.observe.analysis.whatif import what_if
-    from megascale.simulate import render, simulation_plots
+    from megascale.simulate import render
     from megascale.simulate.validation.anchors import find_data_folder
     from megascale.simulate.validation.validation_report import validate as run_checks
 
-    checks = run_checks(
-        find_data_folder(data), runs, lambda file: what_if(read_trace(file)), only.split(",") if only else None
-    )
+    names = split_option(only) or None
+    checks = run_checks(find_data_folder(data), runs, lambda file: what_if(read_trace(file)), names)
     if as_json:
-        records = [
-            {
-                "key": c.key,
-                "what": c.title,
-                "figures": {n: {"reached": a, "target": t, "unit": u.strip()} for n, (a, t, u) in c.figures.items()},
-                "passed": c.passed,
-                "fitted": c.fitted,
-                "skipped": c.skipped,
-                "notes": c.notes,
-                "columns": [vars(column) for column in c.columns],
-                "rows": [{"row": n, "measured": m, "predicted": p, "fitted": f} for n, m, p, f in c.rows],
-            }
-            for c in checks
-        ]
-        typer.echo(strict_json.dumps(records, indent=2))
+        print_json([_check_to_dict(check) for check in checks], indent=2)
     else:
-        render.checks(checks, _console(), rows)
+        render.checks(checks, make_console(), rows)
     if plot is not None:
         for check in checks:
-            if check.rows:
-                simulation_plots.scatter(check.rows, plot / f"{check.key.lower()}.png", f"{check.key}: {check.title}")
-            if check.bars:
-                names, printed, predicted = zip(*check.bars, strict=True)
-                simulation_plots.ablation_chart(names, predicted, plot / f"{check.key.lower()}-mfu.png", printed)
+            _draw_check(check, plot)
     if any(check.passed is False for check in checks):
         raise typer.Exit(1)
+
+
+def _check_to_dict(check: Any) -> dict[str, Any]:
+    figures = {}
+    for name, (reached, target, unit) in check.figures.items():
+        figures[name] = {"reached": reached, "target": target, "unit": unit.strip()}
+    return {
+        "key": check.key,
+        "what": check.what,
+        "figures": figures,
+        "passed": check.passed,
+        "fitted": check.fitted,
+        "skipped": check.skipped,
+        "notes": check.notes,
+        "columns": [vars(column) for column in check.columns],
+        "rows": [
+            {"row": name, "measured": measured, "predicted": predicted, "fitted": fitted}
+            for name, measured, predicted, fitted in check.rows
+        ],
+    }
+
+
+def _draw_check(check: Any, folder: Path) -> None:
+    from megascale.simulate import simulation_plots
+
+    key = check.key.lower()
+    if check.rows:
+        simulation_plots.scatter(check.rows, folder / f"{key}.png", f"{check.key}: {check.what}")
+    if check.bars:
+        names, published, predicted = zip(*check.bars, strict=True)
+        simulation_plots.ablation_chart(names, predicted, folder / f"{key}-mfu.png", published)

@@ -1,4 +1,4 @@
-"""`megascale simulate step --fabric`: options and lines of a step on a simulated network."""
+"""`megascale simulate step --fabric`: options and output of a step on a simulated network."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import finite
+from megascale.cli.common import check_finite
 from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from megascale.simulate.fabric_study import StepOnNetwork, Variant
 
 _PANEL = "The network between hosts (megascale network --help)"
 FABRIC = typer.Option(
     None, "--fabric", rich_help_panel=_PANEL,
-    help="Price the step on this network: megascale (the paper's), or a TOML file; default: as calibrated.",
+    help="Network of the step: megascale (the paper's), or a TOML file; default: as calibrated.",
 )  # fmt: skip
 SET = typer.Option(
     [], "--set", metavar="KEY=VALUE", rich_help_panel=_PANEL, help="Change a key of the fabric; repeatable."
@@ -23,9 +25,7 @@ SET = typer.Option(
 PLACEMENT = typer.Option(
     "data", "--placement", rich_help_panel=_PANEL, help="data, replicas, random, adversarial, or a placement file."
 )
-QUEUE_PAIRS = typer.Option(
-    4, "--queue-pairs", min=1, rich_help_panel=_PANEL, help="Connections a pair of ranks spreads over."
-)
+QUEUE_PAIRS = typer.Option(4, "--queue-pairs", min=1, rich_help_panel=_PANEL, help="Connections per pair of ranks.")
 STARTS = typer.Option(
     2, "--starts", min=1, rich_help_panel=_PANEL,
     help="Starts of the job to draw, each with its own hash seeds; one takes 10 to 60 s of a core at 12,288 GPUs.",
@@ -35,41 +35,47 @@ OUTAGE = typer.Option(
     help="A switch or link that is down for these seconds of the run; repeatable.",
 )  # fmt: skip
 AT = typer.Option(
-    0.0, "--at", min=0, max=1e12, callback=finite, rich_help_panel=_PANEL, help="Second of the run, for outages."
+    0.0, "--at", min=0, max=1e12, callback=check_finite, rich_help_panel=_PANEL, help="Second of the run, for outages."
 )
 
 
-def chosen(
+def choose_network(
     fabric: str | None, changes: list[str], placement: str, queue_pairs: int, starts: int, outages: list[str],
-    at: float, seed: int,
+    seconds: float, seed: int,
 ) -> Variant | None:  # fmt: skip
-    """The network that the options name; ConfigError for options of a network without --fabric."""
+    """Return the network that the options name. ConfigError for options of a network without --fabric."""
     if fabric is None:
-        if changes or outages or at or placement != "data":
+        if changes or outages or seconds or placement != "data":
             raise ConfigError("--set, --placement, --outage and --at belong to --fabric; add --fabric megascale")
         return None
     from megascale.simulate.fabric.fabric_spec import parse_changes
     from megascale.simulate.fabric_study import Variant
 
-    down = tuple(_outage(word) for word in outages)
     return Variant(
-        fabric, parse_changes(changes), placement, queue_pairs, draws=starts, seed=seed, outages=down, offset=at
+        fabric,
+        parse_changes(changes),
+        placement,
+        queue_pairs,
+        draws=starts,
+        seed=seed,
+        outages=tuple(map(_parse_outage, outages)),
+        offset=seconds,
     )
 
 
-def _outage(word: str) -> Any:
+def _parse_outage(text: str) -> Any:
     from megascale.simulate.fabric.transfer_times import Outage
 
-    part, _, times = word.rpartition("@")
+    part, _, times = text.rpartition("@")
     first, _, last = times.partition(":")
     try:
         return Outage(part, float(first), float(last))
     except ValueError:
-        raise ConfigError(f"--outage={word!r} must be PART@FROM:TO, such as core0@0:60 or leaf3-agg5@10:13") from None
+        raise ConfigError(f"--outage={text!r} must be PART@FROM:TO, such as core0@0:60 or leaf3-agg5@10:13") from None
 
 
-def working(variant: Variant, gpus: int) -> Any:
-    """A line on a terminal's standard error for as long as the flow level takes."""
+def show_progress(variant: Variant, gpus: int) -> Any:
+    """Return a context that shows a line on standard error while the flow level runs."""
     from rich.console import Console
 
     return Console(stderr=True).status(
@@ -77,50 +83,46 @@ def working(variant: Variant, gpus: int) -> Any:
     )
 
 
-def show(results: list[StepOnNetwork], variant: Variant, console: Any) -> None:
-    """What the network does to the transfers, and the step over starts of the job."""
+def print_network(results: list[StepOnNetwork], variant: Variant, console: Console) -> None:
+    """Print the network's effect on transfers, and the step time over starts of the job."""
     import numpy as np
 
     from megascale.simulate.fabric_study import AxisTimes
     from megascale.simulate.render import show_rows
 
-    found, reference = results[0].slowdowns, results[0].reference
-    changes = "".join(f", {key} {value}" for key, value in variant.changes.items())
-    down = [o.part for o in variant.outages if o.start <= variant.offset < o.end]
-    console.print(
-        f"\n[bold]network[/bold] {variant.fabric}{changes}, placement {variant.placement}, {variant.queue_pairs} queue "
-        f"pairs, {variant.draws} starts" + (f", down: {', '.join(down)}" if down else ""),
-        soft_wrap=True,
-    )
-    names = {"data": "data-parallel alone", "busy": "beside pipeline traffic", "pipeline": "pipeline"}
+    line = f"\n[bold]network[/bold] {variant.fabric}"
+    line += "".join(f", {key} {value}" for key, value in variant.changes.items())
+    line += f", placement {variant.placement}, {variant.queue_pairs} queue pairs, {variant.draws} starts"
+    failed = [outage.part for outage in variant.outages if outage.start <= variant.offset < outage.end]
+    if failed:
+        line += f", down: {', '.join(failed)}"
+    console.print(line, soft_wrap=True)
+    names = {"data": "data-parallel alone", "busy": "with pipeline traffic", "pipeline": "pipeline"}
     rows = []
     for kind, name in names.items():
-        values, paper = getattr(found, kind), getattr(reference, kind)
-        worst = AxisTimes.worst(values)
-        rows.append([
-            name, f"{values.mean():.2f}", f"{worst.mean():.2f}", f"{np.quantile(worst, 0.9):.2f}",
-            f"{AxisTimes.worst(paper).mean():.2f}",
-        ])  # fmt: skip
+        times = getattr(results[0].slowdowns, kind)
+        slowest = AxisTimes.worst(times)
+        calibrated = AxisTimes.worst(getattr(results[0].reference, kind)).mean()
+        figures = [times.mean(), slowest.mean(), np.quantile(slowest, 0.9), calibrated]
+        rows.append([name] + [f"{figure:.2f}" for figure in figures])
     headers = ["time over that at full NIC rate", "mean", "slowest", "P90", "calibrated"]
     show_rows(headers, rows, console)
     rows = []
     for result in results:
-        low, middle, high = np.quantile(result.seconds, (0.1, 0.5, 0.9))
-        away = middle / result.plain.seconds - 1
-        rows.append([
-            result.plain.scenario.label, f"{result.plain.seconds:.3f}", f"{middle:.3f}", f"{low:.3f}", f"{high:.3f}",
-            f"{away:+.1%}",
-        ])  # fmt: skip
+        low, median, high = np.quantile(result.seconds, (0.1, 0.5, 0.9))
+        figures = [result.plain.seconds, median, low, high]
+        change = median / result.plain.seconds - 1
+        rows.append([result.plain.scenario.label] + [f"{figure:.3f}" for figure in figures] + [f"{change:+.1%}"])
     show_rows(["step, s", "calibrated", "here", "P10", "P90", "change"], rows, console)
     console.print(
         "[dim]slowest: of all groups, mean over starts, which differ in hash seeds; calibrated: on the paper's fabric, "
-        "data-near, four queue pairs (assumed), which the step model's constants have in them. Above: the start in the "
-        "middle[/dim]",
+        "data-near, four queue pairs (assumed), as in the step model's constants. Above: the median start[/dim]",
         soft_wrap=True,
     )
-    if results[0].plain.scenario.cluster.name != "a100-roce":
+    cluster = results[0].plain.scenario.cluster.name
+    if cluster != "a100-roce":
         console.print(
-            f"[yellow]mind[/yellow] {results[0].plain.scenario.cluster.name} was not calibrated on the paper's fabric, "
-            "relative to which transfers are slowed here",
+            f"[yellow]caution[/yellow] {cluster} was not calibrated on the paper's fabric, relative to which transfers "
+            "are slowed here",
             soft_wrap=True,
         )

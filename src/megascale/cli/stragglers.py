@@ -1,45 +1,62 @@
-"""`megascale stragglers`: which ranks and links are slow, since when, how sure, and what of the machine it is."""
+"""`megascale stragglers`: name slow ranks and links, with the beginning, the confidence and the cause."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import check_picture
+from megascale.cli.common import (
+    JSON,
+    check_picture,
+    format_optional,
+    join_first,
+    make_console,
+    make_figures,
+    number_or_none,
+    print_json,
+)
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from megascale.observe.analysis.slow_links import SlowLink
     from megascale.observe.analysis.stragglers import Straggler, Stragglers
+
+_LISTED = 12  # ranks and links in the table
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("stragglers")(stragglers)
+    app.command()(stragglers)
 
 
 def stragglers(
-    run: Path = typer.Argument(..., help="Run folder, such as runs/stdlib, alive or not; or a copy of its spans/."),
-    steps: str = typer.Option("", "--steps", help="Steps to judge: 100-150. By default the newest."),
+    run: Path = typer.Argument(
+        ..., help="Run folder, such as runs/stdlib, training or ended; or a copy of its spans/."
+    ),
+    steps: str = typer.Option("", "--steps", help="Steps to compare, such as 100-150; default: the newest."),
     last: int | None = typer.Option(
-        None, min=2, help="How many of the newest steps; by default those of the last minute, and 50 at least."
+        None, min=2, help="Number of the newest steps; default: those of the last minute, and at least 50."
     ),
     plot: Path | None = typer.Option(
-        None, help="Also draw all ranks, and those named step by step (.png, .svg, .pdf).", callback=check_picture
+        None, help="Also draw all ranks, and the named ones step by step (.png, .svg, .pdf).", callback=check_picture
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
+    as_json: bool = JSON,
 ) -> None:
-    """Slow machines: ranks that take longer than others with the same work, and links that do.
+    """Name slow machines: ranks that take longer than others with the same work, and slow links.
 
-    Each rank's own time (what it waited for others is left out) is compared with the median of the ranks of its stage,
-    step by step. Named is who is slower than healthy ranks differ; it is said how much that is, and how sure.
+    Each rank's own time (without its waits for other ranks) is compared with the median of the ranks of its stage, step
+    by step. Ranks are named that are slower than healthy ranks differ, with the excess and the confidence.
 
-    persistent: slow in most of the steps and still. irregular: late in some steps. passing: slow for a while, then not.
+    persistent: slow in most of the steps, up to the last. irregular: late in some steps. passing: slow for a while.
 
-    The cause is what of the rank's work takes longer. GPU: forward, backward and update (look for throttling, a
-    neighbour's heat, ECC; test it with megascale diagnose). host: launch, loader, garbage (look for other processes,
-    slow storage, a train.gc_interval of 0). link: others wait though nobody is late (look at the NIC's counters).
+    The cause is the part of the rank's work that takes longer. GPU: forward, backward and update (look for throttling,
+    a neighbour's heat, ECC; test it with megascale diagnose). host: launches, loader, garbage collection (look for
+    other processes, slow storage, a train.gc_interval of 0). link: others wait though no rank is late (look at the
+    NIC's counters).
 
     Examples:
 
@@ -51,122 +68,106 @@ def stragglers(
     """
     from megascale.errors import ConfigError
     from megascale.observe.analysis.rank_parts import rank_parts, window
-    from megascale.observe.analysis.stragglers import stragglers as find
+    from megascale.observe.analysis.stragglers import stragglers as find_stragglers
     from megascale.observe.store.tables import SpanTables
 
     if steps and last is not None:
-        raise ConfigError(f"--steps={steps} and --last={last} both say which steps; give one of them")
+        raise ConfigError(f"--steps={steps} and --last={last} both choose the steps; give one of them")
     with SpanTables(run) as tables:
-        found = find(rank_parts(tables, *window(tables, steps, last)), tables)
+        report = find_stragglers(rank_parts(tables, *window(tables, steps, last)), tables)
     if plot is not None:
         from megascale.observe.analysis.straggler_plot import draw
 
-        draw(found, plot)
+        draw(report, plot)
         typer.echo(f"ranks: {plot}", err=as_json)
     if as_json:
-        from megascale.core import strict_json
-
-        typer.echo(strict_json.dumps(as_tree(found)))
+        print_json(to_dict(report))
     else:
-        show(found)
+        print_tables(report)
 
 
-def show(found: Stragglers) -> None:
-    """The tables."""
-    import math
-
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console, judged, steps = Console(highlight=False), found.judged, found.parts.steps
-    compared = len(found.parts.ranks) - judged.lonely
-    console.print(f"steps {steps[0]} to {steps[-1]} of attempt {found.parts.attempt}, {len(found.parts.ranks):,} ranks")
-    for text in untold(found):
-        console.print(text)
+def print_tables(report: Stragglers) -> None:
+    """Print the slow ranks and links, and the evidence for each."""
+    console = make_console()
+    judged, parts = report.judged, report.parts
+    console.print(f"steps {parts.steps[0]} to {parts.steps[-1]} of attempt {parts.attempt}, {len(parts.ranks):,} ranks")
+    for line in describe_missing(report):
+        console.print(line)
     if judged.lonely:
         console.print(
-            f"{judged.lonely} of them do work that no other does (data parallelism of 1): they cannot be compared"
+            f"{judged.lonely} of them have no rank with the same work (data parallelism of 1): they are not compared"
         )
-    if not compared:
+    if len(parts.ranks) == judged.lonely:
         return
+    threshold = f"a rank is named if it is {judged.limit:.1%} slower or more"
     if math.isnan(judged.spread):
-        console.print(
-            f"named is who is {judged.limit:.1%} slower or more: so few ranks do not show by how much healthy ones "
-            f"differ, "
-            "which is taken to be 4%"
-        )
+        console.print(f"{threshold}: so few ranks do not show how much healthy ranks differ, so 4% is assumed")
     else:
         console.print(
-            f"healthy ranks differ by {judged.spread:.2%} (standard deviation); named is who is {judged.limit:.1%} "
-            f"slower "
-            "or more: one false alarm in 100 looks"
+            f"healthy ranks differ by {judged.spread:.2%} (standard deviation); {threshold}: one false alarm per 100 "
+            "comparisons"
         )
-    if not found.ranks and not found.links:
-        console.print("none is slow")
+    if not report.ranks and not report.links:
+        console.print("no rank or link is slow")
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("rank", "host", "slower", "", "steps", "cause", "costs,\nms", "sure"):
-        table.add_column(name, justify="left" if name in ("cause", "", "steps") else "right", overflow="fold")
-    for one in found.ranks[:_SHOWN]:
-        at = f"{one.found.first}-{one.found.last}"
+    console.print(_make_table(report))
+    for straggler in report.ranks[:_LISTED]:
+        machine = format_optional(straggler.hostname or None, " on {}")
+        evidence = "; ".join(straggler.evidence)
+        console.print(f"rank {straggler.found.rank} ({straggler.place}{machine}): {evidence}", markup=False)
+    for link in report.links[:_LISTED]:
+        console.print(f"link of {_describe_link_ranks(link)}: {'; '.join(link.evidence)}", markup=False)
+    remaining = max(0, len(report.ranks) - _LISTED) + max(0, len(report.links) - _LISTED)
+    if remaining:
+        console.print(f"and {remaining} more: --json lists all")
+
+
+def _make_table(report: Stragglers) -> Table:
+    headers = ["rank", "host", "slower", "", "steps", "cause", "costs,\nms", "confidence"]
+    table = make_figures(headers, left_aligned=["", "steps", "cause"])
+    for straggler in report.ranks[:_LISTED]:
+        rank = straggler.found
+        costs = f"{1e3 * straggler.costs:.1f}" if straggler.costs else ""
         table.add_row(
-            str(one.found.rank), str(one.host), f"{one.found.excess:.1%}", one.found.state, at, one.cause,
-            f"{1e3 * one.costs:.1f}" if one.costs else "", _sure(one.found.confidence),
+            str(rank.rank), str(straggler.host), f"{rank.excess:.1%}", rank.state, f"{rank.first}-{rank.last}",
+            straggler.cause, costs, _format_confidence(rank.confidence),
         )  # fmt: skip
-    for link in found.links[:_SHOWN]:
-        who = str(link.ranks[0]) if len(link.ranks) == 1 else f"{len(link.ranks)} ranks"
+    steps = report.parts.steps
+    for link in report.links[:_LISTED]:
+        ranks = str(link.ranks[0]) if len(link.ranks) == 1 else f"{len(link.ranks)} ranks"
         table.add_row(
-            who, "", f"{link.share:.1%}", "persistent", f"{steps[0]}-{steps[-1]}", f"link ({link.axis})",
-            f"{1e3 * link.seconds:.1f}", _sure(link.confidence),
+            ranks, "", f"{link.share:.1%}", "persistent", f"{steps[0]}-{steps[-1]}", f"link ({link.axis})",
+            f"{1e3 * link.seconds:.1f}", _format_confidence(link.confidence),
         )  # fmt: skip
-    console.print(table)
-    for one in found.ranks[:_SHOWN]:
-        console.print(f"rank {one.found.rank} ({one.place}{_on(one)}): {'; '.join(one.evidence)}", markup=False)
-    for link in found.links[:_SHOWN]:
-        console.print(f"link of {_named(link)}: {'; '.join(link.evidence)}", markup=False)
-    if (left := len(found.ranks) + len(found.links) - 2 * _SHOWN) > 0:
-        console.print(f"and {left} more: --json names all")
+    return table
 
 
-_SHOWN = 12
+def describe_missing(report: Stragglers) -> list[str]:
+    """Return lines on ranks without records, or without further records: they are not compared."""
+    lines, missing = [], report.parts.missing
+    if missing:
+        ranks = join_first(missing, _LISTED)
+        subject = f"{len(missing):,} ranks ({ranks}) have" if len(missing) > 1 else f"rank {ranks} has"
+        lines.append(f"{subject} no records in these steps: not compared")
+    for rank, step in list(report.parts.silent.items())[:_LISTED]:
+        lines.append(f"rank {rank} has no records after step {step}, though other ranks have")
+    return lines
 
 
-def untold(found: Stragglers) -> list[str]:
-    """Of which ranks nothing, or nothing more, is recorded: they are not judged."""
-    told = []
-    if missing := found.parts.missing:
-        listed = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
-        count = f"{len(missing):,} ranks ({listed})" if len(missing) > 1 else f"rank {listed}"
-        told.append(f"of {count} nothing is recorded in these steps: not judged")
-    for rank, step in list(found.parts.silent.items())[:_SHOWN]:
-        told.append(f"rank {rank} tells of no step after step {step}, though others do")
-    return told
-
-
-def _on(one: Straggler) -> str:
-    return f" on {one.hostname}" if one.hostname else ""
-
-
-def _named(link: SlowLink) -> str:
+def _describe_link_ranks(link: SlowLink) -> str:
     if len(link.ranks) == 1:
         return f"rank {link.ranks[0]}"
-    return "one of ranks " + ", ".join(map(str, link.ranks[:6])) + (", ..." if len(link.ranks) > 6 else "")
+    return f"one of ranks {join_first(link.ranks, 6)}"
 
 
-def _sure(confidence: float) -> str:
+def _format_confidence(confidence: float) -> str:
     return ">99.99%" if confidence > 0.9999 else f"{confidence:.2%}"
 
 
-def as_tree(found: Stragglers) -> dict[str, Any]:
-    """What --json prints. Shares are of comparable ranks' time; null where there is none."""
-    import math
-
-    parts, judged = found.parts, found.judged
-
-    def number(value: float) -> float | None:
-        return None if math.isnan(value) else float(value)
-
+def to_dict(report: Stragglers) -> dict[str, Any]:
+    """Return the record of --json. Shares are of comparable ranks' time; null if there is no figure."""
+    parts, judged = report.parts, report.judged
+    excesses = zip(parts.ranks.tolist(), judged.excess, strict=True)
     return {
         "attempt": parts.attempt,
         "first_step": int(parts.steps[0]),
@@ -174,40 +175,42 @@ def as_tree(found: Stragglers) -> dict[str, Any]:
         "missing": parts.missing,
         "silent": {str(rank): step for rank, step in parts.silent.items()},
         "compared": len(parts.ranks) - judged.lonely,
-        "spread": number(judged.spread),
-        "limit": number(judged.limit),
-        "slow_ranks": [
-            {
-                "rank": one.found.rank,
-                "host": one.host,
-                "hostname": one.hostname,
-                "device": one.device,
-                "place": one.place,
-                "slower": one.found.excess,
-                "error": one.found.error,
-                "limit": one.found.limit,
-                "confidence": one.found.confidence,
-                "state": one.found.state,
-                "first_step": one.found.first,
-                "last_step": one.found.last,
-                "cause": one.cause,
-                "shares": one.shares,
-                "costs_seconds": one.costs,
-                "evidence": list(one.evidence),
-            }
-            for one in found.ranks
-        ],
+        "spread": number_or_none(judged.spread),
+        "limit": number_or_none(judged.limit),
+        "slow_ranks": [_rank_to_dict(straggler) for straggler in report.ranks],
         "slow_links": [
             {
-                "ranks": list(one.ranks),
-                "axis": one.axis,
-                "seconds": one.seconds,
-                "share": one.share,
-                "limit": one.limit,
-                "confidence": one.confidence,
-                "evidence": list(one.evidence),
+                "ranks": list(link.ranks),
+                "axis": link.axis,
+                "seconds": link.seconds,
+                "share": link.share,
+                "limit": link.limit,
+                "confidence": link.confidence,
+                "evidence": list(link.evidence),
             }
-            for one in found.links
+            for link in report.links
         ],
-        "slower": {str(rank): number(by) for rank, by in zip(parts.ranks.tolist(), judged.excess, strict=True)},
+        "slower": {str(rank): number_or_none(excess) for rank, excess in excesses},
+    }
+
+
+def _rank_to_dict(straggler: Straggler) -> dict[str, Any]:
+    rank = straggler.found
+    return {
+        "rank": rank.rank,
+        "host": straggler.host,
+        "hostname": straggler.hostname,
+        "device": straggler.device,
+        "place": straggler.place,
+        "slower": rank.excess,
+        "error": rank.error,
+        "limit": rank.limit,
+        "confidence": rank.confidence,
+        "state": rank.state,
+        "first_step": rank.first,
+        "last_step": rank.last,
+        "cause": straggler.cause,
+        "shares": straggler.shares,
+        "costs_seconds": straggler.costs,
+        "evidence": list(straggler.evidence),
     }

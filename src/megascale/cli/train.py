@@ -1,70 +1,215 @@
-"""`megascale train`: train a model from a configuration file."""
+"""`megascale train`: train a model from a configuration file, and print its sizes before and its results after it."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import typer
 
-from megascale.cli.common import OVERRIDES
+from megascale.cli.common import OVERRIDES, join_arguments, make_console
+from megascale.errors import MegascaleError, missing_extra
+
+if TYPE_CHECKING:
+    from megascale.api import RunDescription
+    from megascale.config import Config
+    from megascale.train.loop import TrainResult
+
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
+    app.command(context_settings=OVERRIDES)(train)
 
-    @app.command(context_settings=OVERRIDES)
-    def train(
-        context: typer.Context,
-        file: str = typer.Argument(
-            None, metavar="FILE", help="Configuration, such as examples/stdlib.toml.", show_default=False
+
+def train(
+    context: typer.Context,
+    file: str = typer.Argument(
+        None, metavar="FILE", help="Configuration, such as examples/stdlib.toml.", show_default=False
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the resolved configuration and sizes, and stop."),
+) -> None:
+    """Train a model, or resume it from the newest checkpoint.
+
+    Any setting can be given as --section.key=value, with or without a file; `megascale config` explains the settings.
+    The run folder runs/NAME gets config.toml, metrics.jsonl, events.jsonl, checkpoints/ and plots/. Ctrl-C finishes
+    the step, saves and stops; the same command resumes. Works under torchrun as well.
+
+    Examples:
+
+      megascale train examples/stdlib.toml
+
+      megascale train examples/stdlib.toml --train.steps=2000 --lr.peak=1e-3 --train.name=longer
+
+      megascale train examples/stdlib.toml --dry-run
+
+      megascale train --model.preset=gpt2-124m --data.train=datasets/mine/train --train.precision=bf16
+    """
+    from megascale.config import load_command_line, with_precision
+
+    config = load_command_line(file, context.args)
+    from megascale import api
+    from megascale.core.layout import lay_out
+    from megascale.data.dataset.data_checks import check_data
+    from megascale.train import launcher
+
+    if dry_run:
+        world = launcher.count_processes(config, api.visible_gpus(config))
+        _print_dry_run(config, world)
+        return
+    if not launcher.is_launched_rank():
+        world = launcher.count_processes(config, api.visible_gpus(config))
+        if world > 1:
+            config = with_precision(api.resolve(config), api.visible_gpus(config) > 0)
+            layout = lay_out(config, world)  # one error message, before any process starts
+            check_data(
+                config.data, config.model.sequence_length, needs_tokenizer=config.train.sample_prompt is not None
+            )
+            arguments = join_arguments(file, context.args)
+            raise typer.Exit(launcher.launch(["train", *arguments], layout, saves_checkpoints=True))
+    is_leader = os.environ.get("RANK", "0") == "0"
+    description = api.describe(config)
+    if is_leader:
+        _print_start(description)
+    result = api.train(config)
+    if is_leader:
+        _print_end(config, result)
+
+
+def _print_dry_run(config: Config, world: int) -> None:
+    """Print the resolved configuration as TOML, its differences from the defaults, the sizes, and refusals."""
+    from megascale import api
+    from megascale.config.reference import differences
+    from megascale.core.layout import lay_out
+    from megascale.data.dataset.data_checks import check_data
+    from megascale.train import launcher
+
+    console = make_console(soft_wrap=True)
+    description = api.describe(config)
+    console.print(description.config.to_toml(), markup=False, soft_wrap=False)
+    for key, value, default in differences(description.config):
+        console.print(f"# {key} = {value}  (default {default or 'unset'})", markup=False)
+    for label, value in _describe_sizes(description) + _describe_layout(description.config, world):
+        console.print(f"# {label}: {value}", markup=False)
+    try:
+        resolved = description.config
+        check_data(
+            resolved.data, resolved.model.sequence_length, needs_tokenizer=resolved.train.sample_prompt is not None
+        )
+        launcher.check_host_fits(lay_out(description.config, world), saves_checkpoints=True)
+    except MegascaleError as error:
+        typer.echo(f"# would be refused here: {error}")
+
+
+def _print_start(description: RunDescription) -> None:
+    """Print a short table before the first step."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rows = [("run folder", str(description.config.run_folder))]
+    rows += _describe_sizes(description) + _describe_layout(description.config, world)
+    for label, value in rows:
+        table.add_row(f"[dim]{label}[/dim]", value)
+    make_console().print(table)
+
+
+def _describe_sizes(description: RunDescription) -> list[tuple[str, str]]:
+    """Return the sizes of a run as label and value."""
+    from megascale.core.flops import CONVENTION
+
+    model, train_section = description.config.model, description.config.train
+    flops = _format_count(description.flops_per_token * description.tokens)
+    parameters, embeddings = _format_count(description.parameters), _format_count(description.embedding_parameters)
+    return [
+        ("parameters", f"{parameters} ({embeddings} in embeddings)"),
+        (
+            "FLOPs per token",
+            f"{_format_count(description.flops_per_token)}, forward and backward ({CONVENTION})",
         ),
-        dry_run: bool = typer.Option(False, "--dry-run", help="Print what would run and stop."),
-    ) -> None:
-        """Train a model; called again, go on from the newest checkpoint.
+        ("a step", f"{train_section.global_batch} sequences x {model.sequence_length} tokens"),
+        ("the run", f"{train_section.steps} steps, {_format_count(description.tokens)} tokens, {flops}FLOPs"),
+    ]
 
-        Any setting can be given as --section.key=value, with or without a file; `megascale config` explains them.
-        Everything the run leaves is in
-        runs/NAME: config.toml, metrics.jsonl, events.jsonl, checkpoints/, plots/. Ctrl-C finishes the step, saves
-        and stops; the same command goes on. Works under torchrun as well.
 
-        Examples:
+def _describe_layout(config: Config, world: int) -> list[tuple[str, str]]:
+    """Return layout, bubble and memory by kind as label and value (simulate/planner/layout_cost.py)."""
+    from megascale.simulate.planner.layout_cost import GIB, make_plan
 
-          megascale train examples/stdlib.toml
+    plan = make_plan(config, world, 0.0)
+    grid, parallel = plan.layout.grid, config.parallel
+    rows = []
+    if world > 1:
+        layout = f"tensor {grid.tensor} x data {grid.data} x pipeline {grid.pipeline}"
+        if parallel.virtual_stages > 1:
+            layout += f", {parallel.virtual_stages} chunks per stage"
+        if parallel.micro_batch_group_size:
+            layout += f" in rounds of {parallel.micro_batch_group_size}"
+        rows.append(("layout", f"{layout}; ZeRO-{parallel.zero}, recompute {parallel.recompute}"))
+    if grid.pipeline > 1:
+        rows.append(("bubble", f"{plan.bubble:.1%} of the busiest stage's work ({plan.schedule.name})"))
+    fullest = max(plan.memory, key=lambda memory: memory.total)
+    size, unit = (GIB, "GiB") if fullest.total >= GIB else (2**20, "MiB")
+    kinds = [
+        f"{name.replace('_', ' ')} {count / size:.1f}" for name, count in fullest.kinds().items() if count >= size / 20
+    ]
+    total = f"{fullest.total / size:.1f} {unit} at the fullest stage"
+    rows.append(("memory of a rank", f"{total}: {', '.join(kinds)}"))
+    return rows
 
-          megascale train examples/stdlib.toml --train.steps=2000 --lr.peak=1e-3 --train.name=longer
 
-          megascale train examples/stdlib.toml --dry-run
+def _format_count(count: float) -> str:
+    for size, unit in _UNITS:
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f}"
 
-          megascale train --model.preset=gpt2-124m --data.train=datasets/mine/train --train.precision=bf16
-        """
-        from megascale.config import load_command_line, with_precision
 
-        config = load_command_line(file, context.args)
-        from megascale import api
-        from megascale.cli import summary
-        from megascale.core.layout import lay_out
-        from megascale.data.dataset.data_checks import check_data
-        from megascale.errors import MegascaleError
-        from megascale.train import launcher
+def _print_end(config: Config, result: TrainResult) -> None:
+    """Print held-out figures, the plot's path and a sample; or how to resume."""
+    from megascale.cli.trained_run import print_evaluation
 
-        if dry_run:
-            world = launcher.count_processes(config, api.visible_gpus(config))
-            summary.print_description(api.describe(config), world)
-            try:
-                resolved = api.resolve(config)
-                prompted = resolved.train.sample_prompt is not None
-                check_data(resolved.data, resolved.model.sequence_length, needs_tokenizer=prompted)
-                launcher.check_host_fits(api.describe(config).config, world, keeps=True)
-            except MegascaleError as error:
-                typer.echo(f"# would be refused here: {error}")
-            return
-        if not launcher.is_launched_rank():
-            world = launcher.count_processes(config, api.visible_gpus(config))
-            if world > 1:
-                config = with_precision(api.resolve(config), api.visible_gpus(config) > 0)
-                lay_out(config, world)  # what does not divide is said once, before any process starts
-                prompted = config.train.sample_prompt is not None
-                check_data(config.data, config.model.sequence_length, needs_tokenizer=prompted)
-                words = ["train", *([file] if file else []), *context.args]
-                raise typer.Exit(launcher.launch(words, world, config, saves_checkpoints=True))
-        summary.print_start(api.describe(config))
-        result = api.train(config)
-        summary.print_end(config, result)
+    console, folder = make_console(soft_wrap=True), config.run_folder
+    if not result.finished:
+        console.print(f"stopped after step {result.step}; the same command resumes", markup=False)
+        return
+    if result.loss is None:
+        console.print(
+            f"run {config.train.name} is complete ({result.step} steps). To train further give more steps, such as "
+            f"--train.steps={2 * result.step}; to start anew give another --train.name",
+            markup=False,
+        )
+    if result.evaluation is not None:
+        print_evaluation(result.evaluation)
+    # The run has finished: later failures are reported, but the exit code stays 0.
+    try:
+        _print_plot(folder)
+    except ModuleNotFoundError as error:
+        console.print(f"no loss curve: {missing_extra(error) or error}", markup=False)
+    except Exception as error:
+        console.print(f"no loss curve was drawn ({error}); run megascale plot {folder}", markup=False)
+    if config.train.sample_prompt is not None:
+        try:
+            _print_sample(folder, config.train.sample_prompt, config.train.sample_tokens)
+        except (MegascaleError, OSError) as error:
+            console.print(f"no sample was generated: {error}", markup=False)
+
+
+def _print_plot(folder: Path) -> None:
+    from megascale.observe.plots import plot_runs
+
+    path = plot_runs([folder], folder / "plots" / "loss.png")
+    make_console().print(f"loss curve: {path}", markup=False)
+
+
+def _print_sample(folder: Path, prompt: str, tokens: int) -> None:
+    from megascale.api import generate
+
+    text = prompt + "".join(generate(folder, prompt, tokens=tokens))
+    console = make_console()
+    console.rule("sample", align="left")
+    console.print(text, markup=False, soft_wrap=True)
+    console.rule()
+    console.print(f"more: megascale generate {folder} --prompt import", markup=False)

@@ -1,4 +1,4 @@
-"""`megascale whatif`: what each rank, stage and kind of operation costs a job, by replay of recorded steps."""
+"""`megascale whatif`: compute the cost of each rank, stage and kind of operation by replay of recorded steps."""
 
 from __future__ import annotations
 
@@ -8,41 +8,45 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import check_picture
+from megascale.cli.common import JSON, check_picture, join_first, make_console, make_figures, number_or_none, print_json
 
 if TYPE_CHECKING:
     from megascale.observe.analysis.operation_trace import OperationTrace
     from megascale.observe.analysis.whatif import Part, WhatIf
 
+_LISTED = 12  # rows per group of the table
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("whatif")(whatif)
+    app.command()(whatif)
 
 
 def whatif(
     source: Path = typer.Argument(..., help="Run folder, such as runs/stdlib, or a trace (.parquet)."),
-    steps: str = typer.Option("", "--steps", help="Steps to replay: 7, or 7-20. By default the last of those kept."),
-    last: int = typer.Option(20, min=1, help="How many of the last kept steps, without --steps."),
-    rank: list[int] = typer.Option([], "--rank", help="Replay with this rank made normal too; may be repeated."),
+    steps: str = typer.Option("", "--steps", help="Steps to replay: 7, or 7-20; default: the last recorded ones."),
+    last: int = typer.Option(20, min=1, help="Number of the last recorded steps, without --steps."),
+    rank: list[int] = typer.Option([], "--rank", help="Also replay with this rank made typical; repeatable."),
     export: Path | None = typer.Option(None, help="Also write the operations as a trace that this command reads."),
     plot: Path | None = typer.Option(
         None, help="Also draw the workers' heat map (.png, .svg, .pdf).", callback=check_picture
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
+    as_json: bool = JSON,
 ) -> None:
-    """How much faster a job's steps would be if a rank, a stage or a kind of operation were normal.
+    """Compute how much faster a job's steps would be if a rank, a stage or a kind of operation were typical.
 
-    Steps are replayed from their operations, with every one at its kind's typical time ("ideal"), with one part as
-    recorded and the rest typical ("alone", as a slow-down), and with one part typical and the rest as recorded
-    ("explains": how much of the loss goes with it). M_S is what the last stage explains, M_W the slowest 3% of ranks.
+    Steps are replayed from their operations in three ways. "ideal": every operation takes its kind's typical time.
+    "alone": one part is as recorded and the rest is typical; the figure is the slow-down. "explains": one part is
+    typical and the rest is as recorded; the figure is the share of the loss that vanishes. M_S is the last stage's
+    share, M_W that of the slowest 3% of ranks.
 
-    Explains about 100% for one rank: look at its machine (megascale diagnose). For the last stage: its share of the
-    layers. For forward and backward computes of all ranks alike: uneven samples. Steps much longer than their replay
-    without launch gaps: the host is late (garbage collection, loader, other processes).
+    About 100% for one rank: examine its machine (megascale diagnose). For the last stage: its share of the layers. For
+    forward and backward computes of all ranks alike: uneven samples. Steps much longer than their replay without
+    launch gaps: the host is late (garbage collection, loader, other processes).
 
-    A trace has a row an operation: dp_rank, stage, rank, step, optype, start_ts, duration, seq_id, mc, mb_id, gmc, as
-    of ByteDance's StragglerAnalysis. --export writes a run so; its tools read one of the ranks that share a stage.
+    A trace has one row per operation: dp_rank, stage, rank, step, optype, start_ts, duration, seq_id, mc, mb_id, gmc,
+    as in ByteDance's StragglerAnalysis. --export writes a run in this form; their tools read one of the ranks that
+    share a stage.
 
     Examples:
 
@@ -55,122 +59,104 @@ def whatif(
     from megascale.observe.analysis.operation_trace import write_trace
     from megascale.observe.analysis.whatif import what_if
 
-    trace = _trace(source, steps, last)
+    trace = _read_trace(source, steps, last)
     if export is not None:
         typer.echo(f"{write_trace(trace, export)} operations: {export}", err=as_json)
-    found = what_if(trace, tuple(rank))
+    report = what_if(trace, tuple(rank))
     if plot is not None:
         from megascale.observe.analysis.whatif_plot import heat_map
 
-        heat_map(found, plot)
+        heat_map(report, plot)
         typer.echo(f"workers: {plot}", err=as_json)
     if as_json:
-        from megascale.core import strict_json
-
-        typer.echo(strict_json.dumps(as_tree(found)))
+        print_json(_to_dict(report))
     else:
-        show(found)
+        _print_tables(report)
 
 
-def _trace(source: Path, steps: str, last: int) -> OperationTrace:
+def _read_trace(source: Path, steps: str, last: int) -> OperationTrace:
+    """Return the chosen steps of a run's spans or of a trace file."""
     from megascale.errors import ConfigError, DataError
     from megascale.observe.analysis.operation_trace import read_trace
+    from megascale.observe.analysis.run_steps import chosen_steps, step_range
 
     if source.is_dir():
-        from megascale.observe.analysis.run_steps import chosen_steps
         from megascale.observe.analysis.run_trace import run_trace
         from megascale.observe.store.tables import SpanTables
 
         with SpanTables(source) as tables:
             return run_trace(tables, chosen_steps(tables, steps, last))
     if not source.exists():
-        raise DataError(f"{source} is not there; name a run folder, such as runs/stdlib, or a trace (.parquet)")
+        raise DataError(f"{source} does not exist; name a run folder, such as runs/stdlib, or a trace (.parquet)")
     trace = read_trace(source)
-    if steps:
-        from megascale.observe.analysis.run_steps import step_range
-
-        low, high = step_range(steps)
-        mask = (trace.step >= low) & (trace.step <= high)
-        if not mask.any():
-            raise ConfigError(f"--steps={steps}: {source} has steps {trace.step.min()} to {trace.step.max()}")
-        return trace.rows(mask)
-    return trace
+    if not steps:
+        return trace
+    low, high = step_range(steps)
+    is_chosen = (trace.step >= low) & (trace.step <= high)
+    if not is_chosen.any():
+        raise ConfigError(f"--steps={steps}: {source} has steps {trace.step.min()} to {trace.step.max()}")
+    return trace.rows(is_chosen)
 
 
-def show(found: WhatIf) -> None:
-    """The tables."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    gaps = 1.0 - found.original / found.recorded
+def _print_tables(report: WhatIf) -> None:
+    console = make_console()
+    gaps = 1.0 - report.original / report.recorded
     console.print(
-        f"{found.steps} steps of {found.recorded:.4f} s; {found.original:.4f} s without launch gaps ({gaps:.1%} of a "
-        f"step), {found.ideal:.4f} s with every operation typical"
+        f"{report.steps} steps of {report.recorded:.4f} s; {report.original:.4f} s without launch gaps ({gaps:.1%} of "
+        f"a step), {report.ideal:.4f} s with every operation typical"
     )
+    subject = "rank" if len(report.slowest) == 1 else f"{len(report.slowest)} ranks"
     console.print(
-        f"slow-down {found.slow_down:.4f}; M_S (last stage) {_percent(found.stage_share)}; M_W (slowest "
-        f"{'rank' if len(found.slowest) == 1 else f'{len(found.slowest)} ranks'}: "
-        f"{', '.join(map(str, found.slowest[:8]))}{', ...' if len(found.slowest) > 8 else ''}) "
-        f"{_percent(found.worker_share)}"
+        f"slow-down {report.slow_down:.4f}; M_S (last stage) {_format_share(report.stage_share)}; M_W (slowest "
+        f"{subject}: {join_first(report.slowest, 8)}) {_format_share(report.worker_share)}"
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, head in enumerate(["made normal", "explains", "saves, ms", "alone, slow-down"]):
-        table.add_column(head, justify="right" if number else "left", no_wrap=True)
-    groups: list[tuple[str, dict[Any, Part]]] = [
-        ("rank", found.ranks),
-        ("stage", found.stages if len(found.stages) > 1 else {}),
-        ("replica", found.replicas if len(found.replicas) > 1 else {}),
-        ("", found.kinds),
-    ]
+    table = make_figures(["made typical", "explains", "saves, ms", "alone, slow-down"])
+    groups: list[tuple[str, dict[Any, Part]]] = [("rank", report.ranks)]
+    for name, parts in (("stage", report.stages), ("replica", report.replicas)):
+        if len(parts) > 1:
+            groups.append((name, parts))
+    groups.append(("", report.kinds))
     for name, parts in groups:
-        asked = [(key, part) for key, part in parts.items() if not math.isnan(part.seconds)]
-        for key, part in sorted(asked, key=lambda one: -one[1].seconds)[:_SHOWN]:
-            table.add_row(
-                f"{name} {key}".strip(), _percent(part.explains), f"{1e3 * part.seconds:.2f}", f"{part.alone:.4f}"
-            )
+        replayed = [item for item in parts.items() if not math.isnan(item[1].seconds)]
+        for key, part in sorted(replayed, key=lambda item: -item[1].seconds)[:_LISTED]:
+            share, saved = _format_share(part.explains), f"{1e3 * part.seconds:.2f}"
+            table.add_row(f"{name} {key}".strip(), share, saved, f"{part.alone:.4f}")
         table.add_section()
     console.print(table)
-    for number, why in list(found.left_out.items())[:5]:
-        console.print(f"left out: step {number}: {why}", markup=False)
-    if len(found.left_out) > 5:
-        console.print(f"left out: {len(found.left_out) - 5} steps more")
+    for number, reason in list(report.left_out.items())[:5]:
+        console.print(f"skipped: step {number}: {reason}", markup=False)
+    if len(report.left_out) > 5:
+        console.print(f"skipped: {len(report.left_out) - 5} more steps")
 
 
-_SHOWN = 12
-
-
-def _percent(share: float) -> str:
+def _format_share(share: float) -> str:
     return "-" if math.isnan(share) else f"{share:.1%}"
 
 
-def as_tree(found: WhatIf) -> dict[str, Any]:
-    """What --json prints; null where a figure has no meaning."""
+def _to_dict(report: WhatIf) -> dict[str, Any]:
+    """Return the record of --json; null if a figure has no meaning."""
 
-    def number(value: float) -> float | None:
-        return None if math.isnan(value) else value
-
-    def parts(of: dict[Any, Part]) -> dict[str, Any]:
-        return {
-            str(key): {"alone": number(p.alone), "explains": number(p.explains), "seconds": number(p.seconds)}
-            for key, p in of.items()
-        }
+    def parts_to_dict(parts: dict[Any, Part]) -> dict[str, Any]:
+        record = {}
+        for key, part in parts.items():
+            figures = {"alone": part.alone, "explains": part.explains, "seconds": part.seconds}
+            record[str(key)] = {name: number_or_none(value) for name, value in figures.items()}
+        return record
 
     return {
-        "steps": found.steps,
-        "left_out": {str(step): why for step, why in found.left_out.items()},
-        "recorded_seconds": found.recorded,
-        "replayed_seconds": found.replayed,
-        "original_seconds": found.original,
-        "ideal_seconds": found.ideal,
-        "slow_down": found.slow_down,
-        "stage_share": number(found.stage_share),
-        "worker_share": number(found.worker_share),
-        "slowest_ranks": list(found.slowest),
-        "kinds": parts(found.kinds),
-        "stages": parts(found.stages),
-        "replicas": parts(found.replicas),
-        "ranks": parts(found.ranks),
-        "scores": found.scores.tolist(),
+        "steps": report.steps,
+        "left_out": {str(step): reason for step, reason in report.left_out.items()},
+        "recorded_seconds": report.recorded,
+        "replayed_seconds": report.replayed,
+        "original_seconds": report.original,
+        "ideal_seconds": report.ideal,
+        "slow_down": report.slow_down,
+        "stage_share": number_or_none(report.stage_share),
+        "worker_share": number_or_none(report.worker_share),
+        "slowest_ranks": list(report.slowest),
+        "kinds": parts_to_dict(report.kinds),
+        "stages": parts_to_dict(report.stages),
+        "replicas": parts_to_dict(report.replicas),
+        "ranks": parts_to_dict(report.ranks),
+        "scores": report.scores.tolist(),
     }

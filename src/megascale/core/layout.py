@@ -8,6 +8,8 @@ from math import gcd, isqrt
 from megascale.config import Config, ModelConfig, ParallelConfig
 from megascale.core.grid import Grid
 from megascale.core.layers import ChunkLayers, chunk_layers
+from megascale.core.memory import MemoryEstimate
+from megascale.core.rank_memory import rank_memory
 from megascale.core.schedule import Schedule
 from megascale.core.schedule_registry import SCHEDULES, checked_schedule, made_schedule
 from megascale.errors import FitError
@@ -18,9 +20,12 @@ MOST_FORWARDS = 400_000
 
 @dataclass(frozen=True)
 class Layout:
-    """A configuration laid over a world.
+    """A configuration laid out over a world: the sizes that follow from both, computed once and handed down.
+
+    Training, planner and preflight take one `Layout` instead of computing these sizes from the configuration again.
 
     Attributes:
+        config: the resolved configuration.
         grid: sizes of the axes.
         microbatches: micro-batches a data-parallel rank runs in a step.
         layers: layers of each model chunk, in model order; chunk g lies on stage g mod grid.pipeline.
@@ -50,6 +55,37 @@ class Layout:
             parallel.micro_batch_group_size,
             self.config.overlap.pipeline,
         )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of the global batch."""
+        return self.config.train.global_batch * self.config.model.sequence_length
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples of a step on each data-parallel rank."""
+        return self.config.train.global_batch // self.grid.data
+
+    @property
+    def activation_shape(self) -> tuple[int, int, int]:
+        """Shape of an activation between chunks on a tensor-parallel rank: [sequence / tensor, micro_batch, hidden]."""
+        model = self.config.model
+        return model.sequence_length // self.grid.tensor, self.config.train.micro_batch, model.hidden
+
+    @property
+    def bucket_elements(self) -> int | None:
+        """Elements of a data-parallel bucket; None with one data-parallel rank, which has nothing to reduce."""
+        return self.config.parallel.bucket_elements if self.grid.data > 1 else None
+
+    def stage_memory(
+        self, stage: int, limit: float | None = None, uses_gpus: bool = True
+    ) -> tuple[MemoryEstimate, str]:
+        """Return the peak memory of a rank of `stage`, and why its chunks are not CUDA graphs ("" if they are).
+
+        Args:
+            limit: bytes that the rank may use, if known: kernels.graphs=auto has graphs only if they fit.
+        """
+        return rank_memory(self.config, self.grid, self.schedule(), stage, limit, uses_gpus)
 
     def chunks_of(self, stage: int) -> list[ChunkLayers]:
         """Layers of each chunk of a stage, chunk 0 first."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from megascale.config import Config
 from megascale.core.capacity import Capacity, free_disk
-from megascale.core.layout import Layout, lay_out
+from megascale.core.layout import Layout
 from megascale.core.memory import BYTES, MemoryEstimate
 from megascale.core.optimizer_state import checkpoint_elements
-from megascale.core.rank_memory import GPU_CONTEXT, rank_memory
+from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.core.terminal import print_error
 from megascale.errors import FitError
 
@@ -66,13 +66,13 @@ class Share:
 
 
 def preflight(
-    config: Config,
+    layout: Layout,
     share: Share,
     capacity: Capacity | None = None,
     disk: Callable[[Path], int] = free_disk,
     say: Callable[[str], None] = print_error,
 ) -> None:
-    """Check `share` of the run of `config` (resolved) against this machine before anything of it starts.
+    """Check `share` of the run that `layout` describes against this machine before anything of it starts.
 
     Args:
         capacity: what the machine has; default: asked.
@@ -81,7 +81,7 @@ def preflight(
 
     Raises FitError, one line a fault with its figures, key and remedy, unless train.fit is `force`: then they are said.
     """
-    layout = lay_out(config, share.world)
+    config = layout.config
     if capacity is None:
         capacity = Capacity.here(gpus=share.gpus)
     faults = _process_faults(config, share, capacity)
@@ -142,10 +142,10 @@ def own_bytes(share: Share) -> int:
 def _memory_faults(
     config: Config, layout: Layout, share: Share, capacity: Capacity, stages: dict[int, int]
 ) -> list[str]:
-    memory, schedule = {}, layout.schedule()
+    memory = {}
     most = capacity.gpu_memory - GPU_CONTEXT if share.gpus and capacity.gpu_memory is not None else None
     for stage in stages:
-        memory[stage], _ = rank_memory(config, layout.grid, schedule, stage, most, share.gpus > 0)
+        memory[stage], _ = layout.stage_memory(stage, most, share.gpus > 0)
     faults = []
     fullest = max(memory.values(), key=lambda m: m.total)
     sizes = f"model.layers={config.model.layers} x model.hidden={config.model.hidden}, {config.train.precision}"

@@ -204,7 +204,7 @@ class TensorWiseFloat8(_Float8Linears):
         if arrived is None:
             raise TrainingError(
                 f"a weight {list(weight.shape)} is read after its update and before it was gathered; call "
-                "Engine.start_gather before a step, Engine.whole before anything else"
+                "Engine.start_gather before a step, Engine.gather_parameters before anything else"
             )
         (rows, scale), placed = arrived, self._placed.get(id(weight))
         if placed is None or placed.rows is not rows or placed.columns is None:

@@ -1,8 +1,8 @@
-"""Which attention kernels a run computes with: measured by every rank, agreed by all, and kept with the run.
+"""The attention kernels of a run: measured by every rank, agreed by all ranks, and saved with the run.
 
-Ranks on devices of one kind run the same kernel for the same shape: the one whose slowest rank is the fastest, among
-those that all of them can run. The choice is kept in RUN/kernels.json and in every checkpoint, since another kernel
-rounds otherwise: a run that goes on with the same kernels goes on bit for bit, on GPUs with kernels.deterministic.
+Ranks on devices of one kind run the same kernel for the same shape: of the kernels that all of them can run, the one
+whose slowest rank is the fastest. The choice is saved in RUN/kernels.json and in every checkpoint, since another kernel
+rounds differently. A run that resumes with the same kernels continues bit for bit, on GPUs with kernels.deterministic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megascale.checkpoint.format import step_folders as folders
+from megascale.checkpoint.format import step_folders
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
@@ -25,150 +25,172 @@ from megascale.core.untrusted_files import read_small_text
 from megascale.errors import ConfigError, MegascaleError
 from megascale.ops import dispatch
 from megascale.ops.attention import AttentionChooser, AttentionShape
+from megascale.train.rank_info import find_device_kind
 
 FILE = "kernels.json"
 Choices = dict[str, dict[str, str]]  # kind of device -> shape -> backend
-Decision = tuple[str, str]  # backend, and why, for people
+Decision = tuple[str, str]  # backend, and the reason for it
 Decisions = dict[str, dict[str, Decision]]  # kind of device -> shape -> decision
-# Kind of device, and shape -> (milliseconds of each backend, why others did not run).
-Offer = tuple[str, dict[str, tuple[dict[str, float], dict[str, str]]]]
+# Milliseconds of each backend that runs, and why the other backends do not.
+Measurement = tuple[dict[str, float], dict[str, str]]
+Offer = tuple[str, dict[str, Measurement]]  # kind of device, and shape -> measurement
 
 
-def shapes(config: Config, tensor: int, dtype: torch.dtype) -> list[AttentionShape]:
-    """Every attention that training runs on a rank, whichever layers it holds."""
+def list_shapes(config: Config, tensor: int, dtype: torch.dtype) -> list[AttentionShape]:
+    """Return every attention shape of training under `tensor`-way tensor parallelism, on any pipeline stage."""
     model, S = config.model, config.model.sequence_length
-    windows = dict.fromkeys(model.layer_window(layer) for layer in range(model.layers))
-    masks = dict.fromkeys(None if window is None or window >= S else window for window in windows)
-    heads = (model.heads // tensor, model.kv // tensor, model.head_size)
-    return [AttentionShape(S, config.train.micro_batch, *heads, window, dtype) for window in masks]
+    windows: dict[int | None, None] = {}
+    for layer in range(model.layers):
+        window = model.layer_window(layer)
+        windows[None if window is None or window >= S else window] = None
+    heads, kv_heads = model.heads // tensor, model.kv // tensor
+    return [
+        AttentionShape(S, config.train.micro_batch, heads, kv_heads, model.head_size, window, dtype)
+        for window in windows
+    ]
 
 
-def agree(
+def agree_on_kernels(
     config: Config,
     tensor: int,
     dtype: torch.dtype,
     device: torch.device,
-    kept: Choices | None,
+    earlier_choices: Choices | None,
     chooser: AttentionChooser,
 ) -> tuple[Choices, dict[str, str]]:
-    """Settle on kernels, collectively over the default group, and tell `chooser`.
+    """Agree on attention kernels, collectively over the default group, and set them in `chooser`.
 
     Args:
         tensor: tensor-parallel size.
-        kept: choices of earlier starts; rank 0's count.
+        earlier_choices: choices of earlier starts; rank 0's are used.
 
     Returns:
-        What the run has chosen by now, and in words what devices of other kinds than this rank's run.
+        All choices of the run, and start-up lines about devices of other kinds than this rank's.
 
-    Raises ConfigError where a kernel is named that cannot compute one of the shapes here.
+    Raises ConfigError if kernels.attention names a kernel that cannot compute one of the shapes here.
     """
     if dispatch.mode() == "reference":
-        return kept or {}, {}
-    if (named := config.kernels.attention) != "auto":
-        for shape in shapes(config, tensor, dtype):
-            if why := chooser.refusal(named, shape, device):
-                remedy = "" if "--kernels.attention=" in why else "; set --kernels.attention=auto"
-                raise ConfigError(f"attention {shape} cannot be computed by {named!r} on {device.type}: {why}{remedy}")
-        return kept or {}, {}
+        return earlier_choices or {}, {}
+    shapes = list_shapes(config, tensor, dtype)
+    if config.kernels.attention != "auto":
+        _check_named_kernel(config.kernels.attention, shapes, device, chooser)
+        return earlier_choices or {}, {}
     peers = Peers()
-    kept = peers.share(kept or {}, Choices)
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    wanted = shapes(config, tensor, dtype)
-    refusals = {
-        str(shape): chooser.refusal(name, shape, device)
-        for shape in wanted
-        if (name := kept.get(kind, {}).get(str(shape))) is not None
-    }
-    told = peers.gather((kind, refusals), tuple[str, dict[str, str | None]])
-    lost = peers.share(_lost(told), Choices)
-    measured = {}
-    for shape in wanted:
-        if str(shape) not in kept.get(kind, {}) or str(shape) in lost.get(kind, {}):
+    choices = peers.share(earlier_choices or {}, Choices)
+    kind = find_device_kind(device)
+    kind_choices = choices.get(kind, {})
+    refusals = {}
+    for shape in shapes:
+        name = kind_choices.get(str(shape))
+        if name is not None:
+            refusals[str(shape)] = chooser.refusal(name, shape, device)
+    gathered = peers.gather((kind, refusals), tuple[str, dict[str, str | None]])
+    lost = peers.share(_find_lost_kernels(gathered), Choices)
+    measured: dict[str, Measurement] = {}
+    for shape in shapes:
+        if str(shape) not in kind_choices or str(shape) in lost.get(kind, {}):
             choice = chooser.measure(shape, device)
             measured[str(shape)] = (choice.milliseconds or {choice.name: 0.0}, choice.refused)
     if measured and device.type == "cuda":
-        torch.cuda.empty_cache()  # what was measured with must not lie between the engine's buffers
+        torch.cuda.empty_cache()  # the measurement's memory must not lie between the engine's buffers
     offers = peers.gather((kind, measured), Offer)
-    decisions: Decisions = peers.share(decide_kernels(offers, kept, lost), Decisions)
-    for shape in wanted:
+    decisions: Decisions = peers.share(decide_kernels(offers, choices, lost), Decisions)
+    for shape in shapes:
         chooser.adopt(shape, *decisions[kind][str(shape)])
-    names = {
-        each: {**kept.get(each, {}), **{shape: name for shape, (name, _) in decisions.get(each, {}).items()}}
-        for each in {**kept, **decisions}
-    }
-    others = {
-        f"attention {shape} on {each}": f"{name} ({why})"
-        for each, found in decisions.items()
-        if each != kind
-        for shape, (name, why) in found.items()
-    }
-    return names, others
+    descriptions = {}
+    for other_kind, kind_decisions in decisions.items():
+        names = choices.setdefault(other_kind, {})
+        for shape_name, (name, reason) in kind_decisions.items():
+            names[shape_name] = name
+            if other_kind != kind:
+                descriptions[f"attention {shape_name} on {other_kind}"] = f"{name} ({reason})"
+    return choices, descriptions
 
 
-def _lost(told: list[tuple[str, dict[str, str]]]) -> dict[str, dict[str, str]]:
-    """kind -> shape -> which rank cannot run the kept kernel, and why."""
-    found: dict[str, dict[str, str]] = {}
-    for rank, (kind, refusals) in enumerate(told):
-        for shape, why in refusals.items():
-            if why:
-                found.setdefault(kind, {}).setdefault(shape, f"rank {rank}: {why}")
-    return found
+def _check_named_kernel(
+    name: str, shapes: list[AttentionShape], device: torch.device, chooser: AttentionChooser
+) -> None:
+    for shape in shapes:
+        reason = chooser.refusal(name, shape, device)
+        if reason:
+            remedy = "" if "--kernels.attention=" in reason else "; set --kernels.attention=auto"
+            raise ConfigError(f"attention {shape} cannot be computed by {name!r} on {device.type}: {reason}{remedy}")
 
 
-def decide_kernels(
-    offers: list[Offer],
-    kept: Choices,
-    lost: Mapping[str, Mapping[str, str]],
-) -> Decisions:
-    """kind -> shape -> the backend for all devices of that kind, a function of what was gathered alone."""
-    found: dict[str, dict[str, Decision]] = {}
-    for kind in dict.fromkeys(kind for kind, _ in offers):
-        ranks = [measured for each, measured in offers if each == kind]
-        gone = lost.get(kind, {})
-        found[kind] = {s: (name, "kept with the run") for s, name in kept.get(kind, {}).items() if s not in gone}
+def _find_lost_kernels(gathered: list[tuple[str, dict[str, str | None]]]) -> dict[str, dict[str, str]]:
+    """Return kind -> shape -> the rank that cannot run the earlier choice, with its reason."""
+    lost: dict[str, dict[str, str]] = {}
+    for rank, (kind, refusals) in enumerate(gathered):
+        for shape, reason in refusals.items():
+            if reason:
+                lost.setdefault(kind, {}).setdefault(shape, f"rank {rank}: {reason}")
+    return lost
+
+
+def decide_kernels(offers: list[Offer], choices: Choices, lost: Mapping[str, Mapping[str, str]]) -> Decisions:
+    """Return kind -> shape -> the backend for all devices of that kind; depends on the arguments only."""
+    measurements_by_kind: dict[str, list[dict[str, Measurement]]] = {}
+    for kind, measured in offers:
+        measurements_by_kind.setdefault(kind, []).append(measured)
+    decisions: Decisions = {}
+    for kind, ranks in measurements_by_kind.items():
+        kind_choices, kind_lost = choices.get(kind, {}), lost.get(kind, {})
+        decisions[kind] = {
+            shape: (name, "kept with the run") for shape, name in kind_choices.items() if shape not in kind_lost
+        }
         for shape in ranks[0]:
-            times = [measured[shape][0] for measured in ranks]
-            common = [name for name in times[0] if all(name in each for each in times)]
-            slowest = {name: max(each[name] for each in times) for name in common}
-            name = min(sorted(slowest), key=slowest.__getitem__, default="sdpa")
-            parts = [f"{n} {ms:.3f} ms" for n, ms in sorted(slowest.items(), key=lambda item: item[1]) if ms]
-            refused = {n: why for measured in reversed(ranks) for n, why in measured[shape][1].items()}
-            parts += [f"{n}: {why}" for n, why in refused.items() if n != name]
-            if shape in gone:
-                parts.insert(
+            name, reasons = _decide_fastest([measured[shape] for measured in ranks])
+            if shape in kind_lost:
+                reasons.insert(
                     0,
-                    f"in place of {kept[kind][shape]}, which the run was begun with and which cannot be had any more: "
-                    f"{gone[shape]}; from here on it rounds otherwise than an uninterrupted run",
+                    f"replaces {kind_choices[shape]}, which the run started with and which is unavailable now: "
+                    f"{kind_lost[shape]}; from here on the run rounds differently than an uninterrupted one",
                 )
             elif len(ranks) > 1:
-                parts.insert(0, f"agreed by {len(ranks)} ranks")
-            found[kind][shape] = (name, "; ".join(parts))
-    return found
+                reasons.insert(0, f"agreed by {len(ranks)} ranks")
+            decisions[kind][shape] = (name, "; ".join(reasons))
+    return decisions
 
 
-def read(run: Path, checkpoints: Path | str, resume: bool) -> Choices:
-    """What earlier starts of a run chose: of its newest checkpoint, else of its folder; nothing if it starts over."""
-    found: Choices = {}
+def _decide_fastest(measurements: list[Measurement]) -> tuple[str, list[str]]:
+    """Return the backend whose slowest rank is the fastest, and times and refusals as reasons."""
+    times = [milliseconds for milliseconds, _ in measurements]
+    slowest = {
+        name: max(milliseconds[name] for milliseconds in times)
+        for name in times[0]
+        if all(name in milliseconds for milliseconds in times)
+    }
+    best = min(sorted(slowest), key=slowest.__getitem__, default="sdpa")
+    reasons = [f"{name} {ms:.3f} ms" for name, ms in sorted(slowest.items(), key=lambda item: item[1]) if ms]
+    refused: dict[str, str] = {}
+    for _, refusals in reversed(measurements):
+        refused |= refusals
+    reasons += [f"{name}: {reason}" for name, reason in refused.items() if name != best]
+    return best, reasons
+
+
+def read_choices(run: Path, checkpoints: Path | str, resume: bool) -> Choices:
+    """Return the choices of earlier starts: the newest checkpoint's over the run folder's; none unless `resume`."""
+    choices: Choices = {}
     if not resume:
-        return found
+        return choices
     records: list[Any] = []
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         records.append(json.loads(read_small_text(run / FILE))["attention"])
-    with contextlib.suppress(OSError, MegascaleError, folders.Damaged):
-        storage = open_storage(checkpoints)
-        newest = folders.survey(storage)[0]
-        if newest:
-            commit = max(newest, key=lambda commit: commit.sequence)
-            records.append(commit.state.get("attention"))
+    with contextlib.suppress(OSError, MegascaleError, step_folders.Damaged):
+        commits = step_folders.survey(open_storage(checkpoints))[0]
+        if commits:
+            newest = max(commits, key=lambda commit: commit.sequence)
+            records.append(newest.state.get("attention"))
     for record in records:
         if isinstance(record, dict):
             for kind, names in record.items():
-                found.setdefault(kind, {}).update(names)
-    return found
+                choices.setdefault(kind, {}).update(names)
+    return choices
 
 
-def write(run: Path, choices: Choices) -> None:
-    """Keep the choices in the run folder."""
+def write_choices(run: Path, choices: Choices) -> None:
+    """Write the choices into the run folder."""
     temporary = run / f"{FILE}.tmp"
     temporary.write_text(strict_json.dumps({"attention": choices}, indent=1) + "\n")
     os.replace(temporary, run / FILE)

@@ -1,7 +1,7 @@
-"""Code of one's own between steps: `train.callbacks` names what `register` has added.
+"""User code between steps: `train.callbacks` names the callbacks that `register` has added.
 
-A callback is made on every rank of every start and called on all of them at the same places, so it may communicate, as
-long as all ranks do so alike. What it takes is time of the step: on a GPU, reading a tensor waits for the device.
+Every rank makes its callbacks at each start and calls them at the same points, so a callback may communicate if all
+ranks do so alike. Its time is part of the step: on a GPU, reading a tensor waits for the device.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunView:
-    """What a callback sees of a run.
+    """A run as its callbacks see it.
 
     Attributes:
-        config: of the run; folder: the run folder, which is rank 0's to write in.
-        rank, world: of this process.
-        engine: with the model's chunks, `engine.chunks`.
-        step: steps done.
-        wants_stop: whether a callback here has asked for the end.
+        config: the run's resolved configuration.
+        folder: the run folder, in which rank 0 may write.
+        rank, world: this process's rank, and the number of ranks.
+        engine: the engine, with the model's chunks in `engine.chunks`.
+        step: optimizer steps done.
+        wants_stop: whether a callback of this rank has called `stop`.
     """
 
     config: Config
@@ -43,70 +44,71 @@ class RunView:
     wants_stop: bool = field(default=False, init=False)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's parameters, whole only where nothing is on its way: (name, tensor)."""
+        """Yield this rank's parameters as (name, tensor), after all gathers of them have ended."""
         self.engine.gather_parameters()
         for chunk in self.engine.chunks:
             yield from chunk.named_parameters()
 
     def stop(self) -> None:
-        """End the run after the next step, on all ranks, as Ctrl-C does: it is saved and can go on."""
+        """End the run after the next step on all ranks, as Ctrl-C does: it is saved and can be resumed."""
         self.wants_stop = True
 
 
 class Callback:
-    """What is called; each method does nothing unless a subclass has its own. An error in one ends the run."""
+    """Base class of callbacks. Each method does nothing by default. An error in a callback ends the run."""
 
     def run_begins(self, run: RunView) -> None:
-        """Before the first step of this start; `run.step` is what it goes on from."""
+        """Act before the first step of this start; `run.step` is the step that it resumes from."""
 
     def step_ends(self, run: RunView) -> None:
-        """After each step's update of the weights."""
+        """Act after each step's update of the weights."""
 
-    def evaluated(self, run: RunView, found: Evaluation) -> None:
-        """After each evaluation of held-out data.
+    def evaluated(self, run: RunView, evaluation: Evaluation) -> None:
+        """Act after each evaluation of held-out data.
 
-        At the end of the run the whole file is evaluated too; `found.whole` tells it from train.eval_samples.
+        At the end of the run the complete file is evaluated too: `evaluation.complete` is then true.
         """
 
     def run_ends(self, run: RunView) -> None:
-        """However this rank ends, unless it is killed."""
+        """Act when this rank ends in any way but by a kill."""
 
 
 MakeCallback = Callable[[], Callback]
 KINDS: Registry[MakeCallback] = Registry("train.callbacks", {}, home="megascale.train")
 
 
-def register(name: str, made: MakeCallback, about: str = "") -> None:
-    """Let `train.callbacks` name `name`; made() is called on every rank at each start."""
-    CALLBACKS.register(name, PartFacts(about))
-    KINDS.register(name, made)
+def register(name: str, factory: MakeCallback, description: str = "") -> None:
+    """Let `train.callbacks` name `name`; every rank calls factory() at each start."""
+    CALLBACKS.register(name, PartFacts(description))
+    KINDS.register(name, factory)
 
 
 class Callbacks:
-    """Those of a run, in the order in which the setting names them."""
+    """The callbacks of a run, called in the order in which train.callbacks names them."""
 
     def __init__(self, run: RunView) -> None:
         self.run = run
-        self._all = [KINDS[name]() for name in dict.fromkeys(run.config.train.callbacks)]
+        names = dict.fromkeys(run.config.train.callbacks)
+        self._callbacks = [KINDS[name]() for name in names]
 
-    def run_begins(self, step: int) -> None:
-        """Tell them."""
+    def begin_run(self, step: int) -> None:
+        """Call `run_begins` of each callback."""
         self.run.step = step
-        for one in self._all:
-            one.run_begins(self.run)
+        for callback in self._callbacks:
+            callback.run_begins(self.run)
 
-    def step_ends(self, step: int) -> None:
-        """Tell them."""
+    def end_step(self, step: int) -> None:
+        """Call `step_ends` of each callback."""
         self.run.step = step
-        for one in self._all:
-            one.step_ends(self.run)
+        for callback in self._callbacks:
+            callback.step_ends(self.run)
 
-    def evaluated(self, found: Evaluation) -> None:
-        """Tell them."""
-        for one in self._all:
-            one.evaluated(self.run, found)
+    def report_evaluation(self, evaluation: Evaluation) -> None:
+        """Call `evaluated` of each callback."""
+        for callback in self._callbacks:
+            callback.evaluated(self.run, evaluation)
 
     def close(self) -> None:
-        """Tell them that the run ends."""
-        for one in self._all:
-            one.run_ends(self.run)
+        """Call `run_ends` of each callback."""
+        for callback in self._callbacks:
+            callback.run_ends(self.run)

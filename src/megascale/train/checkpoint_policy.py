@@ -1,4 +1,4 @@
-"""When a run's state is saved, and what becomes of saves: told, and a reason to stop where the last one is lost."""
+"""Saves of a run: when they are due at the end, their events, and the error for a lost last state."""
 
 from __future__ import annotations
 
@@ -16,87 +16,90 @@ class CheckpointPolicy:
     """Saves of one run.
 
     Args:
-        config: how often, and whether at the end.
-        checkpointer: what saves.
-        reporter: who tells.
+        config: intervals of saves, and whether the last state is saved.
+        checkpointer: writes the saves.
+        reporter: takes their events and lines.
     """
 
     def __init__(self, config: CheckpointConfig, checkpointer: checkpoint.Checkpointer, reporter: Reporter) -> None:
-        self.config, self.checkpointer, self._reporter = config, checkpointer, reporter
-        self._last_saved, self._snapshots = -1, 0
+        self.config = config
+        self.checkpointer = checkpointer
+        self._reporter = reporter
+        self._last_saved = -1
+        self._has_reported_snapshot = False
 
     def begin(self, step: int) -> None:
-        """Training goes on after `step`."""
-        # A state that came from memory is in storage only once it is saved there.
-        self._last_saved = step if self.checkpointer.loaded_from in ("nothing", "storage") else -1
+        """Note that training starts after `step`."""
+        # A state that was loaded from memory is in storage only once it is saved there.
+        if self.checkpointer.loaded_from in ("nothing", "storage"):
+            self._last_saved = step
 
-    def due(self, step: int) -> bool | None:
-        """Whether the state after `step`, which is not the last, is saved to storage (True) or to memory alone (False);
-        None: not at all."""
-        due = self.checkpointer.due(step)
-        return None if due is None else due == "storage"
-
-    def due_at_end(self, step: int) -> bool:
-        """Whether the last state is still to be saved."""
+    def is_due_at_end(self, step: int) -> bool:
+        """Return whether the last state, after `step`, must still be saved."""
         return step > self._last_saved and self.config.at_end
 
-    def save(self, step: int, state: dict[str, Any], persist: bool = True, last: bool = False) -> None:
-        """Save the state; in the background this begins it and `handle` tells what became of it."""
+    def save(self, step: int, state: dict[str, Any], persist: bool, last: bool) -> None:
+        """Save the state, or begin a save in the background, whose outcome a later `poll` reports."""
         try:
-            begun = self.checkpointer.save(step, state, persist=persist, wait=last)
+            has_begun = self.checkpointer.save(step, state, persist=persist, wait=last)
         except TrainingError as error:
-            self._reporter.event(Event.CHECKPOINT_FAILED, step=step, message=str(error))
+            self._reporter.write_event(Event.CHECKPOINT_FAILED, step=step, message=str(error))
             raise
-        if not begun and persist:
-            why = "the save before it is still being written"
-            self._reporter.event(Event.CHECKPOINT_SKIPPED, step=step, message=why)
-        if begun and persist:
+        if persist and has_begun:
             self._last_saved = step
+        elif persist:
+            reason = "the save before it is still being written"
+            self._reporter.write_event(Event.CHECKPOINT_SKIPPED, step=step, message=reason)
         self.poll()
 
     def poll(self) -> None:
-        """Tell what became of saves since."""
-        self._tell(self.checkpointer.poll())
+        """Report the outcomes of saves since the last call."""
+        self._report(self.checkpointer.poll())
 
     def finish(self, step: int) -> None:
-        """Wait for what is being written. Raises TrainingError where the last state, of `step`, was lost: training must
-        not end as if its result were kept."""
+        """Wait for the save that is being written.
+
+        Raises TrainingError if the last state, of `step`, was lost: the run must not end as if its result were saved.
+        """
         outcomes = self.checkpointer.finish(over=self.config.at_end)
-        self._tell(outcomes)
-        failed = next((o for o in outcomes if o.why and o.step == step), None)
-        if failed is not None:
-            raise TrainingError(
-                f"the checkpoint of the last step, {failed.step}, failed: {failed.why}; {self.kept()}. "
-                "Remove the cause and start the same command again"
-            )
+        self._report(outcomes)
+        for outcome in outcomes:
+            if outcome.why and outcome.step == step:
+                raise TrainingError(
+                    f"the checkpoint of the last step, {step}, failed: {outcome.why}; {self.describe_latest()}. "
+                    "Remove the cause and start the same command again"
+                )
 
     def latest(self) -> int | None:
-        """The newest step in storage."""
+        """Return the newest step in storage."""
         return checkpoint.latest(self.checkpointer.folder)
 
-    def kept(self) -> str:
-        """What is in storage, for people."""
-        return kept(self.checkpointer.folder)
+    def describe_latest(self) -> str:
+        """Return a clause that names the newest checkpoint in storage."""
+        return describe_latest(self.checkpointer.folder)
 
-    def _tell(self, outcomes: Sequence[checkpoint.SaveOutcome]) -> None:
-        """A save in the background that failed is told and training goes on."""
+    def _report(self, outcomes: Sequence[checkpoint.SaveOutcome]) -> None:
+        """Write the events of saves. A failed save in the background does not end training."""
+        write_event = self._reporter.write_event
         for outcome in outcomes:
-            if self.config.memory_interval and not outcome.why and not outcome.replica:
-                self._snapshots += 1
-                if self._snapshots == 1:
-                    about = {"seconds": outcome.seconds, "bytes": outcome.bytes}
-                    self._reporter.event(Event.FIRST_SNAPSHOT, step=outcome.step, **about)
+            step, sizes = outcome.step, {"seconds": outcome.seconds, "bytes": outcome.bytes}
+            is_snapshot = self.config.memory_interval > 0 and not outcome.why and not outcome.replica
+            if is_snapshot and not self._has_reported_snapshot:
+                self._has_reported_snapshot = True
+                write_event(Event.FIRST_SNAPSHOT, step=step, **sizes)
             if outcome.committed:
-                took = {"seconds": outcome.seconds, "stall": outcome.stall, "bytes": outcome.bytes}
-                self._reporter.event(Event.CHECKPOINT_SAVED, step=outcome.step, path=f"step-{outcome.step}", **took)
+                write_event(Event.CHECKPOINT_SAVED, step=step, path=f"step-{step}", stall=outcome.stall, **sizes)
             if outcome.why:
-                self._reporter.event(Event.CHECKPOINT_FAILED, step=outcome.step, message=outcome.why)
-                self._reporter.say(f"the checkpoint of step {outcome.step} failed: {outcome.why}; {self.kept()}")
+                write_event(Event.CHECKPOINT_FAILED, step=step, message=outcome.why)
+                line = f"the checkpoint of step {step} failed: {outcome.why}; {self.describe_latest()}"
+                self._reporter.log_line(line)
             if outcome.replica:
-                self._reporter.event(Event.REPLICA_FAILED, step=outcome.step, message=outcome.replica)
+                write_event(Event.REPLICA_FAILED, step=step, message=outcome.replica)
 
 
-def kept(folder: Any) -> str:
-    """What is in storage, for people."""
-    last = checkpoint.latest(folder)
-    return f"the checkpoint of step {last} is kept" if last is not None else "no checkpoint had been saved yet"
+def describe_latest(folder: Any) -> str:
+    """Return a clause that names the newest checkpoint in `folder`, for the end of a message."""
+    step = checkpoint.latest(folder)
+    if step is None:
+        return "no checkpoint had been saved yet"
+    return f"the checkpoint of step {step} is kept"

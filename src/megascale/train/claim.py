@@ -1,4 +1,4 @@
-"""A start before the run folder is its own: the locks that rank 0 takes, and what a start that fails leaves there."""
+"""A start before it owns the run folder: the locks that rank 0 takes, and the record of a start that is refused."""
 
 from __future__ import annotations
 
@@ -17,44 +17,51 @@ from megascale.train.run_folder import RunFolder
 
 
 def take_run_locks(config: Config) -> list[RunLock]:
-    """The locks of one training: of its run folder, and of a folder of checkpoints that several runs might name.
+    """Take the locks of one training: of its run folder, and of a checkpoint folder that several runs might name.
 
-    Raises as `run_lock.take`, with nothing held.
+    Raises as `run_lock.take`, with no lock held.
     """
     grace_period = run_lock.GRACE_PERIOD
     if run_lock.started_by_driver():
-        grace_period = min(60.0, config.rendezvous.timeout / 2)  # ranks of the attempt before may be dying
-    places, location = [config.run_folder], config.checkpoint.location
-    if location is not None and (folder := local_folder(location)) is not None:
-        places.append(folder)
-    elif location is None and (shared := config.run_folder / "checkpoints").is_symlink():
-        # A node with a run folder of its own: what it shares with the others, cut off ones too, is this.
-        places.append(shared.resolve())
-    with contextlib.ExitStack() as undo:
-        locks = [undo.enter_context(run_lock.take(path, "megascale train", grace_period)) for path in places]
-        undo.pop_all()
+        grace_period = min(60.0, config.rendezvous.timeout / 2)  # ranks of the previous attempt may still be ending
+    folders = [config.run_folder]
+    location, checkpoints = config.checkpoint.location, config.run_folder / "checkpoints"
+    if location is not None:
+        shared_folder = local_folder(location)
+        if shared_folder is not None:
+            folders.append(shared_folder)
+    elif checkpoints.is_symlink():
+        # A node with a run folder of its own shares this folder with other nodes, also with nodes that are cut off.
+        folders.append(checkpoints.resolve())
+    with contextlib.ExitStack() as stack:
+        locks = [stack.enter_context(run_lock.take(folder, "megascale train", grace_period)) for folder in folders]
+        stack.pop_all()
     for lock in locks:
         if lock.warning:
             print_error(lock.warning)
     return locks
 
 
-def write_failed_status(folder: RunFolder, rank: int, mine: bool, message: str) -> None:
-    """Why a rank ended that had not come to its own status file yet. `mine`: nobody else trains in the folder;
-    without that nothing is made, and the status of a rank that lives on this host is left alone."""
-    path = folder.status / f"rank-{rank}.status"
-    if not mine:
+def write_failed_status(folder: RunFolder, rank: int, owns_folder: bool, message: str) -> None:
+    """Write the status of a rank that ended before it had a status file of its own.
+
+    Args:
+        owns_folder: whether no other training uses the folder. Otherwise nothing is created, and the status of a rank
+            that runs on this host is left unchanged.
+    """
+    if not owns_folder:
         if not folder.status.is_dir():
             return
-        last = read_status(path)
-        if last is not None and last.phase not in ("done", "failed") and last.pid != os.getpid() and _lives(last.pid):
+        status = read_status(folder.status / f"rank-{rank}.status")
+        is_other = status is not None and status.phase not in ("done", "failed") and status.pid != os.getpid()
+        if status is not None and is_other and _is_running(status.pid):
             return
-    status = StatusFile(folder.status, rank)
-    status.update("failed", 0, message=message)
-    status.close()
+    status_file = StatusFile(folder.status, rank)
+    status_file.update("failed", 0, message=message)
+    status_file.close()
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -65,14 +72,17 @@ def _lives(pid: int) -> bool:
 
 
 def record_refusal(config: Config, message: str) -> None:
-    """A start that was refused before it came to its folder: tell it there, if there is one that nobody trains in."""
-    folder, rank = RunFolder(config.run_folder), os.environ.get("RANK", "0")
+    """Record a start that was refused before it took its locks, if the run folder exists and no training uses it."""
+    folder = RunFolder(config.run_folder)
+    rank = os.environ.get("RANK", "0")
     if not folder.path.is_dir() or not rank.isdecimal():
         return
-    try:
-        lock = run_lock.take(folder.path, "a start that failed", 0.0) if rank == "0" else None
-    except MegascaleError:
-        return
+    lock = None
+    if rank == "0":
+        try:
+            lock = run_lock.take(folder.path, "a start that failed", 0.0)
+        except MegascaleError:
+            return
     with contextlib.suppress(OSError):
         write_failed_status(folder, int(rank), lock is not None, message)
         if lock is not None:

@@ -1,4 +1,4 @@
-"""Models of Hugging Face as run folders, and the reverse: checkpoint, configuration and tokenizer together."""
+"""Conversion of Hugging Face folders to run folders and back: checkpoint, configuration and tokenizer together."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from megascale.model.huggingface.generation_config import (
     write_generation_config,
 )
 from megascale.model.huggingface.import_model import read_folder
-from megascale.train.resume import load_trained_config, load_trained_tokenizer, tokenizer_hash, trained_tokenizer_hash
-from megascale.train.run_folder import RunFolder, checkpoint_folder
+from megascale.train.resume import hash_tokenizer, load_trained_config, load_trained_tokenizer, read_tokenizer_hash
+from megascale.train.run_folder import RunFolder, find_checkpoints
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_RETRY_SECONDS = 60.0  # of an export in which it begins again if its checkpoint is removed meanwhile
+_RETRY_SECONDS = 60.0  # an export starts again within this time if training removes its checkpoint meanwhile
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion made.
+    """Result of an import or export.
 
     Attributes:
         path: run folder (import) or Hugging Face folder (export).
-        family: of transformers.
-        parameters: trained numbers.
-        tokenizer: whether there is one beside the model.
-        notes: what a person should know.
+        family: model family of transformers.
+        parameters: number of trained parameters.
+        tokenizer: whether the folder has a tokenizer.
+        notes: sentences for the user.
     """
 
     path: Path
@@ -57,63 +57,66 @@ class Conversion:
 def import_model(folder: Path, run: Path, *, sequence_length: int | None = None) -> Conversion:
     """Make a run folder of a Hugging Face model: a checkpoint of step 0, config.toml, tokenizer.json.
 
-    Weights keep their type in the checkpoint. `sequence_length`: tokens in a training sample, where the model's own
-    reach is more than one wants; not for learned positions, whose table would be cut.
+    Weights keep their dtype in the checkpoint.
 
-    Raises DataError as `read_folder`; ConfigError if the run is there already or its name cannot be one.
+    Args:
+        sequence_length: tokens in a training sample; default: the model's own maximum. Models with learned positions
+            have exactly one length.
+
+    Raises DataError as `read_folder`; ConfigError if the run exists or its name is not allowed.
     """
     if run.name in ("", ".."):
-        run = run.resolve()  # the working directory, say: a run is called as its folder
-    place = RunFolder(run)
-    if place.config.exists() or any(checkpoint.steps(place.checkpoints)):
+        run = run.resolve()  # a run is named after its folder, also if it is the working directory
+    run_folder = RunFolder(run)
+    if run_folder.config.exists() or any(checkpoint.steps(run_folder.checkpoints)):
         raise ConfigError(f"--out={run} is a run already; name another folder, such as {run}-2")
-    found = read_folder(folder)
-    model = found.model
+    source = read_folder(folder)
+    model = source.model
     if sequence_length is not None and sequence_length != model.sequence_length:
         if model.positions == "learned":
             raise ConfigError(
                 f"--sequence-length={sequence_length}: this model has learned positions for exactly "
-                f"{model.sequence_length} tokens; leave the option out"
+                f"{model.sequence_length} tokens; omit the option"
             )
         model = model.model_copy(update={"sequence_length": sequence_length})
-    imported = {"imported": str(place.checkpoints.absolute())}
-    config = _config(run, {"model": model.model_dump(exclude_none=True), "checkpoint": imported})
+    config = from_tree(
+        {
+            "model": model.model_dump(exclude_none=True),
+            "checkpoint": {"imported": str(run_folder.checkpoints.absolute())},
+            # Relative paths stay relative, as everywhere in a configuration.
+            "train": {"name": run.name, "runs": str(run.parent)},
+        }
+    )
     try:
-        place.create()
+        run_folder.create()
     except OSError as error:
-        raise ConfigError(f"--out={run} cannot be made: {error.strerror}") from None
-    notes = list(found.notes)
-    tokenizer, told = convert_tokenizer.import_tokenizer(folder, run, end_ids(found.generation))
-    notes += told
+        raise ConfigError(f"--out={run} cannot be created: {error.strerror}") from None
+    tokenizer, tokenizer_notes = convert_tokenizer.import_tokenizer(folder, run, end_ids(source.generation))
+    notes = [*source.notes, *tokenizer_notes]
     if tokenizer is not None and tokenizer.vocab_size > model.vocab:
         notes.append(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {model.vocab}")
-    if found.generation:
-        write_generation_config(run, found.generation)
+    if source.generation:
+        write_generation_config(run, source.generation)
     if (run / TOKENIZER).exists():
         data = config.data.model_copy(update={"tokenizer": str(run / TOKENIZER)})
         config = config.model_copy(update={"data": data})
     shards = [
         checkpoint.TensorShard(f"model.{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
-        for name, tensor in found.tensors.items()
+        for name, tensor in source.tensors.items()
     ]
     identity = secrets.token_hex(8)
     state = {
         "step": 0,
         "samples": 0,
         "run": {"id": identity, "name": config.train.name},
-        "tokenizer": tokenizer_hash(config),
+        "tokenizer": hash_tokenizer(config),
         "config": config.model_dump(exclude_none=True),
     }
-    checkpoint.save(place.checkpoints, 0, shards, state, keep=1)
-    place.append_event(Event.IMPORTED, family=found.family.name, source=str(folder), notes=notes)
-    # Last, because a folder with it counts as a run.
-    place.accept(config, identity)
-    return Conversion(run, found.family.name, parameters(model), tokenizer is not None, notes)
-
-
-def _config(run: Path, tree: dict) -> Config:
-    # Relative paths stay relative, as everywhere in a configuration.
-    return from_tree({**tree, "train": {"name": run.name, "runs": str(run.parent)}})
+    checkpoint.save(run_folder.checkpoints, 0, shards, state, keep=1)
+    run_folder.append_event(Event.IMPORTED, family=source.family.name, source=str(folder), notes=notes)
+    # Last, because a folder with config.toml counts as a run.
+    run_folder.accept(config, identity)
+    return Conversion(run, source.family.name, parameters(model), tokenizer is not None, notes)
 
 
 def export_model(
@@ -125,45 +128,49 @@ def export_model(
     dtype: str | None = None,
     tokenizer: bool = True,
     file_bytes: int = 4 << 30,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda written, total: None,
 ) -> Conversion:
     """Write a run's model as a folder that `transformers` loads.
 
     Args:
         run: run folder.
         out: folder to make.
-        family: of transformers; default: the first that the model is of.
-        step: checkpoint; default: the newest.
+        family: model family of transformers; default: the first one that can express the model.
+        step: step of the checkpoint; default: the newest.
         dtype: float32, bfloat16 or float16; default: train.precision of the run, float64 as float32.
         tokenizer: write the run's tokenizer too.
-        file_bytes: size from which weights are spread over several files.
-        progress: told bytes written and bytes in all.
+        file_bytes: size above which weights are split into several files.
+        progress: called with the bytes written and the bytes in total.
 
-    Raises ConfigError if no family (or not the named one) can say what the model is, naming the keys; DataError if
-    there is no checkpoint, or the tokenizer that the run was trained with is lost.
+    Raises ConfigError if no family (or not the named one) can express the model, naming the keys; DataError if there is
+    no checkpoint, or the tokenizer that the run was trained with is lost.
     """
-    config, same = load_trained_config(run, step)
+    config, accept = load_trained_config(run, step)
     model = config.model
-    chosen = family_for(model, family)
-    if dtype is None:
-        dtype = config.train.precision if config.train.precision in EXPORT_DTYPES else "float32"
+    chosen_family = family_for(model, family)
+    precision = config.train.precision
+    dtype = dtype or {"float64": "float32"}.get(precision, precision)
     if dtype not in EXPORT_DTYPES:
         raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
-    checkpoints = checkpoint_folder(run, config)
+    torch_dtype = EXPORT_DTYPES[dtype]
+    checkpoints = find_checkpoints(run, config)
     shapes = logical_shapes(model)
-    kind = EXPORT_DTYPES[dtype]
-    total = parameters(model) * kind.itemsize
-    found, note = _find_tokenizer(run, config, step, tokenizer)
+    total = parameters(model) * torch_dtype.itemsize
+    exported_tokenizer, notes = _find_tokenizer(run, config, step) if tokenizer else (None, [])
     generation = load_generation_config(run)
-    ids = token_ids(generation, found[1].end_of_document if found is not None else None, model.vocab)
+    end_of_document = exported_tokenizer[1].end_of_document if exported_tokenizer is not None else None
+    ids = token_ids(generation, end_of_document, model.vocab)
 
     def write(source: int) -> None:
         written = 0
 
         def fetch(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
-            tensors = {name: torch.empty(shapes[name], dtype=kind) for name in names}
-            shards = [checkpoint.TensorShard(f"model.{n}", shapes[n], (0,) * t.dim(), t) for n, t in tensors.items()]
-            checkpoint.load(checkpoints, shards, step=source, accept=same)
+            tensors = {name: torch.empty(shapes[name], dtype=torch_dtype) for name in names}
+            shards = [
+                checkpoint.TensorShard(f"model.{name}", shapes[name], (0,) * tensor.dim(), tensor)
+                for name, tensor in tensors.items()
+            ]
+            checkpoint.load(checkpoints, shards, step=source, accept=accept)
             return tensors
 
         def count(size: int) -> None:
@@ -171,41 +178,47 @@ def export_model(
             written += size
             progress(written, total)
 
-        with complete_folder(out) as made:
-            write_folder(made, chosen, model, fetch, dtype=kind, file_bytes=file_bytes, token_ids=ids, progress=count)
+        with complete_folder(out) as folder:
+            write_folder(
+                folder,
+                chosen_family,
+                model,
+                fetch,
+                dtype=torch_dtype,
+                file_bytes=file_bytes,
+                token_ids=ids,
+                progress=count,
+            )
             if generation:
-                write_generation_config(made, generation)
-            if found is not None:
-                convert_tokenizer.export_tokenizer(found[1], found[0], made, model.sequence_length)
+                write_generation_config(folder, generation)
+            if exported_tokenizer is not None:
+                file, text_tokenizer = exported_tokenizer
+                convert_tokenizer.export_tokenizer(text_tokenizer, file, folder, model.sequence_length)
 
-    begun, done = time.monotonic(), False
-    while not done:
+    deadline = time.monotonic() + _RETRY_SECONDS
+    while True:
         source = checkpoint.latest(checkpoints) if step is None else step
         if source is None:
             raise DataError(f"{run} has no committed checkpoint to export; train it for a step first")
         try:
             write(source)
-            done = True
+            break
         except DataError:
-            # Training next to this export may have removed the checkpoint, since it has saved a newer one.
-            late = time.monotonic() - begun > _RETRY_SECONDS
-            if late or step is not None or source in checkpoint.steps(checkpoints):
+            # A training that runs at the same time may have removed the checkpoint after it saved a newer one.
+            was_removed = step is None and source not in checkpoint.steps(checkpoints)
+            if not was_removed or time.monotonic() > deadline:
                 raise
-    return Conversion(out, chosen.name, parameters(model), found is not None, [note] if note else [])
+    return Conversion(out, chosen_family.name, parameters(model), exported_tokenizer is not None, notes)
 
 
-def _find_tokenizer(
-    run: Path, config: Config, step: int | None, wanted: bool
-) -> tuple[tuple[Path, Tokenizer] | None, str | None]:
-    """Return the run's tokenizer with its file, or None and why.
+def _find_tokenizer(run: Path, config: Config, step: int | None) -> tuple[tuple[Path, Tokenizer] | None, list[str]]:
+    """Return the run's tokenizer with its file, or None and a note with the reason.
 
-    Raises DataError if the run was trained with one that is lost: a model that goes out without it is of little use.
+    Raises DataError if the run was trained with a tokenizer that is lost: the model is of little use without it.
     """
-    if not wanted:
-        return None, None
     try:
-        return load_trained_tokenizer(run, config, step), None
+        return load_trained_tokenizer(run, config, step), []
     except (ConfigError, DataError) as error:
-        if config.data.tokenizer is not None or trained_tokenizer_hash(run, config, step) is not None:
+        if config.data.tokenizer is not None or read_tokenizer_hash(run, config, step) is not None:
             raise DataError(f"{error}; or write the model without a tokenizer (--no-tokenizer)") from None
-        return None, f"no tokenizer is written: {error}"
+        return None, [f"no tokenizer is written: {error}"]

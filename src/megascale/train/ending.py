@@ -14,7 +14,7 @@ from megascale.core.status import FAILED_IN_STEP, StatusFile
 from megascale.core.terminal import end_signals
 from megascale.errors import MegascaleError, TrainingError
 from megascale.rendezvous.groups import describe_lost_peer
-from megascale.train.checkpoint_policy import kept
+from megascale.train.checkpoint_policy import describe_latest
 from megascale.train.claim import write_failed_status
 from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
@@ -27,7 +27,7 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self.wanted = False
+        self.stop_requested = False
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -39,9 +39,9 @@ class Interrupts:
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted and number == signal.SIGINT:
+        if self.stop_requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.wanted = True
+        self.stop_requested = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -54,17 +54,17 @@ class Ending:
     """A context in which however this rank ends before its time is told, before anything is closed.
 
     Attributes:
-        mine: the folder is this run's to write in.
+        owns_folder: the folder is this run's to write in.
         status: this rank's status file, once it has its files there.
         step: the last whole step.
         in_step: between a step's first operation and its last.
-        told: all ranks end together, and it is told why.
-        lost: the other ranks may be: nothing waits for them.
+        is_reported: all ranks end together, and it is told why.
+        has_lost_peers: the other ranks may be lost: nothing waits for them.
     """
 
-    def __init__(self, config: Config, place: RankInfo, folder: RunFolder) -> None:
-        self._config, self._place, self._folder = config, place, folder
-        self.mine = self.in_step = self.told = self.lost = False
+    def __init__(self, config: Config, rank_info: RankInfo, folder: RunFolder) -> None:
+        self._config, self._rank_info, self._folder = config, rank_info, folder
+        self.owns_folder = self.in_step = self.is_reported = self.has_lost_peers = False
         self.status: StatusFile | None = None
         self.step = 0
 
@@ -76,19 +76,20 @@ class Ending:
     ) -> None:
         if error is None:
             return
-        told = self._explained(error)
+        reported = self._explain(error)
         try:
-            self._tell(told)
+            self._report(reported)
         finally:
-            self.lost = not self.told
-        if told is not error:
-            raise told from error
+            self.has_lost_peers = not self.is_reported
+        if reported is not error:
+            raise reported from error
 
-    def _explained(self, error: BaseException) -> BaseException:
+    def _explain(self, error: BaseException) -> BaseException:
         """What a person is told instead of a library's words."""
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             full = TrainingError(
-                f"rank {self._place.rank}: the disk is full ({error}); free room there and start the same command again"
+                f"rank {self._rank_info.rank}: the disk is full ({error}); free room there and start the same command "
+                "again"
             )
             full.errno = error.errno  # the driver's rules go by it
             return full
@@ -98,14 +99,14 @@ class Ending:
         where = "while starting" if self.status is None else f"in step {self.step + 1}"
         location = self._config.checkpoint.location or self._folder.checkpoints
         return TrainingError(
-            f"rank {self._place.rank} lost contact with another rank {where} ({why}): a rank ended, "
+            f"rank {self._rank_info.rank} lost contact with another rank {where} ({why}): a rank ended, "
             f"hung for rendezvous.group_timeout={self._config.rendezvous.group_timeout:g} seconds, or its network "
-            f"broke. The log of the rank that stopped first tells why ({self._folder.logs}); {kept(location)}. "
-            "Start the same command again to go on"
+            f"broke. The log of the rank that stopped first tells why ({self._folder.logs}); "
+            f"{describe_latest(location)}. Start the same command again to go on"
         )
 
-    def _tell(self, error: BaseException) -> None:
-        if self.told:
+    def _report(self, error: BaseException) -> None:
+        if self.is_reported:
             return
         if isinstance(error, KeyboardInterrupt):
             message, event = f"interrupted at once, in step {self.step + 1}, which is not saved", Event.INTERRUPTED
@@ -114,12 +115,12 @@ class Ending:
             if not isinstance(error, MegascaleError):
                 message = f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):  # a full disk: what broke the run must still be raised
-            if self.mine:
+            if self.owns_folder:
                 self._folder.create()
             if self.status is not None:
                 phase, at = (FAILED_IN_STEP, self.step + 1) if self.in_step else ("failed", self.step)
                 self.status.update(phase, at, message=message)
             else:
-                write_failed_status(self._folder, self._place.rank, self.mine, message)
-            if self.mine and self._place.rank == 0:
+                write_failed_status(self._folder, self._rank_info.rank, self.owns_folder, message)
+            if self.owns_folder and self._rank_info.rank == 0:
                 self._folder.append_event(event, step=self.step, message=message[:2000])

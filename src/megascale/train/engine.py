@@ -12,7 +12,7 @@ import torch
 
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.layout import Layout
-from megascale.core.rank_memory import GPU_CONTEXT, rank_memory
+from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.core.spans import SpanKind
 from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError
@@ -22,7 +22,7 @@ from megascale.ops import launch, token_loss
 from megascale.ops.dispatch import Kernels
 from megascale.ops.known_amax import AmaxSlots
 from megascale.optim.optimizer import ShardedOptimizer
-from megascale.parallel.buffers import TIED, Axes, FlatChunk
+from megascale.parallel.buffers import TIED, Axes, FlatChunk, FlatShard
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.chunk_runner import EagerChunks
 from megascale.parallel.collectives import all_reduce
@@ -32,19 +32,20 @@ from megascale.parallel.pipeline import PipelineExecutor
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
 from megascale.train import engine_axes
-from megascale.train.attention_choice import Choices, agree
+from megascale.train.attention_choice import Choices, agree_on_kernels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_REDUCE_DTYPES = {"bfloat16": torch.bfloat16}  # other settings reduce gradients in the type of their buffers
 
-# Given the micro-batch number, tokens and targets, each int64 [sequence, micro_batch] on the device.
-Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+# Micro-batch number -> tokens and targets, each int64 [sequence, micro_batch] on the device.
+ReadBatch = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def with_own_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
-    """Run a method of the engine with its own kernels in force."""
+def with_engine_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """Run a method of the engine with the engine's own kernels in force."""
 
     @wraps(method)
     def run(engine: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -56,37 +57,46 @@ def with_own_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable[Co
 
 @dataclass
 class StepResult:
-    """What a step gives, still on the device: reading it makes the host wait.
+    """Results of a step, still on the device: reading them makes the host wait.
 
     Attributes:
         loss: mean over the global batch's tokens, the same on every rank.
-        grad_norm: of the whole model, before clipping.
+        grad_norm: norm of the whole model's gradient before clipping.
         stop: above 0 if any rank wants to stop after this step; the same on every rank.
-        casts: float64 [3]: numbers clipped, flushed to zero and looked at by casts to float8, over all ranks; zeros
-            where nothing was counted.
-        read: float64: what `take_read` of `Engine.step` gave, summed over all ranks; empty without it.
+        cast_counts: float64 [3]: numbers that casts to float8 clipped, flushed to zero and processed, summed over all
+            ranks; zeros where nothing was counted.
+        read_checksum: float64: the numbers that `take_read_checksum` of `Engine.step` returned, summed over all ranks;
+            empty without it.
     """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     stop: torch.Tensor
     cast_counts: torch.Tensor
-    read: torch.Tensor
+    read_checksum: torch.Tensor
 
 
 class Engine:
     """Model, buffers, pipeline and optimizer of this rank.
 
     Args:
-        layout: the configuration laid over the world.
+        layout: the configuration laid out over the world.
         groups: this rank's communicators; None for a world of one.
-        device: where it computes.
-        kept: attention kernels that the run has chosen before (see train/attention_choice.py); rank 0's count. With
-            it, or with groups, ranks agree on kernels now; without, each is chosen when it is first needed.
-        runtime: what it runs with; default: its own, which records nothing.
+        device: device that the rank computes on.
+        earlier_choices: attention kernels that earlier starts of the run chose (train/attention_choice.py); rank 0's
+            are used. With them, or with groups, ranks agree on kernels now. Without, each kernel is chosen when it is
+            first needed.
+        runtime: recorder, streams and kernels; default: a new one, which records nothing.
 
     Attributes:
-        attention: the kernels by kind of device and shape, to be kept.
+        attention_choices: attention kernels by kind of device and shape, to be saved with the run.
+        active: overlaps and kernels chosen at the start, by name, for the start-up lines.
+        backward_in_own_thread: run backward in autograd's thread. By default it runs in the caller's: autograd's
+            thread would wait for the interpreter's lock before each backward function in Python, and it sees only the
+            default kernels (ops/dispatch.py).
+        before_update_hooks: called with the step's number when gradients and weights are complete and the weights are
+            still those that the step trained with.
+        after_update_hooks: called with the step's number after the update.
     """
 
     def __init__(
@@ -94,187 +104,234 @@ class Engine:
         layout: Layout,
         groups: Groups | None,
         device: torch.device,
-        kept: Choices | None = None,
+        earlier_choices: Choices | None = None,
         runtime: Runtime | None = None,
     ) -> None:
-        self.config, self.layout, self.device = layout.config, layout, device
-        config, grid, rank = layout.config, layout.grid, groups.rank if groups is not None else 0
-        self.runtime = runtime = runtime or Runtime()
-        runtime.attention.backend = config.kernels.attention
-        runtime.kernels = Kernels(config.kernels.mode, config.kernels.deterministic)
-        gemms = runtime.use_side_stream(config.gemms_on_side_stream, device)
-        at = grid.coordinate(rank)
-        self.data_rank = at.data
-        self.tokens = config.train.global_batch * config.model.sequence_length  # in a step
-        # Autograd's own thread would wait for the interpreter's lock before each backward function in Python, and it
-        # knows no kernels but the default ones (ops/dispatch.py).
-        self.backward_apart = False
-        # Called with the step's number: before, gradients and weights are whole, those as training reads them.
+        config, grid = layout.config, layout.grid
+        rank = groups.rank if groups is not None else 0
+        coordinate = grid.coordinate(rank)
+        self.config = config
+        self.layout = layout
+        self.device = device
+        self.dtype = DTYPES[config.train.precision]
+        self.data_rank = coordinate.data
+        self.tokens_per_step = layout.tokens_per_step
+        self.is_first_stage = coordinate.pipeline == 0
+        self.is_last_stage = coordinate.pipeline == grid.pipeline - 1
+        self.backward_in_own_thread = False
         self.before_update_hooks: list[Callable[[int], None]] = []
         self.after_update_hooks: list[Callable[[int], None]] = []
-        self.active: dict[str, str] = {}  # what was chosen at start, for the start-up print
-        self.attention_choices = kept or {}
-        if groups is not None or kept is not None:
-            dtype = DTYPES[config.train.precision]
-            with runtime.kernels.in_force():
-                self.attention_choices, others = agree(config, grid.tensor, dtype, device, kept, runtime.attention)
-            self.active |= others
-        if device.type == "cuda" or config.overlap.gemms == "on":
-            auto = " (overlap.gemms=auto)" if config.overlap.gemms == "auto" else ""
-            self.active["independent GEMMs"] = gemms + auto
-        if device.type == "cuda":
-            self.active["kernel launches"] = launch.describe()
-            if config.kernels.deterministic:
-                self.active["deterministic"] = "a step that is done again comes to the same bits"
-        tensor = engine_axes.make_axis(runtime, groups, "tensor", grid.tensor, at.tensor)
-        self.tensor, said = engine_axes.overlapped(tensor, config, DTYPES[config.train.precision], device)
-        self.active |= said | engine_axes.other_overlaps(layout, device)
-        self.world = engine_axes.make_axis(runtime, groups, "world", grid.world, rank)
-        stage, stages = at.pipeline, grid.pipeline
-        self.first, self.last = stage == 0, stage == stages - 1
-        axes = engine_axes.make_axes(runtime, groups, layout, rank, self.tensor)
-        float8 = self._gather_precision()
-        dtype = DTYPES[config.train.precision]
-        reduce_dtype = torch.bfloat16 if config.parallel.reduce_dtype == "bfloat16" else None
+        self.active: dict[str, str] = {}
+
+        self.runtime = runtime or Runtime()
+        self._choose_kernels(groups, earlier_choices)
+        tensor = engine_axes.make_axis(self.runtime, groups, "tensor", grid.tensor, coordinate.tensor)
+        self.tensor, tensor_overlap = engine_axes.choose_tensor_overlap(tensor, config, self.dtype, device)
+        self.active |= tensor_overlap | engine_axes.describe_overlaps(layout, device)
+        self.world = engine_axes.make_axis(self.runtime, groups, "world", grid.world, rank)
+        axes = engine_axes.make_axes(self.runtime, groups, layout, rank, self.tensor)
+
+        gathers_in_float8 = self._choose_gather_precision()
         self.chunks: list[Chunk] = []
         self.flats: list[FlatChunk] = []
-        self._make_chunks(stage, axes)
-        self.data_parallel = DataParallel(self.flats, config.overlap.data, reduce_dtype, float8)
-        self.optimizer = ShardedOptimizer(
-            config.optimizer,
-            self.flats,
-            tensor=self.tensor,
-            # Without ZeRO the data-parallel ranks hold the same gradients, which count once.
-            norm=self.world,
-            norm_weight=1.0 / grid.data if config.parallel.zero == 0 else 1.0,
-            stage=axes.stage,
-            duplicates=frozenset({TIED} if stages > 1 and self.last else ()),
-        )
-        train = config.train
-        shape = (config.model.sequence_length // grid.tensor, train.micro_batch, config.model.hidden)
-        self.pipeline = PipelineExecutor(
-            layout.schedule(), stage, engine_axes.make_p2p_streams(groups), shape, dtype, device, runtime
-        )
-        self._token_gradient = self._make_token_grad()
+        self._make_chunks(coordinate.pipeline, axes)
+        reduce_dtype = _REDUCE_DTYPES.get(config.parallel.reduce_dtype)
+        self.data_parallel = DataParallel(self.flats, config.overlap.data, reduce_dtype, gathers_in_float8)
+        self.optimizer = self._make_optimizer(axes)
+        self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
+        self._token_gradient = self._make_token_gradient()
         self._token_loss = token_loss.KINDS[config.train.loss]
-        self.graphs = self._chunk_graphs(shape)
-        if stages > 1 and device.type == "cuda":
+        # Dropout and captured chunks of a micro-batch depend on the step and on its first sample in the global batch.
+        self._first_sample = self.data_rank * layout.samples_per_rank
+        self._dropout_key = config.train.seed
+        self._read_batch: ReadBatch | None = None
+        self._micro_batches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.graphs = self._make_graphs()
+        if grid.pipeline > 1 and device.type == "cuda":
             self.load_kernels()
 
+    def _choose_kernels(self, groups: Groups | None, earlier_choices: Choices | None) -> None:
+        """Set the runtime's kernels, streams and, if ranks have to agree, attention kernels; record the choices."""
+        config, runtime = self.config, self.runtime
+        runtime.attention.backend = config.kernels.attention
+        runtime.kernels = Kernels(config.kernels.mode, config.kernels.deterministic)
+        gemm_streams = runtime.use_side_stream(config.gemms_on_side_stream, self.device)
+        self.attention_choices = earlier_choices or {}
+        if groups is not None or earlier_choices is not None:
+            tensor_size = self.layout.grid.tensor
+            with runtime.kernels.in_force():
+                self.attention_choices, descriptions = agree_on_kernels(
+                    config, tensor_size, self.dtype, self.device, earlier_choices, runtime.attention
+                )
+            self.active |= descriptions
+        if self.device.type == "cuda" or config.overlap.gemms == "on":
+            source = " (overlap.gemms=auto)" if config.overlap.gemms == "auto" else ""
+            self.active["independent GEMMs"] = gemm_streams + source
+        if self.device.type == "cuda":
+            self.active["kernel launches"] = launch.describe()
+            if config.kernels.deterministic:
+                self.active["deterministic"] = "a repeated step gives the same bits"
+
+    def _choose_gather_precision(self) -> bool:
+        """Return whether data-parallel ranks gather the matrices of linear layers as float8; record the choice."""
+        config, data_size = self.config, self.layout.grid.data
+        gathers_in_float8 = gathers_float8(config.parallel, config.train.linear_precision, data_size)
+        if LINEAR_PRECISIONS[config.train.linear_precision].gathered is None:
+            return gathers_in_float8
+        requested, precision = config.parallel.gather_precision, config.train.precision
+        if gathers_in_float8:
+            description = f"float8: matrices of linear layers; {precision}: all other parameters"
+        elif data_size > 1 and config.parallel.zero:
+            description = f"{precision} (parallel.gather_precision={requested})"
+        elif requested == "float8":
+            description = "nothing is gathered: there is one data-parallel rank"
+        else:
+            return gathers_in_float8
+        self.active["parameters gathered in"] = description
+        return gathers_in_float8
+
     def _make_chunks(self, stage: int, axes: Axes) -> None:
-        """This stage's chunks of the model in their flat buffers, with first values."""
+        """Make this stage's chunks of the model in their flat buffers, with initial values."""
         config, grid, schedule = self.config, self.layout.grid, self.layout.schedule()
+        linear_precision = config.train.linear_precision
+        # These matrices get buckets of their own also where they are gathered in their own type: sums over shards are
+        # then the same to the bit.
+        has_own_buckets = LINEAR_PRECISIONS[linear_precision].gathered is not None and grid.data > 1
         for number, layers in enumerate(self.layout.chunks_of(stage)):
-            place = schedule.global_chunk(stage, number)
-            last = place == schedule.chunks - 1
-            # On a single stage the embedding is there once: the first chunk's buffers have it and its gradient.
-            lent = config.model.tied_embeddings and grid.pipeline == 1 and number > 0 and last
+            global_chunk = schedule.global_chunk(stage, number)
+            is_last = global_chunk == schedule.chunks - 1
+            # On a single stage the embedding exists once: the first chunk's buffers hold it and its gradient.
+            shares_embedding = config.model.tied_embeddings and grid.pipeline == 1 and number > 0 and is_last
             with self.runtime.kernels.in_force():
                 chunk = Chunk(
                     config.model,
                     layers,
-                    first=place == 0,
-                    last=last,
+                    first=global_chunk == 0,
+                    last=is_last,
                     axis=self.tensor,
-                    dtype=DTYPES[config.train.precision],
+                    dtype=self.dtype,
                     recompute=config.parallel.recompute,
-                    linear_precision=config.train.linear_precision,
-                    embedding=self.chunks[0].token_embedding if lent else None,
+                    linear_precision=linear_precision,
+                    embedding=self.chunks[0].token_embedding if shares_embedding else None,
                 )
-            bucket = config.parallel.bucket_elements if grid.data > 1 else None
-            # Apart also where they are gathered in their own type: sums over shards are then the same to the bit.
-            apart = LINEAR_PRECISIONS[config.train.linear_precision].gathered is not None and grid.data > 1
+            flat = FlatChunk(
+                chunk, self.device, axes, config.parallel.zero, self.layout.bucket_elements, has_own_buckets
+            )
             self.chunks.append(chunk)
-            self.flats.append(FlatChunk(chunk, self.device, axes, config.parallel.zero, bucket, apart))
+            self.flats.append(flat)
             initialise(chunk, config.train.seed)
+        tokens = config.model.sequence_length * config.train.micro_batch
         for chunk in self.chunks:
-            tokens = config.model.sequence_length * config.train.micro_batch
             with self.runtime.kernels.in_force():
                 chunk.linears.check(chunk.matrices(), tokens, self.device)
         if any(chunk.linears.wants_amaxes for chunk in self.chunks):
             self.runtime.kernels.amaxes = AmaxSlots()
 
-    def _gather_precision(self) -> bool:
-        """Whether data-parallel ranks gather the matrices of linear layers as float8; said at start."""
-        config, data = self.config, self.layout.grid.data
-        float8 = gathers_float8(config.parallel, config.train.linear_precision, data)
-        wanted, rest = config.parallel.gather_precision, config.train.precision
-        if LINEAR_PRECISIONS[config.train.linear_precision].gathered is None:
-            return float8
-        if float8:
-            self.active["parameters gathered in"] = f"float8: linear layers' matrices; {rest}: all else"
-        elif data > 1 and config.parallel.zero:
-            self.active["parameters gathered in"] = f"{rest} (parallel.gather_precision={wanted})"
-        elif wanted == "float8":
-            self.active["parameters gathered in"] = "nothing is gathered: one data-parallel rank"
-        return float8
+    def _make_optimizer(self, axes: Axes) -> ShardedOptimizer:
+        grid = self.layout.grid
+        duplicates_tied = grid.pipeline > 1 and self.is_last_stage
+        return ShardedOptimizer(
+            self.config.optimizer,
+            self.flats,
+            tensor=self.tensor,
+            # Without ZeRO the data-parallel ranks hold the same gradients, which count once.
+            norm=self.world,
+            norm_weight=1.0 if self.config.parallel.zero else 1.0 / grid.data,
+            stage=axes.stage,
+            duplicates=frozenset({TIED}) if duplicates_tied else frozenset(),
+        )
 
-    def _chunk_graphs(self, shape: tuple[int, ...]) -> ChunkGraphs | None:
-        """CUDA graphs of the chunks where they can be had; ConfigError if they are asked for and cannot."""
-        why = self._why_no_graphs()
-        if not why and self.device.type == "cuda" and self.tensor.size > 1 and self.tensor.exchange is None:
-            said = self.active["tensor overlap"]
-            why = f"of tensor parallelism the fused exchange alone is captured, and tensor overlap is {said}"
-        if self.device.type != "cuda" and self.config.kernels.graphs == "auto":
-            return None
-        if why and self.config.kernels.graphs == "on":
-            raise ConfigError(f"kernels.graphs=on cannot be had: {why}; set --kernels.graphs=auto or off")
-        if why:
-            self.active |= {"CUDA graphs": f"off ({why})"} if self.device.type == "cuda" else {}
-            return None
-        if self.device.type == "cuda":
-            self.active["CUDA graphs"] = f"of each chunk's forward and backward, from step {EAGER_STEPS + 1} on"
-        actions = self.pipeline.actions
-        return ChunkGraphs(self.flats, actions, self._compute_fixed, self.runtime, shape, self.device)
+    def _make_pipeline(self, groups: Groups | None, stage: int) -> PipelineExecutor:
+        layout, streams = self.layout, engine_axes.make_p2p_streams(groups)
+        return PipelineExecutor(
+            layout.schedule(), stage, streams, layout.activation_shape, self.dtype, self.device, self.runtime
+        )
 
-    def _why_no_graphs(self) -> str:
-        """By the configuration and the device's memory; the same on all ranks of a stage with equal GPUs."""
-        layout, stage, most = self.layout, self.pipeline.stage, None
+    def _make_token_gradient(self) -> torch.Tensor | None:
+        """Return the gradient of each token's loss, which is known before the loss: every token counts the same.
+
+        With it the loss makes its gradients while its logits exist. None under ZeRO-2, where gradients have no memory
+        before backward.
+        """
+        if self.flats[-1].zero == 2:
+            return None
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return torch.full((), 1 / self.tokens_per_step, dtype=dtype, device=self.device)
+
+    def _make_graphs(self) -> ChunkGraphs | None:
+        """Return CUDA graphs of the chunks where they are available. ConfigError if kernels.graphs=on and they are not.
+
+        On a CPU, kernels.graphs=on runs the same code without capturing, for tests.
+        """
+        is_cuda, requested = self.device.type == "cuda", self.config.kernels.graphs
+        reason = self._find_graph_obstacle()
+        if not is_cuda and requested == "auto":
+            return None
+        if reason and requested == "on":
+            raise ConfigError(f"kernels.graphs=on is unavailable: {reason}; set --kernels.graphs=auto or off")
+        if reason:
+            if is_cuda:
+                self.active["CUDA graphs"] = f"off ({reason})"
+            return None
+        if is_cuda:
+            self.active["CUDA graphs"] = f"forward and backward of each chunk, from step {EAGER_STEPS + 1} on"
+        pipeline = self.pipeline
+        return ChunkGraphs(
+            self.flats, pipeline.actions, self._run_chunk_without_dropout, self.runtime, pipeline.shape, self.device
+        )
+
+    def _find_graph_obstacle(self) -> str:
+        """Return why chunks cannot be captured, or ""; the same on all ranks of a stage with equal GPUs."""
+        memory_limit = None
         if self.device.type == "cuda":
-            most = torch.cuda.get_device_properties(self.device).total_memory - GPU_CONTEXT
-        return rank_memory(self.config, layout.grid, layout.schedule(), stage, most)[1]
+            memory_limit = torch.cuda.get_device_properties(self.device).total_memory - GPU_CONTEXT
+        _, reason = self.layout.stage_memory(self.pipeline.stage, memory_limit)
+        if not reason and self.device.type == "cuda" and self.tensor.size > 1 and self.tensor.exchange is None:
+            overlap = self.active["tensor overlap"]
+            reason = f"only the fused exchange of tensor parallelism is captured, and tensor overlap is {overlap}"
+        return reason
+
+    # settings that may change between steps ---------------------------------------------------------------------
 
     def use_graphs(self, on: bool) -> None:
-        """From the next step on, replay CUDA graphs of the chunks, or launch each operator."""
+        """Replay CUDA graphs of the chunks from the next step on, or launch each operator."""
         if self.graphs is not None:
             self.graphs.use(on)
 
     def run_gemms_on_side_stream(self, on: bool) -> None:
-        """From the next step on, run independent GEMMs on two streams, or one after another."""
+        """Run independent GEMMs on two streams from the next step on, or one after another."""
         if self.graphs is not None:
             self.graphs.forget()
         self.runtime.use_side_stream(on, self.device)
         if self.tensor.exchange is not None:
             self.tensor.exchange.on_side_stream = on
 
-    def set_recompute(self, what: str) -> None:
-        """From the next step on, let backward recompute what parallel.recompute=`what` names."""
+    def set_recompute(self, mode: str) -> None:
+        """Let backward recompute the activations that parallel.recompute=`mode` names, from the next step on."""
         if self.graphs is not None:
             self.graphs.forget()
         for chunk in self.chunks:
-            chunk.recompute = what
+            chunk.recompute = mode
             for block in chunk.blocks:
-                block.recompute = what  # type: ignore[assignment]
+                block.recompute = mode  # type: ignore[assignment]
 
-    @with_own_kernels
+    @with_engine_kernels
     def load_kernels(self) -> None:
-        """Run every chunk once by itself, forward and backward, and forget what came of it.
+        """Run every chunk once, forward and backward, without communication, and discard the results.
 
-        CUDA loads a kernel when it is first used, and loading waits for all that runs on the device: for a receive as
-        well, whose sender may at that moment load a kernel itself and wait for a transfer of its own. So all are loaded
+        CUDA loads a kernel when it is first used, and loading waits for all work on the device. That includes a
+        receive, whose sender may at that moment load a kernel and wait for its own transfer. So all kernels are loaded
         before the first transfer.
         """
         self.runtime.calls.at(b"kernels")
         model, train = self.config.model, self.config.train
         tokens = torch.zeros(model.sequence_length, train.micro_batch, dtype=torch.int64, device=self.device)
-        where = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
+        context = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
         for number, chunk in enumerate(self.chunks):
             x = tokens
             if not chunk.first:
                 x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
-            y = chunk(x, tokens if chunk.last else None, where)
-            if chunk.last:
-                y = (y * (1 / self.tokens)).sum()
+            y = self._run_chunk(number, (x, tokens), context)
             if self.data_parallel.pool is not None:
                 self.data_parallel.arm(number)  # a buffer of the pool is reduced before its next use
             self.data_parallel.begin_backward(number)
@@ -283,170 +340,211 @@ class Engine:
         self.data_parallel.finish_reductions()
         self.data_parallel.finish_tied()
 
-    def _make_token_grad(self) -> torch.Tensor | None:
-        """The gradient of each token's loss, known before it: every token counts the same, so the loss can make its
-        gradients while its logits are there. None under ZeRO-2, where gradients have no place before backward."""
-        if self.flats[-1].zero == 2:
-            return None
-        wide = torch.float64 if self.config.train.precision == "float64" else torch.float32
-        return torch.full((), 1 / self.tokens, dtype=wide, device=self.device)
+    # a training step --------------------------------------------------------------------------------------------
 
-    # training ---------------------------------------------------------------------------------------------------
-
-    @with_own_kernels
+    @with_engine_kernels
     def start_gather(self) -> None:
-        """Begin the schedule's first gather: called before the batch is read, so that both go on together."""
-        self.runtime.recorder.begin(SpanKind.GATHER_PARAMS, self.pipeline.first_gather)
-        self.data_parallel.gather(self.pipeline.first_gather)
-        self.runtime.recorder.end()
+        """Begin the schedule's first gather. Call it before the batch is read, so that both overlap."""
+        recorder, chunk = self.runtime.recorder, self.pipeline.first_gather
+        recorder.begin(SpanKind.GATHER_PARAMS, chunk)
+        self.data_parallel.gather(chunk)
+        recorder.end()
 
-    @with_own_kernels
+    @with_engine_kernels
     def step(
         self,
-        batches: Batches,
+        read_batch: ReadBatch,
         step: int,
         learning_rate: float,
         stop: bool = False,
         before_update: Callable[[], None] = lambda: None,
-        more: bool = False,
+        has_next_step: bool = False,
         count_casts: bool = False,
-        take_read: Callable[[], Sequence[float]] | None = None,
+        take_read_checksum: Callable[[], Sequence[float]] = tuple,
     ) -> StepResult:
-        """Forward and backward over all micro-batches, then the update.
+        """Run forward and backward over all micro-batches, then the update.
 
         Args:
-            batches: gives this rank's micro-batches; asked for only where tokens or targets are needed.
+            read_batch: returns one of this rank's micro-batches; called only where tokens or targets are needed.
             step: number of this optimizer step, from 1; dropout masks depend on it.
-            learning_rate: of this step.
-            stop: whether this rank wants to stop; told to all.
-            before_update: called once gradients are there and the state is about to change.
-            more: whether another step follows: what it needs first is sent for while the rest is updated. If then
-                none follows after all, `synchronize` must be called.
-            count_casts: whether casts to float8 count what they clip and flush.
-            take_read: gives the checksum of the samples that this rank has read in this step, as many numbers on each.
+            learning_rate: learning rate of this step.
+            stop: whether this rank wants to stop; shared with all ranks.
+            before_update: called once gradients exist and the state is about to change.
+            has_next_step: begin the next step's first gather during the update. If no step follows after all, call
+                `synchronize`.
+            count_casts: count the numbers that casts to float8 clip and flush.
+            take_read_checksum: returns the checksum of the samples that this rank has read in this step, of the same
+                length on each rank.
         """
-        train = self.config.train
-        first_sample = self.data_rank * (train.global_batch // self.layout.grid.data)
-        read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-        def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-            if i not in read:
-                if len(self.chunks) == 1:
-                    read.clear()
-                read[i] = batches(i)
-            return read[i]
-
-        def inputs(chunk: int, i: int, x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-            x = batch(i)[0] if x is None else x
-            return (x, batch(i)[1]) if self.chunks[chunk].last else (x,)
-
-        def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
-            first = first_sample + i * train.micro_batch
-            where = ForwardContext(train.seed + step, first, self._token_gradient, token_loss=self._token_loss)
-            return self._compute(chunk, inputs(chunk, i, x), where)
-
-        self._weights_changed()
-        for chunk in self.chunks:
-            chunk.linears.count_casts(count_casts)
-        self.data_parallel.begin_step()
-        chunks = EagerChunks(forward)
-        if self.graphs is not None:
-            chunks = self.graphs.begin_step(forward, inputs, eagerly=count_casts or self.backward_apart)
-        with torch.autograd.set_multithreading_enabled(self.backward_apart):
-            loss = self.pipeline.run(chunks, self.data_parallel)
-        if self.graphs is not None:
-            self.graphs.end_step()
+        self._read_batch = read_batch
+        self._dropout_key = self.config.train.seed + step
+        loss = self._run_micro_batches(count_casts)
+        self._finish_gradients(step)
+        scalars = self._collect_scalars(loss, stop, take_read_checksum())
         recorder = self.runtime.recorder
-        self.runtime.calls.at(b"reduce")
-        recorder.begin(SpanKind.FINISH_REDUCTIONS)
-        self.data_parallel.finish_reductions()
-        recorder.end()
-        self.runtime.calls.at(b"optimizer")
-        if self.before_update_hooks:
-            self.data_parallel.finish_tied()
-        for look in tuple(self.before_update_hooks):
-            look(step)
-        # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
-        # Filled there: a copy from the host's memory would wait for the whole step before the optimizer is launched.
-        read_checksum = take_read() if take_read is not None else ()
-        piggybacked_scalars = torch.zeros(5 + len(read_checksum), dtype=torch.float64, device=self.device)
-        piggybacked_scalars[1].fill_(float(stop))
-        if loss is not None and self.tensor.rank == 0:
-            piggybacked_scalars[0] += loss
-        for chunk in self.chunks:
-            if (counted := chunk.linears.counted()) is not None:
-                piggybacked_scalars[2:5] += counted
-        for index, number in enumerate(read_checksum, 5):
-            if number:  # ranks between the first and the last stage have read nothing
-                piggybacked_scalars[index].fill_(number)
         recorder.begin(SpanKind.CHECKPOINT_STALL)
         before_update()
         recorder.end()
-        self._weights_changed()  # what was made of them need not be there beside what the update needs
+        grad_norm, summed = self._update(learning_rate, step, scalars, has_next_step)
+        for hook in self.after_update_hooks:
+            hook(step)
+        return StepResult(summed[0], grad_norm, summed[1], summed[2:5], summed[5:])
+
+    def _run_micro_batches(self, count_casts: bool) -> torch.Tensor | None:
+        """Run the pipeline's forwards and backwards. Return the sum of the losses on the last stage, else None."""
+        self._mark_weights_changed()
+        for chunk in self.chunks:
+            chunk.linears.count_casts(count_casts)
+        self.data_parallel.begin_step()
+        if self.graphs is None:
+            chunks = EagerChunks(self._forward)
+        else:
+            runs_eagerly = count_casts or self.backward_in_own_thread
+            chunks = self.graphs.begin_step(self._forward, self._take_inputs, eagerly=runs_eagerly)
+        with torch.autograd.set_multithreading_enabled(self.backward_in_own_thread):
+            loss = self.pipeline.run(chunks, self.data_parallel)
+        if self.graphs is not None:
+            self.graphs.end_step()
+        self._micro_batches.clear()
+        self._read_batch = None
+        return loss
+
+    def _forward(self, chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
+        """Run micro-batch `i` through `chunk`; x: the previous chunk's output, None for the model's first chunk."""
+        sample_start = self._first_sample + i * self.config.train.micro_batch
+        context = ForwardContext(self._dropout_key, sample_start, self._token_gradient, token_loss=self._token_loss)
+        return self._run_chunk(chunk, self._take_inputs(chunk, i, x), context)
+
+    def _take_inputs(self, chunk: int, i: int, x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that `chunk` reads: `x` or the tokens, and the targets on the model's last chunk."""
+        is_last = self.chunks[chunk].last
+        if x is not None and not is_last:
+            return (x,)
+        tokens, targets = self._take_micro_batch(i)
+        if x is None:
+            x = tokens
+        if is_last:
+            return x, targets
+        return (x,)
+
+    def _take_micro_batch(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return micro-batch `i`, which is read once; with several chunks it stays until the end of the step."""
+        if i not in self._micro_batches:
+            assert self._read_batch is not None
+            if len(self.chunks) == 1:
+                self._micro_batches.clear()
+            self._micro_batches[i] = self._read_batch(i)
+        return self._micro_batches[i]
+
+    def _run_chunk(self, chunk: int, inputs: tuple[torch.Tensor, ...], context: ForwardContext) -> torch.Tensor:
+        """Return the chunk's activation, or on the model's last chunk the micro-batch's share of the mean loss."""
+        module = self.chunks[chunk]
+        if not module.last:
+            return module(inputs[0], None, context)
+        losses = module(inputs[0], inputs[1], context)
+        return (losses * (1 / self.tokens_per_step)).sum()
+
+    def _run_chunk_without_dropout(self, chunk: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Run a chunk in the way that a CUDA graph captures: the same for every micro-batch and step."""
+        context = ForwardContext(token_grad=self._token_gradient, token_loss=self._token_loss)
+        return self._run_chunk(chunk, inputs, context)
+
+    def _finish_gradients(self, step: int) -> None:
+        """Wait for the reductions of gradients, then call the hooks that look at them."""
+        recorder, calls = self.runtime.recorder, self.runtime.calls
+        calls.at(b"reduce")
+        recorder.begin(SpanKind.FINISH_REDUCTIONS)
+        self.data_parallel.finish_reductions()
+        recorder.end()
+        calls.at(b"optimizer")
+        if self.before_update_hooks:
+            self.data_parallel.finish_tied()
+        for hook in tuple(self.before_update_hooks):
+            hook(step)
+
+    def _collect_scalars(self, loss: torch.Tensor | None, stop: bool, read_checksum: Sequence[float]) -> torch.Tensor:
+        """Return float64 [5 + checksum]: loss, stop, three counts of casts, checksum; the norm's all-reduce sums them.
+
+        Values of the host are filled in on the device: a copy from the host's memory would wait for the whole step
+        before the optimizer is launched.
+        """
+        scalars = torch.zeros(5 + len(read_checksum), dtype=torch.float64, device=self.device)
+        scalars[1].fill_(float(stop))
+        # Only the last stage has the loss, and each of its tensor-parallel ranks has all of it.
+        if loss is not None and self.tensor.rank == 0:
+            scalars[0] += loss
+        for chunk in self.chunks:
+            counts = chunk.linears.counted()
+            if counts is not None:
+                scalars[2:5] += counts
+        for index, number in enumerate(read_checksum, 5):
+            if number:  # ranks between the first and the last stage have read nothing
+                scalars[index].fill_(number)
+        return scalars
+
+    def _update(
+        self, learning_rate: float, step: int, scalars: torch.Tensor, has_next_step: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Update the weights. Return the gradient's norm and `scalars` summed over all ranks."""
+        self._mark_weights_changed()  # frees casts of the weights before the update needs memory
         self.data_parallel.parameters_change()
-        # The next step's list begins with a gather: it is armed now, and its buckets leave as they are updated.
-        updated = self.data_parallel.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
+        on_updated: Callable[[FlatShard], None] = lambda shard: None
+        if has_next_step:
+            # The next step's schedule begins with a gather. It is armed now, and its buckets leave as they are updated.
+            on_updated = self.data_parallel.gather_under_update(self.pipeline.first_gather)
+        recorder = self.runtime.recorder
         recorder.begin(SpanKind.OPTIMIZER)
-        norm, summed = self.optimizer.step(
-            learning_rate, step, piggybacked_scalars, updated, self.data_parallel.finish_tied
+        grad_norm, summed = self.optimizer.step(
+            learning_rate, step, scalars, on_updated, self.data_parallel.finish_tied
         )
         self.data_parallel.end_update()
         recorder.end()
         assert summed is not None
-        for look in self.after_update_hooks:
-            look(step)
-        return StepResult(summed[0], norm, summed[1], summed[2:5], summed[5:])
-
-    def _compute(self, chunk: int, inputs: tuple[torch.Tensor, ...], where: ForwardContext) -> torch.Tensor:
-        module = self.chunks[chunk]
-        y: torch.Tensor = module(inputs[0], inputs[1] if module.last else None, where)
-        return (y * (1 / self.tokens)).sum() if module.last else y
-
-    def _compute_fixed(self, chunk: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """As every micro-batch is computed where there is no dropout."""
-        return self._compute(
-            chunk, inputs, ForwardContext(token_grad=self._token_gradient, token_loss=self._token_loss)
-        )
+        return grad_norm, summed
 
     def synchronize(self) -> None:
-        """Leave nothing under way: before the groups are shut down."""
+        """Finish gathers under way; call it before the groups are shut down."""
         self.data_parallel.finish_gathers()
 
-    # everything else --------------------------------------------------------------------------------------------
+    # weights and evaluation -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
-        """Around whatever fills the master weights (a checkpoint, say); afterwards the weights in use are theirs.
+        """Enclose code that fills the master weights (loading a checkpoint), then copy them to the weights in use.
 
-        A gather under way would end while they are filled, and where master weights and weights in use are one memory
-        (float64, float32) gloo writes this rank's own part once more: the old one. So none is when the body begins.
+        No gather is under way when the body begins. A gather would end while the weights are filled. Where master
+        weights and weights in use share memory (float64, float32), gloo would then write this rank's old part again.
         """
         self.data_parallel.parameters_change()
         yield
         self.optimizer.copy_to_params()
-        self._weights_changed()
+        self._mark_weights_changed()
 
-    def _weights_changed(self) -> None:
+    def _mark_weights_changed(self) -> None:
         for chunk in self.chunks:
             chunk.linears.weights_changed()
 
     def gather_parameters(self) -> None:
-        """Make all parameters whole on this rank, before anything but a training step uses them."""
+        """Make all parameters complete on this rank. Call it before anything but a training step reads them."""
         self.data_parallel.complete()
 
     @torch.no_grad()
-    @with_own_kernels
+    @with_engine_kernels
     def sum_losses(self, inputs_SB: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:
-        """Sum of the losses of all tokens, a float64 scalar on every rank of this pipeline's world.
+        """Return the sum of all tokens' losses, a float64 scalar that is the same on every rank of this world.
 
-        inputs_SB, targets_SB: this data-parallel rank's [s, b]; targets of -100 count nothing. Collective: every
-        rank must call it as often, with the same shapes.
+        Collective: every rank calls it equally often, with the same shapes.
+
+        Args:
+            inputs_SB: this data-parallel rank's tokens [s, b].
+            targets_SB: their targets [s, b]; -100 is ignored.
         """
 
         def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
             module = self.chunks[chunk]
-            return module(inputs_SB if x is None else x, targets_SB if module.last else None, EVALUATION)
+            x = inputs_SB if x is None else x
+            return module(x, targets_SB if module.last else None, EVALUATION)
 
         outputs = self.pipeline.run_forward(1, forward)
         total = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -1,4 +1,4 @@
-"""The axes that an engine computes on: their communicators, their overlaps, and what is said of those."""
+"""The axes that an engine computes on: their communicators, their overlaps, and the start-up lines about those."""
 
 from __future__ import annotations
 
@@ -17,85 +17,92 @@ from megascale.parallel.pipeline import P2PStream, P2PStreams
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
 
+_SWITCH = {True: "on", False: "off"}
+_P2P_NAMES = ("send_forward", "recv_forward", "send_backward", "recv_backward")
+
 
 def make_axis(runtime: Runtime, groups: Groups | None, name: str, size: int, rank: int) -> Axis:
-    """One axis of `groups`; a single-member one where there is nobody else."""
+    """Return the axis on group `name`, or one with a single member if the rank has no such group."""
     group = getattr(groups, name) if groups is not None else None
     if size == 1 or group is None:
         return Axis(runtime=runtime)
     kind = SpanAxis[name.partition("_")[0].upper()]
-    return Axis(group, size, rank, name="world" if name == "world" else group.group_name, kind=kind, runtime=runtime)
+    label = name if name == "world" else group.group_name
+    return Axis(group, size, rank, name=label, kind=kind, runtime=runtime)
 
 
 def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, rank: int, tensor: Axis) -> Axes:
-    """What the buffers of a rank are reduced, gathered and summed over."""
-    grid, config = layout.grid, layout.config
-    at = grid.coordinate(rank)
-    first, last = at.pipeline == 0, at.pipeline == grid.pipeline - 1
-    tied = config.model.tied_embeddings and grid.pipeline > 1 and (first or last)
+    """Return the axes that a rank's buffers are reduced, gathered and summed over."""
+    grid, parallel = layout.grid, layout.config.parallel
+    coordinate = grid.coordinate(rank)
+    is_first, is_last = coordinate.pipeline == 0, coordinate.pipeline == grid.pipeline - 1
+    stage, tied = tensor, ALONE
+    if parallel.zero:  # without ZeRO the tensor-parallel ranks of one replica hold all shards of the stage
+        stage_ranks = list(grid.group(("tensor", "data"), rank))
+        stage = make_axis(runtime, groups, "stage", len(stage_ranks), stage_ranks.index(rank))
+    if layout.config.model.tied_embeddings and grid.pipeline > 1 and (is_first or is_last):
+        tied = make_axis(runtime, groups, "embedding", 2, int(is_last))
     return Axes(
-        data=make_axis(runtime, groups, "data_gather", grid.data, at.data),
-        reduce=make_axis(runtime, groups, "data_reduce", grid.data, at.data),
+        data=make_axis(runtime, groups, "data_gather", grid.data, coordinate.data),
+        reduce=make_axis(runtime, groups, "data_reduce", grid.data, coordinate.data),
         tensor=tensor,
-        tied=make_axis(runtime, groups, "embedding", 2, int(last)) if tied else ALONE,
-        stage=_stage_axis(runtime, groups, layout, rank, tensor),
+        tied=tied,
+        stage=stage,
     )
 
 
-def _stage_axis(runtime: Runtime, groups: Groups | None, layout: Layout, rank: int, tensor: Axis) -> Axis:
-    """The ranks whose shards make up this stage: without ZeRO each replica's tensor-parallel ranks have it all."""
-    if not layout.config.parallel.zero:
-        return tensor
-    ranks = layout.grid.group(("tensor", "data"), rank)
-    return make_axis(runtime, groups, "stage", len(ranks), list(ranks).index(rank))
+def choose_tensor_overlap(
+    axis: Axis, config: Config, dtype: torch.dtype, device: torch.device
+) -> tuple[Axis, dict[str, str]]:
+    """Return the tensor axis with the overlap that works here, and its start-up line by name.
 
-
-def overlapped(axis: Axis, config: Config, dtype: torch.dtype, device: torch.device) -> tuple[Axis, dict[str, str]]:
-    """The tensor axis with the overlap that works here, and what is said of it; ConfigError if the one asked for does
-    not work."""
+    Raises ConfigError if overlap.tensor=fused does not work here.
+    """
     if axis.size == 1:
         return axis, {}
-    wanted = config.overlap.tensor
-    if wanted in ("async", "off"):
-        return replace(axis, overlap=wanted), {"tensor overlap": wanted}
+    requested = config.overlap.tensor
+    if requested in ("async", "off"):
+        return replace(axis, overlap=requested), {"tensor overlap": requested}
     model, train = config.model, config.train
-    element = torch.empty(0, dtype=dtype).element_size()
-    part = model.sequence_length // axis.size * train.micro_batch * model.hidden * element
-    found = symmetric.prepare(axis, part, device, config.gemms_on_side_stream)
-    if isinstance(found, symmetric.Exchange):
-        return replace(axis, overlap="fused", exchange=found), {"tensor overlap": "fused"}
-    if wanted == "fused":
+    element_bytes = torch.empty(0, dtype=dtype).element_size()
+    part_bytes = model.sequence_length // axis.size * train.micro_batch * model.hidden * element_bytes
+    exchange = symmetric.prepare(axis, part_bytes, device, config.gemms_on_side_stream)
+    if isinstance(exchange, symmetric.Exchange):
+        return replace(axis, overlap="fused", exchange=exchange), {"tensor overlap": "fused"}
+    reason = exchange
+    if requested == "fused":
         raise ConfigError(
-            f"overlap.tensor=fused cannot be had: {found}; set --overlap.tensor=auto or async, "
-            "or keep a tensor-parallel group on one host whose GPUs reach each other"
+            f"overlap.tensor=fused is unavailable: {reason}; set --overlap.tensor=auto or async, "
+            "or put each tensor-parallel group on one host whose GPUs reach each other"
         )
-    return replace(axis, overlap="async"), {"tensor overlap": f"async (not fused: {found})"}
+    return replace(axis, overlap="async"), {"tensor overlap": f"async (not fused: {reason})"}
 
 
-def other_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
-    """What is said at start of the overlaps of pipeline and data parallelism, and of their NCCL channels."""
+def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
+    """Return the start-up lines about the overlaps of pipeline and data parallelism and about their NCCL channels."""
     config, grid = layout.config, layout.grid
-    said = {}
+    lines = {}
     if grid.pipeline > 1:
-        said["pipeline overlap"] = "on" if config.overlap.pipeline else "off"
+        lines["pipeline overlap"] = _SWITCH[config.overlap.pipeline]
     if grid.data > 1:
-        said["data overlap"] = "on" if config.overlap.data else "off"
+        lines["data overlap"] = _SWITCH[config.overlap.data]
     for name, size in (("pipeline", grid.pipeline), ("data", grid.data)):
         channels = config.overlap.channels(name)
         if size > 1 and channels is not None and device.type == "cuda":
-            said[f"{name} channels"] = f"at most {channels}"
+            lines[f"{name} channels"] = f"at most {channels}"
         elif size > 1 and f"{name}_channels" in config.overlap.model_fields_set:
-            why = "only NCCL has channels" if device.type != "cuda" else f"overlap.{name} is off"
-            said[f"{name} channels"] = f"not bounded: {why}"
-    return said
+            reason = "only NCCL has channels" if device.type != "cuda" else f"overlap.{name} is off"
+            lines[f"{name} channels"] = f"not bounded: {reason}"
+    return lines
 
 
 def make_p2p_streams(groups: Groups | None) -> P2PStreams:
-    """The pipeline's channels: one for each directed edge and direction of travel."""
+    """Return the pipeline's channels: one per directed edge and direction of travel."""
     if groups is None:
         return P2PStreams()
-    names = ("send_forward", "recv_forward", "send_backward", "recv_backward")
-    ends = {name: getattr(groups, name) for name in names}
-    return P2PStreams(
-        **{n: None if e is None else P2PStream(e.group, e.peer, e.group.group_name) for n, e in ends.items()},
-    )
+    streams = {}
+    for name in _P2P_NAMES:
+        channel = getattr(groups, name)
+        if channel is not None:
+            streams[name] = P2PStream(channel.group, channel.peer, channel.group.group_name)
+    return P2PStreams(**streams)

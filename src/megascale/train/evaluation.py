@@ -1,4 +1,4 @@
-"""Held-out loss, and bits per byte where the data set says how many bytes its tokens stand for."""
+"""Held-out loss, and bits per byte where the data set records how many bytes its tokens represent."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megascale.train.engine import Engine
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of one token file.
+    """Result on one token file.
 
     Attributes:
-        loss: mean over targets, nats a token.
-        tokens: targets that were read.
-        bits_per_byte: of the whole file's text; None for a part of it or an unknown size.
-        compressed: what zlib and xz make of the same text, if known.
-        whole: every window of the file was read.
+        loss: mean over targets, in nats per token.
+        tokens: targets that were evaluated.
+        bits_per_byte: bits per byte of the complete file's text; None for a part of it or an unknown size.
+        compressed: sizes of the same text under zlib and xz, if known.
+        complete: whether every window of the file was evaluated.
     """
 
     loss: float
@@ -39,26 +39,35 @@ def evaluate_file(
     stride: int | None = None,
     option: str = "data.valid",
 ) -> Evaluation:
-    """Run the model over a token file, every token a target once.
+    """Return the loss of the model on a token file, in which every token is a target once.
 
-    `samples` bounds the windows read (evenly spread); `stride` is the tokens that each window predicts, by default all
-    of them; `named` is the key or option that the file is from. Collective: every rank of the engine's world calls it;
-    data-parallel ranks share the windows. DataError for a token that the vocabulary does not have.
+    Collective: every rank of the engine's world calls it, and data-parallel ranks share the windows.
+
+    Args:
+        samples: evaluate at most so many windows, evenly spread; default: all.
+        stride: tokens that each window predicts; default: all its tokens.
+        option: key or option that named the file, for messages.
+
+    Raises DataError for a token outside the vocabulary.
     """
     length, size = config.model.sequence_length, config.train.micro_batch
     held_out = HeldOut(prefix, length, config.model.vocab_size, stride, option)
-    chosen = held_out.spread_windows(samples)
-    count = len(chosen)
+    windows = held_out.spread_windows(samples)
+    count = len(windows)
     engine.gather_parameters()
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for start in range(engine.data_rank * size, count + engine.data_rank * size, size * engine.layout.grid.data):
-        rows = held_out.read_windows(chosen[start : start + size], size)
-        columns = [torch.from_numpy(x).t().contiguous().to(engine.device) for x in rows]
-        total += engine.sum_losses(columns[0], columns[1])
-    tokens = held_out.count_targets(chosen)
+    first = engine.data_rank * size
+    # All data-parallel ranks run equally many rounds; `rows` fills up the last ones.
+    for start in range(first, count + first, size * engine.layout.grid.data):
+        rows = held_out.read_windows(windows[start : start + size], size)
+        inputs_SB, targets_SB = (torch.from_numpy(x).t().contiguous().to(engine.device) for x in rows)
+        total += engine.sum_losses(inputs_SB, targets_SB)
+    tokens = held_out.count_targets(windows)
     loss = float(total) / tokens
-    whole = count == held_out.windows
-    part = find_part(prefix) if whole else None
+    is_complete = count == held_out.windows
+    part = None
+    if is_complete:
+        part = find_part(prefix)
     if part is None:
-        return Evaluation(loss, tokens, None, None, whole)
+        return Evaluation(loss, tokens, None, None, is_complete)
     return Evaluation(loss, tokens, bits_per_byte(loss, tokens, part.bytes, part.lost_bytes), part.compressed)

@@ -1,4 +1,4 @@
-"""Text from a model: one token after another with a cache of keys and values."""
+"""Text generation: one token after another, with a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megascale.model.transformer import Chunk
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn.
+    """Rules for drawing the next token.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token each time.
-        top_k: draw among this many likeliest tokens; 0: all.
-        top_p: draw among the likeliest tokens that have this chance together.
-        repetition_penalty: logits of tokens that are there already are divided by it if positive, else multiplied
-            (Keskar et al. 2019); 1 does nothing.
+        temperature: divides the logits; 0 takes the most likely token each time.
+        top_k: draw among this many most likely tokens; 0: all.
+        top_p: draw among the most likely tokens whose probabilities sum to this.
+        repetition_penalty: logits of tokens that occurred already are divided by it if positive, else multiplied
+            (Keskar et al. 2019); 1 has no effect.
         seed: the same seed gives the same text.
     """
 
@@ -41,13 +41,13 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Gene
     if sampling.top_k:
         smallest = torch.topk(logits, min(sampling.top_k, logits.numel())).values[-1]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
-    chances = torch.softmax(logits, -1)
+    probabilities = torch.softmax(logits, -1)
     if sampling.top_p < 1:
-        ordered, order = torch.sort(chances, descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
-        beyond[0] = False
-        chances[order[beyond]] = 0
-    return int(torch.multinomial(chances, 1, generator=generator))
+        ordered, order = torch.sort(probabilities, descending=True)
+        is_excluded = ordered.cumsum(-1) - ordered >= sampling.top_p
+        is_excluded[0] = False
+        probabilities[order[is_excluded]] = 0
+    return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 @torch.no_grad()
@@ -57,73 +57,78 @@ def generate_tokens(
     """Yield up to `count` tokens that continue `prompt`.
 
     Args:
-        chunk: the whole model (first and last chunk in one).
+        chunk: the complete model (first and last chunk in one).
         prompt: token ids, at least one.
-        ends: tokens that end the text, each alone.
+        ends: tokens that each end the text.
 
-    Raises ConfigError if the prompt is empty, holds a token that the model has not, or is as long as learned
-    positions reach; with learned positions the text ends where they end.
+    Raises ConfigError if the prompt is empty, holds a token outside the vocabulary, or is as long as learned positions
+    reach. With learned positions the text ends where they end.
     """
     model = chunk.model
-    if not prompt:
-        raise ConfigError("the prompt has no tokens; give at least one character, such as --prompt=def")
-    foreign = next((token for token in prompt if not 0 <= token < model.vocab), None)
-    if foreign is not None:
-        raise ConfigError(
-            f"the prompt has token {foreign} and model.vocab_size={model.vocab}; the tokenizer is another model's"
-        )
     limit = model.sequence_length if model.positions == "learned" else None
-    if limit is not None and len(prompt) >= limit:
-        raise ConfigError(
-            f"the prompt has {len(prompt)} tokens and the model's learned positions end at model.sequence_length="
-            f"{limit}; give a shorter prompt"
-        )
+    _check_prompt(prompt, model.vocab, limit)
     device = next(chunk.parameters()).device
     generator = torch.Generator(device=device)
     generator.manual_seed(sampling.seed)
     cache = KVCache()
-    fresh = torch.tensor(prompt, dtype=torch.int64, device=device)
-    seen = torch.zeros(model.vocab, dtype=torch.bool, device=device)
+    new_tokens = torch.tensor(prompt, dtype=torch.int64, device=device)
+    has_occurred = torch.zeros(model.vocab, dtype=torch.bool, device=device)
+    penalty = sampling.repetition_penalty
     for _ in range(count):
-        seen[fresh] = True
+        has_occurred[new_tokens] = True
         with chunk.axis.runtime.kernels.in_force():
-            hidden = chunk(fresh[:, None], None, ForwardContext(cache=cache))
-        cache.length += len(fresh)
+            hidden = chunk(new_tokens[:, None], None, ForwardContext(cache=cache))
+        cache.length += len(new_tokens)
         logits = chunk.logits(hidden[-1:])[0, 0]
-        if sampling.repetition_penalty != 1:
-            penalty = sampling.repetition_penalty
-            logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        if penalty != 1:
+            penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(has_occurred, penalised, logits)
         token = sample_token(logits, sampling, generator)
         if token in ends:
             return
         yield token
         if limit is not None and cache.length >= limit:
             return
-        fresh = torch.tensor([token], dtype=torch.int64, device=device)
+        new_tokens = torch.tensor([token], dtype=torch.int64, device=device)
+
+
+def _check_prompt(prompt: Sequence[int], vocab: int, limit: int | None) -> None:
+    if not prompt:
+        raise ConfigError("the prompt has no tokens; give at least one character, such as --prompt=def")
+    for token in prompt:
+        if not 0 <= token < vocab:
+            raise ConfigError(
+                f"the prompt has token {token} and model.vocab_size={vocab}; the tokenizer is another model's"
+            )
+    if limit is not None and len(prompt) >= limit:
+        raise ConfigError(
+            f"the prompt has {len(prompt)} tokens and the model's learned positions end at model.sequence_length="
+            f"{limit}; give a shorter prompt"
+        )
 
 
 def decode_stream(
     tokenizer: Tokenizer, tokens: Iterable[int], stops: Sequence[str] = (), prompt: Sequence[int] = ()
 ) -> Iterator[str]:
-    """Yield the text of a stream of tokens, piece by piece, up to the first of the texts `stops` (not shown).
+    """Yield the text of a stream of tokens, piece by piece, up to the first of the texts `stops` (not yielded).
 
     Args:
-        prompt: ids of the text before the stream, without what the tokenizer's template adds. Both are decoded
-            together, since a decoder may leave out the blank before the first word of a text.
+        prompt: ids of the text before the stream, without additions of the tokenizer's template. Both are decoded
+            together, since a decoder may omit the blank before the first word of a text.
     """
     ids = list(prompt)
-    before = tokenizer.decode(ids)
+    prompt_text = tokenizer.decode(ids)
     shown, text = 0, ""
     for token in tokens:
         ids.append(token)
-        # A character may need several tokens; it is shown once it is whole.
-        whole = tokenizer.decode(ids).rstrip("\ufffd")
-        text = whole[_common_length(before, whole) :]
-        found = [at for stop in stops if (at := text.find(stop)) >= 0]
-        if found:
-            text = text[: min(found)]
+        # A character may need several tokens; it is shown once it is complete.
+        decoded = tokenizer.decode(ids).rstrip("\ufffd")
+        text = decoded[_common_length(prompt_text, decoded) :]
+        stop_positions = [text.find(stop) for stop in stops if stop in text]
+        if stop_positions:
+            text = text[: min(stop_positions)]
             break
-        safe = len(text) - _held_back(text, stops)
+        safe = len(text) - _count_held_back(text, stops)
         if safe > shown:
             yield text[shown:safe]
             shown = safe
@@ -132,13 +137,16 @@ def decode_stream(
 
 
 def _common_length(first: str, second: str) -> int:
-    """Return how many characters two texts have in common at their beginning."""
+    """Return the length of the common prefix of two texts."""
     if second.startswith(first):
         return len(first)
-    return next((at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(second))
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return index
+    return len(second)
 
 
-def _held_back(text: str, stops: Sequence[str]) -> int:
-    """Characters at the text's end that may be the beginning of a stop."""
-    sizes = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-    return max(sizes, default=0)
+def _count_held_back(text: str, stops: Sequence[str]) -> int:
+    """Return the number of characters at the text's end that may be the beginning of a stop."""
+    lengths = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+    return max(lengths, default=0)

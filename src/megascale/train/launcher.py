@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this host, one a rank, and ends them together."""
+"""Starts the ranks of a run on this host, one process per rank, and ends them together."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from types import FrameType
 
 from megascale.config import Config
 from megascale.core import run_lock
+from megascale.core.layout import Layout
 from megascale.core.ports import LISTENER
 from megascale.core.preflight import CAME, CHECKED, Share, preflight, wave
 from megascale.core.python_command import module_command
@@ -32,236 +33,297 @@ from megascale.errors import (
     FitError,
 )
 
-# A rank that has not said so by then counts as having imported everything all the same.
-COME_SECONDS = 60.0
-# After one process has failed the others get this long to say what they saw before they are ended.
+# A rank that has not reported its imports after this time counts as having finished them.
+IMPORT_SECONDS = 60.0
+# After one rank has failed, the other ranks have this long to report what they saw before they are ended.
 GRACE_SECONDS = 10.0
-# After a second interruption all get this long: a rank that hangs on its device hears no signal but the last.
+# After a second interruption all ranks have this long: a rank that hangs on its device reacts to SIGKILL only.
 IMPATIENT_SECONDS = 5.0
-# A signal this soon after the first is the first once more: `timeout` sends each to the process and to its group.
-SECOND_AFTER = 1.0
-# Ranks that are told to end, since another failed or training was interrupted, have this long.
+# A signal this soon after the first is a repetition: `timeout` sends each signal to the process and to its group.
+REPEATED_SIGNAL_SECONDS = 1.0
+# Ranks that are ended, because another rank failed or training was interrupted, have this long.
 END_SECONDS = 3.0
+_TAIL_LINES = 15  # of a failed rank's log
 
 
 def count_processes(config: Config, gpus: int) -> int:
-    """Processes that `megascale train` starts here.
+    """Return the number of ranks that `megascale train` starts on this host.
 
-    On GPUs one a device unless parallel.data says fewer; on CPU tensor x pipeline x data (data: 1 by default).
-    Raises FitError for more ranks than GPUs.
+    On GPUs it is one per device unless parallel.data sets fewer; on a CPU tensor x pipeline x data (data: 1 by
+    default). Raises FitError for more ranks than GPUs.
     """
     parallel = config.parallel
-    model = parallel.tensor * parallel.pipeline
+    model_ranks = parallel.tensor * parallel.pipeline
     use_gpus = gpus > 0 and config.train.device != "cpu"
     if parallel.data is None:
-        return max(1, gpus // model) * model if use_gpus else model
-    wanted = model * parallel.data
-    if use_gpus and wanted > gpus:
+        return max(1, gpus // model_ranks) * model_ranks if use_gpus else model_ranks
+    ranks = model_ranks * parallel.data
+    if use_gpus and ranks > gpus:
         raise FitError(
-            f"parallel.tensor x pipeline x data = {parallel.tensor} x {parallel.pipeline} x {parallel.data} = {wanted} "
+            f"parallel.tensor x pipeline x data = {parallel.tensor} x {parallel.pipeline} x {parallel.data} = {ranks} "
             f"ranks but this host has {gpus} GPUs; lower one of them or start on more hosts with torchrun"
         )
-    return wanted
+    return ranks
 
 
 def is_launched_rank() -> bool:
-    """Whether somebody (torchrun, an agent, this module) has already made this process one of several ranks."""
+    """Return whether a launcher (torchrun, an agent, this module) started this process as one of several ranks."""
     return "RANK" in os.environ
 
 
 def die_with_parent() -> None:
-    """For a process that is about to start: end with the one that starts it, so that no orphan trains on."""
+    """Let this process, which is about to start, end with its parent, so that no orphan trains on."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def check_host_fits(config: Config, world: int, *, model: bool = True, keeps: bool = False) -> None:
-    """Refuse what this host cannot run: FitError unless it holds `world` ranks of the run of `config` (resolved),
-    ConfigError for train.device=cuda without a GPU.
+def check_host_fits(layout: Layout, *, holds_model: bool = True, saves_checkpoints: bool = False) -> None:
+    """Check that this host holds all ranks of the run.
 
-    model: whether each has its share of the model; keeps: whether checkpoints are written.
+    Args:
+        holds_model: whether each rank holds its share of the model.
+        saves_checkpoints: whether checkpoints are saved.
+
+    Raises FitError if it does not, ConfigError for train.device=cuda without a GPU.
     """
-    gpus = False
+    config, world = layout.config, layout.grid.world
+    has_gpus = False
     if config.train.device != "cpu":
         import torch
 
-        gpus = torch.cuda.device_count() > 0
-        if config.train.device == "cuda" and not gpus:
+        has_gpus = torch.cuda.device_count() > 0
+        if config.train.device == "cuda" and not has_gpus:
             raise ConfigError("train.device=cuda but this host has no CUDA device; use --train.device=cpu or auto")
-    preflight(config, Share(world, 0, world, gpus=gpus, model=model, keeps=keeps))
+    preflight(layout, Share(world, 0, world, gpus=has_gpus, model=holds_model, keeps=saves_checkpoints))
 
 
 def launch(
-    words: list[str],
-    world: int,
-    config: Config,
+    arguments: list[str],
+    layout: Layout,
     *,
     holds_model: bool = True,
     saves_checkpoints: bool = False,
     program: str = "megascale.cli.main",
 ) -> int:
-    """Run `python -m PROGRAM WORDS` as `world` ranks; rank 0 talks to the terminal, the others to `logs/rank-N.log`.
+    """Run `python -m PROGRAM ARGUMENTS` as the ranks of `layout`. Rank 0 has the terminal, others `logs/rank-N.log`.
 
-    The host's data loader, where `config` (resolved) wants one, is started before them and ended after them.
+    The host's data loader, if the run uses one, is started before the ranks and ended after them.
 
-    The first SIGINT, SIGTERM or SIGHUP is a SIGTERM to each rank, which one that has not come up yet heeds in silence;
-    the second is passed on as it is, and ranks that are still there then are ended. A SIGHUP never counts as the
-    second: a terminal that closes may send several. When a rank fails the others are ended too. Returns the exit code
-    of the first failure, 130 after an interruption, else 0.
+    The first SIGINT, SIGTERM or SIGHUP becomes a SIGTERM to each rank; a rank that is still importing ends silently.
+    The second signal is passed on unchanged, and ranks that still run after IMPATIENT_SECONDS are killed. A SIGHUP
+    never counts as the second signal, since a closing terminal may send several. If a rank fails, the other ranks are
+    ended too. Return the exit code of the first failure, 130 after an interruption, else 0.
 
-    Nothing starts that does not fit this host (see `check`: FitError), and no more than a wave of ranks imports at a
-    time: many that start together on few cores each take as long as all of them.
+    Ranks start only if they fit this host (`check_host_fits`: FitError). They start in waves: many ranks that import
+    at the same time on few cores each take as long as all of them.
     """
-    check_host_fits(config, world, model=holds_model, keeps=saves_checkpoints)
-    run_lock.check(config.run_folder)  # said once, before any process starts
-    logs = config.run_folder / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    command = module_command(program, *words)
-    # Rank 0 inherits it: a port that was only probed may be taken by the time of its use.
-    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    port = str(listener.getsockname()[1])
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    common |= {"LOCAL_WORLD_SIZE": str(world), CHECKED: "1"}
+    check_host_fits(layout, holds_model=holds_model, saves_checkpoints=saves_checkpoints)
+    config, world = layout.config, layout.grid.world
+    run_lock.check(config.run_folder)  # one message, before any process starts
+    (config.run_folder / "logs").mkdir(parents=True, exist_ok=True)
+    job = _LocalJob(module_command(program, *arguments), world, config.run_folder / "logs")
+    handlers = {number: signal.signal(number, job.pass_signal) for number in end_signals()}
     loader: host_loader.StartedLoader | None = None
-    waves: _Waves | None = None
-    ranks: list[subprocess.Popen[bytes]] = []
-    interruptions: list[float] = []
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if interruptions and (now - interruptions[0] < SECOND_AFTER or number == signal.SIGHUP):
-            return
-        interruptions.append(now)
-        _tell(ranks, number if len(interruptions) > 1 else signal.SIGTERM)
-
-    old = {number: signal.signal(number, pass_on) for number in end_signals()}
     try:
-        loader = host_loader.start_loader(config, world=world, first_rank=0, ranks=world)
+        loader = host_loader.start_loader(layout, first_rank=0, ranks=world)
         if loader is not None:
-            common |= loader.environment
-        waves = _Waves(ranks, interruptions)
-        for rank in range(world):
-            waves.wait()
-            if interruptions:
-                print("interrupted", file=sys.stderr)
-                return EXIT_INTERRUPTED
-            if _first_failed(ranks) is not None:
-                break  # the others would wait for it
-            environment = common | waves.environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if rank == 0:
-                environment[LISTENER] = str(listener.fileno())
-            out = None
-            if rank > 0:
-                out = open(logs / f"rank-{rank}.log", "ab")  # noqa: SIM115 - inherited by the child
-            ranks.append(
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdout=out,
-                    stderr=subprocess.STDOUT if out else None,
-                    start_new_session=True,
-                    preexec_fn=die_with_parent,
-                    pass_fds=[*waves.handles, *([listener.fileno()] if rank == 0 else [])],
-                )
-            )
-            listener.close()
-            if out is not None:
-                out.close()
-        if interruptions:
-            _tell(ranks, signal.SIGTERM)  # the last was not in the list yet
-        return _watch(ranks, logs, interruptions)
+            job.environment |= loader.environment
+        if not job.start_ranks():
+            print("interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        return job.wait()
     finally:
-        listener.close()
-        end_processes(ranks, END_SECONDS)
-        if waves is not None:
-            waves.close()
+        job.close()
         if loader is not None:
             loader.stop()
-        for number, handler in old.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-class _Waves:
-    """Holds starts back while as many as a wave have not said that they have come.
+class _LocalJob:
+    """The ranks of one launch.
 
     Attributes:
-        environment, handles: what a rank that is to say so needs.
+        environment: variables of every rank.
+        ranks: processes started so far, by rank.
+    """
+
+    def __init__(self, command: list[str], world: int, logs: Path) -> None:
+        self._command = command
+        self._world = world
+        self._logs = logs
+        # Rank 0 inherits the listening socket: a port that was only probed may be in use when rank 0 needs it.
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        self.environment = os.environ | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._listener.getsockname()[1]),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            CHECKED: "1",
+        }
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self._interruptions: list[float] = []
+        self._waves = _Waves(self.ranks, self._interruptions)
+
+    def pass_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal of the launcher: the first becomes SIGTERM for all ranks, the second is passed on."""
+        now = time.monotonic()
+        if self._interruptions:
+            is_repeated = now - self._interruptions[0] < REPEATED_SIGNAL_SECONDS
+            if is_repeated or number == signal.SIGHUP:
+                return
+        self._interruptions.append(now)
+        _signal_ranks(self.ranks, number if len(self._interruptions) > 1 else signal.SIGTERM)
+
+    def start_ranks(self) -> bool:
+        """Start all ranks in waves, or fewer if one fails meanwhile. Return False after an interruption."""
+        for rank in range(self._world):
+            self._waves.wait()
+            if self._interruptions:
+                return False
+            if _find_first_failure(self.ranks) is not None:
+                break  # further ranks would wait for the failed one
+            self.ranks.append(self._start_rank(rank))
+        if self._interruptions:
+            _signal_ranks(self.ranks, signal.SIGTERM)  # the last rank was not in the list when the signal came
+        return True
+
+    def _start_rank(self, rank: int) -> subprocess.Popen[bytes]:
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | self._waves.environment
+        if rank > 0:
+            with open(self._logs / f"rank-{rank}.log", "ab") as log_file:
+                return self._start_process(variables, log_file.fileno(), subprocess.STDOUT, ())
+        descriptor = self._listener.fileno()
+        process = self._start_process(variables | {LISTENER: str(descriptor)}, None, None, (descriptor,))
+        self._listener.close()
+        return process
+
+    def _start_process(
+        self, variables: dict[str, str], stdout: int | None, stderr: int | None, descriptors: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command,
+            env=self.environment | variables,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            pass_fds=(self._waves.write_end, *descriptors),
+        )
+
+    def wait(self) -> int:
+        """Wait for all ranks and end those that outlive a failure or a second interruption. Return the exit code."""
+        ranks, interruptions = self.ranks, self._interruptions
+        failure: tuple[int, int] | None = None
+        deadline = float("inf")
+        while _list_running(ranks) and time.monotonic() < deadline:
+            if failure is None:
+                failure = _find_first_failure(ranks)
+                if failure is not None:
+                    deadline = time.monotonic() + GRACE_SECONDS
+            if len(interruptions) > 1:
+                deadline = min(deadline, interruptions[1] + IMPATIENT_SECONDS)
+            time.sleep(0.05)
+        running = ", ".join(map(str, _list_running(ranks)))
+        if len(interruptions) > 1 and running:
+            print(f"ended after a second interruption: rank {running} did not answer", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        failure = failure or _find_first_failure(ranks)
+        if failure is None:
+            return 0
+        if interruptions and all(p.returncode in (0, EXIT_INTERRUPTED, -signal.SIGTERM) for p in ranks):
+            if ranks[0].returncode < 0:
+                print("interrupted", file=sys.stderr)  # rank 0 prints this only after its imports
+            return EXIT_INTERRUPTED
+        rank, code = _find_cause(failure, ranks)
+        self._report_failure(rank, code)
+        if running:  # gloo does not always notice that its peer has ended
+            print(
+                f"rank {running} had not ended {GRACE_SECONDS:g} seconds later and is ended by the launcher",
+                file=sys.stderr,
+            )
+        return max(code, 1)
+
+    def _report_failure(self, rank: int, code: int) -> None:
+        """Print which rank failed first and the end of its log, unless rank 0 has printed the same error."""
+        # Ranks that receive the same error print the same message, and rank 0's is on the terminal.
+        if code >= 0 and (rank == 0 or self.ranks[0].returncode == code):
+            return
+        lines = [f"rank {rank} was the first to end, with {_describe_exit(code)}"]
+        log_file = self._logs / f"rank-{rank}.log"
+        tail = read_end(log_file).splitlines()[-_TAIL_LINES:] if rank > 0 else []
+        if tail:
+            lines[0] += f"; the end of {log_file}:"
+            lines += [f"  {line}" for line in tail]
+        print("\n".join(lines), file=sys.stderr)
+
+    def close(self) -> None:
+        """End all ranks that still run, and close the launcher's descriptors."""
+        self._listener.close()
+        end_processes(self.ranks, END_SECONDS)
+        self._waves.close()
+
+
+class _Waves:
+    """Delays starts so that at most one wave of ranks imports at a time.
+
+    Attributes:
+        environment, write_end: variable and descriptor through which a rank reports that it has imported everything.
     """
 
     def __init__(self, ranks: Sequence[subprocess.Popen[bytes]], interruptions: Sequence[float]) -> None:
-        self._ranks, self._interruptions = ranks, interruptions
-        self._size, self._come = wave(os.cpu_count() or 1), 0
-        self._mine, theirs = os.pipe()
-        self.environment, self.handles = {CAME: str(theirs)}, (theirs,)
+        self._ranks = ranks
+        self._interruptions = interruptions
+        self._size = wave(os.cpu_count() or 1)
+        self._imported = 0
+        self._read_end, self.write_end = os.pipe()
+        self.environment = {CAME: str(self.write_end)}
 
     def wait(self) -> None:
-        """Until another rank may start: fewer than a wave are on their way, or all is over."""
-        deadline = time.monotonic() + COME_SECONDS
-        while len(self._ranks) - self._come >= self._size and time.monotonic() < deadline:
-            if self._interruptions or _first_failed(self._ranks) is not None:
+        """Wait until less than a wave of ranks is importing, a rank has failed, or the launch is interrupted."""
+        deadline = time.monotonic() + IMPORT_SECONDS
+        while len(self._ranks) - self._imported >= self._size and time.monotonic() < deadline:
+            if self._interruptions or _find_first_failure(self._ranks) is not None:
                 return
-            if select.select([self._mine], [], [], 0.05)[0]:
-                self._come += len(os.read(self._mine, 4096))
+            if select.select([self._read_end], [], [], 0.05)[0]:
+                self._imported += len(os.read(self._read_end, 4096))
 
     def close(self) -> None:
-        """After the last."""
-        for handle in (self._mine, *self.handles):
-            os.close(handle)
+        """Close the pipe."""
+        os.close(self._read_end)
+        os.close(self.write_end)
 
 
-def _tell(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+def _list_running(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Return the ranks that still run, and collect the exit codes of all others."""
+    return [rank for rank, process in enumerate(ranks) if process.poll() is None]
+
+
+def _signal_ranks(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for process in ranks:
         if process.poll() is None:
             process.send_signal(number)
 
 
-def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interruptions: list[float]) -> int:
-    first: tuple[int, int] | None = None
-    deadline = float("inf")
-    while sum(p.poll() is None for p in ranks) and time.monotonic() < deadline:  # any() would not ask them all
-        if first is None:
-            first = _first_failed(ranks)
-            if first is not None:
-                deadline = time.monotonic() + GRACE_SECONDS
-        if len(interruptions) > 1:
-            deadline = min(deadline, interruptions[1] + IMPATIENT_SECONDS)
-        time.sleep(0.05)
-    deaf = [str(r) for r, p in enumerate(ranks) if p.poll() is None]
-    if len(interruptions) > 1 and deaf:
-        print(f"ended after a second interruption: rank {', '.join(deaf)} did not answer", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    first = first or _first_failed(ranks)
-    if first is None:
-        return 0
-    rank, code = _cause(first, ranks)
-    if interruptions and all(p.returncode in (0, EXIT_INTERRUPTED, -signal.SIGTERM) for p in ranks):
-        if ranks[0].returncode < 0:
-            print("interrupted", file=sys.stderr)  # rank 0, once it has come up, says so itself
-        return EXIT_INTERRUPTED
-    # Ranks that are told of the same mistake print the same; the terminal has it from rank 0 then.
-    if code < 0 or (rank > 0 and ranks[0].returncode != code):
-        tail = read_end(logs / f"rank-{rank}.log").splitlines()[-15:] if rank > 0 else []
-        said = [f"; the end of {logs / f'rank-{rank}.log'}:", *(f"\n  {line}" for line in tail)] if tail else []
-        print(f"rank {rank} was the first to end, with {_named(code)}", *said, sep="", file=sys.stderr)
-    if deaf:  # gloo does not always notice that its peer has gone
-        print(f"rank {', '.join(deaf)} had not ended {GRACE_SECONDS:g} seconds later and is ended", file=sys.stderr)
-    return code if code > 0 else 1
+def _find_first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
+    """Return (rank, code) of a failed rank. One that a signal ended comes first: other ranks fail because of it."""
+    failures = [(rank, process.returncode) for rank, process in enumerate(ranks) if process.poll()]
+    return min(failures, key=lambda failure: (failure[1] > 0, failure[0]), default=None)
 
 
-def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
-    """(rank, code) of one that failed; one that a signal ended goes first, as the others fail for want of it."""
-    failed = [(r, p.returncode) for r, p in enumerate(ranks) if p.poll()]
-    return min(failed, key=lambda item: (item[1] > 0, item[0]), default=None)
+def _find_cause(failure: tuple[int, int], ranks: list[subprocess.Popen[bytes]]) -> tuple[int, int]:
+    """Return (rank, code) of the failure to report.
+
+    It is the first failure, unless that rank may have lost contact with one that knew the cause and ended later.
+    """
+    if failure[1] == EXIT_FAILED:
+        for rank, process in enumerate(ranks):
+            if process.returncode in (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA):
+                return rank, process.returncode
+    return failure
 
 
-def _cause(first: tuple[int, int], ranks: list[subprocess.Popen[bytes]]) -> tuple[int, int]:
-    """The failure to tell of: the first, unless it may have lost contact with one that knew why and ended after it."""
-    why = (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA)
-    known = [(r, p.returncode) for r, p in enumerate(ranks) if p.returncode in why]
-    return known[0] if known and first[1] == EXIT_FAILED else first
-
-
-def _named(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
@@ -269,7 +331,7 @@ def _named(code: int) -> str:
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_period: float) -> None:
-    """Tell processes to end, and kill those that are there after so many seconds."""
+    """Send SIGTERM to processes, and SIGKILL to those that still run after `grace_period` seconds."""
     for process in processes:
         if process.poll() is None:
             process.terminate()

@@ -1,4 +1,4 @@
-"""The training loop of one rank: resume, steps, metrics, evaluation, checkpoints, and a clean end whatever happens."""
+"""The training loop of one rank: resume, steps, metrics, evaluation, checkpoints, and a clean end in every case."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import contextlib
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from megascale import checkpoint
 from megascale.checkpoint import setting_changes
 from megascale.checkpoint.object_collectives import Peers
-from megascale.config import Config
 from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
-from megascale.core.layout import lay_out
+from megascale.core.layout import Layout
 from megascale.core.spans import SpanKind
 from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
@@ -24,36 +23,33 @@ from megascale.errors import ConfigError, DataError, MegascaleError, TrainingErr
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
-from megascale.train import attention_choice, rank_log, resume
+from megascale.train import attention_choice
 from megascale.train.callbacks import Callbacks, RunView
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.claim import take_run_locks
-from megascale.train.clock import StepClock
 from megascale.train.ending import Ending, Interrupts
 from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluation import Evaluation, evaluate_file
-from megascale.train.garbage_collection import GarbageCollector
-from megascale.train.host_pauses import HostPauses
-from megascale.train.imported_weights import load_imported
+from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
-from megascale.train.rank_info import RankInfo, memory_gib
-from megascale.train.rank_timers import RankTimers
+from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
+from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.reporter import Reporter
 from megascale.train.resume import Origin
 from megascale.train.run_folder import RunFolder
-from megascale.train.telemetry import Telemetry
+from megascale.train.telemetry import Telemetry, start_rank_log
 from megascale.train.weights import WeightWatch
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a start of a run ended.
+    """The end of one start of a run.
 
     Attributes:
-        step: optimizer steps done in all.
+        step: optimizer steps done by all starts of the run.
         finished: whether train.steps is reached.
-        loss: of the last step, None if this start did none.
-        evaluation: of the held-out file at the end, None without one.
+        loss: loss of the last step; None if this start did no step.
+        evaluation: evaluation of the held-out file at the end; None without such a file.
     """
 
     step: int
@@ -63,457 +59,575 @@ class TrainResult:
 
 
 @dataclass(frozen=True)
-class _UnreadStep:
-    """A step whose numbers are still on the device.
+class _PendingStep:
+    """A step whose results are still on the device.
 
     Attributes:
-        record: what its metrics have beside them.
-        first: its first sample.
-        ids: hash of the ids of its samples (on rank 0).
+        record: the step's metrics that the host knows.
+        result: the results on the device.
+        first_sample: number of the step's first sample.
+        sample_ids: hash of the ids of the step's samples; empty on other ranks than rank 0.
     """
 
     record: dict[str, Any]
     result: StepResult
-    first: int
-    ids: str
+    first_sample: int
+    sample_ids: str
 
 
 class Trainer:
-    """A run on this rank. `config` must be resolved (see api.resolve); nothing is held before `run`."""
+    """A run on this rank. Nothing is opened, locked or allocated before `run`.
 
-    def __init__(self, config: Config, place: RankInfo) -> None:
-        self.config, self.place = config, place
-        self.folder = RunFolder(config.run_folder)
-        self.leader = place.rank == 0
-        self.layout = lay_out(config, place.world)
-        self.grid = self.layout.grid
+    Args:
+        layout: the resolved configuration (see api.resolve) laid out over the world.
+        rank_info: this process's rank and device.
+
+    Attributes:
+        step: optimizer steps done.
+        consumed_samples: samples trained up to `step`.
+        trained_tokens: tokens trained up to `step`; the length of samples may have changed at an earlier resume.
+    """
+
+    def __init__(self, layout: Layout, rank_info: RankInfo) -> None:
+        config, device = layout.config, rank_info.device
+        self.config = config
+        self.layout = layout
+        self.rank_info = rank_info
+        self.is_leader = rank_info.rank == 0
         self.step = 0
-        self.consumed = 0
-        self.tokens = 0  # trained in all; the length of samples may have changed at an earlier resume
+        self.consumed_samples = 0
+        self.trained_tokens = 0
         self.tokens_per_sample = config.model.sequence_length
-        name = torch.cuda.get_device_name() if place.device.type == "cuda" else ""
-        self.peak = config.observe.peak_tflops or device_peak(name)
+        self.peak_flops = config.observe.peak_tflops or device_peak(find_device_kind(device))
         self.groups: Groups | None = None
-        self.reporter = Reporter(self.folder, self.leader)
-        self.ending = Ending(config, place, self.folder)
-        self._unread: _UnreadStep | None = None
-        self._read = ReadTotals()  # of all steps whose numbers were read
-        self._load: dict[str, float] = {}  # what loading took, and this rank's bytes
+        self.folder = RunFolder(config.run_folder)
+        self.attempt = self.folder.next_attempt()  # all ranks take rank 0's number
+        self.reporter = Reporter(self.folder, self.is_leader)
+        self.ending = Ending(config, rank_info, self.folder)
+        self.clock = StepClock(device)
+        self._pending_step: _PendingStep | None = None
+        self._read_totals = ReadTotals()  # samples of all steps whose results were read
+        self._load_measures: dict[str, float] = {}
         self._data_notes: list[str] = []
-        self._skipped = 0  # steps of this process whose gradient was not finite
+        self._skipped_steps = 0  # steps of this process whose gradient was infinite or NaN
         self._skipped_in_a_row = 0
         self._stopping = False  # agreed by all ranks
-        self._told_active = False
-        self._told_graphs = False
-        self.attempt = self.folder.attempt()  # rank 0's counts
-        self.clock = StepClock(place.device)
+        self._has_reported_active = False
+        self._has_reported_graphs = False
         self._loss: float | None = None
 
     # the run ----------------------------------------------------------------------------------------------------
 
     def run(self) -> TrainResult:
-        """Train to train.steps (or an interruption); leaves a checkpoint of the last whole step unless
-        checkpoint.at_end=false. What is held from the first lock on is let go of in reverse order, however it ends."""
-        with contextlib.ExitStack() as life, self.ending:
-            self.garbage = GarbageCollector(self.config.train.gc_interval)
-            life.callback(self.garbage.close)
-            self._meet(life)
-            self._build(life)
-            return self._run(life)
+        """Train to train.steps, or until an interruption.
 
-    def _meet(self, life: contextlib.ExitStack) -> None:
-        """The run's lock, the other ranks, and whether the run is theirs: told to all, or the others would wait."""
+        Leaves a checkpoint of the last complete step unless checkpoint.at_end=false. Resources are released in reverse
+        order of their opening, after a failure too.
+        """
+        with contextlib.ExitStack() as resources, self.ending:
+            self.garbage = GarbageCollector(self.config.train.gc_interval)
+            resources.callback(self.garbage.close)
+            self._join_job(resources)
+            self._build(resources)
+            self._open_observers(resources)
+            self._load_state()
+            self.callbacks = Callbacks(self._make_run_view())
+            resources.callback(self.callbacks.close)
+            self._train(resources)
+            return self._finish()
+
+    def _join_job(self, resources: contextlib.ExitStack) -> None:
+        """Take the run's locks on rank 0 and meet the other ranks. All ranks raise what refuses the start."""
         refusal: MegascaleError | None = None
-        if self.leader:
+        if self.is_leader:
             try:
                 for lock in take_run_locks(self.config):
-                    life.callback(lock.release)
+                    resources.callback(lock.release)
             except MegascaleError as error:
                 refusal = error
-            self.ending.mine = refusal is None
-        if self.place.world > 1:
-            at = self.place
-            self.groups = initialise(
-                self.config, rank=at.rank, world=at.world, local_rank=at.local_rank, device=at.device
-            )
-            life.callback(self._leave)
-            mine = (self.attempt, self.config.train.precision, refusal and (kind_of(refusal), str(refusal)))
-            self.attempt, precision, told = Peers().share(mine, tuple[int, str, tuple[str, str] | None])
-            refusal = refusal or (named(*told) if told else self._other_precision(precision))
+            self.ending.owns_folder = refusal is None
+        if self.rank_info.world > 1:
+            refusal = self._meet_ranks(resources, refusal)
         if refusal is not None:
-            self.ending.told = True  # whoever trains there has the word
+            self.ending.is_reported = True  # the training that holds the lock must not see this start's end
             raise refusal
-        self.folder.started = self.attempt
-        rank_log.begin(self.place, self.attempt)
-        self.ending.mine = True
+        self.folder.attempt = self.attempt
+        start_rank_log(self.rank_info, self.attempt)
+        self.ending.owns_folder = True
 
-    def _other_precision(self, first: str) -> MegascaleError | None:
-        """An error where this rank would compute in another type than rank 0: the default follows the device."""
-        mine = self.config.train.precision
-        if mine == first:
+    def _meet_ranks(self, resources: contextlib.ExitStack, refusal: MegascaleError | None) -> MegascaleError | None:
+        """Initialise the groups and take rank 0's attempt. Return this rank's or rank 0's refusal."""
+        info = self.rank_info
+        self.groups = initialise(
+            self.config, rank=info.rank, world=info.world, local_rank=info.local_rank, device=info.device
+        )
+        resources.callback(self._leave_groups)
+        packed_refusal = (kind_of(refusal), str(refusal)) if refusal is not None else None
+        leader_facts = (self.attempt, self.config.train.precision, packed_refusal)
+        self.attempt, leader_precision, leader_refusal = Peers().share(
+            leader_facts, tuple[int, str, tuple[str, str] | None]
+        )
+        if refusal is not None:
+            return refusal
+        if leader_refusal is not None:
+            return named(*leader_refusal)
+        return self._compare_precision(leader_precision)
+
+    def _compare_precision(self, leader_precision: str) -> MegascaleError | None:
+        """Return an error if this rank's precision differs from rank 0's: its default depends on the device."""
+        precision, info = self.config.train.precision, self.rank_info
+        if precision == leader_precision:
             return None
+        advice = leader_precision if info.device.type == "cuda" else "float32"
         return ConfigError(
-            f"train.precision is {mine} on rank {self.place.rank} and {first} on rank 0, whose devices differ; set "
-            f"--train.precision={first if self.place.device.type == 'cuda' else 'float32'}"
+            f"train.precision is {precision} on rank {info.rank} and {leader_precision} on rank 0, whose devices "
+            f"differ; set --train.precision={advice}"
         )
 
-    def _build(self, life: contextlib.ExitStack) -> None:
-        config, place = self.config, self.place
+    def _build(self, resources: contextlib.ExitStack) -> None:
+        """Make what trains: feed, engine, checkpointer."""
+        config, info = self.config, self.rank_info
         store = self.groups.store if self.groups is not None else None
-        self.feed = open_feed(self.layout, place.rank, place.local_rank, place.local_world, place.device, store)
-        life.callback(self.feed.close)
-        kept: attention_choice.Choices = {}
-        if self.leader:
-            place_of_state = config.checkpoint.location or self.folder.checkpoints
-            kept = attention_choice.read(self.folder.path, place_of_state, config.checkpoint.resume)
-        self.engine = Engine(self.layout, self.groups, place.device, kept=kept)
+        self.feed = open_feed(self.layout, info.rank, info.local_rank, info.local_world, info.device, store)
+        resources.callback(self.feed.close)
+        earlier_choices: attention_choice.Choices = {}
+        if self.is_leader:
+            checkpoints = config.checkpoint.location or self.folder.checkpoints
+            earlier_choices = attention_choice.read_choices(self.folder.path, checkpoints, config.checkpoint.resume)
+        self.engine = Engine(self.layout, self.groups, info.device, earlier_choices)
         shards = [checkpoint.TensorShard(*parts) for parts in self.engine.optimizer.logical()]
         self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
-        self.saves = CheckpointPolicy(config.checkpoint, self.checkpointer, self.reporter)
+        self.checkpoint_policy = CheckpointPolicy(config.checkpoint, self.checkpointer, self.reporter)
         self.origin = Origin(config, self.folder, self.checkpointer.peers)
-        every = config.resilience.checksum_interval
-        self.weights = WeightWatch(self.engine, place.rank, every) if every else None
-        self.faults = FaultInjector(self.folder.faults, self) if config.resilience.faults else None
+        self.weight_watch: WeightWatch | None = None
+        if config.resilience.checksum_interval:
+            self.weight_watch = WeightWatch(self.engine, info.rank, config.resilience.checksum_interval)
+        self.fault_injector: FaultInjector | None = None
+        if config.resilience.faults:
+            self.fault_injector = FaultInjector(self.folder.faults, info, self.engine, self.feed)
 
-    def _run(self, life: contextlib.ExitStack) -> TrainResult:
-        train, place = self.config.train, self.place
+    def _open_observers(self, resources: contextlib.ExitStack) -> None:
+        """Open what shows this rank to others: status, record of calls, timers, counts of pauses."""
+        info = self.rank_info
         self.folder.create()
         self.telemetry = Telemetry(
-            self.folder.status, self.folder.flight, place.rank, place.world, self.groups, self.engine.runtime
+            self.folder.status, self.folder.flight, info.rank, info.world, self.groups, self.engine.runtime
         )
-        life.callback(self.telemetry.close)
-        self.timers = RankTimers(self.config, place, self.engine.runtime, self.grid, self.attempt)
-        life.callback(self.timers.close)
-        self.pauses = HostPauses(place.device)
-        life.callback(self.pauses.close)
-        life.callback(self._synchronize)  # what is under way is noted in the flight record, as long as that is open
-        self.status = self.ending.status = self.telemetry.status
-        self._resume()
-        self.callbacks = Callbacks(RunView(self.config, self.folder.path, place.rank, place.world, self.engine))
-        life.callback(self.callbacks.close)
+        resources.callback(self.telemetry.close)
+        self.timers = RankTimers(self.config, info, self.engine.runtime, self.layout.grid, self.attempt)
+        resources.callback(self.timers.close)
+        self.pauses = HostPauses(info.device)
+        resources.callback(self.pauses.close)
+        # Operations under way must be finished while the flight record is open: it notes them.
+        resources.callback(self._synchronize)
+        self.status = self.telemetry.status
+        self.ending.status = self.telemetry.status
+
+    def _make_run_view(self) -> RunView:
+        info = self.rank_info
+        return RunView(self.config, self.folder.path, info.rank, info.world, self.engine)
+
+    def _train(self, resources: contextlib.ExitStack) -> None:
+        """Run the steps of this start, with evaluations and checkpoints between them."""
+        train = self.config.train
         with Interrupts() as interrupts:
-            self.saves.begin(self.step)
-            self.callbacks.run_begins(self.step)
-            stop = min(train.steps, self.step + (train.stop_after or train.steps))
-            life.callback(self.reporter.close)
-            self._begin(feed=self.step < stop)
-            if self.step < stop:
+            self.checkpoint_policy.begin(self.step)
+            self.callbacks.begin_run(self.step)
+            last_step = min(train.steps, self.step + (train.stop_after or train.steps))
+            resources.callback(self.reporter.close)
+            self._accept_start(reads_data=self.step < last_step)
+            if self.step < last_step:
                 self.checkpointer.prepare()
-            while self.step < stop and not self._stopping:
-                self._train_step(interrupts.wanted or self.callbacks.run.wants_stop)
-                self.callbacks.step_ends(self.step)
+            while self.step < last_step and not self._stopping:
+                self._train_step(interrupts.stop_requested or self.callbacks.run.wants_stop)
+                self.callbacks.end_step(self.step)
                 if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
                     self._evaluate()
-                if self.step < stop and (persist := self.saves.due(self.step)) is not None:
-                    self._save(persist)
-            self._flush()
-            if self.saves.due_at_end(self.step):
-                self._save(last=True)
-            self.saves.finish(self.step)
+                if self.step < last_step:
+                    self._save_if_due()
+            self._read_pending_step()
+            if self.checkpoint_policy.is_due_at_end(self.step):
+                self._save(persist=True, last=True)
+            self.checkpoint_policy.finish(self.step)
             if self._stopping:
-                self._interrupted()
-        finished = self.step >= train.steps
-        evaluation = self._evaluate(last=True) if finished else None
-        self.reporter.event(Event.RUN_FINISHED, step=self.step, finished=finished)
+                self._report_interruption()
+                raise KeyboardInterrupt
+
+    def _finish(self) -> TrainResult:
+        """Evaluate a finished run, and report the end."""
+        finished = self.step >= self.config.train.steps
+        evaluation = None
+        if finished:
+            evaluation = self._evaluate(is_last=True)
+        self.reporter.write_event(Event.RUN_FINISHED, step=self.step, finished=finished)
         self.status.update("done", self.step)
         return TrainResult(self.step, finished, self._loss, evaluation)
 
-    def _interrupted(self) -> None:
-        """Say what is kept, and end."""
-        if not self.leader:
-            self.ending.told = True
-            raise KeyboardInterrupt
-        saved = self.saves.latest()
+    def _report_interruption(self) -> None:
+        """Report which checkpoint the next start resumes from."""
+        if not self.is_leader:
+            self.ending.is_reported = True
+            return
+        saved = self.checkpoint_policy.latest()
         if saved == self.step:
-            text = f"interrupted; step {self.step} is saved, the same command goes on from there"
+            text = f"interrupted; step {self.step} is saved, and the same command resumes from it"
         else:
-            why = " (checkpoint.at_end=false)" if not self.config.checkpoint.at_end else ""
-            begin = f"goes on from step {saved}, the last that is" if saved is not None else "begins anew"
-            text = f"interrupted; step {self.step} is not saved{why}: the same command {begin}"
-        self.reporter.event(Event.INTERRUPTED, step=self.step, saved=saved)
-        self.ending.told = True
-        self.reporter.say(text)
-        raise KeyboardInterrupt
+            text = f"interrupted; step {self.step} is not saved"
+            if not self.config.checkpoint.at_end:
+                text += " (checkpoint.at_end=false)"
+            resumption = "starts from step 0" if saved is None else f"resumes from step {saved}, the last saved one"
+            text += f": the same command {resumption}"
+        self.reporter.write_event(Event.INTERRUPTED, step=self.step, saved=saved)
+        self.ending.is_reported = True
+        self.reporter.log_line(text)
 
     def _synchronize(self) -> None:
-        if not self.ending.lost and hasattr(self, "engine"):
+        if not self.ending.has_lost_peers and hasattr(self, "engine"):
             self.engine.synchronize()
 
-    def _leave(self) -> None:
+    def _leave_groups(self) -> None:
         assert self.groups is not None
         self._synchronize()
-        shutdown(self.groups, failed=self.ending.lost)
+        shutdown(self.groups, failed=self.ending.has_lost_peers)
+
+    # the start: state, data, first lines ------------------------------------------------------------------------
+
+    def _load_state(self) -> None:
+        """Load the newest state if this run may resume from it. Nothing in the run folder changes yet."""
+        if not self.config.checkpoint.resume:
+            self.origin.check_restart()
+            self._load_imported_weights()
+            return
+        self.status.update("load", 0)
+        started, report = time.monotonic(), checkpoint.LoadReport()
+        with self.engine.loading_weights():
+            # Before the first step the optimizer's moments are zero: an imported model comes without them.
+            state = self.checkpointer.load(
+                initial=self._list_weight_shards(), accept=self.origin.check_state, report=report
+            )
+        self._load_measures = {
+            "load_seconds": round(time.monotonic() - started, 3),
+            "read_bytes": report.read,
+            "sent_bytes": report.sent,
+        }
+        if report.zeroed:
+            names = ", ".join(sorted(report.zeroed))
+            self.origin.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} starts at zero")
+        if state is None:
+            self.origin.check_first_start()
+            self._load_imported_weights()
+            return
+        self.step = state["step"]
+        self.ending.step = self.step
+        self.consumed_samples = state.get("samples", 0)  # an imported checkpoint has consumed none
+        self.trained_tokens = state.get("tokens", 0)
+        read_totals = ReadTotals.from_record(state.get("read"))
+        if read_totals is None or self.origin.has_other_samples:
+            # Totals of samples with other tokens cannot be continued. Rank 0 knows them, and writes the ledger.
+            read_totals = ReadTotals(first=self.consumed_samples)
+        self._read_totals = read_totals
+
+    def _list_weight_shards(self) -> list[checkpoint.TensorShard]:
+        return [shard for shard in self.checkpointer.shards if shard.name.startswith("model.")]
+
+    def _load_imported_weights(self) -> None:
+        """Load the weights of the imported model that this run starts from, if checkpoint.imported names one."""
+        folder = self.config.checkpoint.imported
+        if folder is not None:
+            with self.engine.loading_weights():
+                self.origin.load_imported(folder, self._list_weight_shards())
+
+    def _accept_start(self, reads_data: bool) -> None:
+        """Check the data on all ranks. If all accept the start, write it into the run folder and report it."""
+        problem = None
+        if reads_data:
+            try:
+                self._data_notes = self.feed.start(self.consumed_samples)
+            except DataError as error:
+                problem = str(error)
+        problems = self.checkpointer.peers.exchange(problem, str | None)
+        for problem in problems:
+            if problem:
+                raise DataError(problem)
+        self.origin.accept()
+        self.checkpointer.accept()
+        if not self.is_leader:
+            return
+        attention_choice.write_choices(self.folder.path, self.engine.attention_choices)
+        self._write_start_event()
+        self.folder.drop_steps_after(self.step)
+        self.reporter.open(self.config, self.step)
+        self._log_start()
+
+    def _write_start_event(self) -> None:
+        world, source = self.rank_info.world, self.checkpointer.loaded_from
+        if source != "nothing":
+            details: dict[str, Any] = {"step": self.step, "samples": self.consumed_samples, "loaded_from": source}
+            details |= self._load_measures
+            if self.origin.changes:
+                details["changed"] = {change.key: [change.saved, change.present] for change in self.origin.changes}
+            self.reporter.write_event(Event.RESUMED, world=world, **details)
+        elif self.config.checkpoint.resume is False and self.folder.metrics.exists():
+            note = "checkpoint.resume=false: starting over"
+            self.reporter.write_event(Event.RUN_STARTED, world=world, note=note)
+        else:
+            self.reporter.write_event(Event.RUN_STARTED, world=world, flops_convention=CONVENTION)
+
+    def _log_start(self) -> None:
+        log_line = self.reporter.log_line
+        if self.groups is not None:
+            log_line(self.groups.report())
+        if self.step:
+            source = self.checkpointer.loaded_from
+            line = f"resuming {self.folder.path} after step {self.step}"
+            if source != "storage":
+                line += f" from {source}"
+            seconds = self._load_measures["load_seconds"]
+            if seconds >= 1.0:
+                line += f": {self._load_measures['read_bytes'] / 1e9:.1f} GB by rank 0 in {seconds:.1f} s"
+            log_line(line)
+        for note in self.origin.notes + self._data_notes:
+            log_line(note)
+        if self.origin.changes:
+            log_line(setting_changes.line(self.origin.changes, self.step))
 
     # one step ---------------------------------------------------------------------------------------------------
 
     def _train_step(self, wants_stop: bool) -> None:
-        train = self.config.train
-        step, first = self.step + 1, self.consumed
-        recorder = self.engine.runtime.recorder
-        self.telemetry.step_begins(step)
-        recorder.step_begins(step)
-        self.pauses.begin_step()
-        self.ending.in_step = True
-        if self.faults is not None:
-            self.faults.step(step)
+        """Run the next step on the device, then read the results of the step before it."""
+        train, recorder = self.config.train, self.engine.runtime.recorder
+        step = self.step + 1
+        self._begin_step(step)
         rate = learning_rate(self.config.lr, step, train.steps)
+        cast_interval = self.config.observe.float8_interval
         self.clock.start()
         self.engine.start_gather()
+        self._read_rows = self.feed.batches(self.consumed_samples)
         result = self.engine.step(
-            self._batches(first),
+            self._read_micro_batch,
             step,
             rate,
             wants_stop,
-            before_update=lambda: self.checkpointer.before_update(step),
-            more=step < train.steps,
-            count_casts=bool(counts := self.config.observe.float8_interval) and step % counts == 0,
-            take_read=self.feed.checksum.take,
+            before_update=self._before_update,
+            has_next_step=step < train.steps,
+            count_casts=cast_interval > 0 and step % cast_interval == 0,
+            take_read_checksum=self.feed.checksum.take,
         )
         self.clock.stop()
         self.pauses.record(recorder)
         recorder.step_ended()
-        self.telemetry.step_ended()
+        self.telemetry.end_step()
         self.ending.in_step = False
-        # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
-        self._flush()
-        if not self._told_active:
-            # After the first step it is known which overlaps and kernels run.
-            self._told_active = True
-            self.reporter.active(self.engine.active | self.engine.runtime.kernels.active())
-        if (graphs := self.engine.graphs) is not None and graphs.failed and not self._told_graphs:
-            self._told_graphs = True
-            self.reporter.say(f"CUDA graphs are off from here on: {graphs.failed}; --kernels.graphs=off does not try")
-        if self.garbage.due(step):
-            recorder.begin(SpanKind.GARBAGE)
-            self.pauses.planned = True
-            self.garbage.collect(step)
-            self.pauses.planned = False
-            recorder.end()
-        self.step = self.ending.step = step
-        self.consumed = first + train.global_batch
-        self.tokens += train.global_batch * self.tokens_per_sample
+        # The results of the previous step arrived long ago, so that the GPU does not idle while they are read.
+        self._read_pending_step()
+        if not self._has_reported_active:
+            self._report_active()
+        if self.engine.graphs is not None and self.engine.graphs.failed:
+            self._report_failed_graphs(self.engine.graphs.failed)
+        if self.garbage.is_due(step):
+            self._collect_garbage(step)
+        self._pend_step(step, rate, result)
+        self.checkpoint_policy.poll()
+        if self.rank_info.device.type == "cpu":
+            self._read_pending_step()  # a CPU has finished the step already
+
+    def _begin_step(self, step: int) -> None:
+        self.telemetry.begin_step(step)
+        self.engine.runtime.recorder.step_begins(step)
+        self.pauses.begin_step()
+        self.ending.in_step = True
+        if self.fault_injector is not None:
+            self.fault_injector.inject_due(step)
+
+    def _read_micro_batch(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return micro-batch `i` of this data-parallel rank's samples of the step, and record the wait for it."""
+        calls, recorder = self.engine.runtime.calls, self.engine.runtime.recorder
+        calls.reads()
+        mark = recorder.mark()
+        micro_batch = self._read_rows(i)
+        recorder.waited(mark, SpanKind.DATA_WAIT)
+        calls.has_read()
+        return micro_batch
+
+    def _before_update(self) -> None:
+        """Let a save that still reads the state finish before the step changes it."""
+        self.checkpointer.before_update(self.step + 1)
+
+    def _report_active(self) -> None:
+        """Report which overlaps and kernels run, which is known after the first step."""
+        self._has_reported_active = True
+        self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.active())
+
+    def _report_failed_graphs(self, reason: str) -> None:
+        """Report once that a capture failed."""
+        if not self._has_reported_graphs:
+            self._has_reported_graphs = True
+            line = f"CUDA graphs are off from here on: {reason}; --kernels.graphs=off skips the attempt"
+            self.reporter.log_line(line)
+
+    def _collect_garbage(self, step: int) -> None:
+        recorder = self.engine.runtime.recorder
+        recorder.begin(SpanKind.GARBAGE)
+        self.pauses.is_planned = True
+        self.garbage.collect(step)
+        self.pauses.is_planned = False
+        recorder.end()
+
+    def _pend_step(self, step: int, rate: float, result: StepResult) -> None:
+        """Count a step whose operations are queued, and keep its results until they are read."""
+        first_sample = self.consumed_samples
+        self.step = step
+        self.ending.step = step
+        self.consumed_samples += self.config.train.global_batch
+        self.trained_tokens += self.engine.tokens_per_step
         record = {
             "step": step,
             "time": time.time(),
             "learning_rate": rate,
-            "tokens": self.tokens,
-            "epoch": round(self.feed.epochs(self.consumed), 4),
+            "tokens": self.trained_tokens,
+            "epoch": round(self.feed.epochs(self.consumed_samples), 4),
             **self.feed.measures(),
         }
-        self._unread = _UnreadStep(record, result, first, self.feed.ids(first) if self.leader else "")
-        self.saves.poll()
-        if self.place.device.type == "cpu":
-            self._flush()  # nothing runs ahead on a CPU
+        sample_ids = self.feed.ids(first_sample) if self.is_leader else ""
+        self._pending_step = _PendingStep(record, result, first_sample, sample_ids)
 
-    def _batches(self, first: int) -> Any:
-        """Micro-batch i of this rank's data-parallel share of the samples from `first` on; says when it reads."""
-        read = self.feed.batches(first)
-
-        def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-            calls, recorder = self.engine.runtime.calls, self.engine.runtime.recorder
-            calls.reads()
-            since = recorder.mark()
-            found = read(i)
-            recorder.waited(since, SpanKind.DATA_WAIT)
-            calls.has_read()
-            return found
-
-        return batch
-
-    def _flush(self) -> None:
-        """Read the last step's numbers, record them, and stop the run if they are no numbers."""
-        if self._unread is None:
+    def _read_pending_step(self) -> None:
+        """Read the last step's results from the device and record them. TrainingError if they are infinite or NaN."""
+        pending = self._pending_step
+        if pending is None:
             return
-        unread, self._unread = self._unread, None
-        record, result, count = unread.record, unread.result, self.config.train.global_batch
-        self._read.sums += sum_step(result.read.tolist(), count)
-        self.reporter.samples(record["step"], unread.first, count, unread.ids, self._read.to_record())
-        loss, norm = float(result.loss), float(result.grad_norm)
+        self._pending_step = None
+        record, result = pending.record, pending.result
+        step, global_batch = record["step"], self.config.train.global_batch
+        self._read_totals.sums += sum_step(result.read_checksum.tolist(), global_batch)
+        read_record = self._read_totals.to_record()
+        self.reporter.write_samples(step, pending.first_sample, global_batch, pending.sample_ids, read_record)
+        loss, grad_norm = float(result.loss), float(result.grad_norm)
         self._stopping = self._stopping or bool(result.stop > 0)
-        if self.weights is not None:
-            self.status.checksum = self.weights.read() or self.status.checksum
+        if self.weight_watch is not None:
+            self.status.checksum = self.weight_watch.read_checksum() or self.status.checksum
         seconds = self.clock.read()
-        record |= self.timers.read(record["step"], self.status)
-        rate = self.config.train.global_batch * self.tokens_per_sample / seconds
-        record |= {"loss": loss, "grad_norm": norm, "seconds": seconds, "tokens_per_second": rate}
-        self._skipped += not math.isfinite(norm)
-        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
-        if self._skipped:
-            record["skipped_steps"] = self._skipped
-        clipped, flushed, looked_at = result.cast_counts.tolist()
-        if looked_at:
-            record |= {"float8_clipped": clipped / looked_at, "float8_flushed": flushed / looked_at}
-        record["memory_gib"] = memory_gib(self.place.device)
-        if self.peak:
-            record["mfu"] = mfu(self.config.model, rate, self.place.world, self.peak)
-        self.reporter.record(record)
+        tokens_per_second = self.engine.tokens_per_step / seconds
+        record |= self.timers.read(step, self.status)
+        record |= {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "seconds": seconds,
+            "tokens_per_second": tokens_per_second,
+        }
+        if math.isfinite(grad_norm):
+            self._skipped_in_a_row = 0
+        else:
+            self._skipped_in_a_row += 1
+            self._skipped_steps += 1
+        if self._skipped_steps:
+            record["skipped_steps"] = self._skipped_steps
+        clipped, flushed, casts = result.cast_counts.tolist()
+        if casts:
+            record |= {"float8_clipped": clipped / casts, "float8_flushed": flushed / casts}
+        record["memory_gib"] = memory_gib(self.rank_info.device)
+        if self.peak_flops:
+            record["mfu"] = mfu(self.config.model, tokens_per_second, self.rank_info.world, self.peak_flops)
+        self.reporter.write_metrics(record)
         for event, details in self.feed.loader_events(seconds):
-            self.reporter.event(event, step=record["step"], **details)
-        if loss != loss or loss in (float("inf"), float("-inf")):
-            self.reporter.event(Event.NONFINITE_LOSS, step=record["step"], loss=str(loss))
-            raise TrainingError(
-                f"the loss of step {record['step']} is {loss} and training stopped; {self.saves.kept()}. "
-                f"Lower --lr.peak (now {self.config.lr.peak:g}), lengthen --lr.warmup_steps (now "
-                f"{self.config.lr.warmup_steps}) or look at that step's data (samples/ledger.jsonl), then run again"
-            )
+            self.reporter.write_event(event, step=step, **details)
+        if not math.isfinite(loss):
+            self._stop_at_loss(step, loss)
         self._loss = loss
         if self._skipped_in_a_row:
-            self._report_skipped_step(record["step"], norm)
+            self._check_skipped_steps(step, grad_norm)
 
-    def _report_skipped_step(self, step: int, norm: float) -> None:
+    def _stop_at_loss(self, step: int, loss: float) -> NoReturn:
+        """Report an infinite or NaN loss and raise TrainingError."""
+        rates = self.config.lr
+        self.reporter.write_event(Event.NONFINITE_LOSS, step=step, loss=str(loss))
+        raise TrainingError(
+            f"the loss of step {step} is {loss} and training stopped; {self.checkpoint_policy.describe_latest()}. "
+            f"Lower --lr.peak (now {rates.peak:g}), lengthen --lr.warmup_steps (now {rates.warmup_steps}) or inspect "
+            "that step's data (samples/ledger.jsonl), then run again"
+        )
+
+    def _check_skipped_steps(self, step: int, grad_norm: float) -> None:
         """Report the first of several skipped steps. Raise TrainingError after train.max_skipped_steps in a row."""
         count, limit = self._skipped_in_a_row, self.config.train.max_skipped_steps
         if count == 1:
-            self.reporter.event(Event.NONFINITE_GRADIENT, step=step, grad_norm=str(norm))
-            self.reporter.say(f"step {step} is skipped: its gradient norm is {norm}")
-        none_applied = step == self.config.train.steps == self._skipped
-        if limit and (count >= limit or none_applied):
+            self.reporter.write_event(Event.NONFINITE_GRADIENT, step=step, grad_norm=str(grad_norm))
+            self.reporter.log_line(f"step {step} is skipped: its gradient norm is {grad_norm}")
+        skipped_all = step == self.config.train.steps == self._skipped_steps
+        if limit and (count >= limit or skipped_all):
             raise TrainingError(
-                f"the gradients of {count} steps in a row, up to step {step}, are not finite (norm {norm}), so these "
-                f"steps changed nothing and training stopped; {self.saves.kept()}. Lower --lr.peak (now "
-                f"{self.config.lr.peak:g}) or --model.init_std (now {self.config.model.init_std:g}), check "
-                f"--train.precision ({self.config.train.precision}) and the data of these steps "
-                f"(samples/ledger.jsonl), then run again. --train.max_skipped_steps (now {limit}) sets how many in a "
-                "row are allowed, 0: any number"
+                f"the gradients of {count} steps in a row, up to step {step}, are not finite (norm {grad_norm}), "
+                f"so these steps changed nothing and training stopped; {self.checkpoint_policy.describe_latest()}. "
+                f"Lower --lr.peak (now {self.config.lr.peak:g}) or --model.init_std (now "
+                f"{self.config.model.init_std:g}), check --train.precision ({self.config.train.precision}) and the "
+                f"data of these steps (samples/ledger.jsonl), then run again. --train.max_skipped_steps (now {limit}) "
+                "sets how many in a row are allowed; 0 allows any number"
             )
 
     # checkpoints and evaluation ---------------------------------------------------------------------------------
 
-    def _save(self, persist: bool = True, last: bool = False) -> None:
-        self._flush()
+    def _save_if_due(self) -> None:
+        """Save the state after a step that is not the last, to storage or to memory, if a save is due."""
+        target = self.checkpointer.due(self.step)
+        if target is not None:
+            self._save(persist=target == "storage")
+
+    def _save(self, persist: bool, last: bool = False) -> None:
+        """Save the state. `persist`: to storage, not to memory alone; `last`: wait until it is written."""
+        self._read_pending_step()
         self.status.update("save", self.step)
         state = {
             "step": self.step,
-            "samples": self.consumed,
-            "tokens": self.tokens,
-            "read": self._read.to_record(),
-            **self.origin.about,
+            "samples": self.consumed_samples,
+            "tokens": self.trained_tokens,
+            "read": self._read_totals.to_record(),
+            **self.origin.checkpoint_metadata,
             "attention": self.engine.attention_choices,
         }
         recorder = self.engine.runtime.recorder
         recorder.begin(SpanKind.CHECKPOINT_SAVE)
-        self.saves.save(self.step, state, persist, last)
+        self.checkpoint_policy.save(self.step, state, persist, last)
         recorder.end()
         if not self.config.checkpoint.background:
             self.clock.pause()
 
-    def _resume(self) -> None:
-        """Load the newest state if this run may go on from it; nothing of the run changes yet."""
-        if not self.config.checkpoint.resume:
-            self.origin.check_anew()
-            self._begin_imported()
-            return
-        self.status.update("load", 0)
-        # Before the first step the optimizer's moments are zero: an imported model comes without them.
-        weights = self._weights()
-        begun, report = time.monotonic(), checkpoint.LoadReport()
-        with self.engine.loading_weights():
-            state = self.checkpointer.load(initial=weights, accept=self.origin.check, report=report)
-        took = round(time.monotonic() - begun, 3)
-        if report.zeroed:
-            names = ", ".join(sorted(report.zeroed))
-            self.origin.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} begins at zero")
-        self._load = {"load_seconds": took, "read_bytes": report.read, "sent_bytes": report.sent}
-        if state is None:
-            self.origin.check_nothing()
-            self._begin_imported()
-            return
-        self.step = self.ending.step = state["step"]
-        self.consumed = state.get("samples", 0)
-        self.tokens = resume.trained_tokens(state, self.tokens_per_sample)
-        # Where samples have other tokens than before, the totals begin anew. Rank 0 knows, and writes them.
-        known = None if self.origin.has_other_samples else ReadTotals.from_record(state.get("read"))
-        self._read = known or ReadTotals(first=self.consumed)
+    def _evaluate(self, is_last: bool = False) -> Evaluation | None:
+        """Evaluate the same train.eval_samples windows of the held-out file each time, and record the loss.
 
-    def _weights(self) -> list[checkpoint.TensorShard]:
-        return [shard for shard in self.checkpointer.shards if shard.name.startswith("model.")]
-
-    def _begin_imported(self) -> None:
-        """Load the weights of the imported model that this run begins with, if it has one."""
-        folder = self.config.checkpoint.imported
-        if folder is not None:
-            with self.engine.loading_weights():
-                load_imported(folder, self._weights(), self.origin)
-
-    def _begin(self, feed: bool) -> None:
-        """Let the data be judged too, by all ranks; then the start is accepted, and what it changes is written."""
-        problem = None
-        if feed:
-            try:
-                self._data_notes = self.feed.start(self.consumed)
-            except DataError as error:
-                problem = str(error)
-        if problem := next(filter(None, self.checkpointer.peers.exchange(problem, str | None)), None):
-            raise DataError(problem)
-        self.origin.accept()
-        self.checkpointer.accept()
-        if not self.leader:
-            return
-        attention_choice.write(self.folder.path, self.engine.attention_choices)
-        if self.checkpointer.loaded_from != "nothing":
-            source = self.checkpointer.loaded_from
-            changed = {c.key: [c.saved, c.present] for c in self.origin.changes}
-            more = self._load | ({"changed": changed} if changed else {})
-            self.reporter.event(
-                Event.RESUMED, world=self.place.world, step=self.step, samples=self.consumed, loaded_from=source, **more
-            )
-        elif self.config.checkpoint.resume is False and self.folder.metrics.exists():
-            self.reporter.event(
-                Event.RUN_STARTED, world=self.place.world, note="checkpoint.resume=false: starting over"
-            )
-        else:
-            self.reporter.event(Event.RUN_STARTED, world=self.place.world, flops_convention=CONVENTION)
-        self.folder.drop_steps_after(self.step)
-        self.reporter.open(self.config, self.step)
-        if self.groups is not None:
-            self.reporter.say(self.groups.report())
-        if self.step:
-            where = "" if self.checkpointer.loaded_from == "storage" else f" from {self.checkpointer.loaded_from}"
-            took = self._load["load_seconds"]
-            size = f": {self._load['read_bytes'] / 1e9:.1f} GB by rank 0 in {took:.1f} s" if took >= 1.0 else ""
-            self.reporter.say(f"resuming {self.folder.path} after step {self.step}{where}{size}")
-        for note in (*self.origin.notes, *self._data_notes):
-            self.reporter.say(note)
-        if self.origin.changes:
-            self.reporter.say(setting_changes.line(self.origin.changes, self.step))
-
-    def _evaluate(self, last: bool = False) -> Evaluation | None:
-        """Evaluate the held-out file and record the loss of the same train.eval_samples of it each time.
-
-        The last evaluation also reads the whole file, whose loss has a name of its own in the metrics. Returns the
-        evaluation of the most samples, None without a held-out file.
+        The last evaluation also reads the complete file, whose loss has a name of its own in the metrics. Return the
+        evaluation of the most windows; None without a held-out file.
         """
         prefix = self.config.data.valid
         if prefix is None:
             return None
-        self._flush()
+        self._read_pending_step()
         self.status.update("evaluate", self.step)
         recorder = self.engine.runtime.recorder
         recorder.begin(SpanKind.EVALUATE)
-        found = evaluate_file(self.engine, self.config, prefix, self.config.train.eval_samples)
+        evaluation = evaluate_file(self.engine, self.config, prefix, self.config.train.eval_samples)
         record = {
             "step": self.step,
             "time": time.time(),
-            "tokens": self.tokens,
-            "valid_loss": found.loss,
-            "valid_tokens": found.tokens,
+            "tokens": self.trained_tokens,
+            "valid_loss": evaluation.loss,
+            "valid_tokens": evaluation.tokens,
         }
-        if last:
-            if not found.complete:
-                self.callbacks.evaluated(found)
-                found = evaluate_file(self.engine, self.config, prefix)
-            record |= {"valid_whole_loss": found.loss, "valid_whole_tokens": found.tokens}
+        if is_last:
+            if not evaluation.complete:
+                self.callbacks.report_evaluation(evaluation)
+                evaluation = evaluate_file(self.engine, self.config, prefix)
+            record |= {"valid_whole_loss": evaluation.loss, "valid_whole_tokens": evaluation.tokens}
         recorder.end()
-        if found.bits_per_byte is not None:
-            record["valid_bits_per_byte"] = found.bits_per_byte
-        self.reporter.record(record)
-        self.reporter.event(
+        if evaluation.bits_per_byte is not None:
+            record["valid_bits_per_byte"] = evaluation.bits_per_byte
+        self.reporter.write_metrics(record)
+        self.reporter.write_event(
             Event.EVALUATED,
             step=self.step,
-            loss=found.loss,
-            tokens=found.tokens,
-            bits_per_byte=found.bits_per_byte,
+            loss=evaluation.loss,
+            tokens=evaluation.tokens,
+            bits_per_byte=evaluation.bits_per_byte,
         )
-        self.callbacks.evaluated(found)
+        self.callbacks.report_evaluation(evaluation)
         self.clock.pause()
-        return found
+        return evaluation

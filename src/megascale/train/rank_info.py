@@ -1,4 +1,4 @@
-"""Where this process stands in the world: rank, device, threads. Set by torchrun's variables or alone."""
+"""This process's rank, device and threads, from torchrun's variables or from none."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from dataclasses import dataclass
 import torch
 
 from megascale.config import Config
+from megascale.core.layout import Layout
 from megascale.core.preflight import CAME, CHECKED, Share, preflight
 from megascale.errors import ConfigError
+
+_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # with their defaults
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among the others.
+    """This process's position in the world.
 
     Attributes:
-        rank, world: over all hosts.
-        local_rank, local_world: on this host.
-        device: what it computes on.
+        rank, world: rank, and number of ranks, over all hosts.
+        local_rank, local_world: the same on this host.
+        device: device that the rank computes on.
     """
 
     rank: int
@@ -34,23 +37,19 @@ class RankInfo:
 def find_rank_info(config: Config) -> RankInfo:
     """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE (all absent: one process) and choose the device.
 
-    Raises ConfigError if they do not fit together or the device that was asked for is not there.
+    Raises ConfigError if they are not integers, or if train.device is unavailable.
     """
-    _say_come()
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    _report_imported()
     try:
-        rank, world, local_rank, local_world = (
-            int(os.environ.get(name, "1" if name.endswith("SIZE") else "0")) for name in names
-        )
+        rank, world, local_rank, local_world = [int(os.environ.get(*item)) for item in _VARIABLES.items()]
     except ValueError:
         raise ConfigError(
-            f"{', '.join(names)} must be whole numbers; start with torchrun or `megascale train`"
+            f"{', '.join(_VARIABLES)} must be whole numbers; start with torchrun or `megascale train`"
         ) from None
-    wanted = config.train.device
-    there = torch.cuda.is_available()
-    if wanted == "cuda" and not there:
+    has_cuda = torch.cuda.is_available()
+    if config.train.device == "cuda" and not has_cuda:
         raise ConfigError("train.device=cuda but this process sees no CUDA device; use --train.device=cpu or auto")
-    if there and wanted != "cpu":
+    if has_cuda and config.train.device != "cpu":
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible; "
@@ -64,42 +63,78 @@ def find_rank_info(config: Config) -> RankInfo:
     return RankInfo(rank, world, local_rank, local_world, device)
 
 
+def choose_device(name: str) -> torch.device:
+    """Return the device of `--device`: auto (a GPU if there is one), cpu, cuda or cuda:N.
+
+    Raises ConfigError for any other name, and if this process does not see the GPU.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda" if gpus else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, colon, number = name.partition(":")
+    if kind != "cuda" or (colon and not number.isdecimal()):
+        raise ConfigError(f"--device={name} is unknown; use auto, cpu, cuda or cuda:N")
+    if not gpus:
+        raise ConfigError(f"--device={name} but this process sees no CUDA device; use --device=cpu or auto")
+    if colon and int(number) >= gpus:
+        raise ConfigError(f"--device={name} but this process sees {gpus} CUDA devices, numbered from 0")
+    return torch.device(name)
+
+
+def find_device_kind(device: torch.device) -> str:
+    """Return the GPU's name, or the type of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether a rank's device computes in bfloat16 at full rate: NVIDIA GPUs from Ampere on."""
+    """Return whether the device computes in bfloat16 at full rate: NVIDIA GPUs from Ampere on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _say_come() -> None:
-    """Tell whoever starts ranks in waves that this one has imported everything."""
-    channel = os.environ.pop(CAME, "")
-    if channel.isdecimal():
+def _report_imported() -> None:
+    """Report to a launcher that starts ranks in waves that this rank has imported its modules."""
+    descriptor = os.environ.pop(CAME, "")
+    if descriptor.isdecimal():
         with contextlib.suppress(OSError):
-            os.write(int(channel), b".")
-            os.close(int(channel))
+            os.write(int(descriptor), b".")
+            os.close(int(descriptor))
 
 
-def check_local_ranks(config: Config, place: RankInfo, *, saves_checkpoints: bool) -> None:
-    """Whether this host holds what its ranks of the run of `config` (resolved) will take; asked by the first of them.
+def check_local_ranks(layout: Layout, rank_info: RankInfo, *, saves_checkpoints: bool) -> None:
+    """Check on local rank 0 that this host holds its ranks of the run. FitError if not.
 
-    Nothing is asked where whoever started them (`megascale train` of several ranks, a driver) has. FitError if not.
+    The check is skipped if the process that started the ranks (`megascale train`, a driver) has made it.
     """
-    if place.local_rank or os.environ.get(CHECKED) or os.environ.get("MEGASCALE_NODE"):
+    if rank_info.local_rank or os.environ.get(CHECKED) or os.environ.get("MEGASCALE_NODE"):
         return
-    gpus = place.device.type == "cuda"
-    first = place.rank - place.local_rank
-    preflight(config, Share(place.world, first, place.local_world, gpus=gpus, keeps=saves_checkpoints, running=True))
+    share = Share(
+        rank_info.world,
+        rank_info.rank - rank_info.local_rank,
+        rank_info.local_world,
+        gpus=rank_info.device.type == "cuda",
+        keeps=saves_checkpoints,
+        running=True,
+    )
+    preflight(layout, share)
 
 
 def count_threads(local_world: int) -> int:
-    """This rank's share of the cores, or OMP_NUM_THREADS if that is less. More threads than cores are worse than few:
-    those of two runs on two cores wait for each other, and a step takes thirty times as long."""
+    """Return this rank's share of the cores, or OMP_NUM_THREADS if that is less.
+
+    Too many threads are worse than too few: threads of two runs on two cores wait for each other, and a step takes
+    thirty times as long.
+    """
     share = max(1, (os.cpu_count() or 1) // local_world)
-    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return min(int(told), share) if told.isdecimal() and int(told) > 0 else share
+    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if limit.isdecimal() and int(limit) > 0:
+        return min(int(limit), share)
+    return share
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory of this process: allocated on the device, or resident on a CPU."""
+    """Return the peak memory of this process in GiB: allocated on a GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,9 +1,12 @@
-"""The timers of one rank's training: made for its device, put into its runtime, read between steps."""
+"""Timers of one rank's training: a clock of steps, and spans of the operations that its runtime runs."""
 
 from __future__ import annotations
 
 import logging
 import socket
+import time
+from collections import deque
+from typing import Any
 
 import torch
 
@@ -18,79 +21,133 @@ from megascale.observe.store.span_messages import span_folder
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import check_installed
 from megascale.parallel.runtime import Runtime
-from megascale.train.rank_info import RankInfo
+from megascale.train.rank_info import RankInfo, find_device_kind
 
 log = logging.getLogger("megascale.train")
 
 
-def make_timers(device: torch.device, sink: SpanSink | None, every: int) -> Timers:
-    """Timers for what runs on `device`; see Timers."""
+class StepClock:
+    """Times steps that are queued now and read later, in order: by CUDA events on a GPU, by the host's clock elsewhere.
+
+    A step lasts from the end of the previous step, so that idle time of the device between steps counts. After a
+    `pause` (an evaluation, a checkpoint) it lasts from its own start.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._steps: deque[tuple[Any, Any]] = deque()  # start and end of each step that is not read yet
+        self._start: Any = None
+
+    def _make_mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        """Note that a step's first operation is queued next."""
+        if self._start is None:
+            self._start = self._make_mark()
+
+    def stop(self) -> None:
+        """Note that the step's last operation has been queued."""
+        end = self._make_mark()
+        self._steps.append((self._start, end))
+        self._start = end
+
+    def pause(self) -> None:
+        """Note that the next operations belong to no step."""
+        self._start = None
+
+    def read(self) -> float:
+        """Wait for the oldest step that is not read yet to end, and return its seconds."""
+        start, end = self._steps.popleft()
+        if not self._is_cuda:
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+def make_timers(device: torch.device, sink: SpanSink | None, interval: int) -> Timers:
+    """Return timers for operations on `device`; see Timers."""
     if device.type != "cuda":
-        return Timers(sink, every)
+        return Timers(sink, interval)
     from megascale.observe.rank.device_timers import DeviceTimers
 
-    return DeviceTimers(device, sink, every)
+    return DeviceTimers(device, sink, interval)
 
 
 class RankTimers:
-    """Times what `runtime` runs from now on, unless observe.timers=false, and has it kept under `runs/NAME/spans`;
-    `close` ends it.
+    """Times the operations of `runtime` until `close`, unless observe.timers=false, and sends spans to `RUN/spans`.
 
     Args:
-        grid: of the whole job.
+        grid: the grid of the whole job.
         attempt: number of this start of the run.
 
     Attributes:
-        timers: the recorder, None without.
+        timers: the recorder; None if observe.timers=false.
     """
 
-    def __init__(self, config: Config, place: RankInfo, runtime: Runtime, grid: Grid, attempt: int) -> None:
-        self._runtime, self._place = runtime, place
+    def __init__(self, config: Config, rank_info: RankInfo, runtime: Runtime, grid: Grid, attempt: int) -> None:
+        self._runtime = runtime
+        self._rank_info = rank_info
         self.timers: Timers | None = None
         self._link: SpanLink | None = None
-        observe = config.observe
-        if not observe.timers:
+        if not config.observe.timers:
             return
-        check_installed(observe.span_sinks)
+        check_installed(config.observe.span_sinks)
         try:
-            ring = SpanRing(rank=place.rank, attempt=attempt)
-        except (OSError, AttributeError) as error:  # no shared memory is to be had here: metrics have the times alone
+            ring = SpanRing(rank=rank_info.rank, attempt=attempt)
+        except (OSError, AttributeError) as error:  # without shared memory only the metrics have times
             self._time_without_spans(error)
             return
-        at = grid.coordinate(place.rank)
-        host, hosts = (place.rank - place.local_rank) // place.local_world, -(-place.world // place.local_world)
-        device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type
-        facts = {"tensor": at.tensor, "pipeline": at.pipeline, "data": at.data, "hostname": socket.gethostname()}
-        words = {name: str(value) for name, value in facts.items()} | {"device": device}
-        run = config.run_folder
-        out, log_file = span_folder(run, host), run / "logs" / f"spans-{host}.log"
         try:
-            self._link = SpanLink(
-                ring,
-                out,
-                config.train.name,
-                host,
-                words,
-                observe.spans_mib,
-                log_file,
-                hosts=hosts,
-                sinks=observe.span_sinks,
-            )
-        except (OSError, MegascaleError) as error:  # the folder of its service cannot be used
+            self._link = self._connect(config, ring, grid)
+        except (OSError, MegascaleError) as error:  # the folder of the span service is not usable
             ring.close()
             self._time_without_spans(error)
             return
-        runtime.recorder = self.timers = make_timers(place.device, ring, observe.spans)
+        self.timers = make_timers(rank_info.device, ring, config.observe.spans)
+        runtime.recorder = self.timers
+
+    def _connect(self, config: Config, ring: SpanRing, grid: Grid) -> SpanLink:
+        """Connect the ring to the host's span service, with facts about this rank."""
+        info, observe = self._rank_info, config.observe
+        coordinate = grid.coordinate(info.rank)
+        host = (info.rank - info.local_rank) // info.local_world
+        hosts = -(-info.world // info.local_world)
+        facts = {
+            "tensor": str(coordinate.tensor),
+            "pipeline": str(coordinate.pipeline),
+            "data": str(coordinate.data),
+            "hostname": socket.gethostname(),
+            "device": find_device_kind(info.device),
+        }
+        run = config.run_folder
+        log_file = run / "logs" / f"spans-{host}.log"
+        return SpanLink(
+            ring,
+            span_folder(run, host),
+            config.train.name,
+            host,
+            facts,
+            observe.spans_mib,
+            log_file,
+            hosts=hosts,
+            sinks=observe.span_sinks,
+        )
 
     def _time_without_spans(self, error: Exception) -> None:
-        log.warning("rank %d keeps no spans: %s", self._place.rank, error)
-        self._runtime.recorder = self.timers = make_timers(self._place.device, None, 0)
+        log.warning("rank %d keeps no spans: %s", self._rank_info.rank, error)
+        self.timers = make_timers(self._rank_info.device, None, 0)
+        self._runtime.recorder = self.timers
 
     def read(self, step: int, status: StatusFile) -> dict[str, float]:
-        """What `step`, which has ended on the device, took of this rank: keys of its metrics.
+        """Return this rank's times of `step`, which has ended on the device, as keys of its metrics.
 
-        compute_seconds: of the step, without what this rank waited for; wait_AXIS_seconds: for other ranks along that
-        axis; wait_samples_seconds. The rank's status gets the first.
+        compute_seconds: the step without this rank's waits; also written to its status. wait_AXIS_seconds: waits for
+        other ranks along that axis. wait_samples_seconds: waits for samples.
         """
         if self.timers is None:
             return {}
@@ -99,11 +156,13 @@ class RankTimers:
         if totals is None or totals.step != step:
             return {}
         status.compute_seconds = totals.own
-        waits = {f"wait_{name}_seconds": seconds for name, seconds in sorted(totals.waits.items())}
-        return {"compute_seconds": totals.own, **waits}
+        times = {"compute_seconds": totals.own}
+        for name, seconds in sorted(totals.waits.items()):
+            times[f"wait_{name}_seconds"] = seconds
+        return times
 
     def close(self) -> None:
-        """Record nothing more."""
+        """Stop recording."""
         if self.timers is not None:
             self._runtime.recorder = NoRecorder()
             self.timers.close()

@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics to its sinks, events to the run folder, lines to the terminal. Rank 0 speaks."""
+"""Output of a run: metrics to its sinks, events to the run folder, lines to the terminal. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -14,64 +14,69 @@ from megascale.train.run_folder import RunFolder
 
 
 class Reporter:
-    """The voice of one rank's run; on others than rank 0 all of it is silent.
+    """Writes one run's output; on other ranks than rank 0 every method does nothing.
 
     Args:
-        folder: where events and metrics go.
-        leader: whether this is rank 0.
+        folder: run folder for events and metrics.
+        is_leader: whether this is rank 0.
     """
 
-    def __init__(self, folder: RunFolder, leader: bool) -> None:
-        self.folder, self.leader = folder, leader
+    def __init__(self, folder: RunFolder, is_leader: bool) -> None:
+        self.folder = folder
+        self.is_leader = is_leader
         self._sinks: list[MetricSink] = []
         self._terminal: Terminal | None = None
 
     def open(self, config: Config, step: int) -> None:
-        """Open the sinks of a run that goes on after `step`; what is open is closed by `close`, whatever fails."""
-        if not self.leader:
+        """Open the sinks of a run that resumes after `step`. If one fails, `close` closes those that are open."""
+        if not self.is_leader:
             return
         train, observe = config.train, config.observe
         self._terminal = Terminal(train.steps, train.log_interval, observe.progress)
         self._sinks = [JsonLines(self.folder.metrics), self._terminal]
         for sink in open_sinks(SinkRequest(self.folder.path, config, step)):
-            self._sinks.append(sink)  # one by one: those that are open are closed where the next cannot be had
+            self._sinks.append(sink)  # one by one, so that `close` sees them if the next one fails
         if observe.tensorboard and not has_tensorboard():
-            self.say(f"no TensorBoard files: the package is not installed; {remedy('tensorboard')}")
+            self.log_line(f"TensorBoard files are not written: the package is not installed; {remedy('tensorboard')}")
 
     def close(self) -> None:
-        """Let go of the sinks."""
+        """Close the sinks."""
         for sink in self._sinks:
             sink.close()
 
-    def record(self, record: dict[str, Any]) -> None:
-        """Metrics of a step or an evaluation."""
+    def write_metrics(self, record: dict[str, Any]) -> None:
+        """Write the metrics of a step or an evaluation."""
         for sink in self._sinks:
             sink.write(record)
 
-    def samples(self, step: int, first: int, count: int, ids: str, read: dict[str, Any]) -> None:
-        """Write the step's line of the ledger: the samples that were due, and the totals of what ranks have read."""
-        if self.leader:
+    def write_samples(self, step: int, first: int, count: int, ids: str, read: dict[str, Any]) -> None:
+        """Write the step's line of the ledger: the samples that were due, and the totals of the samples read."""
+        if self.is_leader:
             line = {"step": step, "first": first, "count": count, "ids": ids, "read": read}
             append_record(self.folder.samples, line)
 
-    def event(self, event: Event, **details: Any) -> None:
-        """A line of events.jsonl, on disk before returning."""
-        if self.leader:
+    def write_event(self, event: Event, **details: Any) -> None:
+        """Append an event to events.jsonl; it is on disk before this returns."""
+        if self.is_leader:
             self.folder.append_event(event, **details)
 
-    def say(self, text: str) -> None:
-        """A line on the terminal, once sinks are open."""
+    def log_line(self, text: str) -> None:
+        """Print a line on the terminal, if the sinks are open."""
         if self._terminal is not None:
             self._terminal.say(text)
 
-    def active(self, choices: dict[str, str]) -> None:
-        """Which overlaps and kernels run, why not those that do not, and what NCCL was told by its environment: nothing
-        is off in silence."""
-        told = " ".join(f"{name}={value[:200]}" for name, value in sorted(os.environ.items()) if name[:5] == "NCCL_")
-        choices = choices | ({"NCCL's settings": told} if told else {})
-        self.event(Event.ACTIVE, **choices)
-        by_choice: dict[str, list[str]] = {}
-        for what, choice in choices.items():
-            by_choice.setdefault(choice, []).append(what)
-        for choice, names in by_choice.items():
-            self.say(f"active: {', '.join(names)}: {choice}")
+    def report_active(self, choices: dict[str, str]) -> None:
+        """Report which overlaps and kernels run, why others do not, and the NCCL_ variables of the environment.
+
+        Nothing that was requested is off without a line.
+        """
+        variables = sorted(name for name in os.environ if name.startswith("NCCL_"))
+        if variables:
+            settings = " ".join(f"{name}={os.environ[name][:200]}" for name in variables)
+            choices = choices | {"NCCL's settings": settings}
+        self.write_event(Event.ACTIVE, **choices)
+        names_by_choice: dict[str, list[str]] = {}
+        for name, choice in choices.items():
+            names_by_choice.setdefault(choice, []).append(name)
+        for choice, names in names_by_choice.items():
+            self.log_line(f"active: {', '.join(names)}: {choice}")

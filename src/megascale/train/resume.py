@@ -1,7 +1,7 @@
-"""What a start may go on from: this run's own state, of this model, tokenizer and data, with settings that may differ.
+"""Checks before a start resumes: the state must be this run's own, of this model, tokenizer and data.
 
-Judged by rank 0 before a byte of a checkpoint is read, told to all. Until a start is accepted nothing in the run
-folder changes but its log of events and status files.
+Rank 0 checks before a byte of a checkpoint is read and shares its verdict with all ranks. Until a start is accepted,
+nothing in the run folder changes but its event log and status files.
 """
 
 from __future__ import annotations
@@ -9,96 +9,111 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megascale import checkpoint
 from megascale.checkpoint import setting_changes
 from megascale.checkpoint.format import step_folders
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.setting_changes import Change
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
-from megascale.data.dataset import fingerprint, tokenizer_agreement
-from megascale.data.dataset.file_hash import even_part
+from megascale.data.dataset import data_checks, tokenizer_agreement
 from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
 from megascale.errors import ConfigError, DataError
-from megascale.train.run_folder import RunFolder, checkpoint_folder, find_paths, load_run_config
-from megascale.train.run_tokenizer import find_tokenizer, keep_tokenizer
+from megascale.train.run_folder import RunFolder, find_checkpoints, load_run_config, resolve_paths
+from megascale.train.run_tokenizer import copy_tokenizer, find_tokenizer
 
 if TYPE_CHECKING:
     from megascale.checkpoint.loader import Accept
 
 
 class Origin:
-    """Where this start's state comes from. Every method is collective, the attributes are rank 0's.
+    """The state that this start resumes from, and the run that it belongs to.
+
+    Every method is collective. The attributes are valid on rank 0 only.
 
     Attributes:
         changes: settings that differ from those of the checkpoint.
-        notes: what a person should know, a sentence each.
-        has_other_samples: whether samples have other tokens than before, as a person has accepted.
+        notes: sentences for the user about the start.
+        has_other_samples: whether samples hold other tokens than before; the user has accepted that.
     """
 
     def __init__(self, config: Config, run: RunFolder, peers: Peers) -> None:
-        self.config, self.run, self.peers = config, run, peers
+        self.config = config
+        self.run = run
+        self.peers = peers
         self.accepted = config.checkpoint.accept_changes
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self.has_other_samples = False
         self._identity: str | None = None
-        self._location_owner = ""  # when this start was judged
-        self._facts: dict[str, Any] = {}
+        self._location_owner = ""  # run that owned checkpoint.location when this start was checked
+        self._data_hashes: dict[str, Any] = {}
 
     @property
-    def about(self) -> dict[str, Any]:
-        """What each checkpoint of this run says of it: identity, hashes of data and tokenizer, settings."""
+    def checkpoint_metadata(self) -> dict[str, Any]:
+        """Identity, hashes of data and tokenizer, and settings, which each checkpoint of this run holds."""
         section = self.config.checkpoint.model_copy(update={"accept_changes": []})
         config = self.config.model_copy(update={"checkpoint": section})
         return {
             "run": {"id": self._identity, "name": self.config.train.name},
-            **self._facts,
+            **self._data_hashes,
             "config": config.model_dump(exclude_none=True),
         }
 
-    def check(self, state: Mapping[str, Any], name: str) -> bool:
-        """Return whether the optimizer is another one than the saved state's.
+    def check_state(self, state: Mapping[str, Any], name: str) -> bool:
+        """Return whether the saved state has another optimizer.
 
-        Raises DataError on all ranks if the run may not go on from that state. `name`: what to call the checkpoint.
+        Raises DataError on all ranks if the run may not resume from the state. `name`: checkpoint named in messages.
         """
-        self._tell(lambda: self._judge(state, name))
+        self._share_verdict(lambda: self._judge_state(state, name))
         present = self.config.optimizer.name
-        return bool(_saved_section(state, "optimizer").get("name", present) != present)
+        saved = _find_section(state, "optimizer").get("name", present)
+        return bool(saved != present)
 
-    def check_nothing(self) -> None:
-        """As `check`, where there is no state and the run begins at step 0."""
-        self._tell(self._judge_nothing)
+    def check_first_start(self) -> None:
+        """Check a start that found no state and begins at step 0. DataError on all ranks if the state is lost."""
+        self._share_verdict(self._judge_first_start)
 
-    def check_anew(self) -> None:
-        """As `check`, where checkpoint.resume=false begins at step 0 whatever there is."""
-        self._tell(self._judge_anew)
+    def check_restart(self) -> None:
+        """Check a start that begins at step 0 because of checkpoint.resume=false. DataError on all ranks if refused."""
+        self._share_verdict(self._judge_restart)
 
-    def check_imported(self, state: Mapping[str, Any], name: str) -> bool:
-        """Check the model and the tokenizer of imported weights; return False, since no optimizer state is loaded."""
-        self._tell(lambda: self._wrong_settings(state, name))
-        return False
+    def load_imported(self, folder: str, weights: Sequence[checkpoint.TensorShard]) -> None:
+        """Fill this process's weights from step 0 of `folder`, which checkpoint.imported names.
 
-    def _read_owner(self) -> None:
-        """Keep whose checkpoint.location is before anything there is judged: a claim since then is seen."""
-        if self.config.checkpoint.location is not None:
-            self._location_owner = step_folders.owner(self._storage)
+        Raises DataError if the imported weights are lost or of another model: the run would start with random weights.
+        """
+
+        def accept(state: Mapping[str, Any], name: str) -> bool:
+            self._share_verdict(lambda: self._compare_settings(state, name))
+            return False  # no optimizer state is loaded
+
+        try:
+            checkpoint.load(folder, weights, step=0, accept=accept, complete=True)
+        except DataError as error:
+            raise DataError(
+                f"this start has no state to resume from, and the imported weights of checkpoint.imported={folder} "
+                f"cannot replace it: {error}. Import the model again (megascale convert import), or remove "
+                "checkpoint.imported from the configuration to start with random weights"
+            ) from None
+        self.notes.append(f"this run starts with the imported weights of {folder}")
 
     def accept(self) -> None:
-        """Keep the run's identity and configuration: all ranks have accepted the start.
+        """Write the run's identity and configuration, after all ranks have accepted the start.
 
-        DataError on all ranks if another run, which started at the same moment, was given checkpoint.location.
+        DataError on all ranks if another run, which started at the same moment, got checkpoint.location.
         """
-        self._tell(self._claim_location)
+        self._share_verdict(self._claim_location)
         if self.peers.rank == 0:
             assert self._identity is not None
             self.run.accept(self.config, self._identity)
-            keep_tokenizer(self.run.path, self.config, self._facts.get("tokenizer"))
+            copy_tokenizer(self.run.path, self.config, self._data_hashes.get("tokenizer"))
 
     def _claim_location(self) -> str | None:
         self._identity = self._identity or secrets.token_hex(8)
@@ -106,215 +121,209 @@ class Origin:
             return None
         if step_folders.claim(self._storage, self._identity, self._location_owner):
             return None
-        return _of_another(self._storage.url, "started at the same moment", self.config)
+        return _explain_other_run(self._storage.url, "started at the same moment", self.config)
 
-    def _tell(self, judge: Callable[[], str | None]) -> None:
+    def _share_verdict(self, judge: Callable[[], str | None]) -> None:
+        """Call `judge` on rank 0 and raise DataError with the problem that it returns on all ranks."""
         problem = None
         if self.peers.rank == 0:
             try:
                 problem = judge()
-            except (ConfigError, DataError) as error:  # the others wait for an answer
+            except (ConfigError, DataError) as error:  # the other ranks wait for the verdict
                 problem = str(error)
-        if problem := self.peers.share(problem, str | None):
+        problem = self.peers.share(problem, str | None)
+        if problem:
             raise DataError(problem)
 
     @property
     def _storage(self) -> Any:
-        return open_storage(checkpoint_folder(self.run.path, self.config))
+        return open_storage(find_checkpoints(self.run.path, self.config))
 
-    def _judge(self, state: Mapping[str, Any], name: str) -> str | None:
+    def _read_owner(self) -> None:
+        """Note the owner of checkpoint.location before the state there is checked, so that a later claim is seen."""
+        if self.config.checkpoint.location is not None:
+            self._location_owner = step_folders.owner(self._storage)
+
+    # verdicts of rank 0: a problem, or None ---------------------------------------------------------------------
+
+    def _judge_state(self, state: Mapping[str, Any], name: str) -> str | None:
         self.changes, self.notes = [], []
         self._read_owner()
-        problem = self._wrong_run(state, name) or self._wrong_settings(state, name)
-        self.has_other_samples = (
-            any(change.key in setting_changes.CHANGES_SAMPLES for change in self.changes)
-            or state.get("data") not in (None, self._facts.get("data"))
-            or (state.get("run") or {}).get("id") not in (None, self._identity)
-        )
+        problem = self._compare_run(state, name) or self._compare_settings(state, name)
+        changes_samples = any(change.key in setting_changes.CHANGES_SAMPLES for change in self.changes)
+        has_other_data = state.get("data") not in (None, self._data_hashes.get("data"))
+        has_other_run = _find_run(state).get("id") not in (None, self._identity)
+        self.has_other_samples = changes_samples or has_other_data or has_other_run
         return problem
 
-    def _wrong_run(self, state: Mapping[str, Any], name: str) -> str | None:
-        mine, its = self.run.read_identity(), state.get("run") or {}
-        elsewhere = self.config.checkpoint.location is not None
-        self._identity = mine
+    def _compare_run(self, state: Mapping[str, Any], name: str) -> str | None:
+        """Compare the run that wrote the state with this one, and set this run's identity."""
+        identity, saved_run = self.run.read_identity(), _find_run(state)
+        saved_identity = saved_run.get("id")
+        has_location = self.config.checkpoint.location is not None
+        self._identity = identity
         if "run" in self.accepted:
-            if its.get("id") not in (None, mine):
-                self.notes.append(f"going on from {name}, a checkpoint of another run ({_called(its)}), as accepted")
+            if saved_identity not in (None, identity):
+                writer = _describe_run(saved_run)
+                self.notes.append(f"resuming from {name}, a checkpoint of another run ({writer}), as accepted")
             return None
-        if its.get("id") is None:
-            if elsewhere and (problem := self._wrong_name(state, name)):
-                return problem
-            self._note_unnamed(name)
+        if saved_identity is None:
+            self.notes.append(f"{name} does not name its run (it was imported): this run takes it as its own")
             return None
-        if mine is None and not elsewhere:
-            self._identity = its["id"]  # checkpoints in a run folder are that run's, as when it was moved or copied
+        if identity is None and not has_location:
+            # A checkpoint in a run folder is that run's, also after the folder was moved or copied.
+            self._identity = saved_identity
             return None
-        if its["id"] != mine:
-            return _of_another(name, _called(its), self.config)
-        if elsewhere and self._location_owner not in ("", mine):
-            return _of_another(self._storage.url, "which has taken it over", self.config)
+        if saved_identity != identity:
+            return _explain_other_run(name, _describe_run(saved_run), self.config)
+        if has_location and self._location_owner not in ("", identity):
+            return _explain_other_run(self._storage.url, "which has taken it over", self.config)
         return None
 
-    def _wrong_name(self, state: Mapping[str, Any], name: str) -> str | None:
-        """An older version's checkpoint in a place that several runs may share: only names can tell them apart."""
-        saved = (state.get("config") or {}).get("train") or {}
-        if saved.get("name", self.config.train.name) != self.config.train.name:
-            return _of_another(name, repr(saved["name"]), self.config)
-        return None
-
-    def _note_unnamed(self, name: str) -> None:
-        self.notes.append(
-            f"{name} does not say of which run it is (an older version's, or imported): taken as this one's"
-        )
-
-    def _wrong_settings(self, state: Mapping[str, Any], name: str) -> str | None:
+    def _compare_settings(self, state: Mapping[str, Any], name: str) -> str | None:
+        """Compare model, tokenizer, data and other settings; keep the changes that are allowed."""
+        self._data_hashes = collect_hashes(self.config)
         tree = state.get("config")
-        begun = bool(state.get("samples"))
-        self._facts = facts(self.config)
-        problem = self._wrong_data(state, name) if begun else None
+        has_begun = bool(state.get("samples"))
+        data_problem = None
+        if has_begun:
+            data_problem = self._compare_data(state, name)
+        tokenizer_problem = self._compare_tokenizer(state, name)
         if not isinstance(tree, Mapping):
-            self.notes.append(f"{name} keeps no configuration: only the names and shapes of its tensors are compared")
-            return problem or self._wrong_tokenizer(state, None, name)
+            self.notes.append(f"{name} holds no configuration: only the names and shapes of its tensors are compared")
+            return data_problem or tokenizer_problem
         saved, unknown = setting_changes.read_saved(tree)
         if unknown:
             self.notes.append(f"{name} has settings that this version does not know and ignores: {', '.join(unknown)}")
-        text = any(map(is_text, self.config.data.train))
-        self.changes = setting_changes.find_changes(saved, self.config, begun=begun, text=text)
+        has_text = any(map(is_text, self.config.data.train))
+        self.changes = setting_changes.find_changes(saved, self.config, begun=has_begun, text=has_text)
+        refused = [change for change in self.changes if change.kind == "refused"]
         return (
-            setting_changes.explain(name, [c for c in self.changes if c.kind == "refused"], self.accepted)
-            or self._wrong_tokenizer(state, saved, name)
-            or problem
-            or (self._other_files(saved, name) if begun and "data" not in state else None)
+            setting_changes.explain(name, refused, self.accepted)
+            or tokenizer_problem
+            or data_problem
             or setting_changes.explain(name, self.changes, self.accepted)
         )
 
-    def _wrong_data(self, state: Mapping[str, Any], name: str) -> str | None:
-        if "data.train" in self.accepted or state.get("data") in (None, self._facts["data"]):
+    def _compare_data(self, state: Mapping[str, Any], name: str) -> str | None:
+        if "data.train" in self.accepted or state.get("data") in (None, self._data_hashes["data"]):
             return None
-        present = fingerprint.fingerprint_sources(self.config)
-        if state["data"] == hash_fingerprints(map(even_part, present.values())):
-            return None  # an older version's checkpoint knows fewer places of the files
-        # The run folder's record, where there is one, names the files; it is a DataError of its own.
-        fingerprint.compare_fingerprints(self.run.samples.parent / fingerprint.SOURCES_FILE, present)
+        # The run folder's record, if it exists, names the files that differ in a DataError of its own.
+        record = self.run.samples.parent / data_checks.SOURCES_FILE
+        data_checks.compare_fingerprints(record, data_checks.fingerprint_sources(self.config.data))
         return (
             f"data.train={','.join(self.config.data.train)} has other contents than the checkpoint {name!r} was "
-            "trained with: samples would be repeated or skipped. Put the files back, begin anew with another "
-            "--train.name, or accept it with --checkpoint.accept_changes=data.train"
+            "trained with: samples would be repeated or skipped. Restore the files, start anew with another "
+            "--train.name, or accept the change with --checkpoint.accept_changes=data.train"
         )
 
-    def _other_files(self, saved: Config, name: str) -> str | None:
-        """An older version's checkpoint has no hash of its data; without a record in the run folder paths must do."""
-        if (self.run.samples.parent / fingerprint.SOURCES_FILE).exists() or "data.train" in self.accepted:
-            return None
-        there, here = saved.data.train, self.config.data.train
-        if there == here:
-            return None
-        return (
-            f"the checkpoint {name!r} was trained on data.train={','.join(there)} and this start has "
-            f"{','.join(here)}. Name the files that it began with, or accept it with "
-            "--checkpoint.accept_changes=data.train"
-        )
-
-    def _wrong_tokenizer(self, state: Mapping[str, Any], saved: Config | None, name: str) -> str | None:
-        there, here = state.get("tokenizer"), self._facts["tokenizer"]
-        if there is None and saved is not None:
-            there = tokenizer_hash(saved)
-        if there is None or here is None or there == here:
+    def _compare_tokenizer(self, state: Mapping[str, Any], name: str) -> str | None:
+        saved, present = state.get("tokenizer"), self._data_hashes["tokenizer"]
+        if saved is None or present is None or saved == present:
             return None
         return (
             f"the checkpoint {name!r} was trained with another tokenizer than data.tokenizer="
-            f"{tokenizer_path(self.config.data)} (SHA-256 {there[:12]} there, {here[:12]} here): "
+            f"{tokenizer_path(self.config.data)} (SHA-256 {saved[:12]} in the checkpoint, {present[:12]} now): "
             "equal ids would mean different text. Name the tokenizer that it was trained with, or train under another "
             "--train.name"
         )
 
-    def _judge_nothing(self) -> str | None:
+    def _judge_first_start(self) -> str | None:
         self._read_owner()
-        if problem := self._wrong_owner():
+        problem = self._find_other_owner()
+        if problem:
             return problem
-        self._facts, self._identity = facts(self.config), self.run.read_identity()
-        step = self.run.saved_before()
+        self._data_hashes = collect_hashes(self.config)
+        self._identity = self.run.read_identity()
+        step = self.run.last_saved_step()
         if step is None:
             return None
-        place = checkpoint_folder(self.run.path, self.config)
+        checkpoints = find_checkpoints(self.run.path, self.config)
         return (
-            f"{self.run.path} had committed the checkpoint of step {step}, and in {str(place)!r} there is none that "
-            "can be read: the run would begin again at step 0, its metrics and ledger be lost. Put the checkpoints "
-            "back, name their folder with --checkpoint.location, or start over from step 0 with "
-            "--checkpoint.resume=false"
+            f"{self.run.path} had committed the checkpoint of step {step}, but {str(checkpoints)!r} has no readable "
+            "checkpoint: the run would start again at step 0 and lose its metrics and ledger. Restore the checkpoints, "
+            "name their folder with --checkpoint.location, or start over from step 0 with --checkpoint.resume=false"
         )
 
-    def _judge_anew(self) -> str | None:
+    def _judge_restart(self) -> str | None:
         self._read_owner()
-        if problem := self._wrong_owner():
+        problem = self._find_other_owner()
+        if problem:
             return problem
-        # What is begun anew is another run: the one before must not be gone on from by mistake.
-        self._facts, self._identity = facts(self.config), None
+        # A restart is another run, so that no later start resumes from the earlier run by mistake.
+        self._data_hashes = collect_hashes(self.config)
+        self._identity = None
         return None
 
-    def _wrong_owner(self) -> str | None:
-        """A place outside the run folder that belongs to another run: saving there would remove its checkpoints."""
+    def _find_other_owner(self) -> str | None:
+        """Return a problem if checkpoint.location belongs to another run, whose checkpoints a save would remove."""
         if self.config.checkpoint.location is None or "run" in self.accepted:
             return None
-        mine, storage = self.run.read_identity(), self._storage
-        commit = next(iter(step_folders.survey(storage)[0]), None)
-        its = (commit.state.get("run") or {}) if commit is not None else {}
-        owner = its.get("id") or step_folders.owner(storage)
-        if not owner and commit is not None:
-            return self._wrong_name(commit.state, f"{storage.url}/{step_folders.step_name(commit.step)}")
-        return _of_another(storage.url, _called(its), self.config) if owner and owner != mine else None
+        storage = self._storage
+        commits = step_folders.survey(storage)[0]
+        saved_run = _find_run(commits[0].state) if commits else {}
+        owner = saved_run.get("id") or step_folders.owner(storage)
+        if not owner or owner == self.run.read_identity():
+            return None
+        return _explain_other_run(storage.url, _describe_run(saved_run), self.config)
 
 
-def trained_tokens(state: Mapping[str, Any], sequence_length: int) -> int:
-    """Return the tokens that were trained up to a saved state.
-
-    Older versions saved samples only: their length is that of the saved configuration, or else `sequence_length`.
-    """
-    if "tokens" in state:
-        return int(state["tokens"])
-    saved = _saved_section(state, "model").get("sequence_length", sequence_length)
-    return int(state.get("samples", 0)) * int(saved)
-
-
-def _saved_section(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _find_section(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a section of the configuration in a saved state, empty if the state has none."""
-    tree = state.get("config")
-    section = tree.get(name) if isinstance(tree, Mapping) else None
-    return section if isinstance(section, Mapping) else {}
+    return _as_mapping(_as_mapping(state.get("config")).get(name))
+
+
+def _as_mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _find_run(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return id and name of the run that saved a state, empty for an imported checkpoint."""
+    return state.get("run") or {}
 
 
 def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
-    """The configuration that the checkpoint of `step` (default: the newest) was trained with, and what refuses another.
+    """Return the configuration that a checkpoint was trained with, and a check that refuses another model.
 
-    The model and its precision are the checkpoint's own, whatever config.toml says; the rest is config.toml's, unless
-    that is of another model (an older version wrote it even where a start was refused).
+    Model and precision are the checkpoint's own, other settings are config.toml's. The data section is the one whose
+    tokenizer the checkpoint was trained with.
+
+    Args:
+        step: step of the checkpoint; default: the newest.
     """
     config = load_run_config(run)
-    commits = step_folders.survey(open_storage(checkpoint_folder(run, config)))[0]
-    commit = next((c for c in commits if step in (None, c.step)), None)
-    tree = commit.state.get("config") if commit is not None else None
-    if commit is None or not isinstance(tree, Mapping):
+    saved_state = _read_state(run, config, step)
+    tree = saved_state.get("config")
+    if not isinstance(tree, Mapping):
         return config, lambda state, name: False
-    saved, _ = setting_changes.read_saved(tree)
-    foreign = any(c.kind == "refused" for c in setting_changes.find_changes(saved, config, begun=False))
+    saved = resolve_paths(setting_changes.read_saved(tree)[0], run)
+    sha256 = saved_state.get("tokenizer")
+    data = config.data
+    if sha256 is not None and hash_tokenizer(config) != sha256 and hash_tokenizer(saved) == sha256:
+        data = saved.data
     train = config.train.model_copy(update={"precision": saved.train.precision})
-    saved = find_paths(saved, run)
-    data = saved.data if foreign else config.data
-    wanted = commit.state.get("tokenizer")
-    if wanted is not None and tokenizer_hash(config.model_copy(update={"data": data})) != wanted:
-        other = saved.data if data is config.data else config.data
-        data = other if tokenizer_hash(config.model_copy(update={"data": other})) == wanted else data
     config = config.model_copy(update={"model": saved.model, "train": train, "data": data})
 
-    def same(state: Mapping[str, Any], name: str) -> bool:
-        other = state.get("config")
-        if isinstance(other, Mapping):
-            found = setting_changes.find_changes(setting_changes.read_saved(other)[0], config, begun=False)
-            if problem := setting_changes.explain(name, [c for c in found if c.kind == "refused"], ()):
+    def accept(state: Mapping[str, Any], name: str) -> bool:
+        tree = state.get("config")
+        if isinstance(tree, Mapping):
+            changes = setting_changes.find_changes(setting_changes.read_saved(tree)[0], config, begun=False)
+            refused = [change for change in changes if change.kind == "refused"]
+            problem = setting_changes.explain(name, refused, ())
+            if problem:
                 raise DataError(f"{problem} (--step chooses a checkpoint)")
         return False
 
-    return config, same
+    return config, accept
+
+
+def _read_state(run: Path, config: Config, step: int | None) -> Mapping[str, Any]:
+    """Return the state that was saved with the checkpoint of `step`, by default the newest; empty without one."""
+    commits = step_folders.survey(open_storage(find_checkpoints(run, config)))[0]
+    for commit in commits:
+        if step in (None, commit.step):
+            return commit.state
+    return {}
 
 
 def load_trained_tokenizer(run: Path, config: Config, step: int | None = None) -> tuple[Path, Tokenizer]:
@@ -322,24 +331,22 @@ def load_trained_tokenizer(run: Path, config: Config, step: int | None = None) -
 
     Raises DataError or ConfigError, as `find_tokenizer`.
     """
-    return find_tokenizer(run, config, trained_tokenizer_hash(run, config, step))
+    return find_tokenizer(run, config, read_tokenizer_hash(run, config, step))
 
 
-def trained_tokenizer_hash(run: Path, config: Config, step: int | None = None) -> str | None:
-    """Return the SHA-256 of the tokenizer that a checkpoint was trained with, None where nothing is known of one."""
-    commits = step_folders.survey(open_storage(checkpoint_folder(run, config)))[0]
-    commit = next((c for c in commits if step in (None, c.step)), None)
-    saved = commit.state.get("tokenizer") if commit is not None else None
-    if saved is not None:
-        return str(saved)
-    begun_with = tokenizer_agreement.read_identity(run)
-    return begun_with.sha256 if begun_with is not None else None
+def read_tokenizer_hash(run: Path, config: Config, step: int | None = None) -> str | None:
+    """Return the SHA-256 of the tokenizer that a checkpoint was trained with, or None if it is unknown."""
+    sha256 = _read_state(run, config, step).get("tokenizer")
+    if sha256 is not None:
+        return str(sha256)
+    recorded = tokenizer_agreement.read_identity(run)
+    return recorded.sha256 if recorded is not None else None
 
 
-def facts(config: Config) -> dict[str, Any]:
-    """What a checkpoint keeps of its data: a hash of all files' fingerprints in order, and the tokenizer's."""
-    data = hash_fingerprints(fingerprint.fingerprint_sources(config).values())
-    return {"data": data, "tokenizer": tokenizer_hash(config)}
+def collect_hashes(config: Config) -> dict[str, Any]:
+    """Return the hashes that a checkpoint holds: of all data files' fingerprints in order, and of the tokenizer."""
+    data = hash_fingerprints(data_checks.fingerprint_sources(config.data).values())
+    return {"data": data, "tokenizer": hash_tokenizer(config)}
 
 
 def hash_fingerprints(fingerprints: Iterable[str]) -> str:
@@ -347,22 +354,22 @@ def hash_fingerprints(fingerprints: Iterable[str]) -> str:
     return hashlib.blake2b(json.dumps(list(fingerprints)).encode(), digest_size=16).hexdigest()
 
 
-def tokenizer_hash(config: Config) -> str | None:
-    """SHA-256 of the tokenizer of a configuration, None if it cannot be read."""
+def hash_tokenizer(config: Config) -> str | None:
+    """Return the SHA-256 of the tokenizer of a configuration, or None if it cannot be read."""
     try:
         return load_run_tokenizer(config.data).sha256
     except (ConfigError, DataError):
         return None
 
 
-def _called(run: Mapping[str, Any]) -> str:
+def _describe_run(run: Mapping[str, Any]) -> str:
     return f"{run['name']!r}" if run.get("name") else "without a name"
 
 
-def _of_another(place: str, called: str, config: Config) -> str:
+def _explain_other_run(location: str, run: str, config: Config) -> str:
     return (
-        f"{place!r} is of another run ({called}) than {config.run_folder}: two runs that share "
-        f"checkpoint.location={config.checkpoint.location or 'their folder'} would go on from each other's state and "
-        "remove each other's checkpoints. Give each run its own checkpoint.location, or go on from the other's state "
-        "on purpose with --checkpoint.accept_changes=run"
+        f"{location!r} belongs to another run ({run}) than {config.run_folder}: two runs that share "
+        f"checkpoint.location={config.checkpoint.location or 'their folder'} would resume from each other's state and "
+        "remove each other's checkpoints. Give each run its own checkpoint.location, or resume from the other run's "
+        "state on purpose with --checkpoint.accept_changes=run"
     )

@@ -1,4 +1,4 @@
-"""The run folder: one place that tells the whole story of a run, dead or alive."""
+"""The run folder: one folder that holds the complete record of a run, running or ended."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from megascale.core.events import Event, date_of
 from megascale.core.untrusted_files import is_small_file, read_small_text
 from megascale.errors import DataError
 
+_START_EVENTS = (Event.RUN_STARTED.value, Event.RESUMED.value)
+_EVENTS_OF_UNACCEPTED_STARTS = (Event.IMPORTED.value, Event.RUN_FAILED.value)
+
 
 class RunFolder:
-    """Paths of `runs/NAME/` and the files that grow line by line. Only rank 0 writes lines."""
+    """Paths of `runs/NAME/`, and the files in it to which rank 0 appends lines.
+
+    Attributes:
+        attempt: number of this start of the run, which its events carry.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,54 +39,52 @@ class RunFolder:
         self.faults = path / "faults"
         self.plots = path / "plots"
         self.identity = path / "identity"
-        self.started = 0  # number of this start, which events carry
+        self.attempt = 0
 
     def create(self) -> None:
-        """Make the folder and its rooms."""
+        """Make the folder and its subfolders."""
         for folder in (self.path, self.samples.parent, self.checkpoints, self.status, self.logs, self.plots):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def append_event(self, name: Event, **details: Any) -> None:
-        """Append a line to events.jsonl, on disk before returning."""
+    def append_event(self, event: Event, **details: Any) -> None:
+        """Append a line to events.jsonl; it is on disk before this returns."""
         now = time.time()
-        record = {"time": now, "date": date_of(now), "event": name.value, "attempt": self.started, "rank": 0, **details}
-        # Messages and evidence are for this user, as the driver's journal is.
-        handle = os.open(self.events, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        record = {"time": now, "date": date_of(now), "event": event.value, "attempt": self.attempt, "rank": 0}
+        line = strict_json.dumps(record | details).encode() + b"\n"
+        # Messages and evidence are private to this user, as the driver's journal is.
+        descriptor = os.open(self.events, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            about = os.fstat(handle)
-            if about.st_mode & 0o077 and about.st_uid == os.geteuid():
-                os.fchmod(handle, 0o600)  # of an older version
-            json_lines.append(handle, strict_json.dumps(record).encode() + b"\n")
-            os.fsync(handle)
+            json_lines.append(descriptor, line)
+            os.fsync(descriptor)
         finally:
-            os.close(handle)
+            os.close(descriptor)
 
-    def attempt(self) -> int:
-        """Number of this start of the run: the launcher's, or above those of all starts before.
+    def next_attempt(self) -> int:
+        """Return the number of this start: the launcher's, or one above the numbers of all earlier starts.
 
-        The event of a start may be lost to a crash, so the numbers on other events of accepted starts count too.
+        A crash may lose the event of a start, so the numbers on other events of accepted starts count too.
         """
         with contextlib.suppress(KeyError, ValueError):
             return max(0, int(os.environ["MEGASCALE_ATTEMPT"]))
-        starts = (Event.RUN_STARTED.value, Event.RESUMED.value)
-        not_of_starts = (Event.IMPORTED.value, Event.RUN_FAILED.value)
-        count, highest = 0, -1
+        starts, highest = 0, -1
         for record in self.read_events():
-            count += record.get("event") in starts
-            number = record.get("attempt")
-            if isinstance(number, int) and record.get("event") not in not_of_starts and record.get("by") != "driver":
-                highest = max(highest, number)
-        return max(count, highest + 1)
+            event, attempt = record.get("event"), record.get("attempt")
+            if event in _START_EVENTS:
+                starts += 1
+            is_trainers = record.get("by") != "driver" and event not in _EVENTS_OF_UNACCEPTED_STARTS
+            if isinstance(attempt, int) and is_trainers:
+                highest = max(highest, attempt)
+        return max(starts, highest + 1)
 
     def read_events(self) -> list[dict[str, Any]]:
-        """Return the records of events.jsonl in order, an empty list if there is none; damaged lines are left out."""
+        """Return the records of events.jsonl in order, without damaged lines; an empty list without the file."""
         try:
             return list(RecordReader(self.events))
         except OSError:
             return []
 
     def read_identity(self) -> str | None:
-        """The random name that the run got at its first start, None before it (or in a folder of an older version)."""
+        """Return the random name that the run got at its first start, or None before it."""
         try:
             return read_small_text(self.identity).strip() or None
         except FileNotFoundError:
@@ -90,106 +95,104 @@ class RunFolder:
             ) from None
 
     def accept(self, config: Config, identity: str) -> None:
-        """A start was accepted: keep whose folder this is and with which settings it goes on, each in one piece."""
-        # What was accepted was so for this start alone.
+        """Write the identity and the settings of an accepted start, each file in one piece."""
+        # Accepted changes hold for this start only.
         section = config.checkpoint.model_copy(update={"accept_changes": []})
         config = config.model_copy(update={"checkpoint": section})
-        for file, text in ((self.identity, identity + "\n"), (self.config, config.to_toml())):
-            temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, file)
+        _replace_text(self.identity, identity + "\n")
+        _replace_text(self.config, config.to_toml())
 
-    def saved_before(self) -> int | None:
-        """Step of the last checkpoint that this run committed since it last began at step 0, as its events tell."""
+    def last_saved_step(self) -> int | None:
+        """Return the step of the last checkpoint committed since the run last started at step 0, by its events."""
         step = None
-        for line in self.read_events():
-            if line.get("event") == Event.RUN_STARTED.value:
+        for record in self.read_events():
+            if record.get("event") == Event.RUN_STARTED.value:
                 step = None
-            elif line.get("event") == Event.CHECKPOINT_SAVED.value:
-                step = line.get("step")
+            elif record.get("event") == Event.CHECKPOINT_SAVED.value:
+                step = record.get("step")
         return step
 
     def drop_steps_after(self, step: int) -> None:
-        """Drop metric and ledger lines of steps after `step`: a resumed run writes them again."""
+        """Drop metric and ledger lines of steps after `step`, which a resumed run writes again."""
         for file in (self.metrics, self.samples):
-            if not file.exists():
-                continue
-            kept = [line for line in read_records(file) if strict_json.number(line.get("step", 0)) <= step]
-            temporary = file.with_suffix(".tmp")
-            temporary.write_text("".join(strict_json.dumps(line) + "\n" for line in kept))
-            os.replace(temporary, file)
+            if file.exists():
+                records = [r for r in read_records(file) if strict_json.number(r.get("step", 0)) <= step]
+                _replace_text(file, "".join(strict_json.dumps(record) + "\n" for record in records))
+
+
+def _replace_text(file: Path, text: str) -> None:
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, file)
 
 
 def load_run_config(run: Path) -> Config:
-    """Return the resolved configuration that a run folder keeps, for readers of the run.
+    """Return the resolved configuration that a run folder holds, for readers of the run.
 
-    Relative paths are those of the folder that the run was started in, where `run` shows which one that was. Callbacks
-    and other parts of training need not be known here.
-    Raises DataError if it is no run folder.
+    Relative paths start at the folder that the run was started in, if `run` shows which one it was. Callbacks and other
+    registered parts of training may be unknown here. Raises DataError if `run` is not a run folder.
     """
     file = run / "config.toml"
     if not is_small_file(file):
         raise DataError(
             f"{run} is not a run folder: it has no config.toml that can be read; runs are folders such as runs/stdlib"
         )
-    return find_paths(load(file, keep_unknown_parts=True), run)
+    return resolve_paths(load(file, keep_unknown_parts=True), run)
 
 
-def find_paths(config: Config, run: Path) -> Config:
-    """Return `config` with relative paths of data, tokenizer and checkpoints taken from where the run was started."""
-    start = _starting_folder(config, run)
+def resolve_paths(config: Config, run: Path) -> Config:
+    """Return `config` with relative paths of data, tokenizer and checkpoints resolved from the run's start folder."""
+    start = _find_start_folder(config, run)
     if start is None or start == Path.cwd():
         return config
 
-    def find(path: str) -> str:
-        there = start / path
-        return str(there) if "://" not in path and there.parent.exists() else path
+    def resolve(path: str) -> str:
+        file = start / path
+        return str(file) if "://" not in path and file.parent.exists() else path
 
     data, location = config.data, config.checkpoint.location
-    changes = {
-        "train": [find(entry) for entry in data.train],
-        "valid": data.valid and find(data.valid),
-        "tokenizer": data.tokenizer and find(data.tokenizer),
+    paths = {
+        "train": [resolve(entry) for entry in data.train],
+        "valid": data.valid and resolve(data.valid),
+        "tokenizer": data.tokenizer and resolve(data.tokenizer),
     }
-    checkpoint = config.checkpoint.model_copy(update={"location": location and find(location)})
-    return config.model_copy(update={"data": data.model_copy(update=changes), "checkpoint": checkpoint})
+    checkpoint = config.checkpoint.model_copy(update={"location": location and resolve(location)})
+    return config.model_copy(update={"data": data.model_copy(update=paths), "checkpoint": checkpoint})
 
 
-def _starting_folder(config: Config, run: Path) -> Path | None:
-    """Return the folder in which train.runs/train.name is `run`; None if train.runs does not tell."""
-    end = config.run_folder.parts
-    here = Path(os.path.abspath(run))  # as it is called: links on the way are the user's
-    if config.run_folder.is_absolute() or ".." in end or here.parts[-len(end) :] != end:
+def _find_start_folder(config: Config, run: Path) -> Path | None:
+    """Return the folder in which train.runs/train.name is `run`; None if train.runs does not show it."""
+    relative = config.run_folder.parts
+    parts = Path(os.path.abspath(run)).parts  # unlike `resolve`, this does not follow the user's links
+    if config.run_folder.is_absolute() or ".." in relative or parts[-len(relative) :] != relative:
         return None
-    return Path(*here.parts[: -len(end)])
+    return Path(*parts[: -len(relative)])
 
 
-def checkpoint_folder(run: Path, config: Config) -> Path | str:
-    """Where a run's checkpoints are: checkpoint.location, else a folder in the run folder."""
+def find_checkpoints(run: Path, config: Config) -> Path | str:
+    """Return the folder or URL of a run's checkpoints: checkpoint.location, or else a folder in the run folder."""
     return config.checkpoint.location or run / "checkpoints"
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSON-lines file; a last line cut by a crash is dropped.
+    """Return the records of a JSON-lines file; a last line that a crash cut is dropped.
 
-    DataError for any other damage, a line longer than a record can be included, and for what is not a file.
+    Raises DataError for any other damage, for a line longer than a record can be, and if `file` is not a file.
     """
     records: list[dict[str, Any]] = []
-    damaged = 0
+    damaged_line = 0
     try:
         for number, line in enumerate(read_bounded_lines(file), 1):
-            if damaged:
-                break
+            if damaged_line:  # only the last line may be damaged, and another line follows
+                raise DataError(
+                    f"{file} line {damaged_line} is not a record; the file was edited or the disk is damaged. "
+                    "Move it away to resume without its history"
+                )
             record = parse_record(line)
             if record is None:
-                damaged = number
+                damaged_line = number
             else:
                 records.append(record)
-        else:
-            return records  # only the last line may be damaged
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
-    raise DataError(
-        f"{file} line {damaged} is not a record; the file was edited or the disk is damaged. "
-        f"Move it away to go on without its history"
-    )
+    return records

@@ -1,4 +1,4 @@
-"""The tokenizer that a run keeps in its folder, so that text can be made and exported without its data set."""
+"""The tokenizer that a run stores in its folder, so that text can be made and exported without its data set."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface import generation_config
 
 
-def keep_tokenizer(run: Path, config: Config, sha256: str | None) -> None:
-    """Copy a run's tokenizer, and the files beside it, into the run folder, unless it is there.
+def copy_tokenizer(run: Path, config: Config, sha256: str | None) -> None:
+    """Copy a run's tokenizer and its companion files into the run folder, unless they are there.
 
     Args:
-        sha256: the tokenizer's; None for a run that has none, whose folder keeps none.
+        sha256: hash of the tokenizer; None for a run without one, whose folder gets none.
     """
-    own = run / TOKENIZER
-    if sha256 is None or (own.exists() and _is_same(own, tokenizer_path(config.data), sha256)):
+    copy = run / TOKENIZER
+    if sha256 is None or (copy.exists() and _is_copy(copy, tokenizer_path(config.data), sha256)):
         return
     source = tokenizer_path(config.data)
-    own.unlink(missing_ok=True)
+    copy.unlink(missing_ok=True)
     if source.suffix == ".tiktoken":
-        load_tokenizer(source).save(own)
+        load_tokenizer(source).save(copy)
         return
     if source.parent.resolve() != run.resolve():
         _replace_companions(source.parent, run)
-    copy_file(source, own)  # last: a folder that has it has all
+    copy_file(source, copy)  # last: a folder with the tokenizer has its companions
 
 
 def _replace_companions(source: Path, run: Path) -> None:
-    """Put the files beside a tokenizer.json in the place of those that a run keeps of another."""
+    """Replace the companion files of another tokenizer in the run folder by those in `source`."""
     remove_companions(run)
     copy_companions(source, run)
     (run / generation_config.NAME).unlink(missing_ok=True)
@@ -42,18 +42,19 @@ def _replace_companions(source: Path, run: Path) -> None:
 
 
 def find_tokenizer(run: Path, config: Config, sha256: str | None) -> tuple[Path, Tokenizer]:
-    """Return a run's tokenizer and its file: the copy in the run folder, else the one that `config` names.
+    """Return a run's tokenizer and its file: the copy in the run folder, or else the one that `config` names.
 
     Args:
-        sha256: of the tokenizer that the run was trained with, if known: no other is returned.
+        sha256: hash of the tokenizer that the run was trained with, if known; a tokenizer with another hash is not
+            returned.
 
-    Raises DataError, or ConfigError if `config` names none, if there is none that can be read, or it is another.
+    Raises DataError if there is no readable tokenizer or it has another hash, ConfigError if `config` names none.
     """
     problem: ConfigError | DataError | None = None
-    for kept in (True, False):
+    for in_run_folder in (True, False):
         try:
-            path = run / TOKENIZER if kept else tokenizer_path(config.data)
-            if kept and not path.exists():
+            path = run / TOKENIZER if in_run_folder else tokenizer_path(config.data)
+            if in_run_folder and not path.exists():
                 continue
             tokenizer = load_tokenizer(path)
         except (ConfigError, DataError) as error:
@@ -69,9 +70,9 @@ def find_tokenizer(run: Path, config: Config, sha256: str | None) -> tuple[Path,
     raise problem
 
 
-def _is_same(own: Path, source: Path, sha256: str) -> bool:
+def _is_copy(copy: Path, source: Path, sha256: str) -> bool:
     """Return whether a run's copy is the tokenizer of `sha256`, which `source` holds."""
     try:
-        return filecmp.cmp(own, source, shallow=False) or load_tokenizer(own).sha256 == sha256
+        return filecmp.cmp(copy, source, shallow=False) or load_tokenizer(copy).sha256 == sha256
     except (OSError, DataError):
         return False

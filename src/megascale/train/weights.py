@@ -1,10 +1,11 @@
-"""Checksums of the weights: a bit that flips is noticed before a wrong model is trained on or saved.
+"""Checksums of the weights: a flipped bit is noticed before a wrong model is trained on or saved.
 
-Two comparisons. At rest: nothing but the optimizer writes master weights, so their sum after one update equals the sum
-before the next; checked on the device every step, read with the loss. Between copies: every `interval` steps the sum of
-the weights in use goes into the status file, and the driver compares data-parallel copies (resilience/rules).
+Two comparisons are made. At rest: only the optimizer writes master weights, so their sum after one update equals the
+sum before the next; the device checks it every step, and the result is read with the loss. Between copies: every
+`interval` steps the sum of the weights in use goes into the status file, and the driver compares data-parallel copies
+(resilience/rules).
 
-The sum is of the bits taken as whole numbers, so any single flipped bit changes it; it costs one pass over the memory.
+The sum is over the bits as integers, so any single flipped bit changes it. It costs one pass over the memory.
 """
 
 from __future__ import annotations
@@ -16,66 +17,72 @@ import torch
 from megascale.errors import TrainingError
 from megascale.train.engine import Engine
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD = 0x9E3779B97F4A7C15
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
+_MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """One int64 sum a tensor over its bits, on the device; wraps around."""
-    return torch.stack([t.view(_BITS[t.element_size()]).sum(dtype=torch.int64) for t in tensors])
+    """Return an int64 sum of the bits of each tensor, on the device; it wraps around."""
+    return torch.stack([t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in tensors])
 
 
 def digest(sums: torch.Tensor) -> str:
-    """Sums as 16 hexadecimal digits, sensitive to their order."""
+    """Return the sums as 16 hexadecimal digits, which depend on their order."""
     value = 0
-    for number, part in enumerate(sums.tolist()):
-        value = (value + part * (_ODD + 2 * number)) % (1 << 64)
+    for index, number in enumerate(sums.tolist()):
+        value = (value + number * (_MULTIPLIER + 2 * index)) % (1 << 64)
     return f"{value:016x}"
 
 
 class WeightWatch:
-    """Watches the weights of `engine`; attach it once.
+    """Watches the weights of `engine`; make one per engine.
 
     Attributes:
-        rank: this process.
+        rank: rank of this process.
         interval: steps between sums of the weights in use.
     """
 
     def __init__(self, engine: Engine, rank: int, interval: int) -> None:
-        self.engine, self.rank, self.interval = engine, rank, interval
-        self._after: torch.Tensor | None = None
-        self._changed: torch.Tensor | None = None
-        self._whole: tuple[int, torch.Tensor] | None = None
+        self.engine = engine
+        self.rank = rank
+        self.interval = interval
+        self._master_sums: torch.Tensor | None = None  # after the last update
+        self._has_changed: torch.Tensor | None = None
+        self._sums_in_use: tuple[int, torch.Tensor] | None = None  # with their step
         engine.before_update_hooks.append(self._before_update)
         engine.after_update_hooks.append(self._after_update)
 
-    def _masters(self) -> Iterable[torch.Tensor]:
+    def _list_masters(self) -> Iterable[torch.Tensor]:
         return (state.master for state in self.engine.optimizer.states)
 
     def _before_update(self, step: int) -> None:
-        if self._after is not None:
-            self._changed = (sum_bits(self._masters()) != self._after).any()
+        if self._master_sums is not None:
+            self._has_changed = (sum_bits(self._list_masters()) != self._master_sums).any()
         if (step - 1) % self.interval == 0:
-            self._whole = (step - 1, sum_bits(self.engine.data_parallel.weights_in_use()))
+            self._sums_in_use = (step - 1, sum_bits(self.engine.data_parallel.weights_in_use()))
 
     def _after_update(self, step: int) -> None:
-        self._after = sum_bits(self._masters())
+        self._master_sums = sum_bits(self._list_masters())
 
     def forget(self) -> None:
-        """The weights are written by somebody else now (a checkpoint is loaded)."""
-        self._after = None
+        """Forget the last sums, because other code writes the weights now (a checkpoint is loaded)."""
+        self._master_sums = None
 
-    def read(self) -> str | None:
-        """ "STEP:HEX" of the weights in use if a sum was taken since the last call.
+    def read_checksum(self) -> str | None:
+        """Return "STEP:HEX" of the weights in use if a sum was taken since the last call.
 
         Waits for the device. Raises TrainingError if weights changed at rest.
         """
-        changed, self._changed = self._changed, None
-        if changed is not None and bool(changed):
+        has_changed, sums_in_use = self._has_changed, self._sums_in_use
+        self._has_changed = None
+        self._sums_in_use = None
+        if has_changed is not None and bool(has_changed):
             raise TrainingError(
-                f"the weights of rank {self.rank} changed between two updates, when nothing writes them (a flipped "
+                f"the weights of rank {self.rank} changed between two updates, when no code writes them (a flipped "
                 "bit?); nothing since the last checkpoint was saved. Test this host's memory and device: "
                 "megascale diagnose"
             )
-        whole, self._whole = self._whole, None
-        return None if whole is None else f"{whole[0]}:{digest(whole[1])}"
+        if sums_in_use is None:
+            return None
+        step, sums = sums_in_use
+        return f"{step}:{digest(sums)}"

@@ -82,7 +82,7 @@ def test_an_engine_changes_between_steps(engine):
     rows = torch.arange(9)[:, None]
     seen = {}
     for what in ("none", "full"):
-        engine.recompute(what)
+        engine.set_recompute(what)
         with mock.patch.object(SerialBlock, "forward", autospec=True, side_effect=SerialBlock.forward) as forward:
             told = engine.step(lambda i: (rows[:-1], rows[1:]), 1, 0.0)
         seen[what] = (forward.call_count, float(told.grad_norm))

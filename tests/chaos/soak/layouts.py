@@ -241,7 +241,7 @@ def _tell(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
     for step in range(1, STEPS + 1):
         engine.start_gather()
         rate = learning_rate(config.lr, step, STEPS)
-        result = engine.step(_batches(config, engine, step), step, rate, more=step < STEPS)
+        result = engine.step(_batches(config, engine, step), step, rate, has_next_step=step < STEPS)
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
     engine.synchronize()

@@ -60,7 +60,7 @@ def test_ecmp_prints_both_forms():
 
 def test_tune_writes_the_environment(tmp_path):
     out = tmp_path / "network.env"
-    assert "how sure" in network("tune", "--flaps", "3", "--out", str(out), "--plot", str(tmp_path / "f.png"))
+    assert "certainty" in network("tune", "--flaps", "3", "--out", str(out), "--plot", str(tmp_path / "f.png"))
     assert "NCCL_IB_TIMEOUT=" in out.read_text()
 
 

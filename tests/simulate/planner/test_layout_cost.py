@@ -98,7 +98,7 @@ def test_tables_and_picture(megascale):
         "--train.precision=bfloat16", "--train.micro_batch=1", "--train.global_batch", 8, "--plot", "plan.png",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for words in ("first stage", "last stage", "total", "fits", "ZeRO-1", "data: reduce", "GFLOP a token"):
+    for words in ("first stage", "last stage", "total", "fits", "ZeRO-1", "data: reduce", "GFLOP per token"):
         assert words in done.stdout
     # 1F1B of 2 stages and 4 micro-batches at 2 columns a forward.
     rows = [line for line in done.stdout.splitlines() if line.startswith("stage ")]

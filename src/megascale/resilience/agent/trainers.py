@@ -44,7 +44,8 @@ log = logging.getLogger("megascale.agent")
 # Imported once by the fork server; by name, as this package does not know the trainer's.
 PRELOAD = (
     "megascale.api",
-    "megascale.cli.summary",
+    "megascale.cli.train",
+    "rich.table",
     "megascale.train.loop",
     "megascale.train.rank_info",
     "megascale.ops.launch:prepare_forks",

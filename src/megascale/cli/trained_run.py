@@ -1,0 +1,181 @@
+"""`megascale evaluate|generate|plot`: use a trained run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from megascale.cli.common import JSON, check_picture, make_console, make_list, print_json
+from megascale.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from megascale.train.evaluation import Evaluation
+
+RUN = typer.Argument(..., help="Run folder, such as runs/stdlib.", show_default=False)
+STEP = typer.Option(None, help="Step of the checkpoint; default: the newest.")
+DEVICE = typer.Option("auto", help="auto, cpu, cuda or cuda:N.")
+
+
+class _Axis(StrEnum):
+    TOKENS = "tokens"
+    STEPS = "steps"
+    HOURS = "hours"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(evaluate)
+    app.command()(generate)
+    app.command()(plot)
+
+
+def evaluate(
+    run: Path = RUN,
+    file: str | None = typer.Option(None, help="Token file without .bin/.idx; default: the run's data.valid."),
+    stride: int | None = typer.Option(
+        None, min=1, help="Tokens that each window predicts; a smaller stride gives each token more context."
+    ),
+    step: int | None = STEP,
+    device: str = DEVICE,
+    linear_precision: str | None = typer.Option(
+        None, help="train.linear_precision of linear layers; default: as trained. The value `default`: without float8."
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """Print the loss of a trained model on a token file, and bits per byte if the size of the file's text is known.
+
+    Windows are model.sequence_length tokens long and predict each token of the file once.
+
+    Examples:
+
+      megascale evaluate runs/stdlib --file datasets/stdlib/valid
+
+      megascale evaluate runs/stdlib --stride 64
+
+      megascale evaluate runs/float8 --linear-precision default
+    """
+    from megascale import api
+
+    evaluation = api.evaluate(run, file, stride=stride, step=step, device=device, linear_precision=linear_precision)
+    if as_json:
+        print_json(asdict(evaluation))
+    else:
+        print_evaluation(evaluation)
+
+
+def print_evaluation(evaluation: Evaluation) -> None:
+    """Print the held-out loss, and general compressors for comparison if the text's size is known."""
+    console = make_console()
+    console.print(f"held-out loss {evaluation.loss:.4f} nats per token over {evaluation.tokens:,} tokens", markup=False)
+    if evaluation.bits_per_byte is None:
+        return
+    table = make_list("held-out text", "bits per byte")
+    table.add_row("this model", f"[bold]{evaluation.bits_per_byte:.3f}[/bold]")
+    if evaluation.compressed is not None:
+        table.add_row("zlib -9", f"{evaluation.compressed.zlib_bits_per_byte:.3f}")
+        table.add_row("xz -9e", f"{evaluation.compressed.xz_bits_per_byte:.3f}")
+    console.print(table)
+
+
+def generate(
+    run: Path = RUN,
+    prompt: str | None = typer.Option(None, help="Text to continue. [default: 'def']", show_default=False),
+    prompt_file: Path | None = typer.Option(None, help="File with the text to continue; - reads stdin."),
+    tokens: int = typer.Option(200, min=1, help="Longest continuation, in tokens."),
+    temperature: float = typer.Option(0.8, min=0, help="0 takes the most likely token each time."),
+    top_k: int = typer.Option(50, min=0, help="Draw among this many most likely tokens; 0: all."),
+    top_p: float = typer.Option(
+        1.0, min=0, max=1, help="Draw among the most likely tokens whose probabilities sum to this."
+    ),
+    repetition_penalty: float = typer.Option(
+        1.0, min=0.01, help="Above 1, tokens that occurred already become less likely."
+    ),
+    stop: list[str] = typer.Option([], help="End before this text; repeatable."),
+    seed: int = typer.Option(0, min=0, help="The same seed gives the same text."),
+    step: int | None = STEP,
+    device: str = DEVICE,
+    as_json: bool = JSON,
+) -> None:
+    """Continue a text with a trained model.
+
+    Ends after --tokens tokens, at the model's end of document, or before a --stop text.
+
+    Examples:
+
+      megascale generate runs/stdlib --prompt 'class Queue' --tokens 300 --seed 7
+
+      megascale generate runs/stdlib --prompt-file begun.py --temperature 0 --stop 'def '
+    """
+    from megascale import api
+
+    text = _read_prompt(prompt, prompt_file)
+    pieces = api.generate(
+        run,
+        text,
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop,
+        seed=seed,
+        step=step,
+        device=device,
+    )
+    if as_json:
+        print_json({"prompt": text, "text": "".join(pieces)})
+        return
+    first = next(pieces, "")  # errors are raised here, before anything is printed
+    typer.echo(text + first, nl=False)
+    for piece in pieces:
+        typer.echo(piece, nl=False)
+    typer.echo()
+
+
+def _read_prompt(text: str | None, file: Path | None) -> str:
+    if file is None:
+        return "def" if text is None else text
+    if text is not None:
+        raise ConfigError("both --prompt and --prompt-file are given; omit one")
+    from megascale.config.text_files import read_text
+
+    try:
+        if str(file) == "-":
+            return typer.get_text_stream("stdin", encoding="utf-8").read()
+        return read_text(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--prompt-file={file} cannot be read as text: {error}") from None
+
+
+def plot(
+    runs: list[Path] = typer.Argument(..., help="Run folders.", show_default=False),
+    out: Path = typer.Option(
+        Path("comparison.png"), "--out", "-o", help="Picture to write (.png, .svg, .pdf).", callback=check_picture
+    ),
+    x: _Axis = typer.Option(_Axis.TOKENS, "--x", help="Horizontal axis; hours count time in steps."),
+    smooth: float = typer.Option(
+        0.95, min=0, max=0.9999, help="Weight of the past in the average drawn over noisy curves; 0: no average."
+    ),
+) -> None:
+    """Draw loss, learning rate and gradient norm of one or more runs, finished or training.
+
+    Examples:
+
+      megascale plot runs/serial runs/parallel --out blocks.png
+
+      megascale plot runs/* --x hours --smooth 0.99
+    """
+    from megascale.observe.plots import plot_runs
+
+    def warn(text: str) -> None:
+        typer.secho(text, fg="yellow", err=True)
+
+    try:
+        picture = plot_runs(runs, out, x=x.value, smoothing=smooth, warn=warn)
+    except OSError as error:
+        raise ConfigError(f"--out={out} cannot be written: {error.strerror or error}") from None
+    typer.echo(f"wrote {picture}")
