@@ -103,7 +103,7 @@ def run(engine: Engine, step: int, more: bool = True, bad: bool = False) -> list
         engine.optimizer.states[0].shard.grads[0] = torch.nan
 
     def compare(_: int) -> None:
-        same.append(same_on_copies(engine, sum_bits(engine.data_parallel.weights_in_use())))
+        same.append(same_on_copies(engine, sum_bits(engine.data_parallel.compute_weights())))
 
     engine.before_update_hooks[:] = [compare, spoil] if bad else [compare]
     engine.start_gather()
@@ -134,7 +134,7 @@ def tell(rank: int, world: int, tree: dict[str, Any], gather: str, folder: Path)
     checkpoint.save(folder, 4, shards, {}, keep=1)
     numbers += run(engine, 5)
     with engine.loading_weights():  # the gather of the step before is under way
-        assert not any(engine.data_parallel.gathering(chunk) for chunk in range(len(engine.chunks)))
+        assert not any(engine.data_parallel.is_gathering(chunk) for chunk in range(len(engine.chunks)))
         checkpoint.load(folder, shards)
     sizes.gathers.clear()
     numbers += run(engine, 6, more=False)
@@ -186,7 +186,7 @@ def faulty(rank: int, world: int, tree: dict[str, Any], folder: Path, fault: str
     }
     owner, what, wrong = faults[fault]
     if fault == "bytes of the step before":
-        send = Float8Gather.send
+        send = Float8Gather.start_gather
 
         def late(self: Float8Gather, bucket: int) -> Pending:
             part = self._parts[bucket]

@@ -83,7 +83,7 @@ def agree_on_kernels(
     for shape in shapes:
         name = kind_choices.get(str(shape))
         if name is not None:
-            refusals[str(shape)] = chooser.refusal(name, shape, device)
+            refusals[str(shape)] = chooser.explain_refusal(name, shape, device)
     gathered = peers.gather((kind, refusals), tuple[str, dict[str, str | None]])
     lost = peers.share(_find_lost_kernels(gathered), Choices)
     measured: dict[str, Measurement] = {}
@@ -111,7 +111,7 @@ def _check_named_kernel(
     name: str, shapes: list[AttentionShape], device: torch.device, chooser: AttentionChooser
 ) -> None:
     for shape in shapes:
-        reason = chooser.refusal(name, shape, device)
+        reason = chooser.explain_refusal(name, shape, device)
         if reason:
             remedy = "" if "--kernels.attention=" in reason else "; set --kernels.attention=auto"
             raise ConfigError(f"attention {shape} cannot be computed by {name!r} on {device.type}: {reason}{remedy}")

@@ -22,9 +22,9 @@ from megascale.ops import launch, token_loss
 from megascale.ops.dispatch import Kernels
 from megascale.ops.known_amax import AmaxSlots
 from megascale.optim.optimizer import ShardedOptimizer
-from megascale.parallel.buffers import TIED, Axes, FlatChunk, FlatShard
+from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
-from megascale.parallel.chunk_runner import EagerChunks
+from megascale.parallel.chunk_runner import EagerRunner
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.parameters import initialise
@@ -49,7 +49,7 @@ def with_engine_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable
 
     @wraps(method)
     def run(engine: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
-        with engine.runtime.kernels.in_force():
+        with engine.runtime.kernels.as_current():
             return method(engine, *args, **kwargs)
 
     return run
@@ -133,7 +133,7 @@ class Engine:
 
         gathers_in_float8 = self._choose_gather_precision()
         self.chunks: list[Chunk] = []
-        self.flats: list[FlatChunk] = []
+        self.flats: list[ParamAndGradBuffer] = []
         self._make_chunks(coordinate.pipeline, axes)
         reduce_dtype = _REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         self.data_parallel = DataParallel(self.flats, config.overlap.data, reduce_dtype, gathers_in_float8)
@@ -159,7 +159,7 @@ class Engine:
         self.attention_choices = earlier_choices or {}
         if groups is not None or earlier_choices is not None:
             tensor_size = self.layout.grid.tensor
-            with runtime.kernels.in_force():
+            with runtime.kernels.as_current():
                 self.attention_choices, descriptions = agree_on_kernels(
                     config, tensor_size, self.dtype, self.device, earlier_choices, runtime.attention
                 )
@@ -202,7 +202,7 @@ class Engine:
             is_last = global_chunk == schedule.chunks - 1
             # On a single stage the embedding exists once: the first chunk's buffers hold it and its gradient.
             shares_embedding = config.model.tied_embeddings and grid.pipeline == 1 and number > 0 and is_last
-            with self.runtime.kernels.in_force():
+            with self.runtime.kernels.as_current():
                 chunk = Chunk(
                     config.model,
                     layers,
@@ -214,7 +214,7 @@ class Engine:
                     linear_precision=linear_precision,
                     embedding=self.chunks[0].token_embedding if shares_embedding else None,
                 )
-            flat = FlatChunk(
+            flat = ParamAndGradBuffer(
                 chunk, self.device, axes, config.parallel.zero, self.layout.bucket_elements, has_own_buckets
             )
             self.chunks.append(chunk)
@@ -222,9 +222,9 @@ class Engine:
             initialise(chunk, config.train.seed)
         tokens = config.model.sequence_length * config.train.micro_batch
         for chunk in self.chunks:
-            with self.runtime.kernels.in_force():
+            with self.runtime.kernels.as_current():
                 chunk.linears.check(chunk.matrices(), tokens, self.device)
-        if any(chunk.linears.wants_amaxes for chunk in self.chunks):
+        if any(chunk.linears.collects_amax for chunk in self.chunks):
             self.runtime.kernels.amaxes = AmaxSlots()
 
     def _make_optimizer(self, axes: Axes) -> ShardedOptimizer:
@@ -296,12 +296,12 @@ class Engine:
     def use_graphs(self, on: bool) -> None:
         """Replay CUDA graphs of the chunks from the next step on, or launch each operator."""
         if self.graphs is not None:
-            self.graphs.use(on)
+            self.graphs.set_enabled(on)
 
     def run_gemms_on_side_stream(self, on: bool) -> None:
         """Run independent GEMMs on two streams from the next step on, or one after another."""
         if self.graphs is not None:
-            self.graphs.forget()
+            self.graphs.clear()
         self.runtime.use_side_stream(on, self.device)
         if self.tensor.exchange is not None:
             self.tensor.exchange.on_side_stream = on
@@ -309,7 +309,7 @@ class Engine:
     def set_recompute(self, mode: str) -> None:
         """Let backward recompute the activations that parallel.recompute=`mode` names, from the next step on."""
         if self.graphs is not None:
-            self.graphs.forget()
+            self.graphs.clear()
         for chunk in self.chunks:
             chunk.recompute = mode
             for block in chunk.blocks:
@@ -333,7 +333,7 @@ class Engine:
                 x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
             y = self._run_chunk(number, (x, tokens), context)
             if self.data_parallel.pool is not None:
-                self.data_parallel.arm(number)  # a buffer of the pool is reduced before its next use
+                self.data_parallel.arm_reductions(number)  # a buffer of the pool is reduced before its next use
             self.data_parallel.begin_backward(number)
             torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
             self.data_parallel.end_backward(number)
@@ -347,7 +347,7 @@ class Engine:
         """Begin the schedule's first gather. Call it before the batch is read, so that both overlap."""
         recorder, chunk = self.runtime.recorder, self.pipeline.first_gather
         recorder.begin(SpanKind.GATHER_PARAMS, chunk)
-        self.data_parallel.gather(chunk)
+        self.data_parallel.start_gather(chunk)
         recorder.end()
 
     @with_engine_kernels
@@ -397,7 +397,7 @@ class Engine:
             chunk.linears.count_casts(count_casts)
         self.data_parallel.begin_step()
         if self.graphs is None:
-            chunks = EagerChunks(self._forward)
+            chunks = EagerRunner(self._forward)
         else:
             runs_eagerly = count_casts or self.backward_in_own_thread
             chunks = self.graphs.begin_step(self._forward, self._take_inputs, eagerly=runs_eagerly)
@@ -474,7 +474,7 @@ class Engine:
         if loss is not None and self.tensor.rank == 0:
             scalars[0] += loss
         for chunk in self.chunks:
-            counts = chunk.linears.counted()
+            counts = chunk.linears.cast_counts()
             if counts is not None:
                 scalars[2:5] += counts
         for index, number in enumerate(read_checksum, 5):
@@ -487,7 +487,7 @@ class Engine:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Update the weights. Return the gradient's norm and `scalars` summed over all ranks."""
         self._mark_weights_changed()  # frees casts of the weights before the update needs memory
-        self.data_parallel.parameters_change()
+        self.data_parallel.invalidate_gathered()
         on_updated: Callable[[FlatShard], None] = lambda shard: None
         if has_next_step:
             # The next step's schedule begins with a gather. It is armed now, and its buckets leave as they are updated.
@@ -516,18 +516,18 @@ class Engine:
         No gather is under way when the body begins. A gather would end while the weights are filled. Where master
         weights and weights in use share memory (float64, float32), gloo would then write this rank's old part again.
         """
-        self.data_parallel.parameters_change()
+        self.data_parallel.invalidate_gathered()
         yield
         self.optimizer.copy_to_params()
         self._mark_weights_changed()
 
     def _mark_weights_changed(self) -> None:
         for chunk in self.chunks:
-            chunk.linears.weights_changed()
+            chunk.linears.invalidate_weights()
 
     def gather_parameters(self) -> None:
         """Make all parameters complete on this rank. Call it before anything but a training step reads them."""
-        self.data_parallel.complete()
+        self.data_parallel.gather_full_parameters()
 
     @torch.no_grad()
     @with_engine_kernels

@@ -12,7 +12,7 @@ from megascale.core.spans import SpanAxis
 from megascale.errors import ConfigError
 from megascale.parallel import symmetric
 from megascale.parallel.buffers import Axes
-from megascale.parallel.collectives import ALONE, Axis
+from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.pipeline import P2PStream, P2PStreams
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
@@ -36,7 +36,7 @@ def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, rank: int
     grid, parallel = layout.grid, layout.config.parallel
     coordinate = grid.coordinate(rank)
     is_first, is_last = coordinate.pipeline == 0, coordinate.pipeline == grid.pipeline - 1
-    stage, tied = tensor, ALONE
+    stage, tied = tensor, SINGLE_RANK
     if parallel.zero:  # without ZeRO the tensor-parallel ranks of one replica hold all shards of the stage
         stage_ranks = list(grid.group(("tensor", "data"), rank))
         stage = make_axis(runtime, groups, "stage", len(stage_ranks), stage_ranks.index(rank))
@@ -66,7 +66,7 @@ def choose_tensor_overlap(
     model, train = config.model, config.train
     element_bytes = torch.empty(0, dtype=dtype).element_size()
     part_bytes = model.sequence_length // axis.size * train.micro_batch * model.hidden * element_bytes
-    exchange = symmetric.prepare(axis, part_bytes, device, config.gemms_on_side_stream)
+    exchange = symmetric.make_exchange(axis, part_bytes, device, config.gemms_on_side_stream)
     if isinstance(exchange, symmetric.Exchange):
         return replace(axis, overlap="fused", exchange=exchange), {"tensor overlap": "fused"}
     reason = exchange

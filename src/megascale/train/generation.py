@@ -76,7 +76,7 @@ def generate_tokens(
     penalty = sampling.repetition_penalty
     for _ in range(count):
         has_occurred[new_tokens] = True
-        with chunk.axis.runtime.kernels.in_force():
+        with chunk.axis.runtime.kernels.as_current():
             hidden = chunk(new_tokens[:, None], None, ForwardContext(cache=cache))
         cache.length += len(new_tokens)
         logits = chunk.logits(hidden[-1:])[0, 0]

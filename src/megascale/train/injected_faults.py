@@ -121,7 +121,7 @@ class FaultInjector:
     def _flip_weight(self, fault: dict[str, Any]) -> None:
         """Flip the highest mantissa bit of one weight: of the master weights at rest, or of the copy in use."""
         if fault.get("copy"):
-            self._run_before_update(lambda: _flip_bit(next(self.engine.data_parallel.weights_in_use())))
+            self._run_before_update(lambda: _flip_bit(next(self.engine.data_parallel.compute_weights())))
         else:
             _flip_bit(self.engine.optimizer.states[0].master)
 
@@ -161,7 +161,7 @@ class FaultInjector:
         for chunk in self.engine.chunks:
             chunk.register_forward_hook(compute)
         if self.engine.graphs is not None:
-            self.engine.graphs.forget()  # graphs captured earlier lack these GEMMs
+            self.engine.graphs.clear()  # graphs captured earlier lack these GEMMs
 
     def _half_checkpoint(self, fault: dict[str, Any]) -> None:
         """Die in the middle of the next save, at the first fsync of a file.

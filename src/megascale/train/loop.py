@@ -422,8 +422,8 @@ class Trainer:
         self._read_pending_step()
         if not self._has_reported_active:
             self._report_active()
-        if self.engine.graphs is not None and self.engine.graphs.failed:
-            self._report_failed_graphs(self.engine.graphs.failed)
+        if self.engine.graphs is not None and self.engine.graphs.failure:
+            self._report_failed_graphs(self.engine.graphs.failure)
         if self.garbage.is_due(step):
             self._collect_garbage(step)
         self._pend_step(step, rate, result)

@@ -59,7 +59,7 @@ class WeightWatch:
         if self._master_sums is not None:
             self._has_changed = (sum_bits(self._list_masters()) != self._master_sums).any()
         if (step - 1) % self.interval == 0:
-            self._sums_in_use = (step - 1, sum_bits(self.engine.data_parallel.weights_in_use()))
+            self._sums_in_use = (step - 1, sum_bits(self.engine.data_parallel.compute_weights()))
 
     def _after_update(self, step: int) -> None:
         self._master_sums = sum_bits(self._list_masters())
