@@ -133,14 +133,14 @@ def measure(
     from rich.progress import Progress
 
     from megascale.bench.train import gemm_rate
-    from megascale.bench.training_runs import join, machine, random_rows
+    from megascale.bench.training_runs import describe_machine, join_groups, random_rows
     from megascale.core.flops import CONVENTION, device_peak, mfu
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
     from megascale.train.garbage_collection import Garbage
 
-    place, groups = join(config)
+    place, groups = join_groups(config)
     cuda = place.device.type == "cuda"
     engine = Engine(lay_out(config, place.world), groups, place.device)
     model, train = config.model, config.train
@@ -190,7 +190,7 @@ def measure(
         shutdown(groups)
     if place.rank:
         return None
-    about = machine(config)
+    about = describe_machine(config)
     peak = config.observe.peak_tflops or device_peak(about["device"])
     tokens = train.global_batch * model.sequence_length
 

@@ -123,9 +123,9 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
 
     import torch
 
-    from megascale.bench.training_runs import machine
+    from megascale.bench.training_runs import describe_machine
     from megascale.parallel import symmetric
-    from megascale.parallel.collectives import ALONE, Axis
+    from megascale.parallel.collectives import SINGLE_RANK, Axis
     from megascale.rendezvous.groups import shutdown
     from megascale.rendezvous.start_job import initialise
     from megascale.train.engine import DTYPES
@@ -139,7 +139,7 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
     part = rows // axis.size * model.hidden * torch.empty(0, dtype=dtype).element_size()
     found_exchange = symmetric.prepare(axis, part, place.device)
     why_not = found_exchange if isinstance(found_exchange, str) else None
-    ways = {"alone": ALONE} | {way: replace(axis, overlap=way) for way in WAYS if way != "fused"}
+    ways = {"alone": SINGLE_RANK} | {way: replace(axis, overlap=way) for way in WAYS if way != "fused"}
     if not isinstance(found_exchange, str):
         ways["fused"] = replace(axis, overlap="fused", exchange=found_exchange)
     found = []
@@ -170,7 +170,7 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
         return None
     return {
         "date": date.today().isoformat(),
-        **machine(config),
+        **describe_machine(config),
         "preset": model.preset,
         "tensor": axis.size,
         "micro_batch": config.train.micro_batch,

@@ -103,7 +103,7 @@ def run(engine: Engine, step: int, more: bool = True, bad: bool = False) -> list
         engine.optimizer.states[0].shard.grads[0] = torch.nan
 
     def compare(_: int) -> None:
-        same.append(same_on_copies(engine, bit_sums(engine.data.weights_in_use())))
+        same.append(same_on_copies(engine, bit_sums(engine.data.compute_weights())))
 
     engine.before_update[:] = [compare, spoil] if bad else [compare]
     engine.start_gather()
@@ -134,7 +134,7 @@ def tell(rank: int, world: int, tree: dict[str, Any], gather: str, folder: Path)
     checkpoint.save(folder, 4, shards, {}, keep=1)
     numbers += run(engine, 5)
     with engine.loading():  # the gather of the step before is under way
-        assert not any(engine.data.gathering(chunk) for chunk in range(len(engine.chunks)))
+        assert not any(engine.data.is_gathering(chunk) for chunk in range(len(engine.chunks)))
         checkpoint.load(folder, shards)
     sizes.gathers.clear()
     numbers += run(engine, 6, more=False)
@@ -181,19 +181,19 @@ DATA = LAYOUTS["data"]
 def faulty(rank: int, world: int, tree: dict[str, Any], folder: Path, fault: str) -> Story:
     faults = {
         "scales of own parts": (float8_gather, "all_reduce", lambda x, axis, op: Pending(x)),
-        "bytes of the step before": (Float8Gather, "outdated", lambda self: None),
+        "bytes of the step before": (Float8Gather, "invalidate", lambda self: None),
         "never sent": (float8_gather, "all_gather_into", lambda whole, part, axis: Pending(whole)),
     }
     owner, what, wrong = faults[fault]
     if fault == "bytes of the step before":
-        send = Float8Gather.send
+        send = Float8Gather.start_gather
 
         def late(self: Float8Gather, bucket: int) -> Pending:
             part = self._parts[bucket]
             first = not part.bytes.any()
             return send(self, bucket) if first else Pending(part.bytes)
 
-        with mock.patch.object(Float8Gather, "send", late), mock.patch.object(owner, what, wrong):
+        with mock.patch.object(Float8Gather, "start_gather", late), mock.patch.object(owner, what, wrong):
             return tell(rank, world, tree, "float8", folder)
     with mock.patch.object(owner, what, wrong):
         return tell(rank, world, tree, "float8", folder)

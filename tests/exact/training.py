@@ -56,7 +56,7 @@ class Told:
     active: dict[str, str] = field(default_factory=dict)
 
 
-class Late(side_stream.InOrder):
+class Late(side_stream.InlineStream):
     """Runs works as late as a side stream may: when gradients are read, or when two others were asked for since."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Late(side_stream.InOrder):
 @contextmanager
 def late_gemms() -> Iterator[None]:
     """GEMMs on the side stream run as late as they may."""
-    with mock.patch.object(side_stream, "InOrder", Late):
+    with mock.patch.object(side_stream, "InlineStream", Late):
         yield
 
 
@@ -147,8 +147,8 @@ def run_step(engine: Engine, step: int, told: Told) -> None:
     result = engine.step(batch, step, learning_rate(config.lr, step, STEPS), more=step < STEPS)
     data = engine.data
     # What the next step needs first is on its way by now, and nothing is after the last.
-    moves = data.overlap and data.flats[0].zero > 0 and engine.layout.grid.data > 1
-    assert data.gathering(0) == (step < STEPS and moves)
+    moves = data.overlap and data.buffers[0].zero > 0 and engine.layout.grid.data > 1
+    assert data.is_gathering(0) == (step < STEPS and moves)
     told.losses.append(float(result.loss))
     told.norms.append(float(result.grad_norm))
 

@@ -22,7 +22,7 @@ from megascale.ops.gradient_sink import GradientSink
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel import linear
 from megascale.parallel.collectives import all_reduce
-from megascale.parallel.linear import PLAIN, LinearPrecision
+from megascale.parallel.linear import DEFAULT_PRECISION, LinearPrecision
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear, RowLinear
 
@@ -112,7 +112,7 @@ def gather_keeps(model: ModelConfig) -> list[Kept]:
 
 
 class EightBit(LinearPrecision):
-    """Operands of eight bits with one scale, agreed over the tensor axis: a matrix travels as its bytes.
+    """Operands of eight bits with one scale, agreed over the tensor axis: a matrix for_gather as its bytes.
 
     Attributes:
         calls: how often each GEMM was made.
@@ -125,7 +125,7 @@ class EightBit(LinearPrecision):
     @property
     def logits(self) -> Gemms:
         """The vocabulary's matrix stays as it is."""
-        return PLAIN
+        return DEFAULT_PRECISION
 
     def _cast(self, x: Tensor) -> Operand:
         scale = all_reduce(x.detach().abs().amax(), self.axis, torch.distributed.ReduceOp.MAX).wait() / 127
@@ -135,12 +135,12 @@ class EightBit(LinearPrecision):
         self.sent.add(x[0].dtype)
         return x[0] * x[1]
 
-    def input(self, x: Tensor, weight: Tensor, given: Any = None, travels: bool = False) -> Operand:
+    def prepare_input(self, x: Tensor, weight: Tensor, amax: Any = None, for_gather: bool = False) -> Operand:
         """See Gemms."""
         self.calls["input"] += 1
         return self._cast(x)
 
-    def gradient(self, dy: Tensor, weight: Tensor, travels: bool = False) -> Operand:
+    def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
         """See Gemms."""
         self.calls["gradient"] += 1
         return self._cast(dy)
@@ -157,10 +157,10 @@ class EightBit(LinearPrecision):
         self.calls["dgrad"] += 1
         return super().dgrad((self._wide(dy),), weight, out, add)
 
-    def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+    def accumulate_wgrad(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""
         self.calls["wgrad"] += 1
-        super().accumulate(main, (self._wide(dy),), (self._wide(x),), overwrite)
+        super().accumulate_wgrad(main, (self._wide(dy),), (self._wide(x),), overwrite)
 
 
 class Deferred(LinearPrecision):
@@ -172,7 +172,7 @@ class Deferred(LinearPrecision):
 
     most = 0
 
-    def __init__(self, axis: Any = PLAIN.axis) -> None:
+    def __init__(self, axis: Any = DEFAULT_PRECISION.axis) -> None:
         super().__init__(axis)
         self._later: list[Callable[[], None]] = []
 

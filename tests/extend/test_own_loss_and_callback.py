@@ -35,7 +35,7 @@ def smoothed(logits: TokenLogits) -> torch.Tensor:
     """Label smoothing of 0.1 and a penalty on the normaliser (Szegedy et al. 2016; Chowdhery et al. 2022)."""
     lse = logits.log_sum_exp()
     mean = logits.sum(logits.values) / 21
-    return lse - 0.9 * logits.of_targets() - 0.1 * mean + 0.05 * lse**2
+    return lse - 0.9 * logits.target_logits() - 0.1 * mean + 0.05 * lse**2
 
 
 register("smoothed", smoothed)

@@ -22,7 +22,7 @@ from megascale.config.registry import Registry
 from megascale.ops import dispatch
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.gradient_sink import tracked
-from megascale.ops.known_amax import as_integers, collect, magnitudes, slot_for, tell
+from megascale.ops.known_amax import as_int32, attach_amax, magnitudes, new_slot, update_amax
 from megascale.ops.reduce import accumulate_gradients, add_parts, flat_rows, split_rows
 
 Approximate = Literal["none", "tanh"]
@@ -123,7 +123,7 @@ def _gelu_kernel(
         if AMAX:
             most = tl.maximum(most, magnitudes(value, inside, out_ptr.dtype.element_ty))
     if AMAX:
-        collect(amax_ptr, most)
+        update_amax(amax_ptr, most)
     if BACKWARD and HAS_BIAS:
         tl.store(part_ptr + tl.program_id(1) * width + column, tl.sum(d_bias, 0), mask=column < width)
 
@@ -194,7 +194,7 @@ def _swiglu_kernel(
             if AMAX:
                 most = tl.maximum(most, magnitudes(value, inside, out_ptr.dtype.element_ty))
     if AMAX:
-        collect(amax_ptr, most)
+        update_amax(amax_ptr, most)
     if BACKWARD and HAS_BIAS:
         to = part_ptr + tl.program_id(1) * 2 * width + column
         tl.store(to, tl.sum(d_bias_g, 0), mask=column < width)
@@ -231,7 +231,7 @@ def _run(
     if bias is not None and dy_TF is not None:
         partial = torch.empty((parts, x_TF.shape[1]), dtype=torch.float32, device=x_TF.device)
     kernel[(columns, parts)](
-        *(x_TF, bias, dy_TF, out_TF, recompute, partial, as_integers(amax), T, width, x_TF.stride(0)),
+        *(x_TF, bias, dy_TF, out_TF, recompute, partial, as_int32(amax), T, width, x_TF.stride(0)),
         *(0 if dy_TF is None else dy_TF.stride(0), out_TF.stride(0), a_part),
         HAS_BIAS=bias is not None,
         ADDED=added,
@@ -373,18 +373,18 @@ class _Activation(torch.autograd.Function):
         ctx.shape = x.shape
         width = x.shape[-1] // 2 if ACTIVATIONS[kind].gated else x.shape[-1]
         y = torch.empty((flat.shape[0], width), dtype=x.dtype, device=x.device)
-        amax = slot_for(x)
+        amax = new_slot(x)
         run_activation(kind, flat, bias, None, y, added, amax=amax)
-        return tell(y.view(*x.shape[:-1], width), amax)
+        return attach_amax(y.view(*x.shape[:-1], width), amax)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (flat,) = ctx.saved_tensors
         bias, kind, added = ctx.told
         dx = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
-        amax = slot_for(dy)
+        amax = new_slot(dy)
         d_bias = run_activation(kind, flat, bias, flat_rows(dy), dx, added, amax=amax)
-        return tell(dx.view(ctx.shape), amax), d_bias, None
+        return attach_amax(dx.view(ctx.shape), amax), d_bias, None
 
 
 def activate(kind: str, x: Tensor, bias: Tensor | None = None, added: bool = False) -> Tensor:

@@ -167,12 +167,12 @@ class AttentionChooser:
             dispatch.note(f"attention {shape}", str(self.choices[shape]))
         return self.choices[shape].name
 
-    def adopt(self, shape: AttentionShape, name: str, why: str = "") -> None:
+    def adopt(self, shape: AttentionShape, name: str, reason: str = "") -> None:
         """Take what all ranks have agreed on, so that they run the same kernel; `why` is for people."""
         self.choices[shape] = AttentionChoice(name)
-        dispatch.note(f"attention {shape}", f"{name} ({why})" if why else name)
+        dispatch.note(f"attention {shape}", f"{name} ({reason})" if reason else name)
 
-    def refusal(self, name: str, shape: AttentionShape, device: torch.device) -> str:
+    def explain_refusal(self, name: str, shape: AttentionShape, device: torch.device) -> str:
         """Why a backend cannot run a shape on this process's device; "" if it can."""
         if name == "sdpa":
             return ""

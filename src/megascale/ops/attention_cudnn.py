@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops import dispatch
-from megascale.ops.rope import empty_gradients
+from megascale.ops.rope import allocate_qkv_gradients
 
 # Names of a graph's tensors; cuDNN knows them by number.
 UIDS = {name: number for number, name in enumerate(("q", "k", "v", "o", "stats", "d_o", "d_q", "d_k", "d_v"), start=1)}
@@ -176,7 +176,7 @@ class _CudnnAttention(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, stats = ctx.saved_tensors
         d_out = upstream[0].contiguous().view(q.shape)
-        grads = empty_gradients(q, k)
+        grads = allocate_qkv_gradients(q, k)
         plan = _plan(True, (q, k, v, out, *grads), ctx.window, ctx.deterministic)
         plan.run(q=q, k=k, v=v, o=out, d_o=d_out, stats=stats, **dict(zip(("d_q", "d_k", "d_v"), grads, strict=True)))
         return *grads, None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops import dispatch
-from megascale.ops.rope import empty_gradients
+from megascale.ops.rope import allocate_qkv_gradients
 
 
 @functools.cache
@@ -51,7 +51,7 @@ class _FlashAttention4(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         d_out = upstream[0].contiguous().view(q.shape)
-        grads = empty_gradients(q, k)
+        grads = allocate_qkv_gradients(q, k)
         given = dict(zip(("dq", "dk", "dv"), _batch_first(*grads), strict=True))
         given |= {**_mask(ctx.window), "deterministic": ctx.deterministic}
         _library()._flash_attn_bwd(*_batch_first(q, k, v, out, d_out), lse, **given)

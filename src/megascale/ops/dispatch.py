@@ -47,7 +47,7 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     is never called."""
     if function is None:
         return lambda f: jit(f, **options)
-    return launch.quick(triton.jit(function, **options)) if HAVE_TRITON else function
+    return launch.wrap(triton.jit(function, **options)) if HAVE_TRITON else function
 
 
 def cdiv(a: int, b: int) -> int:
@@ -135,7 +135,7 @@ class Kernels:
         return dict(sorted(self.choices.items()))
 
     @contextmanager
-    def in_force(self) -> Iterator[None]:
+    def as_current(self) -> Iterator[None]:
         """Within, operators that this thread calls ask these. Those of torch are told whether to be deterministic, in
         all threads: backward may run in another."""
         before = CURRENT.set(self)

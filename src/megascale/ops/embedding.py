@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops.dispatch import cdiv, jit, tl, use_fused
-from megascale.ops.gradient_sink import main_of, sink_of
+from megascale.ops.gradient_sink import main_grad_of, sink_of
 
 RUN = 16  # places that one program sums
 BLOCK_COLUMNS = 512
@@ -95,12 +95,12 @@ def add_rows(main_VH: Tensor, tokens_T: Tensor, dy_TH: Tensor) -> None:
     _long_runs_kernel[grid](main_VH, partial, *rest, RUN=RUN, BLOCK_C=BLOCK_COLUMNS)
 
 
-def embedding_reference(tokens: Tensor, weight: Tensor, mine: Tensor | None = None) -> Tensor:
+def embedding_reference(tokens: Tensor, weight: Tensor, is_local: Tensor | None = None) -> Tensor:
     """Rows of weight for tokens; zeros where `mine` says that the token is not among them."""
-    if mine is None:
+    if is_local is None:
         return torch.nn.functional.embedding(tokens, weight)
-    found = torch.nn.functional.embedding(torch.where(mine, tokens, 0), weight)
-    return found * mine[..., None].to(found.dtype)
+    found = torch.nn.functional.embedding(torch.where(is_local, tokens, 0), weight)
+    return found * is_local[..., None].to(found.dtype)
 
 
 @torch_private.called_directly
@@ -117,18 +117,18 @@ class _Embedding(torch.autograd.Function):
         dy = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
         sink = sink_of(ctx.weight)
         assert sink is not None
-        add_rows(sink.main, tokens.reshape(-1), dy)
+        add_rows(sink.main_grad, tokens.reshape(-1), dy)
         sink.ready()
         return None, None, None
 
 
-def embedding(tokens: Tensor, weight: Tensor, mine: Tensor | None = None) -> Tensor:
+def embedding(tokens: Tensor, weight: Tensor, is_local: Tensor | None = None) -> Tensor:
     """Rows of weight [V, H] for tokens [...]: [..., H], zeros where `mine` [...] is false (a row of another rank).
 
     The gradient is added to the weight's sink where it has one.
     """
-    main = main_of(weight)
+    main = main_grad_of(weight)
     straight = main is not None and main.dtype == torch.float32 and main.is_contiguous()
     if tokens.numel() and straight and torch.is_grad_enabled() and use_fused("embedding", weight):
-        return _Embedding.apply(tokens, weight, mine)  # type: ignore[no-any-return]
-    return embedding_reference(tokens, weight, mine)
+        return _Embedding.apply(tokens, weight, is_local)  # type: ignore[no-any-return]
+    return embedding_reference(tokens, weight, is_local)

@@ -23,10 +23,10 @@ from megascale.ops.activation import (
     fuses,
     run_activation,
 )
-from megascale.ops.gradient_sink import main_of, sink_of, tracked
-from megascale.ops.known_amax import slot_for, tell
+from megascale.ops.gradient_sink import main_grad_of, sink_of, tracked
+from megascale.ops.known_amax import attach_amax, new_slot
 from megascale.ops.reduce import column_sum, flat_rows
-from megascale.ops.rope import check_tables, gather_gradients, rotate_parts, split_qkv_reference
+from megascale.ops.rope import check_tables, rotate_gradients, rotate_parts, split_qkv_reference
 
 
 def split_fused_projection_reference(
@@ -61,7 +61,7 @@ class _FusedGradient:
         if self.whole is None:
             self.whole = torch.empty(self.shape, dtype=like.dtype, device=like.device)
             if self.bias is not None:
-                main = main_of(self.bias)
+                main = main_grad_of(self.bias)
                 self.total = torch.zeros_like(self.bias, dtype=torch.float32) if main is None else main
         return self.whole
 
@@ -113,10 +113,10 @@ class _SplitFusedProjection(torch.autograd.Function):
             return *parts, fused_SBC[..., gradient.width :]
         columns = x_TF.shape[1] // 2 if ACTIVATIONS[activation].gated else x_TF.shape[1]
         y = torch.empty((*fused_SBC.shape[:2], columns), dtype=fused_SBC.dtype, device=fused_SBC.device)
-        amax = slot_for(fused_SBC)
+        amax = new_slot(fused_SBC)
         run_activation(activation, x_TF, mlp_bias, None, y.flatten(0, 1), amax=amax)
         ctx.save_for_backward(x_TF, cos, sin)
-        return *parts, tell(y, amax)
+        return *parts, attach_amax(y, amax)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -130,7 +130,7 @@ class _SplitFusedProjection(torch.autograd.Function):
             "the activation's reader changed"
         )
         d_qkv = d_fused[..., :width].unflatten(-1, (-1, ctx.head_size))
-        gather_gradients(grads[:3], d_qkv, (cos, sin), ctx.interleaved)
+        rotate_gradients(grads[:3], d_qkv, (cos, sin), ctx.interleaved)
         total, gradient.whole, gradient.total = gradient.total, None, None
         d_bias = None
         if bias is not None:

@@ -35,20 +35,20 @@ class AmaxSlots:
         return self._pool[self._next - 1, 0]
 
 
-def slot_for(x: Tensor) -> Tensor | None:
+def new_slot(x: Tensor) -> Tensor | None:
     """Where an operator collects what it makes on x's device; None if nobody wants it."""
     slots = CURRENT.get().amaxes
     return None if slots is None else slots.take(x.device)
 
 
-def tell(x: Tensor, amax: Tensor | None) -> Tensor:
+def attach_amax(x: Tensor, amax: Tensor | None) -> Tensor:
     """x, known to have this largest magnitude."""
     if amax is not None:
         x.known_amax = amax, x._version  # type: ignore[attr-defined]
     return x
 
 
-def known(x: Tensor) -> Tensor | None:
+def attached_amax(x: Tensor) -> Tensor | None:
     """The largest magnitude of x, float32 [], NaN if x has one; None where its maker did not collect it."""
     amax, version = getattr(x, "known_amax", (None, 0))
     return amax if amax is not None and version == x._version else None
@@ -62,13 +62,13 @@ def magnitudes(x, inside, like: tl.constexpr):
 
 
 @jit
-def collect(amax_ptr, most):
+def update_amax(amax_ptr, most):
     """The largest of `most` into amax_ptr (as int32), where it is larger than what is there."""
     found = tl.max(most)
     # What was there may be old, but it only grows: few programs have anything to add.
     tl.atomic_max(amax_ptr, found, mask=found > tl.load(amax_ptr), sem="relaxed")
 
 
-def as_integers(amax: Tensor | None) -> Tensor | None:
+def as_int32(amax: Tensor | None) -> Tensor | None:
     """For `collect`: float32 maxima would lose NaN."""
     return None if amax is None else amax.view(torch.int32)

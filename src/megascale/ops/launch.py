@@ -34,8 +34,8 @@ except ImportError:  # a CPU-only installation, or a Triton from before the rele
 
 TESTED = ((3, 6), (3, 9))  # first and last
 # Whether launches go round Triton's launcher too (`straight`); a way out for a Triton in which that goes wrong.
-STRAIGHT = os.environ.get("MEGASCALE_STRAIGHT_LAUNCHES", "1") != "0"
-MOST = 4096  # keys of launches of the same types: lengths of prompts are endless
+DIRECT_LAUNCHES = os.environ.get("MEGASCALE_STRAIGHT_LAUNCHES", "1") != "0"
+MAX_KEYS = 4096  # keys of launches of the same types: lengths of prompts are endless
 _ONES = ((), (1, 1), (1,), ())
 
 
@@ -45,11 +45,11 @@ def describe() -> str:
     return (
         f"each by Triton ({why})"
         if why
-        else f"by key, of what Triton compiled{', round its launcher' if STRAIGHT else ''}"
+        else f"by key, of what Triton compiled{', round its launcher' if DIRECT_LAUNCHES else ''}"
     )
 
 
-def prepare_forks() -> None:
+def warm_up_forks() -> None:
     """Have Triton work out now what each process would before its first kernel, for processes that are forked from this
     one: the hash of all of its files, half a second and more."""
     if not _why_not():
@@ -85,14 +85,14 @@ def _unknown() -> str:
     return ""
 
 
-def quick(function: Any) -> Any:
+def wrap(function: Any) -> Any:
     """A function that `triton.jit` made, launched by key where that can be."""
     if type(function) is JITFunction and not _why_not():
-        make_quick(function)
+        convert(function)
     return function
 
 
-def make_quick(function: Any) -> None:
+def convert(function: Any) -> None:
     """Let `function` be a Kernel; to Triton it stays what it is, and other kernels may call it."""
     function.__class__ = Kernel
     function.forms = {}
@@ -105,8 +105,8 @@ Found = tuple[Any, tuple[Any, ...], tuple[Any, ...], bool]
 Form = Callable[[tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
 
-def make_form(
-    parameters: Sequence[Any], types: tuple[type, ...], known: dict[Any, Found], first: Callable[..., None]
+def make_launcher(
+    parameters: Sequence[Any], types: tuple[type, ...], calls: dict[Any, Found], call_first: Callable[..., None]
 ) -> Form:
     """How launches whose positional arguments have these types go, as code without a loop: it runs at each.
 
@@ -150,8 +150,8 @@ def make_form(
     names: dict[str, Any] = {
         "current_device": torch_private.current_device,
         "stream": torch_private.current_raw_stream,
-        "known": known,
-        "first": first,
+        "known": calls,
+        "first": call_first,
         "ones": _ONES,
     }
     exec("def form(grid, arguments, meta):\n    " + "\n    ".join(lines), names)
@@ -159,7 +159,7 @@ def make_form(
     return made
 
 
-def straight(compiled: Any, count: int) -> tuple[Any, tuple[Any, ...], bool] | None:
+def find_direct_call(compiled: Any, count: int) -> tuple[Any, tuple[Any, ...], bool] | None:
     """How a compiled kernel of `count` arguments is launched: a function, what it takes between stream and arguments,
     and whether it takes these as one tuple. None if this is no kernel that can be.
 
@@ -172,7 +172,7 @@ def straight(compiled: Any, count: int) -> tuple[Any, tuple[Any, ...], bool] | N
         return None
     launcher, *before = parts
     usual = launcher, (*before, None, None, None), False
-    if not STRAIGHT:
+    if not DIRECT_LAUNCHES:
         return usual
     sizes = [getattr(launcher, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
     if sizes != [0, 0] or getattr(launcher, "gsan_enabled", False) or not callable(getattr(launcher, "launch", None)):
@@ -220,7 +220,7 @@ class Kernel(JITFunction):  # type: ignore[misc, valid-type]
     def _form(self, types: tuple[type, ...]) -> Form | None:
         known: dict[Any, Found] = {}
         try:
-            self.forms[types] = make_form(self.params, types, known, partial(self._first, known))
+            self.forms[types] = make_launcher(self.params, types, known, partial(self._first, known))
         except TypeError:
             self.forms[types] = None
         return self.forms[types]
@@ -241,10 +241,10 @@ class Kernel(JITFunction):  # type: ignore[misc, valid-type]
             return  # a value that no key has
         if any(isinstance(one, Tensor) and one.get_device() != device for one in arguments):
             return
-        way = straight(compiled, len(self.params))
+        way = find_direct_call(compiled, len(self.params))
         if way is None:
             return
-        if len(known) >= MOST:
+        if len(known) >= MAX_KEYS:
             known.clear()
         run, between, packed = way
         known[key] = run, between, tuple(meta.get(one.name, one.default) for one in rest), packed

@@ -70,12 +70,12 @@ class Gemms(Protocol):
     `out`, where given, is filled (or, with `add`, added to) and returned, flattened to rows.
     """
 
-    def input(self, x: Tensor, weight: Tensor, given: Any = None, travels: bool = False) -> Operand:
+    def prepare_input(self, x: Tensor, weight: Tensor, amax: Any = None, for_gather: bool = False) -> Operand:
         """x as `forward` and `accumulate` read it. given: what x's producer knows of it, such as its amax. travels:
         it is a part of what tensor-parallel ranks gather."""
         ...
 
-    def gradient(self, dy: Tensor, weight: Tensor, travels: bool = False) -> Operand:
+    def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
         """dy as `dgrad` and `accumulate` read it."""
         ...
 
@@ -89,7 +89,7 @@ class Gemms(Protocol):
         """dy @ weight."""
         ...
 
-    def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+    def accumulate_wgrad(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """wgrad: dy.T @ x is added to main [O, I], float32 or wider, or written there, whatever it holds."""
         ...
 
@@ -97,11 +97,11 @@ class Gemms(Protocol):
 class ComputeType:
     """GEMMs in the type of their inputs."""
 
-    def input(self, x: Tensor, weight: Tensor, given: Any = None, travels: bool = False) -> Operand:
+    def prepare_input(self, x: Tensor, weight: Tensor, amax: Any = None, for_gather: bool = False) -> Operand:
         """See Gemms."""
         return (x,)
 
-    def gradient(self, dy: Tensor, weight: Tensor, travels: bool = False) -> Operand:
+    def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
         """See Gemms."""
         return (dy,)
 
@@ -125,7 +125,7 @@ class ComputeType:
         out, rows = flat(out), flat(dy[0])
         return out.addmm_(rows, weight) if add else torch.mm(rows, weight, out=out)
 
-    def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+    def accumulate_wgrad(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""
         accumulate_mm(main, flat(dy[0]).t(), flat(x[0]), overwrite)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from megascale import torch_private
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.gradient_sink import tracked
-from megascale.ops.known_amax import as_integers, collect, magnitudes, slot_for, tell
+from megascale.ops.known_amax import as_int32, attach_amax, magnitudes, new_slot, update_amax
 from megascale.ops.reduce import PARTS, accumulate_gradients, bias_gradient, flat_rows, split_rows
 
 NormKind = Literal["layernorm", "rmsnorm"]
@@ -96,7 +96,7 @@ def _forward_kernel(
         y += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     tl.store(y_ptr + row[:, None].to(tl.int64) * width + column[None, :], y, mask=inside)
     if AMAX:
-        collect(amax_ptr, magnitudes(y, inside, y_ptr.dtype.element_ty))
+        update_amax(amax_ptr, magnitudes(y, inside, y_ptr.dtype.element_ty))
 
 
 @jit
@@ -186,7 +186,7 @@ def _backward_kernel(
     if ADD_BIAS:
         tl.store(to + (fields - 1) * width, tl.sum(d_add_bias, 0), mask=column < width)
     if AMAX:
-        collect(amax_ptr, most)
+        update_amax(amax_ptr, most)
 
 
 @jit
@@ -246,7 +246,7 @@ def _forward_split_kernel(
     tl.store(y_ptr + row * width + column_r, y_r, mask=inside)
     if AMAX:
         most = tl.max(magnitudes(y, column >= 0, y_ptr.dtype.element_ty))
-        collect(amax_ptr, tl.maximum(magnitudes(y_r, inside, y_ptr.dtype.element_ty), most))
+        update_amax(amax_ptr, tl.maximum(magnitudes(y_r, inside, y_ptr.dtype.element_ty), most))
 
 
 @jit
@@ -353,7 +353,7 @@ def _backward_split_kernel(
         tl.store(to + (fields - 1) * width + column, d_add_bias)
         tl.store(to + (fields - 1) * width + column_r, d_add_bias_r, mask=inside)
     if AMAX:
-        collect(amax_ptr, tl.maximum(most_r, tl.max(most)))
+        update_amax(amax_ptr, tl.maximum(most_r, tl.max(most)))
 
 
 @cache
@@ -403,7 +403,7 @@ def _forward(
     total = x_TH if add_TH is None else torch.empty_like(y)
     statistics = torch.empty((2, T), dtype=torch.float32, device=x_TH.device)
     block, rest, rows, warps = _tile(H)
-    tensors = (x_TH, add_TH, add_bias, total, weight, bias, y, statistics[0], statistics[1], as_integers(amax))
+    tensors = (x_TH, add_TH, add_bias, total, weight, bias, y, statistics[0], statistics[1], as_int32(amax))
     numbers = (H, x_TH.stride(0), 0 if add_TH is None else add_TH.stride(0), eps)
     meta = {"CENTRE": centre, "HAS_BIAS": bias is not None, "ADD": add_TH is not None, "ADD_BIAS": add_bias is not None}
     meta["AMAX"] = amax is not None
@@ -433,7 +433,7 @@ def _backward(
     parameters = [p for p in (weight, bias, add_bias if within else None) if p is not None]
     partial = torch.empty((parts, len(parameters) * H), dtype=torch.float32, device=x_TH.device)
     given = (
-        *(dy_TH, d_total_TH, x_TH, weight, statistics[0], statistics[1], dx, partial, as_integers(amax), T, H),
+        *(dy_TH, d_total_TH, x_TH, weight, statistics[0], statistics[1], dx, partial, as_int32(amax), T, H),
         *(dy_TH.stride(0), 0 if d_total_TH is None else d_total_TH.stride(0), x_TH.stride(0), a_part),
     )
     meta = {"CENTRE": centre, "HAS_BIAS": bias is not None, "ADD": d_total_TH is not None, "ADD_BIAS": within}
@@ -458,11 +458,11 @@ class _Norm(torch.autograd.Function):
         ctx: Any, x: Tensor, tracked_weight: Tensor | None, tracked_bias: Tensor | None, told: tuple[Any, ...]
     ) -> Tensor:
         weight, bias, eps, centre = told
-        amax = slot_for(x)
+        amax = new_slot(x)
         x_TH, y, statistics = _forward(flat_rows(x), None, None, weight, bias, eps, centre, amax)
         ctx.save_for_backward(x_TH, statistics)
         ctx.told, ctx.shape = told, x.shape
-        return tell(y.view(x.shape), amax)
+        return attach_amax(y.view(x.shape), amax)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -485,21 +485,21 @@ class _AddNorm(torch.autograd.Function):
         told: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor]:
         weight, bias, x_bias, eps, centre = told
-        amax = slot_for(x)
+        amax = new_slot(x)
         total, y, statistics = _forward(flat_rows(x), flat_rows(residual), x_bias, weight, bias, eps, centre, amax)
         ctx.save_for_backward(total, statistics)
         ctx.told, ctx.shape = told, x.shape
-        return total.view(x.shape), tell(y.view(x.shape), amax)
+        return total.view(x.shape), attach_amax(y.view(x.shape), amax)
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         total, statistics = ctx.saved_tensors
         weight, bias, x_bias, _, centre = ctx.told
-        amax = slot_for(dy)
+        amax = new_slot(dy)
         dx, d_weight, d_bias, d_x_bias = _backward(
             flat_rows(dy), flat_rows(d_total), total, weight, bias, statistics, centre, x_bias, amax
         )
-        dx = tell(dx.view(ctx.shape), amax)
+        dx = attach_amax(dx.view(ctx.shape), amax)
         return dx, dx, d_weight, d_bias, d_x_bias, None
 
 

@@ -154,7 +154,7 @@ class _Rotary(torch.autograd.Function):
         return dx, None, None, None
 
 
-def packed(parts: tuple[Tensor, ...]) -> Tensor | None:
+def find_packed(parts: tuple[Tensor, ...]) -> Tensor | None:
     """The contiguous [S, B, heads, D] tensor that `parts` are adjacent head ranges of, or None if they are not."""
     first = parts[0]
     S, B, _, D = first.shape
@@ -183,7 +183,7 @@ def rotate_parts(
     return x_SBND.split((heads, groups, groups), dim=2)
 
 
-def gather_gradients(
+def rotate_gradients(
     grads: tuple[Tensor, ...], whole_SBND: Tensor, tables: tuple[Tensor | None, Tensor | None], interleaved: bool
 ) -> None:
     """Write the gradients of q, k, v, turned back, into their places of `whole_SBND`."""
@@ -212,14 +212,14 @@ class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        whole = packed(grads)
+        whole = find_packed(grads)
         if whole is None and cos is None:
             whole = torch.cat(grads, 2)  # in one launch
         elif whole is None:
             S, B, _, D = grads[0].shape
             heads = sum(grad.shape[2] for grad in grads)
             whole = torch.empty((S, B, heads, D), dtype=grads[0].dtype, device=grads[0].device)
-            gather_gradients(grads, whole, (cos, sin), ctx.interleaved)
+            rotate_gradients(grads, whole, (cos, sin), ctx.interleaved)
         elif cos is not None:
             turning = whole[:, :, : ctx.turning]
             _rotate(turning, turning, cos, sin, ctx.interleaved, inverse=True)
@@ -239,7 +239,7 @@ def apply_rotary(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) ->
     return apply_rotary_reference(x_SBND, cos, sin, interleaved)
 
 
-def empty_gradients(q_SBND: Tensor, k_SBGD: Tensor) -> tuple[Tensor, ...]:
+def allocate_qkv_gradients(q_SBND: Tensor, k_SBGD: Tensor) -> tuple[Tensor, ...]:
     """Memory for the gradients of q, k and v: adjacent parts of one tensor, which `split_qkv` takes without a copy."""
     (S, B, N, D), G = q_SBND.shape, k_SBGD.shape[2]
     whole = torch.empty((S, B, N + 2 * G, D), dtype=q_SBND.dtype, device=q_SBND.device)

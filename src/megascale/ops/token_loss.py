@@ -64,7 +64,7 @@ class TokenLogits:
             self.all_reduce_max(top)
         return top + self.sum((self.values - top[:, None]).exp()).log()
 
-    def of_targets(self) -> Tensor:
+    def target_logits(self) -> Tensor:
         """The targets' own logits: [T]."""
         columns = torch.arange(self.start, self.start + self.values.shape[-1], device=self.values.device)
         return self.sum(self.values.where(columns == self.targets[:, None], 0))
@@ -74,10 +74,10 @@ TokenLoss = Callable[[TokenLogits], Tensor]
 KINDS: Registry[TokenLoss | None] = Registry("train.loss", {"cross_entropy": None}, home="megascale.ops")
 
 
-def register(name: str, loss: TokenLoss, about: str = "") -> None:
+def register(name: str, loss: TokenLoss, description: str = "") -> None:
     """Let `train.loss` be `name`: loss(logits) -> the loss of each token, [T], differentiable.
 
     On a GPU it must not wait for the device (no `.item()`), since chunks are captured in CUDA graphs.
     """
-    LOSSES.register(name, PartFacts(about))
+    LOSSES.register(name, PartFacts(description))
     KINDS.register(name, loss)

@@ -31,12 +31,12 @@ class BufferMember:
     decay: bool
     replicated: bool
     own_bucket: bool = False
-    apart: bool = False
+    float8_gather: bool = False
 
     @property
     def region(self) -> tuple[bool, bool, bool]:
         """Members of one region share buckets; regions lie in this order."""
-        return self.own_bucket, self.replicated, not self.apart
+        return self.own_bucket, self.replicated, not self.float8_gather
 
 
 @dataclass(frozen=True)

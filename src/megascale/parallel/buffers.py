@@ -19,7 +19,7 @@ from megascale import torch_private
 from megascale.core.tensors import Piece, flat_boxes
 from megascale.ops.gradient_sink import GradientSink, attach, sink_of
 from megascale.parallel.buffer_layout import BufferMember, FlatLayout, lay_out
-from megascale.parallel.collectives import ALONE, Axis
+from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.parameters import Spec, materialise, spec_of
 
 TIED = "embedding.token.weight"
@@ -40,7 +40,7 @@ class Extent:
     stop: int
     spec: Spec
     piece: Piece
-    first: int
+    piece_start: int
 
 
 @dataclass
@@ -64,14 +64,14 @@ class Axes:
         stage: tensor- and data-parallel ranks of the stage together, which share the matrices.
     """
 
-    data: Axis = ALONE
-    reduce: Axis = ALONE
-    tensor: Axis = ALONE
-    tied: Axis = ALONE
-    stage: Axis = ALONE
+    data: Axis = SINGLE_RANK
+    reduce: Axis = SINGLE_RANK
+    tensor: Axis = SINGLE_RANK
+    tied: Axis = SINGLE_RANK
+    stage: Axis = SINGLE_RANK
 
 
-class FlatChunk:
+class ParamAndGradBuffer:
     """The buffers of one chunk.
 
     Args:
@@ -90,7 +90,7 @@ class FlatChunk:
         axes: Axes | None = None,
         zero: int = 1,
         bucket_elements: int | None = None,
-        apart: bool = False,
+        float8_gather: bool = False,
     ) -> None:
         self.module = module
         self.axes = axes = axes or Axes()
@@ -98,7 +98,7 @@ class FlatChunk:
         meta = list(module.parameters())
         specs = [spec_of(p) for p in meta]
         self.names = {piece.name for spec in specs for piece in spec.pieces}
-        matrices = {id(p) for p in module.matrices().values()} if apart else set()  # type: ignore[operator]
+        matrices = {id(p) for p in module.matrices().values()} if float8_gather else set()  # type: ignore[operator]
         members = [self._member(p, spec, id(p) in matrices) for p, spec in zip(meta, specs, strict=True)]
         self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements)
         dtype = meta[0].dtype
@@ -116,14 +116,14 @@ class FlatChunk:
             p.register_post_accumulate_grad_hook(self._accumulate)
         if self.zero == 2:
             self.grads = torch.empty(0, dtype=self.grad_dtype, device=device)
-            self.sums = torch.zeros(self.layout.size // axes.data.size, dtype=self.grad_dtype, device=device)
+            self.shard_grads = torch.zeros(self.layout.size // axes.data.size, dtype=self.grad_dtype, device=device)
         else:
             self.grads = torch.zeros(self.layout.size, dtype=self.grad_dtype, device=device)
-            self.aim(self.grads)
+            self.set_grads(self.grads)
         spans = self.layout.buckets
         self.bucket_of = {i: b for b, span in enumerate(spans) for i in span.members}
         # Buckets in the order in which a forward first needs them.
-        self.by_use = sorted(range(len(spans)), key=lambda b: min(spans[b].members))
+        self.forward_order = sorted(range(len(spans)), key=lambda b: min(spans[b].members))
         self.shards = [self._shard(b) for b in range(len(spans))]
         self._overwritten: list[int] = []  # parameters whose gradients a step's first GEMM writes
         self._zeroed: list[torch.Tensor] | None = None  # the parts of the gradients that each step makes zero
@@ -132,11 +132,11 @@ class FlatChunk:
         own_bucket = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
         return BufferMember(p.numel(), any(piece.decay for piece in spec.pieces), spec.replicated, own_bucket, apart)
 
-    def aim(self, buffer: torch.Tensor) -> None:
+    def set_grads(self, buffer: torch.Tensor) -> None:
         """Let gradients accumulate in `buffer`, as long as the parameters."""
         self.grads = buffer
         for p, sink, start in zip(self.parameters, self.sinks, self.layout.starts, strict=True):
-            sink.main = buffer[start : start + p.numel()].view(p.shape)
+            sink.main_grad = buffer[start : start + p.numel()].view(p.shape)
 
     @staticmethod
     def _accumulate(p: torch.Tensor) -> None:
@@ -144,16 +144,16 @@ class FlatChunk:
             return  # an operator has put it into the sink and said so
         sink = sink_of(p)
         assert sink is not None
-        sink.main.add_(p.grad)
+        sink.main_grad.add_(p.grad)
         p.grad = None
         sink.ready()
 
-    def tell(self, on_gradient: Callable[[int], None]) -> None:
+    def set_gradient_hook(self, on_gradient: Callable[[int], None]) -> None:
         """Call on_gradient(a parameter's number) when its sink has one more contribution to its gradient."""
         for number, sink in enumerate(self.sinks):
             sink.ready = partial(on_gradient, number)
 
-    def units(self) -> list[list[int]]:
+    def find_unit_buckets(self) -> list[list[int]]:
         """Buckets that each unit of the module's forward needs; empty for a module that names no units."""
         if not hasattr(self.module, "units"):
             return []
@@ -162,13 +162,13 @@ class FlatChunk:
 
     # gradients of a step ---------------------------------------------------------------------------------------
 
-    def zero_grads(self, calls: Sequence[int]) -> None:
+    def zero_grads(self, contributions: Sequence[int]) -> None:
         """Forget the gradients of the step before; `calls`: contributions to each parameter's in a micro-batch."""
         if self.zero == 2:
-            self.sums.zero_()
+            self.shard_grads.zero_()
             return
-        if self._zeroed is None and any(calls):
-            self._learn_overwritten(calls)
+        if self._zeroed is None and any(contributions):
+            self._learn_overwritten(contributions)
         torch_private.foreach_zero_([self.grads] if self._zeroed is None else self._zeroed)
         for i in self._overwritten:
             self.sinks[i].overwrite = True
@@ -184,15 +184,15 @@ class FlatChunk:
             at = stop
 
     @property
-    def overwritten(self) -> frozenset[int]:
+    def overwritten_params(self) -> frozenset[int]:
         """Parameters whose gradients a step's first GEMM writes."""
         return frozenset(self._overwritten)
 
-    def zero_unwritten(self) -> None:
+    def zero_unwritten_grads(self) -> None:
         """Make zero what no GEMM of this step has come to."""
         for i in self._overwritten:
             if self.sinks[i].overwrite:
-                self.sinks[i].main.zero_()
+                self.sinks[i].main_grad.zero_()
                 self.sinks[i].overwrite = False
 
     # shards ----------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class FlatChunk:
         extents = sorted(self._extents(span.members, start, stop), key=lambda e: e.start)
         if self.zero == 2:
             first = span.start // data.size
-            grads = self.sums[first : first + stop - start]
+            grads = self.shard_grads[first : first + stop - start]
         else:
             grads = self.grads[start:stop]
         return FlatShard(self.params[start:stop], grads, extents)
@@ -228,6 +228,6 @@ def grad_dtype(dtype: torch.dtype) -> torch.dtype:
 def extent_boxes(extent: Extent, flat: torch.Tensor) -> Iterator[tuple[Piece, tuple[int, ...], torch.Tensor]]:
     """Cut an extent of a shard-shaped tensor into boxes of its logical tensor: (piece, offsets, view of box shape)."""
     length = extent.stop - extent.start
-    for box, a, b in flat_boxes(extent.piece.box, extent.first, extent.first + length):
-        view = flat[extent.start + a - extent.first : extent.start + b - extent.first]
+    for box, a, b in flat_boxes(extent.piece.box, extent.piece_start, extent.piece_start + length):
+        view = flat[extent.start + a - extent.piece_start : extent.start + b - extent.piece_start]
         yield extent.piece, box.offsets, view.view(box.sizes)

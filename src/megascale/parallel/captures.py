@@ -27,7 +27,7 @@ class Capture(Protocol):
         """Do it."""
 
 
-class CudaCapturePool:
+class CudaCaptures:
     """Captures are CUDA graphs with a memory pool in common."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -62,7 +62,7 @@ class CudaCapture:
         self.graph.replay()
 
 
-class HostCapturePool:
+class HostCaptures:
     """Where there are no graphs: the work itself is done at each replay, on the same memory. For tests: what reads a
     replay's memory after it has been written anew is wrong here as on a GPU."""
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from megascale.core.calls import NoCalls
 from megascale.core.schedule import Action, ActionKind
 from megascale.ops.gradient_sink import GradientSink, sink_of
-from megascale.parallel.buffers import FlatChunk
-from megascale.parallel.captures import Capture, CapturePool, CudaCapturePool, HostCapturePool
+from megascale.parallel.buffers import ParamAndGradBuffer
+from megascale.parallel.captures import Capture, CapturePool, CudaCaptures, HostCaptures
 from megascale.parallel.chunk_runner import EagerChunks, Forward
 from megascale.parallel.collectives import all_reduce
-from megascale.parallel.exchange import Captured
+from megascale.parallel.exchange import CapturedCalls
 from megascale.parallel.runtime import Runtime
 
 EAGER_STEPS = 2  # of an engine: in the first, gradients are counted and kernels chosen; the second runs as all others
@@ -40,7 +40,7 @@ Compute = Callable[[int, tuple[Tensor, ...]], Tensor]
 
 
 @dataclass
-class Microbatch:
+class CapturedMicrobatch:
     """A chunk's captures for one micro-batch in flight, and the memory they read and write.
 
     Attributes:
@@ -55,7 +55,7 @@ class Microbatch:
     backward: Capture
     exchanged: tuple[int, int] = (0, 0)
 
-    def take(self, inputs: tuple[Tensor, ...]) -> None:
+    def copy_inputs(self, inputs: tuple[Tensor, ...]) -> None:
         """Replay with these from now on."""
         for own, given in zip(self.inputs, inputs, strict=True):
             own.detach().copy_(given)
@@ -76,7 +76,7 @@ class Boundaries:
     reduced: frozenset[int]
 
 
-def boundaries_of(actions: Sequence[Action]) -> dict[int, Boundaries]:
+def find_boundaries(actions: Sequence[Action]) -> dict[int, Boundaries]:
     """By chunk, of a stage's list of actions."""
     forwards: dict[int, int] = {}
     backwards: dict[int, int] = {}
@@ -113,30 +113,30 @@ class ChunkGraphs:
 
     def __init__(
         self,
-        flats: Sequence[FlatChunk],
+        flats: Sequence[ParamAndGradBuffer],
         actions: Sequence[Action],
         compute: Compute,
         runtime: Runtime,
         shape: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        self.on, self.failed = True, ""
+        self.enabled, self.failure = True, ""
         self._flats, self._compute, self._runtime, self._device = list(flats), compute, runtime, device
         self._shape = shape
-        self._boundaries = boundaries_of(actions)
+        self._boundaries = find_boundaries(actions)
         self._communicates, self._tensor = flats[0].axes.data.size > 1, flats[0].axes.tensor
         self._sinks = [_sinks_of(flat) for flat in flats]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pools: dict[tuple[int, int], CapturePool] = {}
-        self._known: dict[tuple[int, int, bool], Microbatch] = {}
+        self._known: dict[tuple[int, int, bool], CapturedMicrobatch] = {}
         self._steps = 0
         self._captured = False  # in the present step
 
-    def use(self, on: bool) -> None:
+    def set_enabled(self, on: bool) -> None:
         """From the next step on, replay; or launch each operator."""
-        self.on = on
+        self.enabled = on
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The chunks will compute something else: what was recorded is let go of."""
         self._known.clear()
         self._pools.clear()
@@ -144,7 +144,7 @@ class ChunkGraphs:
     def begin_step(self, forward: Forward, inputs: Inputs, eagerly: bool = False) -> EagerChunks:
         """What runs the micro-batches of the step that begins; eagerly: none of them replayed."""
         self._steps += 1
-        if not self.on or self.failed or eagerly or self._steps <= EAGER_STEPS:
+        if not self.enabled or self.failure or eagerly or self._steps <= EAGER_STEPS:
             return EagerChunks(forward)
         return GraphedChunks(forward, inputs, self)
 
@@ -154,14 +154,14 @@ class ChunkGraphs:
             torch.cuda.empty_cache()
         self._captured = False
 
-    def suits(self, chunk: int, i: int) -> bool:
+    def can_replay(self, chunk: int, i: int) -> bool:
         """Whether this micro-batch is replayed."""
         boundaries = self._boundaries[chunk]
-        return not self.failed and not (
+        return not self.failure and not (
             self._communicates and (i == boundaries.first_forward or i in boundaries.reduced)
         )
 
-    def microbatch(self, chunk: int, i: int, slot: int, inputs: tuple[Tensor, ...]) -> Microbatch | None:
+    def microbatch(self, chunk: int, i: int, slot: int, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch | None:
         """The captures for micro-batch i as the `slot`-th in flight, made if they are not there; None on failure."""
         first = i == self._boundaries[chunk].first_backward
         found = self._known.get((chunk, slot, first))
@@ -169,11 +169,11 @@ class ChunkGraphs:
             try:
                 found = self._capture(chunk, slot, first, inputs)
             except RuntimeError as error:
-                self.failed = f"capture failed: {str(error).strip().splitlines()[0]}"
+                self.failure = f"capture failed: {str(error).strip().splitlines()[0]}"
             if self._some_rank_failed():
-                self.failed = self.failed or "capture failed on another rank of the tensor-parallel group"
-                self._runtime.kernels.note("CUDA graphs", f"off ({self.failed})")
-                self.forget()  # out of memory, perhaps; what is in flight is replayed to its end
+                self.failure = self.failure or "capture failed on another rank of the tensor-parallel group"
+                self._runtime.kernels.note("CUDA graphs", f"off ({self.failure})")
+                self.clear()  # out of memory, perhaps; what is in flight is replayed to its end
                 return None
             assert found is not None
             self._known[chunk, slot, first] = found
@@ -182,8 +182,8 @@ class ChunkGraphs:
     def _some_rank_failed(self) -> bool:
         """Whether a capture failed here or on a rank that exchanges with this one: they replay alike or not at all."""
         if self._tensor.size == 1:
-            return bool(self.failed)
-        failed = torch.tensor([float(bool(self.failed))], device=self._device)
+            return bool(self.failure)
+        failed = torch.tensor([float(bool(self.failure))], device=self._device)
         return bool(all_reduce(failed, self._tensor, dist.ReduceOp.MAX, "agree_on_capture").wait().item())
 
     def replay(self, capture: Capture, op: str, nbytes: int) -> None:
@@ -197,31 +197,31 @@ class ChunkGraphs:
         capture.replay()
         transfer.done()
 
-    def place_weights(self, chunk: int) -> None:
+    def pin_weights(self, chunk: int) -> None:
         """What is made of weights once a step (float8) lies where graphs read it."""
         linears = self._flats[chunk].module.linears
-        linears.place_weights(self._flats[chunk].module.matrices().values())  # type: ignore[operator, union-attr]
+        linears.pin_weights(self._flats[chunk].module.matrices().values())  # type: ignore[operator, union-attr]
 
     def _is_last(self, chunk: int) -> bool:
         return bool(self._flats[chunk].module.last)
 
-    def written(self, chunk: int, i: int) -> None:
+    def mark_gradients_written(self, chunk: int, i: int) -> None:
         """A replayed backward has written, or added to, the gradients."""
         if i == self._boundaries[chunk].first_backward:
             for sink in self._sinks[chunk]:
                 sink.overwrite = False
 
-    def _capture(self, chunk: int, slot: int, first: bool, inputs: tuple[Tensor, ...]) -> Microbatch:
+    def _capture(self, chunk: int, slot: int, first: bool, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch:
         pool = self._pools.get((chunk, slot))
         if pool is None:
-            pool = self._pools[chunk, slot] = CudaCapturePool(self._stream) if self._stream else HostCapturePool()
+            pool = self._pools[chunk, slot] = CudaCaptures(self._stream) if self._stream else HostCaptures()
         own = tuple(torch.empty_like(one).copy_(one) for one in inputs)
         x = own[0].requires_grad_() if own[0].is_floating_point() else None
         dtype = self._flats[chunk].params.dtype
         grad = None if self._is_last(chunk) else torch.empty(self._shape, dtype=dtype, device=self._device)
         live: list[Tensor] = []
 
-        exchanged: list[Captured] = []
+        exchanged: list[CapturedCalls] = []
 
         def forward() -> Tensor:
             own[0].grad = None
@@ -240,7 +240,7 @@ class ChunkGraphs:
         self._runtime.stream.synchronize()
         try:
             with self._to_be_written(chunk, first), _no_garbage_collection():
-                made = Microbatch(own, grad, pool.capture(forward), pool.capture(backward))
+                made = CapturedMicrobatch(own, grad, pool.capture(forward), pool.capture(backward))
         finally:
             self._renew_slots()
         if exchanged:
@@ -249,7 +249,7 @@ class ChunkGraphs:
         return made
 
     @contextmanager
-    def _exchange_captured(self, told: list[Captured]) -> Iterator[None]:
+    def _exchange_captured(self, told: list[CapturedCalls]) -> Iterator[None]:
         """Within, what tensor-parallel ranks exchange is captured too; it is not done, so the record knows nothing."""
         exchange = self._tensor.exchange
         if exchange is None:
@@ -257,7 +257,7 @@ class ChunkGraphs:
             return
         record, self._runtime.calls = self._runtime.calls, NoCalls()
         try:
-            with exchange.captured() as calls:
+            with exchange.capture() as calls:
                 told.append(calls)
                 yield
         finally:
@@ -267,7 +267,9 @@ class ChunkGraphs:
     def _to_be_written(self, chunk: int, first: bool) -> Iterator[None]:
         """Within, a backward of the chunk writes those gradients that a step's first one writes, or adds to all."""
         sinks = self._sinks[chunk]
-        written = {id(flat.sinks[number]) for flat in self._flats for number in flat.overwritten} if first else set()
+        written = (
+            {id(flat.sinks[number]) for flat in self._flats for number in flat.overwritten_params} if first else set()
+        )
         before = [sink.overwrite for sink in sinks]
         for sink in sinks:
             sink.overwrite = id(sink) in written
@@ -289,20 +291,20 @@ class GraphedChunks(EagerChunks):
     def __init__(self, forward: Forward, inputs: Inputs, graphs: ChunkGraphs) -> None:
         super().__init__(forward)
         self._inputs, self._graphs = inputs, graphs
-        self._replayed: dict[tuple[int, int], tuple[int, Microbatch]] = {}
+        self._replayed: dict[tuple[int, int], tuple[int, CapturedMicrobatch]] = {}
         self._ready: set[int] = set()  # chunks whose weights lie where graphs read them
 
     def forward(self, chunk: int, i: int, x: Tensor | None) -> Tensor:
         """See ChunkRunner."""
-        if self._graphs.suits(chunk, i):
+        if self._graphs.can_replay(chunk, i):
             inputs = self._inputs(chunk, i, x)
             if chunk not in self._ready:
                 self._ready.add(chunk)
-                self._graphs.place_weights(chunk)
+                self._graphs.pin_weights(chunk)
             slot = self._free_slot(chunk)
             if (one := self._graphs.microbatch(chunk, i, slot, inputs)) is not None:
                 self._replayed[chunk, i] = slot, one
-                one.take(inputs)
+                one.copy_inputs(inputs)
                 self._graphs.replay(one.forward, "replayed_forward", one.exchanged[0])
                 assert one.forward.result is not None
                 # The sum of losses is read when the step has long gone on.
@@ -322,12 +324,12 @@ class GraphedChunks(EagerChunks):
             assert grad is not None
             one.grad.copy_(grad)
         self._graphs.replay(one.backward, "replayed_backward", one.exchanged[1])
-        self._graphs.written(chunk, i)
+        self._graphs.mark_gradients_written(chunk, i)
         # It may be on its way to another stage when the next micro-batch makes its own.
         return None if one.backward.result is None else one.backward.result.clone()
 
 
-def _sinks_of(flat: FlatChunk) -> list[GradientSink]:
+def _sinks_of(flat: ParamAndGradBuffer) -> list[GradientSink]:
     """Where a chunk's backward puts gradients: a last chunk may read another's embedding."""
     lent = sink_of(flat.module.output_weight) if flat.module.last else None  # type: ignore[arg-type]
     return flat.sinks if lent is None or lent in flat.sinks else [*flat.sinks, lent]

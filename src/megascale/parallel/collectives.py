@@ -53,7 +53,7 @@ class Axis:
         return self.runtime.transfer(self.name, self.kind, op, nbytes)
 
 
-ALONE = Axis()  # a single-member group
+SINGLE_RANK = Axis()  # a single-member group
 
 
 class Pending:
@@ -157,7 +157,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None, recorded: str = "all
     return Pending(x, dist.all_reduce(x, op or dist.ReduceOp.SUM, group=axis.group, async_op=True), transfer)
 
 
-def exchanges(axis: Axis, nbytes: int) -> bool:
+def can_exchange(axis: Axis, nbytes: int) -> bool:
     """Whether the axis's exchange carries a rank's part of so many bytes; one larger than training's goes by
     collectives."""
     return axis.size > 1 and axis.exchange is not None and nbytes <= axis.exchange.shard_bytes
@@ -169,14 +169,14 @@ def all_reduce_small(x: torch.Tensor, axis: Axis, op: Any = None) -> torch.Tenso
     Every rank gets all ranks' `x` and reduces them itself, in the same order: for scalars and rows of them.
     """
     op = op or dist.ReduceOp.SUM
-    if not exchanges(axis, x.nbytes):
+    if not can_exchange(axis, x.nbytes):
         return all_reduce(x, axis, op).wait()
     whole = exchange_gather(x.view(1, -1), axis).wait()
     (torch.amax if op == dist.ReduceOp.MAX else torch.sum)(whole, 0, out=x.view(-1))
     return x
 
 
-def largest_magnitude(amax: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_reduce_amax(amax: torch.Tensor, axis: Axis) -> torch.Tensor:
     """amax, float32 [], of a part of a tensor that ranks share: becomes that of all of it, in place and at once."""
     if axis.size == 1:
         return amax
@@ -210,13 +210,13 @@ class _ScatterSequence(torch.autograd.Function):
 
 
 def _gather_now(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    gather = exchange_gather if exchanges(axis, x.nbytes) else all_gather
+    gather = exchange_gather if can_exchange(axis, x.nbytes) else all_gather
     return gather(x, axis).wait()
 
 
 def _scatter_now(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     part = (x.shape[0] // axis.size, *x.shape[1:])
-    if not exchanges(axis, x.nbytes // axis.size):
+    if not can_exchange(axis, x.nbytes // axis.size):
         return reduce_scatter(x, axis).wait()
     parts = x.view(axis.size, *part)
     return scatter_now(lambda out, rank: out.copy_(parts if rank is None else parts[rank]), part, x, axis)
@@ -271,7 +271,7 @@ def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) 
     return Pending(part, work, transfer, add)
 
 
-def exchange_parts(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, total: int) -> Pending:
+def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, total: int) -> Pending:
     """Elements of flat `x`, send[r] of them to each rank r in turn; what others sent, receive[r] from each in turn.
 
     `x` must live until the result has arrived. `total`: elements that all ranks send, for the record of calls.

@@ -73,7 +73,7 @@ Make = Callable[[torch.Tensor, int | None], Any]
 
 
 @dataclass
-class Captured:
+class CapturedCalls:
     """Calls that were captured. nbytes: what their gathers and scatters move, over all ranks."""
 
     nbytes: int = 0
@@ -177,12 +177,12 @@ class Exchange:
     # captures -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def captured(self) -> Iterator[Captured]:
+    def capture(self) -> Iterator[CapturedCalls]:
         """Calls within are captured, not done: all ranks must capture the same ones. They are replayed in their place
         among all calls of the group, each time after `before_replay`. Nothing may be under way at either end."""
         if self._owed:
             raise RuntimeError("a scatter's result must be waited for before a capture begins")
-        streams, made = self._streams, Captured()
+        streams, made = self._streams, CapturedCalls()
         before = self._number, self._gathers, self._scatters, self._free, self._open, self._bytes, self._gathered
         self._number = self._gathers = self._scatters = self._bytes = 0
         self._free, self._open, self._gathered = {}, set(), None

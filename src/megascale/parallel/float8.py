@@ -22,11 +22,11 @@ from torch import Tensor
 from megascale.errors import ConfigError, TrainingError
 from megascale.ops import dispatch, known_amax
 from megascale.ops.float8 import gemm
-from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_rows
+from megascale.ops.float8.cast import cast_by_amax, cast_rows, compute_amax
 from megascale.ops.float8.formats import E4M3, E5M2, Float8, Format
-from megascale.ops.float8.shards import transposed
+from megascale.ops.float8.shards import transpose_rows
 from megascale.ops.linear import Gemms, Operand, flat
-from megascale.parallel.collectives import ALONE, Axis, largest_magnitude
+from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce_amax
 from megascale.parallel.linear_precision import LinearPrecision
 
 
@@ -39,7 +39,7 @@ class _Float8Linears(LinearPrecision, ABC):
     recipe = ""
     of_gradients = E4M3
 
-    def __init__(self, axis: Axis = ALONE) -> None:
+    def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         super().__init__(axis)
         self._logits = LinearPrecision(axis)
         self._weights: dict[int, tuple[Tensor, Float8]] = {}
@@ -53,16 +53,16 @@ class _Float8Linears(LinearPrecision, ABC):
         """See LinearPrecision."""
         return self._logits
 
-    def weights_changed(self) -> None:
+    def invalidate_weights(self) -> None:
         """See LinearPrecision."""
         self._weights.clear()
 
-    def prepare(self, weights: Iterable[Tensor]) -> None:
+    def prepare_weights(self, weights: Iterable[Tensor]) -> None:
         """See LinearPrecision."""
         for weight in weights:
             self.weight(weight)
 
-    def place_weights(self, weights: Iterable[Tensor]) -> None:
+    def pin_weights(self, weights: Iterable[Tensor]) -> None:
         """See LinearPrecision."""
         for weight in weights:
             made = self.weight(weight)
@@ -89,7 +89,7 @@ class _Float8Linears(LinearPrecision, ABC):
             gemm.check_shape(name, tokens, weight.shape[1], weight.shape[0])
 
     def weight(self, weight: Tensor) -> Float8:
-        """A weight [O, I] in float8, both ways round, as it is since `weights_changed`."""
+        """A weight [O, I] in float8, both ways round, as it is since `invalidate_weights`."""
         known = self._weights.get(id(weight))
         if known is None:
             known = self._weights[id(weight)] = weight, self._made(weight)
@@ -144,7 +144,7 @@ class _Float8Linears(LinearPrecision, ABC):
         """See LinearPrecision."""
         self._counting, self._counts, self._looked_at = on, None, 0
 
-    def counted(self) -> Tensor | None:
+    def cast_counts(self) -> Tensor | None:
         """See LinearPrecision."""
         if self._counts is None:
             return None
@@ -172,14 +172,14 @@ class TensorWiseFloat8(_Float8Linears):
 
     recipe = "one scale a matrix"
     of_gradients = E5M2
-    wants_amaxes = True
+    collects_amax = True
 
-    def __init__(self, axis: Axis = ALONE) -> None:
+    def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         super().__init__(axis)
         # Rows and scale of weights that are gathered; None while neither they nor the weight are whole on this rank.
         self._arrived: dict[int, tuple[Tensor, Tensor] | None] = {}
 
-    def rows_arrived(self, weight: Tensor, rows: Tensor, scale: Tensor) -> None:
+    def set_gathered_rows(self, weight: Tensor, rows: Tensor, scale: Tensor) -> None:
         """The weight [O, I] is read as these rows (E4M3) and scale from now on, in place of being cast.
 
         They must lie where they lay the time before: what CUDA graphs read is then there without a copy.
@@ -187,12 +187,12 @@ class TensorWiseFloat8(_Float8Linears):
         self._arrived[id(weight)] = rows, scale
         self._weights.pop(id(weight), None)
 
-    def rows_outdated(self, weight: Tensor) -> None:
+    def invalidate_rows(self, weight: Tensor) -> None:
         """Ranks have updated their parts of the weight: reading it is an error until it has been gathered."""
         self._arrived[id(weight)] = None
         self._weights.pop(id(weight), None)
 
-    def weight_whole(self, weight: Tensor) -> None:
+    def set_weight_gathered(self, weight: Tensor) -> None:
         """The weight itself has been gathered: where no rows have arrived it is cast."""
         if self._arrived.get(id(weight)) is None:
             self._arrived.pop(id(weight), None)
@@ -208,18 +208,18 @@ class TensorWiseFloat8(_Float8Linears):
             )
         (rows, scale), placed = arrived, self._placed.get(id(weight))
         if placed is None or placed.rows is not rows or placed.columns is None:
-            return Float8(rows, scale, transposed(rows), scale)
-        transposed(rows, placed.columns)
+            return Float8(rows, scale, transpose_rows(rows), scale)
+        transpose_rows(rows, placed.columns)
         return placed
 
     def cast_weight(self, weight: Tensor) -> Float8:
         """See `weight`."""
-        return cast_by_amax(weight, E4M3, largest_magnitude(amax_of(weight), self.axis))
+        return cast_by_amax(weight, E4M3, all_reduce_amax(compute_amax(weight), self.axis))
 
     def _operand(self, x: Tensor, kind: Format, given: Tensor | None, travels: bool) -> Operand:
-        given = known_amax.known(x) if given is None else given
+        given = known_amax.attached_amax(x) if given is None else given
         x = x.detach()
-        amax = largest_magnitude(amax_of(x) if given is None else given, self.axis)
+        amax = all_reduce_amax(compute_amax(x) if given is None else given, self.axis)
         travels = travels and self.axis.size > 1
         q = cast_by_amax(x, kind, amax, columns=not travels, counts=self._counts_for(x))
         assert q.rows is not None
@@ -230,21 +230,21 @@ class TensorWiseFloat8(_Float8Linears):
         assert q.columns is not None
         return rows, q.rows_scale, q.columns
 
-    def input(self, x: Tensor, weight: Tensor, given: Tensor | None = None, travels: bool = False) -> Operand:
+    def prepare_input(self, x: Tensor, weight: Tensor, amax: Tensor | None = None, for_gather: bool = False) -> Operand:
         """See Gemms. given: x's largest magnitude, float32 []."""
-        return self._operand(x, E4M3, given, travels)
+        return self._operand(x, E4M3, amax, for_gather)
 
-    def gradient(self, dy: Tensor, weight: Tensor, travels: bool = False) -> Operand:
+    def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
         """See Gemms."""
-        return self._operand(dy, E5M2, None, travels)
+        return self._operand(dy, E5M2, None, for_gather)
 
-    def gathered(self, x: Operand) -> Operand:
+    def finish_gather(self, x: Operand) -> Operand:
         """See LinearPrecision."""
         if len(x) == 3 or x[0].dtype != torch.uint8:
             return x
-        return x[0], x[1], transposed(flat(x[0]))
+        return x[0], x[1], transpose_rows(flat(x[0]))
 
-    def keep(self, x: Operand) -> Operand:
+    def select_saved(self, x: Operand) -> Operand:
         """See LinearPrecision."""
         return (x[2], x[1]) if len(x) == 3 else x
 
@@ -252,10 +252,10 @@ class TensorWiseFloat8(_Float8Linears):
         """See above."""
         return flat(x[0]).view(kind.dtype), x[1]
 
-    def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+    def accumulate_wgrad(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""
         columns = x[2] if len(x) == 3 else x[0]
-        gemm.matmul_into(main, dy[2].view(E5M2.dtype), dy[1], columns.view(E4M3.dtype), x[1], unset=overwrite)
+        gemm.matmul_into(main, dy[2].view(E5M2.dtype), dy[1], columns.view(E4M3.dtype), x[1], overwrite=overwrite)
 
 
 class RowWiseFloat8(_Float8Linears):
@@ -287,15 +287,15 @@ class RowWiseFloat8(_Float8Linears):
         assert q.rows_scale is not None
         return x, q.rows, q.rows_scale
 
-    def input(self, x: Tensor, weight: Tensor, given: object = None, travels: bool = False) -> Operand:
+    def prepare_input(self, x: Tensor, weight: Tensor, amax: object = None, for_gather: bool = False) -> Operand:
         """See Gemms."""
         return self._operand(x)
 
-    def gradient(self, dy: Tensor, weight: Tensor, travels: bool = False) -> Operand:
+    def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
         """See Gemms."""
         return self._operand(dy)
 
-    def keep(self, x: Operand) -> Operand:
+    def select_saved(self, x: Operand) -> Operand:
         """See LinearPrecision."""
         return x[:1]
 
@@ -303,6 +303,6 @@ class RowWiseFloat8(_Float8Linears):
         """See above."""
         return x[1], x[2]
 
-    def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+    def accumulate_wgrad(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""
-        super().accumulate(main, dy[:1], x[:1], overwrite)
+        super().accumulate_wgrad(main, dy[:1], x[:1], overwrite)

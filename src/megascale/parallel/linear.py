@@ -23,13 +23,13 @@ LINEARS: Registry[Linears] = Registry(
     LINEAR_PRECISIONS.key,
     {"default": LinearPrecision, "float8": TensorWiseFloat8, "float8_rowwise": RowWiseFloat8},
 )
-PLAIN = LinearPrecision()
+DEFAULT_PRECISION = LinearPrecision()
 
 
-def register(name: str, made: Linears, about: str = "") -> None:
+def register(name: str, factory: Linears, description: str = "") -> None:
     """Let `train.linear_precision` be `name`; made(tensor axis) is called once a rank, before the first step."""
-    LINEAR_PRECISIONS.register(name, LinearFacts(about))
-    LINEARS.register(name, made)
+    LINEAR_PRECISIONS.register(name, LinearFacts(description))
+    LINEARS.register(name, factory)
 
 
 def make_linears(name: str, axis: Axis) -> LinearPrecision:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megascale.ops.gradient_sink import GradientSink, sink_of
 from megascale.ops.linear import ComputeType, Gemms, Operand
-from megascale.parallel.collectives import ALONE, Axis
+from megascale.parallel.collectives import SINGLE_RANK, Axis
 
 
 class LinearPrecision(ComputeType):
@@ -20,12 +20,12 @@ class LinearPrecision(ComputeType):
         axis: the tensor-parallel axis: ranks that share a tensor must agree on its scale. It carries the runtime.
 
     Attributes:
-        wants_amaxes: whether operators are to collect the largest magnitude of what they make (ops/known_amax.py).
+        collects_amax: whether operators are to collect the largest magnitude of what they make (ops/known_amax.py).
     """
 
-    wants_amaxes = False
+    collects_amax = False
 
-    def __init__(self, axis: Axis = ALONE) -> None:
+    def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         self.axis = axis
 
     @property
@@ -39,29 +39,28 @@ class LinearPrecision(ComputeType):
         matrices: this rank's, by name. tokens: of a micro-batch, whole sequences.
         """
 
-    def weights_changed(self) -> None:
+    def invalidate_weights(self) -> None:
         """What was made of weights is stale: an update, a checkpoint."""
 
-    def prepare(self, weights: Iterable[Tensor]) -> None:
+    def prepare_weights(self, weights: Iterable[Tensor]) -> None:
         """GEMMs with these weights follow from within an exchange, where ranks cannot agree on anything: what is made
         of the weights is made now."""
 
-    def place_weights(self, weights: Iterable[Tensor]) -> None:
-        """What is made of these weights, as they are since `weights_changed`, lies where it has always lain from now on
-        until they change: CUDA graphs read it there."""
+    def pin_weights(self, weights: Iterable[Tensor]) -> None:
+        """Write what is made of these weights into the memory that CUDA graphs read, until the weights change."""
 
     def count_casts(self, on: bool) -> None:
         """Whether casts to a narrower type are counted from now on, from zero; it costs a share of their time."""
 
-    def counted(self) -> Tensor | None:
+    def cast_counts(self) -> Tensor | None:
         """Since then: float64 [3] of this rank: numbers clipped, flushed to zero, looked at; None if not counted."""
         return None
 
-    def gathered(self, x: Operand) -> Operand:
+    def finish_gather(self, x: Operand) -> Operand:
         """An operand whose first tensor has been gathered, as `accumulate` reads it."""
         return x
 
-    def keep(self, x: Operand) -> Operand:
+    def select_saved(self, x: Operand) -> Operand:
         """What backward needs of forward's operand: it is gathered once more, where tensor parallelism cut it."""
         return x
 
@@ -77,7 +76,7 @@ class LinearPrecision(ComputeType):
         sink = sink_of(weight)
         if sink is None:
             wide = weight.new_empty(weight.shape, dtype=_accumulation_dtype(weight))
-            self.accumulate(wide, dy, x if isinstance(x, tuple) else x(), True)
+            self.accumulate_wgrad(wide, dy, x if isinstance(x, tuple) else x(), True)
             return wide.to(weight.dtype)
         self.accumulate_gradient(sink, dy, x, after)
         return None
@@ -86,12 +85,12 @@ class LinearPrecision(ComputeType):
         self, sink: GradientSink, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
     ) -> None:
         """Put a weight's gradient into its sink, and say so."""
-        main, overwrite = sink.main, sink.take_overwrite()
+        main, overwrite = sink.main_grad, sink.take_overwrite()
         work: Callable[[], None]
         if isinstance(x, tuple):
-            work = partial(self.accumulate, main, dy, x, overwrite)
+            work = partial(self.accumulate_wgrad, main, dy, x, overwrite)
         else:
-            work = lambda: self.accumulate(main, dy, x(), overwrite)
+            work = lambda: self.accumulate_wgrad(main, dy, x(), overwrite)
         self.axis.runtime.stream.run(work, after)
         sink.ready()
 

@@ -14,11 +14,11 @@ from megascale.core.spans import Mark, NoRecorder, Recorder, SpanKind
 from megascale.ops import side_stream
 from megascale.ops.attention import AttentionChooser
 from megascale.ops.dispatch import Kernels
-from megascale.ops.side_stream import InOrder, SideStream
+from megascale.ops.side_stream import InlineStream, SideStream
 
 
-def _in_order() -> InOrder:
-    return side_stream.InOrder()
+def _in_order() -> InlineStream:
+    return side_stream.InlineStream()
 
 
 @dataclass(eq=False)
@@ -36,27 +36,27 @@ class Runtime:
 
     calls: NoCalls = field(default_factory=NoCalls)
     recorder: Recorder = field(default_factory=NoRecorder)
-    stream: InOrder = field(default_factory=_in_order)
+    stream: InlineStream = field(default_factory=_in_order)
     attention: AttentionChooser = field(default_factory=AttentionChooser)
     kernels: Kernels = field(default_factory=Kernels)
     _side: SideStream | None = None  # one, however often it is turned on: cuBLAS has a workspace for each stream
 
-    def use_side_stream(self, wanted: bool, device: torch.device) -> str:
+    def use_side_stream(self, enabled: bool, device: torch.device) -> str:
         """From now on run independent GEMMs on a side stream, or one after another; what is done, in words."""
         self.stream.synchronize()
-        if wanted and device.type == "cuda":
+        if enabled and device.type == "cuda":
             self._side = self._side or SideStream(device)
             self.stream = self._side
             return "on a side stream"
         self.stream = _in_order()
-        return "one after another" + (f": {device.type} has no streams" if wanted else "")
+        return "one after another" + (f": {device.type} has no streams" if enabled else "")
 
-    def transfer(self, group: str, axis: int, op: str, nbytes: int, waited_on: int = -1) -> Transfer:
+    def transfer(self, group: str, axis: int, op: str, nbytes: int, peer: int = -1) -> Transfer:
         """A collective or message of `nbytes` on `group`, along `axis` (core/spans.py), starts now.
 
         waited_on: the rank that has to act too, -1 for several.
         """
-        return Transfer(self, self.calls.begin(group, op, nbytes), axis, nbytes, waited_on)
+        return Transfer(self, self.calls.begin(group, op, nbytes), axis, nbytes, peer)
 
 
 class Transfer:

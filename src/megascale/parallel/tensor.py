@@ -26,15 +26,15 @@ from megascale.parallel.collectives import (
     Axis,
     Pending,
     all_gather,
+    can_exchange,
     exchange_gather,
     exchange_scatter,
-    exchanges,
     gather_and_consume,
     reduce_scatter,
     scatter_now,
 )
 from megascale.parallel.exchange import Make
-from megascale.parallel.linear import PLAIN
+from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.linear_precision import LinearPrecision
 from megascale.parallel.parameters import local_parameter
 
@@ -53,7 +53,7 @@ def _gathered_gemm(
 ) -> torch.Tensor:
     """linear(all-gathered x, weight, bias) in the type of `like`, the gather hidden as `axis.overlap` says."""
     axis, (part, *rest) = linears.axis, x
-    linears.prepare((weight,))
+    linears.prepare_weights((weight,))
     if axis.overlap == "off":
         return linears.forward((all_gather(part, axis).wait(), *rest), weight, bias)
     n = part.shape[0]
@@ -62,7 +62,7 @@ def _gathered_gemm(
     def consume(shard: torch.Tensor, rank: int) -> None:
         linears.forward((shard, *rest), weight, bias, y[rank * n : (rank + 1) * n])
 
-    if exchanges(axis, part.nbytes):
+    if can_exchange(axis, part.nbytes):
         gather_and_consume(part, axis, consume, keep=False)
         return y
     gathering = all_gather(part, axis)
@@ -80,7 +80,7 @@ def _scattered(total: Make, shape: tuple[int, ...], like: torch.Tensor, axis: Ax
     followed: whether another GEMM follows that it can hide under.
     """
     part = (shape[0] // axis.size, *shape[1:])
-    if exchanges(axis, math.prod(part) * like.element_size()):
+    if can_exchange(axis, math.prod(part) * like.element_size()):
         if followed:
             return exchange_scatter(total, part, like, axis)
         return Pending(scatter_now(total, part, like, axis))
@@ -112,10 +112,10 @@ class _GatherLinear(torch.autograd.Function):
         weight, bias, linears, recompute_fn, given, wants_bias = told
         ctx.told = weight, bias, linears, recompute_fn, wants_bias
         if recompute_fn is None:
-            operand = linears.input(x, weight, given, True)
-            ctx.save_for_backward(*linears.keep(operand))
+            operand = linears.prepare_input(x, weight, given, True)
+            ctx.save_for_backward(*linears.select_saved(operand))
         else:
-            operand = linears.input(recompute_fn(x), weight, given, True)
+            operand = linears.prepare_input(recompute_fn(x), weight, given, True)
             ctx.save_for_backward(x)
         if linears.axis.size == 1:
             return linears.forward(operand, weight, bias)
@@ -128,9 +128,9 @@ class _GatherLinear(torch.autograd.Function):
         leaf: torch.Tensor | None = None
         if recompute_fn is not None:
             leaf, made = _recomputed(recompute_fn, kept[0])
-            kept = linears.keep(linears.input(made.detach(), weight, None, True))
+            kept = linears.select_saved(linears.prepare_input(made.detach(), weight, None, True))
         if linears.axis.size == 1:
-            gradient = linears.gradient(dy, weight)
+            gradient = linears.prepare_gradient(dy, weight)
             ready = linears.axis.runtime.stream.record_event()  # what the weight's gradient reads is made by then
             dx = linears.dgrad(gradient, weight)
             dw = linears.wgrad(weight, gradient, kept, ready)
@@ -148,9 +148,9 @@ def _scattered_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gradients of an input that was gathered and of the weight."""
     axis, (part, *rest) = linears.axis, kept
-    linears.prepare((weight,))
-    gradient = linears.gradient(dy, weight)  # first: ranks may have to agree on its scale, behind no gather
-    gather = exchange_gather if exchanges(axis, part.nbytes) else all_gather
+    linears.prepare_weights((weight,))
+    gradient = linears.prepare_gradient(dy, weight)  # first: ranks may have to agree on its scale, behind no gather
+    gather = exchange_gather if can_exchange(axis, part.nbytes) else all_gather
     gathering = gather(part, axis)
     if axis.overlap == "off":
         gathering.wait()
@@ -162,7 +162,7 @@ def _scattered_gradients(
         linears.dgrad(_rows_of(gradient, axis, rank), weight, out)
 
     scattering = _scattered(dgrad, shape, dy, axis, followed=True)
-    dw = linears.wgrad(weight, gradient, lambda: linears.gathered((gathering.wait(), *rest)), ready)
+    dw = linears.wgrad(weight, gradient, lambda: linears.finish_gather((gathering.wait(), *rest)), ready)
     return scattering.wait(), dw
 
 
@@ -177,10 +177,10 @@ class _LinearScatter(torch.autograd.Function):
         operands: list[Operand] = []
         for x, weight, recompute_fn, known in zip(xs, weights, recompute_fns, given, strict=True):
             if recompute_fn is None:
-                operand = linears.input(x, weight, known)
-                kept += linears.keep(operand)
+                operand = linears.prepare_input(x, weight, known)
+                kept += linears.select_saved(operand)
             else:
-                operand = linears.input(recompute_fn(x), weight, known)
+                operand = linears.prepare_input(recompute_fn(x), weight, known)
                 kept.append(x)
             operands.append(operand)
             ends.append(len(kept))
@@ -192,7 +192,7 @@ class _LinearScatter(torch.autograd.Function):
                 linears.forward(operands[i], weights[i], None, y, True)
             return y
 
-        linears.prepare(weights)
+        linears.prepare_weights(weights)
 
         def total(out: torch.Tensor, rank: int | None) -> None:
             for i, (operand, weight) in enumerate(zip(operands, weights, strict=True)):
@@ -213,7 +213,7 @@ class _LinearScatter(torch.autograd.Function):
             x: Operand = kept[start:stop]
             if recompute_fn is not None:
                 made, dx = recompute_fn.with_gradient(x[0], dx)
-                x = linears.keep(linears.input(made, weight))
+                x = linears.select_saved(linears.prepare_input(made, weight))
             dxs.append(dx)
             dws.append(linears.wgrad(weight, gradient, x))
             start = stop
@@ -224,14 +224,14 @@ def _gathered_input_gradients(
     dy: torch.Tensor, weights: Sequence[torch.Tensor], linears: LinearPrecision
 ) -> tuple[Operand, list[torch.Tensor]]:
     """All-gathered dy, and dy @ weight for each weight; fused, each shard is multiplied as it arrives."""
-    axis, gradient = linears.axis, linears.gradient(dy, weights[0], True)
+    axis, gradient = linears.axis, linears.prepare_gradient(dy, weights[0], True)
     if axis.size == 1:
         return gradient, [linears.dgrad(gradient, weight) for weight in weights]
     part, *rest = gradient
-    linears.prepare(weights)
-    if not exchanges(axis, part.nbytes):
+    linears.prepare_weights(weights)
+    if not can_exchange(axis, part.nbytes):
         whole: Operand = (all_gather(part, axis).wait(), *rest)
-        return linears.gathered(whole), [linears.dgrad(whole, weight) for weight in weights]
+        return linears.finish_gather(whole), [linears.dgrad(whole, weight) for weight in weights]
     n = part.shape[0]
     dxs = [dy.new_empty((axis.size * n, *dy.shape[1:-1], weight.shape[1])) for weight in weights]
 
@@ -239,16 +239,16 @@ def _gathered_input_gradients(
         for weight, dx in zip(weights, dxs, strict=True):
             linears.dgrad((shard, *rest), weight, dx[rank * n : (rank + 1) * n])
 
-    return linears.gathered((gather_and_consume(part, axis, consume, keep=True), *rest)), dxs
+    return linears.finish_gather((gather_and_consume(part, axis, consume, keep=True), *rest)), dxs
 
 
 def gather_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    linears: LinearPrecision = PLAIN,
+    linears: LinearPrecision = DEFAULT_PRECISION,
     recompute_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    given: Any = None,
+    amax: Any = None,
     fused_bias_gradient: bool = False,
 ) -> torch.Tensor:
     """Column-parallel GEMM: [s/t, b, h] -> [s, b, columns/t].
@@ -257,7 +257,7 @@ def gather_linear(
     bias is made by whoever reads the result. With `recompute_fn` (a norm) the GEMM is of recompute_fn(x), which is
     recomputed in backward instead of being kept. given: what the GEMM's input is known to be (`Gemms.input`)."""
     wants_bias = bias is not None and not fused_bias_gradient and bias.requires_grad
-    told = weight, bias, linears, recompute_fn, given, wants_bias
+    told = weight, bias, linears, recompute_fn, amax, wants_bias
     return _GatherLinear.apply(x, tracked(x, weight), tracked(x, bias) if wants_bias else None, told)
 
 
@@ -265,7 +265,7 @@ def linear_scatter(
     linears: LinearPrecision,
     *inputs: torch.Tensor,
     recompute_fns: Sequence[RecomputedActivation | None] | None = None,
-    given: Sequence[Any] | None = None,
+    amaxes: Sequence[Any] | None = None,
 ) -> torch.Tensor:
     """Row-parallel sum of GEMMs: x1, w1, x2, w2, ... -> [s/t, b, h], one reduce-scatter for all.
 
@@ -275,7 +275,7 @@ def linear_scatter(
     """
     xs, weights = inputs[0::2], inputs[1::2]
     none = (None,) * len(weights)
-    told = linears, weights, recompute_fns or none, given or none
+    told = linears, weights, recompute_fns or none, amaxes or none
     return _LinearScatter.apply(told, *xs, *[tracked(x, weight) for x, weight in zip(xs, weights, strict=True)])
 
 

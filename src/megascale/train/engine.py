@@ -22,7 +22,7 @@ from megascale.ops import launch, token_loss
 from megascale.ops.dispatch import Kernels
 from megascale.ops.known_amax import AmaxSlots
 from megascale.optim.optimizer import ShardedOptimizer
-from megascale.parallel.buffers import TIED, Axes, FlatChunk
+from megascale.parallel.buffers import TIED, Axes, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.chunk_runner import EagerChunks
 from megascale.parallel.collectives import all_reduce
@@ -48,7 +48,7 @@ def with_own_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable[Co
 
     @wraps(method)
     def run(engine: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
-        with engine.runtime.kernels.in_force():
+        with engine.runtime.kernels.as_current():
             return method(engine, *args, **kwargs)
 
     return run
@@ -116,7 +116,7 @@ class Engine:
         self.attention = kept or {}
         if groups is not None or kept is not None:
             dtype = DTYPES[config.train.precision]
-            with runtime.kernels.in_force():
+            with runtime.kernels.as_current():
                 self.attention, others = agree(config, grid.tensor, dtype, device, kept, runtime.attention)
             self.active |= others
         if device.type == "cuda" or config.overlap.gemms == "on":
@@ -137,7 +137,7 @@ class Engine:
         dtype = DTYPES[config.train.precision]
         reduce_dtype = torch.bfloat16 if config.parallel.reduce_dtype == "bfloat16" else None
         self.chunks: list[Chunk] = []
-        self.flats: list[FlatChunk] = []
+        self.flats: list[ParamAndGradBuffer] = []
         self._make_chunks(stage, axes)
         self.data = DataParallel(self.flats, config.overlap.data, reduce_dtype, float8)
         self.optimizer = ShardedOptimizer(
@@ -169,7 +169,7 @@ class Engine:
             last = place == schedule.chunks - 1
             # On a single stage the embedding is there once: the first chunk's buffers have it and its gradient.
             lent = config.model.tied_embeddings and grid.pipeline == 1 and number > 0 and last
-            with self.runtime.kernels.in_force():
+            with self.runtime.kernels.as_current():
                 chunk = Chunk(
                     config.model,
                     layers,
@@ -185,13 +185,13 @@ class Engine:
             # Apart also where they are gathered in their own type: sums over shards are then the same to the bit.
             apart = LINEAR_PRECISIONS[config.train.linear_precision].gathered is not None and grid.data > 1
             self.chunks.append(chunk)
-            self.flats.append(FlatChunk(chunk, self.device, axes, config.parallel.zero, bucket, apart))
+            self.flats.append(ParamAndGradBuffer(chunk, self.device, axes, config.parallel.zero, bucket, apart))
             initialise(chunk, config.train.seed)
         for chunk in self.chunks:
             tokens = config.model.sequence_length * config.train.micro_batch
-            with self.runtime.kernels.in_force():
+            with self.runtime.kernels.as_current():
                 chunk.linears.check(chunk.matrices(), tokens, self.device)
-        if any(chunk.linears.wants_amaxes for chunk in self.chunks):
+        if any(chunk.linears.collects_amax for chunk in self.chunks):
             self.runtime.kernels.amaxes = AmaxSlots()
 
     def _gather_precision(self) -> bool:
@@ -237,12 +237,12 @@ class Engine:
     def use_graphs(self, on: bool) -> None:
         """From the next step on, replay CUDA graphs of the chunks, or launch each operator."""
         if self.graphs is not None:
-            self.graphs.use(on)
+            self.graphs.set_enabled(on)
 
     def run_gemms_on_side_stream(self, on: bool) -> None:
         """From the next step on, run independent GEMMs on two streams, or one after another."""
         if self.graphs is not None:
-            self.graphs.forget()
+            self.graphs.clear()
         self.runtime.use_side_stream(on, self.device)
         if self.tensor.exchange is not None:
             self.tensor.exchange.on_side_stream = on
@@ -250,7 +250,7 @@ class Engine:
     def recompute(self, what: str) -> None:
         """From the next step on, let backward recompute what parallel.recompute=`what` names."""
         if self.graphs is not None:
-            self.graphs.forget()
+            self.graphs.clear()
         for chunk in self.chunks:
             chunk.recompute = what
             for block in chunk.blocks:
@@ -276,7 +276,7 @@ class Engine:
             if chunk.last:
                 y = (y * (1 / self.tokens)).sum()
             if self.data.pool is not None:
-                self.data.arm(number)  # a buffer of the pool is reduced before its next use
+                self.data.arm_reductions(number)  # a buffer of the pool is reduced before its next use
             self.data.begin_backward(number)
             torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
             self.data.end_backward(number)
@@ -297,7 +297,7 @@ class Engine:
     def start_gather(self) -> None:
         """Begin the schedule's first gather: called before the batch is read, so that both go on together."""
         self.runtime.recorder.begin(SpanKind.GATHER_PARAMS, self.pipeline.first_gather)
-        self.data.gather(self.pipeline.first_gather)
+        self.data.start_gather(self.pipeline.first_gather)
         self.runtime.recorder.end()
 
     @with_own_kernels
@@ -374,7 +374,7 @@ class Engine:
         if loss is not None and self.tensor.rank == 0:
             piggybacked_scalars[0] += loss
         for chunk in self.chunks:
-            if (counted := chunk.linears.counted()) is not None:
+            if (counted := chunk.linears.cast_counts()) is not None:
                 piggybacked_scalars[2:5] += counted
         for index, number in enumerate(read_checksum, 5):
             if number:  # ranks between the first and the last stage have read nothing
@@ -383,7 +383,7 @@ class Engine:
         before_update()
         recorder.end()
         self._weights_changed()  # what was made of them need not be there beside what the update needs
-        self.data.parameters_change()
+        self.data.invalidate_gathered()
         # The next step's list begins with a gather: it is armed now, and its buckets leave as they are updated.
         updated = self.data.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
         recorder.begin(SpanKind.OPTIMIZER)
@@ -420,18 +420,18 @@ class Engine:
         A gather under way would end while they are filled, and where master weights and weights in use are one memory
         (float64, float32) gloo writes this rank's own part once more: the old one. So none is when the body begins.
         """
-        self.data.parameters_change()
+        self.data.invalidate_gathered()
         yield
         self.optimizer.copy_to_params()
         self._weights_changed()
 
     def _weights_changed(self) -> None:
         for chunk in self.chunks:
-            chunk.linears.weights_changed()
+            chunk.linears.invalidate_weights()
 
     def whole(self) -> None:
         """Make all parameters whole on this rank, before anything but a training step uses them."""
-        self.data.complete()
+        self.data.gather_full_parameters()
 
     @torch.no_grad()
     @with_own_kernels

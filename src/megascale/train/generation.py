@@ -86,7 +86,7 @@ def generate_tokens(
     seen = torch.zeros(model.vocab, dtype=torch.bool, device=device)
     for _ in range(count):
         seen[fresh] = True
-        with chunk.axis.runtime.kernels.in_force():
+        with chunk.axis.runtime.kernels.as_current():
             hidden = chunk(fresh[:, None], None, ForwardContext(cache=cache))
         cache.length += len(fresh)
         logits = chunk.logits(hidden[-1:])[0, 0]

@@ -280,9 +280,9 @@ class Trainer:
             # After the first step it is known which overlaps and kernels run.
             self._told_active = True
             self.reporter.active(self.engine.active | self.engine.runtime.kernels.active())
-        if (graphs := self.engine.graphs) is not None and graphs.failed and not self._told_graphs:
+        if (graphs := self.engine.graphs) is not None and graphs.failure and not self._told_graphs:
             self._told_graphs = True
-            self.reporter.say(f"CUDA graphs are off from here on: {graphs.failed}; --kernels.graphs=off does not try")
+            self.reporter.say(f"CUDA graphs are off from here on: {graphs.failure}; --kernels.graphs=off does not try")
         if self.garbage.due(step):
             recorder.begin(SpanKind.GARBAGE)
             self.pauses.planned = True

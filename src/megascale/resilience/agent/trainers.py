@@ -47,7 +47,7 @@ PRELOAD = (
     "megascale.cli.summary",
     "megascale.train.loop",
     "megascale.train.rank_info",
-    "megascale.ops.launch:prepare_forks",
+    "megascale.ops.launch:warm_up_forks",
 )
 
 
