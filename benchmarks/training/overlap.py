@@ -137,7 +137,7 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
     dtype, model = DTYPES[config.train.precision], config.model
     rows = model.sequence_length * config.train.micro_batch
     part = rows // axis.size * model.hidden * torch.empty(0, dtype=dtype).element_size()
-    found_exchange = symmetric.prepare(axis, part, place.device)
+    found_exchange = symmetric.make_exchange(axis, part, place.device)
     why_not = found_exchange if isinstance(found_exchange, str) else None
     ways = {"alone": SINGLE_RANK} | {way: replace(axis, overlap=way) for way in WAYS if way != "fused"}
     if not isinstance(found_exchange, str):

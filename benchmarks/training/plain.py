@@ -24,7 +24,7 @@ from megascale.data.dataset.samples import IGNORE, HeldOut, SampleSource
 from megascale.errors import ConfigError, MegascaleError
 from megascale.ops.attention_backends import causal_mask
 from megascale.optim.learning_rate import learning_rate
-from megascale.parallel.parameters import draw
+from megascale.parallel.parameters import draw_initial_values
 
 # What is written out below; other values have no plain model here.
 KNOWN: dict[str, tuple[Any, ...]] = {
@@ -114,7 +114,7 @@ def initialise(plain: PlainGPT, seed: int) -> None:
             continue
         into_stream = name.endswith(("attention.output.weight", "mlp.out.weight"))
         std = model.init_std / (2 * model.layers) ** 0.5 if into_stream else model.init_std
-        p.copy_(draw(seed, name, tuple(p.shape), std, p.device))
+        p.copy_(draw_initial_values(seed, name, tuple(p.shape), std, p.device))
 
 
 def check(config: Config) -> None:

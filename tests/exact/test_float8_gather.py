@@ -189,7 +189,7 @@ def faulty(rank: int, world: int, tree: dict[str, Any], folder: Path, fault: str
         send = Float8Gather.start_gather
 
         def late(self: Float8Gather, bucket: int) -> Pending:
-            part = self._parts[bucket]
+            part = self._bucket_data[bucket]
             first = not part.bytes.any()
             return send(self, bucket) if first else Pending(part.bytes)
 

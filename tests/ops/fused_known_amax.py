@@ -11,9 +11,9 @@ import torch
 
 from megascale.ops import dispatch
 from megascale.ops.activation import gelu, swiglu
+from megascale.ops.amax import AmaxSlots, attached_amax
 from megascale.ops.float8.cast import compute_amax
 from megascale.ops.fused_projection import split_fused_projection
-from megascale.ops.known_amax import AmaxSlots, attached_amax
 from megascale.ops.norm import WIDEST_WITH_SUM, add_norm, layer_norm, rms_norm
 from megascale.parallel.collectives import SINGLE_RANK
 from megascale.parallel.linear import make_linears

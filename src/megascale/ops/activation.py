@@ -20,9 +20,9 @@ from megascale import torch_private
 from megascale.config.parts import ACTIVATIONS, ActivationFacts
 from megascale.config.registry import Registry
 from megascale.ops import dispatch
+from megascale.ops.amax import as_int32, attach_amax, magnitudes, new_slot, update_amax
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.gradient_sink import tracked
-from megascale.ops.known_amax import as_int32, attach_amax, magnitudes, new_slot, update_amax
 from megascale.ops.reduce import accumulate_gradients, add_parts, flat_rows, split_rows
 
 Approximate = Literal["none", "tanh"]

@@ -17,11 +17,11 @@ from torch import Tensor
 from megascale import torch_private
 from megascale.ops.dispatch import jit, next_power_of_2, tl, use_fused
 from megascale.ops.gradient_sink import main_grad_of, sink_of
-from megascale.ops.linear import ComputeType, Gemms, Operand
+from megascale.ops.linear import Gemms, Operand
 from megascale.ops.reduce import column_sum
 from megascale.ops.token_loss import TokenLogits, TokenLoss
 
-GEMMS = ComputeType()
+GEMMS = Gemms()
 LOGITS_BYTES = 1 << 30  # a chunk's logits stay below this; wider chunks waste less on re-reading the accumulator
 
 

@@ -23,8 +23,8 @@ from megascale.ops.activation import (
     fuses,
     run_activation,
 )
+from megascale.ops.amax import attach_amax, new_slot
 from megascale.ops.gradient_sink import main_grad_of, sink_of, tracked
-from megascale.ops.known_amax import attach_amax, new_slot
 from megascale.ops.reduce import column_sum, flat_rows
 from megascale.ops.rope import check_tables, rotate_gradients, rotate_parts, split_qkv_reference
 

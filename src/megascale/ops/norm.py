@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale import torch_private
+from megascale.ops.amax import as_int32, attach_amax, magnitudes, new_slot, update_amax
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.gradient_sink import tracked
-from megascale.ops.known_amax import as_int32, attach_amax, magnitudes, new_slot, update_amax
 from megascale.ops.reduce import PARTS, accumulate_gradients, bias_gradient, flat_rows, split_rows
 
 NormKind = Literal["layernorm", "rmsnorm"]

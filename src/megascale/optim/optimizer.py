@@ -50,8 +50,8 @@ class ShardedOptimizer:
         self.states: list[ShardState] = []
         tied: set[int] = set()
         for chunk in chunks:
-            if chunk.layout.own_bucket is not None:
-                tied.add(len(self.states) + chunk.layout.own_bucket)
+            if chunk.layout.tied_bucket is not None:
+                tied.add(len(self.states) + chunk.layout.tied_bucket)
             for shard in chunk.shards:
                 accumulation_dtype = shard.grads.dtype
                 master = (

@@ -19,16 +19,15 @@ from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
 from megascale.ops import launch, token_loss
+from megascale.ops.amax import AmaxSlots
 from megascale.ops.dispatch import Kernels
-from megascale.ops.known_amax import AmaxSlots
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel.buffers import TIED, Axes, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
-from megascale.parallel.chunk_runner import EagerChunks
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.parameters import initialise
-from megascale.parallel.pipeline import PipelineExecutor
+from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
 from megascale.train import engine_axes
@@ -183,9 +182,9 @@ class Engine:
                 )
             bucket = config.parallel.bucket_elements if grid.data > 1 else None
             # Apart also where they are gathered in their own type: sums over shards are then the same to the bit.
-            apart = LINEAR_PRECISIONS[config.train.linear_precision].gathered is not None and grid.data > 1
+            float8_gather = LINEAR_PRECISIONS[config.train.linear_precision].gathered is not None and grid.data > 1
             self.chunks.append(chunk)
-            self.flats.append(ParamAndGradBuffer(chunk, self.device, axes, config.parallel.zero, bucket, apart))
+            self.flats.append(ParamAndGradBuffer(chunk, self.device, axes, config.parallel.zero, bucket, float8_gather))
             initialise(chunk, config.train.seed)
         for chunk in self.chunks:
             tokens = config.model.sequence_length * config.train.micro_batch
@@ -349,7 +348,7 @@ class Engine:
         for chunk in self.chunks:
             chunk.linears.count_casts(count_casts)
         self.data.begin_step()
-        chunks = EagerChunks(forward)
+        chunks = EagerRunner(forward)
         if self.graphs is not None:
             chunks = self.graphs.begin_step(forward, inputs, eagerly=count_casts or self.backward_apart)
         with torch.autograd.set_multithreading_enabled(self.backward_apart):

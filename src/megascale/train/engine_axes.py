@@ -61,7 +61,7 @@ def overlapped(axis: Axis, config: Config, dtype: torch.dtype, device: torch.dev
     model, train = config.model, config.train
     element = torch.empty(0, dtype=dtype).element_size()
     part = model.sequence_length // axis.size * train.micro_batch * model.hidden * element
-    found = symmetric.prepare(axis, part, device, config.gemms_on_side_stream)
+    found = symmetric.make_exchange(axis, part, device, config.gemms_on_side_stream)
     if isinstance(found, symmetric.Exchange):
         return replace(axis, overlap="fused", exchange=found), {"tensor overlap": "fused"}
     if wanted == "fused":

@@ -21,12 +21,11 @@ from megascale.bench.kernels.cases import TINY, KernelCase, Sizes, cases, head_i
 from megascale.bench.kernels.rows import Bench, KernelRow, distance
 from megascale.errors import TrainingError
 from megascale.ops import attention, dispatch, linear
-from megascale.ops.adamw import adamw_apply, adamw_apply_reference
+from megascale.ops.adam import adamw_apply, adamw_apply_reference, lamb_apply, lamb_direction, lamb_direction_reference
 from megascale.ops.attention_backends import BACKENDS, candidates
 from megascale.ops.cross_entropy import linear_cross_entropy, loss_and_gradient_
 from megascale.ops.dropout import dropout, keep_mask_reference
 from megascale.ops.gradient_sink import GradientSink, attach
-from megascale.ops.lamb import lamb_apply, lamb_direction, lamb_direction_reference
 from megascale.ops.reduce import column_sum
 from megascale.ops.rope import split_qkv
 from megascale.ops.segments import Segments, square_sums
