@@ -299,7 +299,7 @@ def test_what_stands_in_the_way_is_said(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "3.99.1" in launch.describe()
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    assert launch.describe() == "by key, of what Triton compiled, round its launcher"
+    assert launch.describe() == "by key, bypassing Triton's launcher"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "interpreter" in launch.describe()
 

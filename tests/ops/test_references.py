@@ -328,7 +328,7 @@ def test_dispatch_says_what_runs_and_why():
         assert dispatch.active() == auto.active() == {"rms norm": "reference (cpu tensors)"}
     assert reference.active() == {"rms norm": "reference (kernels.mode)"}
     if not torch.cuda.is_available() and not dispatch.INTERPRET:
-        with pytest.raises(ConfigError, match=r"kernels.mode='fused' cannot be had here"):
+        with pytest.raises(ConfigError, match=r"kernels.mode='fused' is unavailable"):
             dispatch.Kernels("fused")
 
 
@@ -340,10 +340,10 @@ def test_dispatch_says_what_runs_and_why():
 )
 def test_tiles_of_an_activation_cover_it_within_what_a_grid_holds(rows, width, tile):
     """Also of 131,072 tokens and more, for which the second dimension of a CUDA grid is too short for a tile each."""
-    of_rows, block, columns, a_part, parts, _ = activation._tiles(rows, width, tile)
+    block, columns, part_rows, parts = activation._split_grid(rows, width, tile)
     assert 1 <= parts <= 65_535
-    assert a_part % of_rows == 0
-    assert (parts - 1) * a_part < rows <= parts * a_part
+    assert part_rows % tile[0] == 0
+    assert (parts - 1) * part_rows < rows <= parts * part_rows
     assert (columns - 1) * block < width <= columns * block
 
 

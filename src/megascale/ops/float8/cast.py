@@ -44,7 +44,7 @@ TILE_AMAX = 4, 512, 8, 4224
 CHUNK, CHUNK_WARPS = 4096, 8
 SLOT = 4  # float32 numbers from one scale to the next: cuBLASLt reads them at multiples of 16 bytes
 # Words of four bytes in each dimension of a transpose's tile, and warps.
-WORDS, WORDS_WARPS = 32, 4
+TRANSPOSE_WORDS, TRANSPOSE_WARPS = 32, 4
 
 _BY_SCALE, _BY_AMAX, _BY_COLUMN_AMAX = 0, 1, 2
 
@@ -183,8 +183,8 @@ def _cast_kernel(
         tl.atomic_max(amax_ptr, largest, mask=largest > tl.load(amax_ptr), sem="relaxed")
     if COUNT:
         clipped, flushed = _clipped_and_flushed(x, inverse, CLIPPED, FLUSHED)
-        both = tl.sum(clipped * 65536 + flushed)  # one reduction, as a tile has at most 65,535 elements
-        _add_counts(counts_ptr, both >> 16, both & 65535)
+        packed_counts = tl.sum(clipped * 65536 + flushed)  # one reduction, as a tile has at most 65,535 elements
+        _add_counts(counts_ptr, packed_counts >> 16, packed_counts & 65535)
 
 
 @jit
@@ -215,7 +215,7 @@ def _cast_rows_kernel(
     scale = _compute_scale(amax, 1.0, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
     tl.store(scale_ptr + row, scale)
     inverse = tl.math.div_rn(1.0, scale)
-    both = tl.zeros((BLOCK,), tl.int32)  # clipped in the upper half-word: a lane sees few numbers
+    packed_counts = tl.zeros((BLOCK,), tl.int32)  # clipped in the upper half-word: a lane sees few numbers
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
@@ -223,9 +223,9 @@ def _cast_rows_kernel(
         tl.store(rows_ptr + row * width + column, q.to(rows_ptr.dtype.element_ty), mask=column < width)
         if COUNT:
             clipped, flushed = _clipped_and_flushed(x, inverse, CLIPPED, FLUSHED)
-            both += clipped * 65536 + flushed
+            packed_counts += clipped * 65536 + flushed
     if COUNT:
-        _add_counts(counts_ptr, tl.sum(both >> 16, 0), tl.sum(both & 65535, 0))
+        _add_counts(counts_ptr, tl.sum(packed_counts >> 16, 0), tl.sum(packed_counts & 65535, 0))
 
 
 @jit
@@ -588,9 +588,9 @@ def transpose_rows(rows: Tensor, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = torch.empty((N, M), dtype=rows.dtype, device=rows.device)
     if rows.numel() and M % 4 == N % 4 == 0 and use_fused("float8 transpose", rows.view(torch.float32)):
-        grid = cdiv(N // 4, WORDS), cdiv(M // 4, WORDS)
+        grid = cdiv(N // 4, TRANSPOSE_WORDS), cdiv(M // 4, TRANSPOSE_WORDS)
         x, y = rows.view(torch.int32), out.view(torch.int32)
-        _transpose_kernel[grid](x, y, M // 4, N // 4, BLOCK=WORDS, num_warps=WORDS_WARPS)
+        _transpose_kernel[grid](x, y, M // 4, N // 4, BLOCK=TRANSPOSE_WORDS, num_warps=TRANSPOSE_WARPS)
         return out
     out.view(torch.uint8).copy_(rows.view(torch.uint8).t())
     return out
