@@ -25,7 +25,7 @@ def find_nvidia_smi(cuda: bool) -> str:
     path = shutil.which("nvidia-smi")
     if path is None:
         raise ConfigError(
-            "--watch asks nvidia-smi, which is not on PATH; install the driver's tools, or leave --watch out"
+            "--watch needs nvidia-smi, which is not on PATH; install the driver's tools, or leave --watch out"
         )
     return path
 

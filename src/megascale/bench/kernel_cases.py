@@ -276,6 +276,11 @@ class KernelRow:
     host: float | None = None
     error: str = ""
 
+    def set_tflops(self, flops: float) -> None:
+        """Compute TFLOP/s from the fused kernel's seconds."""
+        if self.fused:
+            self.tflops = flops / self.fused / 1e12
+
 
 class Bench:
     """Collects rows. A failure becomes a row, and the next operator is measured."""
@@ -299,6 +304,12 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.save()
+
+    def add(self, row: KernelRow, limit: float) -> None:
+        """Add a row, with an error if it is further than `limit` from the reference."""
+        self.rows.append(row)
+        if row.distance is not None and not row.distance <= limit:
+            row.error = f"{row.distance:.1e} away from the float64 reference"
 
     def save(self) -> None:
         """Write the present results, so that an interrupted bench leaves them."""

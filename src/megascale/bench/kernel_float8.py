@@ -162,7 +162,7 @@ def measure_casts(bench: Bench, M: int, N: int) -> None:
 def _timed(bench: Bench, row: KernelRow, flops: float, function: Callable[[], Any]) -> None:
     bench.rows.append(row)
     bench.seconds(row, "fused", function)
-    row.tflops = flops / row.fused / 1e12 if row.fused else None
+    row.set_tflops(flops)
 
 
 def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # noqa: E741

@@ -63,9 +63,8 @@ def measure_case(bench: Bench, case: KernelCase) -> None:
     away = check(case, min(case.tokens, CHECK_TOKENS))
     forward = KernelRow(case.op, case.shape, distance=away)
     backward = KernelRow(f"{case.op}, backward", case.shape, distance=away)
-    bench.rows += [forward, backward]
-    if not away <= TOLERANCE:
-        forward.error = backward.error = f"{away:.1e} away from the float64 reference"
+    bench.add(forward, TOLERANCE)
+    bench.add(backward, TOLERANCE)
     rate = bench.facts["copy_bytes_per_s"]
     forward.bound, backward.bound = case.forward_bytes / rate, case.backward_bytes / rate
     inputs = case.inputs(case.tokens)
@@ -118,9 +117,7 @@ def measure_head(bench: Bench) -> None:
     scale = token_grad.expand(T).contiguous()
     rate = bench.facts["copy_bytes_per_s"]
     row = KernelRow("cross entropy kernel", f"{T} x {V}", distance=away, bound=2 * logits.numel() * 2 / rate)
-    bench.rows.append(row)
-    if not away <= TOLERANCE:
-        row.error = f"{away:.1e} away from the float64 reference"
+    bench.add(row, TOLERANCE)
 
     def plain(leaf: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(leaf.float(), targets, reduction="sum")
@@ -145,7 +142,7 @@ def measure_head(bench: Bench) -> None:
     bench.rows.append(row)
     bench.seconds(row, "fused", fused_head)
     bench.seconds(row, "eager", eager_head)
-    row.tflops = flops / row.fused / 1e12 if row.fused else None
+    row.set_tflops(flops)
 
 
 def measure_linear(bench: Bench) -> None:
@@ -158,12 +155,10 @@ def measure_linear(bench: Bench) -> None:
     linear.accumulate_mm(main, small_dy.t(), small_x)
     away = distance(main, 1 + small_dy.double().t() @ small_x.double())
     row = KernelRow("weight gradient += float32", f"{4 * H} x {T} x {H}", distance=away)
-    bench.rows.append(row)
-    if not away <= 1e-5:
-        row.error = f"{away:.1e} away from float64: the sum was rounded to bfloat16"
+    bench.add(row, 1e-5)
     bench.seconds(row, "fused", lambda: linear.accumulate_mm(main, dy.t(), x))
     bench.seconds(row, "eager", lambda: main.add_(dy.t() @ x))
-    row.tflops = 2 * T * H * 4 * H / row.fused / 1e12 if row.fused else None
+    row.set_tflops(2 * T * H * 4 * H)
 
     dy = torch.randn(T, 3 * H, device=device).to(torch.bfloat16)
     bias = torch.ones(3 * H, device=device)
@@ -171,9 +166,7 @@ def measure_linear(bench: Bench) -> None:
     away = distance(bias, 1 + dy.double().sum(0))
     bound = dy.numel() * dy.element_size() / bench.facts["copy_bytes_per_s"]
     row = KernelRow("bias gradient += float32", f"{T} x {3 * H}", distance=away, bound=bound)
-    bench.rows.append(row)
-    if not away <= 1e-5:
-        row.error = f"{away:.1e} away from float64"
+    bench.add(row, 1e-5)
     bench.seconds(row, "fused", lambda: column_sum(dy, bias))
     bench.seconds(row, "eager", lambda: bias.add_(dy.sum(0, dtype=torch.float32)))
 
@@ -212,10 +205,8 @@ def measure_optimizers(bench: Bench) -> None:
         KernelRow("lamb, apply", shape, "float32", bound=14 * n / rate),
         KernelRow("square sums", shape, "float32", bound=4 * n / rate),
     ]
-    bench.rows += rows
-    for row in rows[:2]:
-        if not (row.distance or 0) <= 1e-5:
-            row.error = f"{row.distance:.1e} away from the float64 reference"
+    for row in rows:
+        bench.add(row, 1e-5)
     bench.seconds(rows[0], "fused", lambda: adamw_apply(w, m, v, grad, out, lr=1e-6, **adam))
     bench.seconds(rows[0], "eager", lambda: adamw_apply_reference(w, m, v, grad, out, lr=1e-6, **adam))
     step = torch.tensor(3.0, device=device)

@@ -38,7 +38,6 @@ class SideStream(InlineStream):
         self._in_flight: deque[tuple[Callable[[], Any], torch.cuda.Event]] = deque()
 
     def record_event(self) -> torch.cuda.Event:
-        """See InlineStream."""
         event = torch.cuda.Event()
         event.record()
         return event
@@ -53,7 +52,6 @@ class SideStream(InlineStream):
             self._in_flight.append((work, self.record_event()))
 
     def synchronize(self) -> None:
-        """See InlineStream."""
         while self._in_flight:
             self._await_oldest()
 

@@ -50,20 +50,16 @@ class _Float8Linears(LinearPrecision, ABC):
 
     @property
     def logits(self) -> Gemms:
-        """See LinearPrecision."""
         return self._logits
 
     def invalidate_weights(self) -> None:
-        """See LinearPrecision."""
         self._weights.clear()
 
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:
-        """See LinearPrecision."""
         for weight in weights:
             self.weight(weight)
 
     def pin_weights(self, weights: Iterable[Tensor]) -> None:
-        """See LinearPrecision."""
         for weight in weights:
             cast = self.weight(weight)
             pinned = self._pinned.setdefault(id(weight), cast)
@@ -76,7 +72,6 @@ class _Float8Linears(LinearPrecision, ABC):
             self._weights[id(weight)] = weight, pinned
 
     def check(self, matrices: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
-        """See LinearPrecision."""
         dispatch.note("linear layers", f"float8, {self.recipe}: {len(matrices)} matrices; embedding and logits are not")
         if device.type != "cuda":
             return
@@ -112,12 +107,10 @@ class _Float8Linears(LinearPrecision, ABC):
     def forward(
         self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
     ) -> Tensor:
-        """See Gemms."""
         w = self.weight(weight)
         return self._multiply(x, E4M3, w.rows, w.rows_scale, weight.dtype, out, add, fast=True, bias=bias)
 
     def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
-        """See Gemms."""
         w = self.weight(weight)
         return self._multiply(dy, self.gradient_format, w.columns, w.columns_scale, weight.dtype, out, add)
 
@@ -143,13 +136,11 @@ class _Float8Linears(LinearPrecision, ABC):
         return gemm.matmul_out(out.flatten(0, -2), rows, scale, w, w_scale, fast=fast, bias=bias, add=add)
 
     def count_casts(self, on: bool) -> None:
-        """See LinearPrecision."""
         self._is_counting = on
         self._counts = None
         self._cast_numbers = 0
 
     def cast_counts(self) -> Tensor | None:
-        """See LinearPrecision."""
         if self._counts is None:
             return None
         counts = torch.zeros(3, dtype=torch.float64, device=self._counts.device)
@@ -219,7 +210,6 @@ class TensorWiseFloat8(_Float8Linears):
         return pinned
 
     def cast_weight(self, weight: Tensor) -> Float8:
-        """See `_Float8Linears`."""
         return cast_by_amax(weight, E4M3, all_reduce_amax(compute_amax(weight), self.axis))
 
     def _operand(self, x: Tensor, kind: Format, amax: Tensor | None, for_gather: bool) -> Operand:
@@ -244,25 +234,20 @@ class TensorWiseFloat8(_Float8Linears):
         return self._operand(x, E4M3, amax, for_gather)
 
     def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
-        """See Gemms."""
         return self._operand(dy, E5M2, None, for_gather)
 
     def finish_gather(self, x: Operand) -> Operand:
-        """See LinearPrecision."""
         if len(x) == 3 or x[0].dtype != torch.uint8:
             return x
         return x[0], x[1], transpose_rows(x[0].flatten(0, -2))
 
     def select_saved(self, x: Operand) -> Operand:
-        """See LinearPrecision."""
         return (x[2], x[1]) if len(x) == 3 else x
 
     def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
-        """See `_Float8Linears`."""
         return x[0].flatten(0, -2).view(kind.dtype), x[1]
 
     def accumulate_wgrad(self, main_grad: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
-        """See Gemms."""
         x_columns = x[2] if len(x) == 3 else x[0]
         dy_columns = dy[2].view(E5M2.dtype)
         gemm.matmul_into(main_grad, dy_columns, dy[1], x_columns.view(E4M3.dtype), x[1], overwrite=overwrite)
@@ -277,7 +262,6 @@ class RowWiseFloat8(_Float8Linears):
     recipe = "a scale a row, weight gradients in train.precision"
 
     def check(self, matrices: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
-        """See LinearPrecision."""
         if self.axis.size > 1:
             raise ConfigError(
                 f"train.linear_precision='float8_rowwise' has no tensor parallelism, and parallel.tensor is "
@@ -287,7 +271,6 @@ class RowWiseFloat8(_Float8Linears):
         super().check(matrices, tokens, device)
 
     def cast_weight(self, weight: Tensor) -> Float8:
-        """See `_Float8Linears`."""
         return cast_rows(weight, E4M3, columns=True)
 
     def _operand(self, x: Tensor) -> Operand:
@@ -298,21 +281,16 @@ class RowWiseFloat8(_Float8Linears):
         return x, q.rows, q.rows_scale
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: object = None, for_gather: bool = False) -> Operand:
-        """See Gemms."""
         return self._operand(x)
 
     def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
-        """See Gemms."""
         return self._operand(dy)
 
     def select_saved(self, x: Operand) -> Operand:
-        """See LinearPrecision."""
         return x[:1]
 
     def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
-        """See `_Float8Linears`."""
         return x[1], x[2]
 
     def accumulate_wgrad(self, main_grad: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
-        """See Gemms."""
         super().accumulate_wgrad(main_grad, dy[:1], x[:1], overwrite)

@@ -118,18 +118,15 @@ class CudaStreams:
                 work()
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, queue: str = "copy") -> None:
-        """See Streams."""
         self._driver.copy(to.data_ptr(), source.data_ptr(), to.nbytes, self._stream(queue))
 
     def signal(self, peer: int, number: int) -> None:
-        """See Streams."""
         if self._is_capturing:
             self._driver.batch(self._copy_stream, (_WRITE_VALUE, self._captured_flag(peer, self._rank, number), 1, 0))
             return
         self._driver.write(self._copy_stream, self._flags[peer] + FLAG * self._rank, number % _FLAG_VALUES)
 
     def wait_for(self, peer: int, number: int) -> None:
-        """See Streams."""
         if self._is_capturing:
             flag = self._captured_flag(self._rank, peer, number)
             self._driver.batch(self._copy_stream, (_WAIT_VALUE, flag, 1, _EQUAL), (_WRITE_VALUE, flag, 0, 0))
@@ -142,17 +139,14 @@ class CudaStreams:
         return self._flags[waiter] + FLAG * (size * (1 + number % 2) + signaller)
 
     def capture(self, on: bool) -> None:
-        """See Streams."""
         self._is_capturing = on
 
     def record_event(self, queue: str) -> RecordedEvent:
-        """See Streams."""
         event = self._idle.pop() if self._idle else self._driver.event()
         self._driver.record(event, self._stream(queue))
         return RecordedEvent(event, self._idle)
 
     def stream_wait(self, queue: str, event: RecordedEvent) -> None:
-        """See Streams."""
         self._driver.stream_wait(self._stream(queue), event.event)
 
     def _stream(self, queue: str) -> int:
