@@ -108,7 +108,7 @@ def ablation(
     from megascale.config import load_command_line
     from megascale.core.layout import lay_out
     from megascale.errors import ConfigError
-    from megascale.train.launcher import processes_wanted
+    from megascale.train.launcher import count_processes
 
     config = api.resolve(load_command_line(file, context.args))
     cuda = api.visible_gpus() > 0 and config.train.device != "cpu"
@@ -117,7 +117,7 @@ def ablation(
             raise ConfigError(f"--links={name}: there are {', '.join(LINKS)}")
         if name == "slow" and not cuda:
             raise ConfigError("--links=slow is a matter of GPUs, and this run has none; leave it out")
-    processes = processes_wanted(config, api.visible_gpus())
+    processes = count_processes(config, api.visible_gpus())
     grid = lay_out(config, processes).grid
     length = config.model.sequence_length
     rows, nothing = rows_of(config, grid.data, window or max(1, length // 4), cuda)

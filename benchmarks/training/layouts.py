@@ -68,7 +68,7 @@ def layouts(
     from megascale.config import load_command_line
     from megascale.core.layout import lay_out
     from megascale.errors import TrainingError
-    from megascale.train.launcher import processes_wanted
+    from megascale.train.launcher import count_processes
 
     config = api.resolve(load_command_line(file, context.args))
     others = [_parse(text) for text in against] or [{"data": 1}]
@@ -76,7 +76,7 @@ def layouts(
     plans = []
     for keys in (None, *others):
         one = _prepared(config, steps, "float64" if float64 else None, keys)
-        processes = processes_wanted(one, gpus)
+        processes = count_processes(one, gpus)
         lay_out(one, processes)  # all are checked before the first one trains
         plans.append((one, processes))
     runs = []

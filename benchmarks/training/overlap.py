@@ -83,10 +83,10 @@ def overlap(
             "benchmarks overlap times tensor parallelism alone: set --parallel.tensor=2 or more and nothing else of "
             "parallel.tensor, pipeline, data"
         )
-    if not launcher.started_by_launcher():
-        world = launcher.processes_wanted(config, api.visible_gpus())
+    if not launcher.is_launched_rank():
+        world = launcher.count_processes(config, api.visible_gpus())
         lay_out(config, world)
-        raise typer.Exit(launcher.launch(sys.argv[1:], world, config, model=False, program="benchmarks"))
+        raise typer.Exit(launcher.launch(sys.argv[1:], world, config, holds_model=False, program="benchmarks"))
     record = measure(config, repeats)
     if record is not None:
         show(record)

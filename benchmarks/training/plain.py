@@ -150,12 +150,12 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
 
     def evaluate(samples: int | None) -> float:
         assert held_out is not None
-        chosen, total = held_out.spread(samples), torch.zeros((), dtype=torch.float64, device=device)
+        chosen, total = held_out.spread_windows(samples), torch.zeros((), dtype=torch.float64, device=device)
         for start in range(0, len(chosen), size):
-            rows = held_out.rows(chosen[start : start + size], size)
+            rows = held_out.read_windows(chosen[start : start + size], size)
             with torch.no_grad(), autocast:
                 total += run(*(torch.from_numpy(x).to(device) for x in rows))
-        return float(total) / held_out.targets(chosen)
+        return float(total) / held_out.count_targets(chosen)
 
     for step in range(1, config.train.steps + 1):
         began, loss = time.perf_counter(), torch.zeros((), device=device)

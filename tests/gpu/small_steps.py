@@ -70,4 +70,4 @@ def train(
     torch.cuda.synchronize()
     whole = time.perf_counter() - began
     eager = engine.graphs.failure if engine.graphs is not None else engine.active.get("CUDA graphs", "off")
-    return Steps(result, host / timed * 1e3, whole / timed * 1e3, engine.attention, eager)
+    return Steps(result, host / timed * 1e3, whole / timed * 1e3, engine.attention_choices, eager)

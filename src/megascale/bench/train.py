@@ -72,12 +72,12 @@ def register(app: typer.Typer) -> None:
         defaults = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"]
         defaults.append("--train.name=bench-train")
         config = load_shape([*defaults, *context.args])
-        if not launcher.started_by_launcher():
+        if not launcher.is_launched_rank():
             import torch
 
             if watch:
                 gpu_watch.find_nvidia_smi(torch.cuda.is_available() and config.train.device != "cpu")
-            world = launcher.processes_wanted(config, torch.cuda.device_count())
+            world = launcher.count_processes(config, torch.cuda.device_count())
             if cores is not None:
                 find_cores(cores, world - 1)
             if world > 1:
@@ -123,10 +123,10 @@ def load_shape(overrides: list[str]) -> Config:
 def join_groups(config: Config) -> tuple[RankInfo, Groups | None]:
     """Return this process's rank information, and its groups if it is not alone; collective."""
     from megascale.rendezvous.start_job import initialise
-    from megascale.train.rank_info import check_place, find_rank_info
+    from megascale.train.rank_info import check_local_ranks, find_rank_info
 
     rank_info = find_rank_info(config)
-    check_place(config, rank_info, keeps=False)
+    check_local_ranks(config, rank_info, saves_checkpoints=False)
     if rank_info.world == 1:
         return rank_info, None
     groups = initialise(
@@ -157,7 +157,7 @@ def measure(
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
-    from megascale.train.garbage_collection import Garbage
+    from megascale.train.garbage_collection import GarbageCollector
 
     rank_info, groups = join_groups(config)
     device, world = rank_info.device, rank_info.world
@@ -173,7 +173,7 @@ def measure(
     watcher = None
     if watch and not rank_info.rank:
         watcher = GpuWatch(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    garbage = Garbage(train.gc_interval)
+    garbage = GarbageCollector(train.gc_interval)
     with watcher or contextlib.nullcontext():
         for step in range(1, warmup + steps + 1):
             start = time.perf_counter()
@@ -181,7 +181,7 @@ def measure(
                 first_start = start
             engine.start_gather()
             result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, more=True)
-            garbage.after(step)  # as in training
+            garbage.collect(step)  # as in training
             losses.append(float(result.loss))  # waits for the update, not for work that overlaps the next step
             if step > warmup:
                 seconds.append(time.perf_counter() - start)

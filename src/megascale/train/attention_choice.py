@@ -89,7 +89,7 @@ def agree(
     if measured and device.type == "cuda":
         torch.cuda.empty_cache()  # what was measured with must not lie between the engine's buffers
     offers = peers.gather((kind, measured), Offer)
-    decisions: Decisions = peers.share(_decide(offers, kept, lost), Decisions)
+    decisions: Decisions = peers.share(decide_kernels(offers, kept, lost), Decisions)
     for shape in wanted:
         chooser.adopt(shape, *decisions[kind][str(shape)])
     names = {
@@ -115,7 +115,7 @@ def _lost(told: list[tuple[str, dict[str, str]]]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _decide(
+def decide_kernels(
     offers: list[Offer],
     kept: Choices,
     lost: Mapping[str, Mapping[str, str]],

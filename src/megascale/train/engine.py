@@ -69,7 +69,7 @@ class StepResult:
     loss: torch.Tensor
     grad_norm: torch.Tensor
     stop: torch.Tensor
-    casts: torch.Tensor
+    cast_counts: torch.Tensor
     read: torch.Tensor
 
 
@@ -109,14 +109,14 @@ class Engine:
         # knows no kernels but the default ones (ops/dispatch.py).
         self.backward_apart = False
         # Called with the step's number: before, gradients and weights are whole, those as training reads them.
-        self.before_update: list[Callable[[int], None]] = []
-        self.after_update: list[Callable[[int], None]] = []
+        self.before_update_hooks: list[Callable[[int], None]] = []
+        self.after_update_hooks: list[Callable[[int], None]] = []
         self.active: dict[str, str] = {}  # what was chosen at start, for the start-up print
-        self.attention = kept or {}
+        self.attention_choices = kept or {}
         if groups is not None or kept is not None:
             dtype = DTYPES[config.train.precision]
             with runtime.kernels.as_current():
-                self.attention, others = agree(config, grid.tensor, dtype, device, kept, runtime.attention)
+                self.attention_choices, others = agree(config, grid.tensor, dtype, device, kept, runtime.attention)
             self.active |= others
         if device.type == "cuda" or config.overlap.gemms == "on":
             auto = " (overlap.gemms=auto)" if config.overlap.gemms == "auto" else ""
@@ -138,7 +138,7 @@ class Engine:
         self.chunks: list[Chunk] = []
         self.flats: list[ParamAndGradBuffer] = []
         self._make_chunks(stage, axes)
-        self.data = DataParallel(self.flats, config.overlap.data, reduce_dtype, float8)
+        self.data_parallel = DataParallel(self.flats, config.overlap.data, reduce_dtype, float8)
         self.optimizer = ShardedOptimizer(
             config.optimizer,
             self.flats,
@@ -246,7 +246,7 @@ class Engine:
         if self.tensor.exchange is not None:
             self.tensor.exchange.on_side_stream = on
 
-    def recompute(self, what: str) -> None:
+    def set_recompute(self, what: str) -> None:
         """From the next step on, let backward recompute what parallel.recompute=`what` names."""
         if self.graphs is not None:
             self.graphs.clear()
@@ -274,13 +274,13 @@ class Engine:
             y = chunk(x, tokens if chunk.last else None, where)
             if chunk.last:
                 y = (y * (1 / self.tokens)).sum()
-            if self.data.pool is not None:
-                self.data.arm_reductions(number)  # a buffer of the pool is reduced before its next use
-            self.data.begin_backward(number)
+            if self.data_parallel.pool is not None:
+                self.data_parallel.arm_reductions(number)  # a buffer of the pool is reduced before its next use
+            self.data_parallel.begin_backward(number)
             torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
-            self.data.end_backward(number)
-        self.data.finish_reductions()
-        self.data.finish_tied()
+            self.data_parallel.end_backward(number)
+        self.data_parallel.finish_reductions()
+        self.data_parallel.finish_tied()
 
     def _make_token_grad(self) -> torch.Tensor | None:
         """The gradient of each token's loss, known before it: every token counts the same, so the loss can make its
@@ -296,7 +296,7 @@ class Engine:
     def start_gather(self) -> None:
         """Begin the schedule's first gather: called before the batch is read, so that both go on together."""
         self.runtime.recorder.begin(SpanKind.GATHER_PARAMS, self.pipeline.first_gather)
-        self.data.start_gather(self.pipeline.first_gather)
+        self.data_parallel.start_gather(self.pipeline.first_gather)
         self.runtime.recorder.end()
 
     @with_own_kernels
@@ -347,23 +347,23 @@ class Engine:
         self._weights_changed()
         for chunk in self.chunks:
             chunk.linears.count_casts(count_casts)
-        self.data.begin_step()
+        self.data_parallel.begin_step()
         chunks = EagerRunner(forward)
         if self.graphs is not None:
             chunks = self.graphs.begin_step(forward, inputs, eagerly=count_casts or self.backward_apart)
         with torch.autograd.set_multithreading_enabled(self.backward_apart):
-            loss = self.pipeline.run(chunks, self.data)
+            loss = self.pipeline.run(chunks, self.data_parallel)
         if self.graphs is not None:
             self.graphs.end_step()
         recorder = self.runtime.recorder
         self.runtime.calls.at(b"reduce")
         recorder.begin(SpanKind.FINISH_REDUCTIONS)
-        self.data.finish_reductions()
+        self.data_parallel.finish_reductions()
         recorder.end()
         self.runtime.calls.at(b"optimizer")
-        if self.before_update:
-            self.data.finish_tied()
-        for look in tuple(self.before_update):
+        if self.before_update_hooks:
+            self.data_parallel.finish_tied()
+        for look in tuple(self.before_update_hooks):
             look(step)
         # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
         # Filled there: a copy from the host's memory would wait for the whole step before the optimizer is launched.
@@ -382,15 +382,17 @@ class Engine:
         before_update()
         recorder.end()
         self._weights_changed()  # what was made of them need not be there beside what the update needs
-        self.data.invalidate_gathered()
+        self.data_parallel.invalidate_gathered()
         # The next step's list begins with a gather: it is armed now, and its buckets leave as they are updated.
-        updated = self.data.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
+        updated = self.data_parallel.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
         recorder.begin(SpanKind.OPTIMIZER)
-        norm, summed = self.optimizer.step(learning_rate, step, piggybacked_scalars, updated, self.data.finish_tied)
-        self.data.end_update()
+        norm, summed = self.optimizer.step(
+            learning_rate, step, piggybacked_scalars, updated, self.data_parallel.finish_tied
+        )
+        self.data_parallel.end_update()
         recorder.end()
         assert summed is not None
-        for look in self.after_update:
+        for look in self.after_update_hooks:
             look(step)
         return StepResult(summed[0], norm, summed[1], summed[2:5], summed[5:])
 
@@ -407,19 +409,19 @@ class Engine:
 
     def synchronize(self) -> None:
         """Leave nothing under way: before the groups are shut down."""
-        self.data.finish_gathers()
+        self.data_parallel.finish_gathers()
 
     # everything else --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     @contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading_weights(self) -> Iterator[None]:
         """Around whatever fills the master weights (a checkpoint, say); afterwards the weights in use are theirs.
 
         A gather under way would end while they are filled, and where master weights and weights in use are one memory
         (float64, float32) gloo writes this rank's own part once more: the old one. So none is when the body begins.
         """
-        self.data.invalidate_gathered()
+        self.data_parallel.invalidate_gathered()
         yield
         self.optimizer.copy_to_params()
         self._weights_changed()
@@ -428,13 +430,13 @@ class Engine:
         for chunk in self.chunks:
             chunk.linears.invalidate_weights()
 
-    def whole(self) -> None:
+    def gather_parameters(self) -> None:
         """Make all parameters whole on this rank, before anything but a training step uses them."""
-        self.data.gather_full_parameters()
+        self.data_parallel.gather_full_parameters()
 
     @torch.no_grad()
     @with_own_kernels
-    def losses(self, inputs_SB: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:
+    def sum_losses(self, inputs_SB: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:
         """Sum of the losses of all tokens, a float64 scalar on every rank of this pipeline's world.
 
         inputs_SB, targets_SB: this data-parallel rank's [s, b]; targets of -100 count nothing. Collective: every
