@@ -7,12 +7,13 @@ from benchmarks.harness.program import make_app, run
 # Each module has `register(app)`.
 BENCHMARKS: dict[str, str] = {
     "train": "megascale.bench.train",
-    "kernels": "megascale.bench.kernels.command",
+    "kernels": "megascale.bench.kernels",
     "ablation": "benchmarks.training.ablation",
     "alternate": "benchmarks.training.alternate",
     "convergence": "benchmarks.training.convergence",
     "exposed": "benchmarks.training.exposed",
     "gradients": "benchmarks.training.gradient_error",
+    "kernel-peers": "benchmarks.kernels.peers",
     "layouts": "benchmarks.training.layouts",
     "overlap": "benchmarks.training.overlap",
     "peers": "benchmarks.training.peer_comparison",

@@ -51,7 +51,7 @@ context.set_forkserver_preload(
         "torch.distributed",
         "torch.fx.experimental.symbolic_shapes",  # with sympy; loaded by the first backward pass of a pipeline stage
         "torch._dynamo",  # loaded by the first layer that is recomputed in full
-        "megascale.bench.training_runs",
+        "megascale.bench.train",
         "megascale.train.engine",
         "megascale.train.launcher",
         "megascale.train.loop",

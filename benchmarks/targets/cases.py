@@ -157,7 +157,7 @@ class TargetCase(BaseModel):
 
     def config(self, replicas: int) -> Config:
         """What the bench will run, laid out. MegascaleError if its words are wrong or do not divide."""
-        from megascale.bench.training_runs import load_shape
+        from megascale.bench.train import load_shape
         from megascale.core.layout import lay_out
 
         shape, *settings = self.settings(replicas)

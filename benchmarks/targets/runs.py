@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.training_runs import LAST_LINES
 from benchmarks.targets.cases import TargetCase
-from megascale.bench.training_runs import LAST_LINES
 from megascale.core import strict_json
 from megascale.core.terminal import end_signals
 from megascale.errors import ConfigError

@@ -18,7 +18,7 @@ from typing import Any
 import typer
 
 from benchmarks.harness.temporary import temporary_folder
-from megascale.bench.training_runs import describe_machine, make_timing_config, train
+from benchmarks.harness.training_runs import describe_machine, make_timing_config, train
 from megascale.config import Config
 from megascale.core import strict_json
 
@@ -301,9 +301,9 @@ def _sustained(seconds: float = 2.0) -> float:
     import sys
 
     code = (
-        "import torch, concurrent.futures as f; from megascale.bench.train import gemm_rate; "
+        "import torch, concurrent.futures as f; from megascale.bench.timing import sustained_gemm_rate; "
         "n = torch.cuda.device_count(); "
-        f"rate = lambda i: gemm_rate(torch.device('cuda', i), {seconds}); "
+        f"rate = lambda i: sustained_gemm_rate(torch.device('cuda', i), {seconds}); "
         "print(sum(f.ThreadPoolExecutor(n).map(rate, range(n))) / n)"
     )
     return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)

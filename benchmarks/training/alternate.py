@@ -82,7 +82,7 @@ def alternate(
       python -m benchmarks alternate gpt-13b observe.timers=false,true --turns=200 --each=1 --model.layers=20
     """
     from megascale import api
-    from megascale.bench.training_runs import load_shape
+    from megascale.bench.train import load_shape
     from megascale.core.layout import lay_out
     from megascale.train import launcher
 
@@ -132,8 +132,9 @@ def measure(
     import torch
     from rich.progress import Progress
 
-    from megascale.bench.train import gemm_rate
-    from megascale.bench.training_runs import describe_machine, join_groups, random_rows
+    from benchmarks.harness.training_runs import describe_machine
+    from megascale.bench.timing import sustained_gemm_rate
+    from megascale.bench.train import join_groups, random_rows
     from megascale.core.flops import CONVENTION, device_peak, mfu
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
@@ -166,7 +167,7 @@ def measure(
         set_to(value)
         step()
         step()
-    before = gemm_rate(place.device, 2.0) if cuda else None
+    before = sustained_gemm_rate(place.device, 2.0) if cuda else None
     with Progress(transient=True, disable=place.rank > 0) as progress:
         for value in progress.track(order(values, turns), description=key):
             one = found[value]
@@ -183,7 +184,7 @@ def measure(
                 one.norms.append(norm)
             if cuda:
                 one.memory_gib = max(one.memory_gib or 0.0, torch.cuda.max_memory_allocated(place.device) / 2**30)
-    after = gemm_rate(place.device, 2.0) if cuda else None
+    after = sustained_gemm_rate(place.device, 2.0) if cuda else None
     garbage.close()
     engine.synchronize()
     if groups is not None:

@@ -75,7 +75,7 @@ def exposed(
     Example: python -m benchmarks exposed gpt-13b --parallel.tensor=2 --parallel.pipeline=2 --plot timeline.png
     """
     from megascale import api
-    from megascale.bench.training_runs import load_shape
+    from megascale.bench.train import load_shape
     from megascale.core.layout import lay_out
     from megascale.errors import ConfigError
     from megascale.train import launcher
@@ -123,7 +123,8 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     import torch
     import torch.distributed as dist
 
-    from megascale.bench.training_runs import describe_machine, random_rows
+    from benchmarks.harness.training_runs import describe_machine
+    from megascale.bench.train import random_rows
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.rendezvous.start_job import initialise

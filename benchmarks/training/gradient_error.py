@@ -77,7 +77,7 @@ def gradients(
     """
     from rich.console import Console
 
-    from megascale.bench.training_runs import load_shape
+    from megascale.bench.train import load_shape
     from megascale.data.dataset.formats import token_files
     from megascale.errors import ConfigError
 

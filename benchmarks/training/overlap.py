@@ -68,7 +68,7 @@ def overlap(
       python -m benchmarks overlap gpt-13b --parallel.tensor=4 --model.block=parallel
     """
     from megascale import api
-    from megascale.bench.training_runs import load_shape
+    from megascale.bench.train import load_shape
     from megascale.core.layout import lay_out
     from megascale.errors import ConfigError
     from megascale.train import launcher
@@ -123,7 +123,7 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
 
     import torch
 
-    from megascale.bench.training_runs import describe_machine
+    from benchmarks.harness.training_runs import describe_machine
     from megascale.parallel import symmetric
     from megascale.parallel.collectives import SINGLE_RANK, Axis
     from megascale.rendezvous.groups import shutdown

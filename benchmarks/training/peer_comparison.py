@@ -143,7 +143,7 @@ def peers(
     from rich.progress import Progress
 
     from megascale import api
-    from megascale.bench.training_runs import load_shape
+    from megascale.bench.train import load_shape
     from megascale.core.layout import lay_out
     from megascale.errors import ConfigError
     from megascale.train.launcher import count_processes

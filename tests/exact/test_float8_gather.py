@@ -181,7 +181,7 @@ DATA = LAYOUTS["data"]
 def faulty(rank: int, world: int, tree: dict[str, Any], folder: Path, fault: str) -> Story:
     faults = {
         "scales of own parts": (float8_gather, "all_reduce", lambda x, axis, op: Pending(x)),
-        "bytes of the step before": (Float8Gather, "outdated", lambda self: None),
+        "bytes of the step before": (Float8Gather, "invalidate", lambda self: None),
         "never sent": (float8_gather, "all_gather_into", lambda whole, part, axis: Pending(whole)),
     }
     owner, what, wrong = faults[fault]
@@ -189,11 +189,11 @@ def faulty(rank: int, world: int, tree: dict[str, Any], folder: Path, fault: str
         send = Float8Gather.start_gather
 
         def late(self: Float8Gather, bucket: int) -> Pending:
-            part = self._parts[bucket]
+            part = self._bucket_data[bucket]
             first = not part.bytes.any()
             return send(self, bucket) if first else Pending(part.bytes)
 
-        with mock.patch.object(Float8Gather, "send", late), mock.patch.object(owner, what, wrong):
+        with mock.patch.object(Float8Gather, "start_gather", late), mock.patch.object(owner, what, wrong):
             return tell(rank, world, tree, "float8", folder)
     with mock.patch.object(owner, what, wrong):
         return tell(rank, world, tree, "float8", folder)

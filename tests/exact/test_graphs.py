@@ -98,7 +98,7 @@ TWO_CHUNKS = LAYOUTS["two chunks, LAMB"][0].tree
     ("owner", "what", "wrong"),
     [
         pytest.param(
-            CapturedMicrobatch, "take", lambda self, inputs: None, id="all micro-batches read the first's tokens"
+            CapturedMicrobatch, "copy_inputs", lambda self, inputs: None, id="all micro-batches read the first's tokens"
         ),
         pytest.param(GraphedRunner, "_free_slot", lambda self, chunk: 0, id="two in flight share memory"),
     ],

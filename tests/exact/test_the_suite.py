@@ -18,7 +18,7 @@ from megascale.model import transformer
 from megascale.optim import optimizer, sharded_lamb
 from megascale.parallel import data_parallel
 from megascale.parallel.collectives import Axis, Pending
-from megascale.parallel.vocabulary import vocabulary_loss
+from megascale.parallel.tensor import vocabulary_loss
 from tests.exact.cases import case
 from tests.exact.compare import TOLERANCE, assert_equal, differences
 from tests.exact.pool import JobFailed

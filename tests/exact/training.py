@@ -78,7 +78,7 @@ class Late(side_stream.InlineStream):
 @contextmanager
 def late_gemms() -> Iterator[None]:
     """GEMMs on the side stream run as late as they may."""
-    with mock.patch.object(side_stream, "InOrder", Late):
+    with mock.patch.object(side_stream, "InlineStream", Late):
         yield
 
 

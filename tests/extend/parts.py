@@ -112,7 +112,7 @@ def gather_keeps(model: ModelConfig) -> list[Kept]:
 
 
 class EightBit(LinearPrecision):
-    """Operands of eight bits with one scale, agreed over the tensor axis: a matrix travels as its bytes.
+    """Operands of eight bits with one scale, agreed over the tensor axis: a matrix for_gather as its bytes.
 
     Attributes:
         calls: how often each GEMM was made.
@@ -135,12 +135,12 @@ class EightBit(LinearPrecision):
         self.sent.add(x[0].dtype)
         return x[0] * x[1]
 
-    def input(self, x: Tensor, weight: Tensor, given: Any = None, travels: bool = False) -> Operand:
+    def prepare_input(self, x: Tensor, weight: Tensor, amax: Any = None, for_gather: bool = False) -> Operand:
         """See Gemms."""
         self.calls["input"] += 1
         return self._cast(x)
 
-    def gradient(self, dy: Tensor, weight: Tensor, travels: bool = False) -> Operand:
+    def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
         """See Gemms."""
         self.calls["gradient"] += 1
         return self._cast(dy)
@@ -157,10 +157,10 @@ class EightBit(LinearPrecision):
         self.calls["dgrad"] += 1
         return super().dgrad((self._wide(dy),), weight, out, add)
 
-    def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+    def accumulate_wgrad(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""
         self.calls["wgrad"] += 1
-        super().accumulate(main, (self._wide(dy),), (self._wide(x),), overwrite)
+        super().accumulate_wgrad(main, (self._wide(dy),), (self._wide(x),), overwrite)
 
 
 class Deferred(LinearPrecision):

@@ -120,8 +120,8 @@ from megascale.parallel.linear_precision import LinearPrecision
 
 
 class Halves(LinearPrecision):
-    def input(self, x, *more):
-        return super().input(x.to(torch.bfloat16).to(x.dtype), *more)
+    def prepare_input(self, x, *more):
+        return super().prepare_input(x.to(torch.bfloat16).to(x.dtype), *more)
 
 
 linear.register("halves", Halves, "activations rounded to half their bits")

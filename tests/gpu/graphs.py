@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megascale import config as configuration
-from megascale.bench.training_runs import join_groups
+from megascale.bench.train import join_groups
 from megascale.rendezvous.groups import shutdown
 from tests.gpu.small_steps import train
 

@@ -9,21 +9,20 @@ import torch
 
 from megascale.ops import (
     activation,
-    adamw,
+    adam,
     cross_entropy,
     dispatch,
     dropout,
     fused_projection,
-    lamb,
     norm,
     rope,
     segments,
 )
+from megascale.ops.amax import AmaxSlots
 from megascale.ops.embedding import add_rows
-from megascale.ops.float8 import cast, shards
+from megascale.ops.float8 import cast
 from megascale.ops.float8.formats import E4M3, E5M2, Format, scale_slots
 from megascale.ops.gradient_sink import GradientSink, attach
-from megascale.ops.known_amax import AmaxSlots
 from megascale.ops.peer_max import WORD, PeerMax
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
@@ -69,9 +68,9 @@ def optimizer(on_device: bool) -> None:
     o = SimpleNamespace(lr=torch.tensor(0.1), step=torch.tensor(2)) if on_device else SimpleNamespace(lr=0.1, step=2)
     options = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "segments": table, "step": o.step}
     options |= {"grad_scale": torch.tensor(1.0), "skip": torch.tensor(False)}
-    adamw.adamw_apply(w, m, v, g, out, lr=o.lr, **options)
-    sums = lamb.lamb_direction(w, m, v, g, g, **options)
-    lamb.lamb_apply(w, g, out, sums, lr=o.lr, trust_min=0.0, trust_max=10.0, segments=table, skip=options["skip"])
+    adam.adamw_apply(w, m, v, g, out, lr=o.lr, **options)
+    sums = adam.lamb_direction(w, m, v, g, g, **options)
+    adam.lamb_apply(w, g, out, sums, lr=o.lr, trust_min=0.0, trust_max=10.0, segments=table, skip=options["skip"])
     segments.square_sums(g, table)
 
 
@@ -124,10 +123,10 @@ def float8_shards() -> None:
     flat, scales = zeros(100_000).detach(), scale_slots(2, torch.get_default_device())
     table = segments.Segments([(0, 60_000, True, 0), (60_000, 99_001, True, 1)], 2, torch.get_default_device())
     out, amax = torch.zeros(100_000, dtype=torch.uint8), torch.zeros(2)
-    shards.compute_shard_amaxes(flat, table, amax)
-    shards.compute_shard_scales(amax, E4M3, scales)
-    shards.cast_shard(flat, table, scales, E4M3, out)
-    shards.transpose_rows(torch.zeros(512, 256, dtype=torch.uint8).view(E4M3.dtype))
+    cast.compute_shard_amaxes(flat, table, amax)
+    cast.compute_shard_scales(amax, E4M3, scales)
+    cast.cast_shard(flat, table, scales, E4M3, out)
+    cast.transpose_rows(torch.zeros(512, 256, dtype=torch.uint8).view(E4M3.dtype))
 
 
 CASES: dict[str, Callable[[], None]] = {

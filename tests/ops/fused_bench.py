@@ -11,11 +11,11 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from megascale.bench.kernels import float8 as kernel_float8
-from megascale.bench.kernels.cases import TINY, cases
-from megascale.bench.kernels.command import main, show
-from megascale.bench.kernels.measures import PARTS, measure_case, run
-from megascale.bench.kernels.rows import Bench
+from benchmarks.kernels import peers
+from megascale.bench import kernel_float8
+from megascale.bench.kernel_cases import TINY, Bench, cases
+from megascale.bench.kernel_measures import PARTS, measure_case, run, start_bench
+from megascale.bench.kernels import main, show
 from megascale.errors import ConfigError
 from megascale.ops import dispatch
 
@@ -91,13 +91,14 @@ def test_a_wrong_kernel_and_a_crash_are_rows(tmp_path):
 
 def test_other_packages_have_columns_and_a_wrong_one_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.nn.functional, "layer_norm", lambda x, *given: x * given[1])
-    result = run(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json", ["others"])
-    rows = {row["op"]: row for row in result["rows"]}
-    assert rows["rms norm"]["others"]["torch"] > 0
-    assert rows["cross entropy"]["others"]["torch"] > 0
-    assert "torch" not in rows["layer norm"]["others"]
-    show(result)
+    bench = start_bench(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json")
+    peers.measure(bench)
+    rows = {row.op: row for row in bench.rows}
+    assert rows["rms norm"].peers["torch"] > 0
+    assert rows["cross entropy"].peers["torch"] > 0
+    assert "torch" not in rows["layer norm"].peers
+    peers.show(bench)
     shown = capsys.readouterr().out
     assert "layer norm, torch: " in shown
     assert "torch us" in shown
-    assert result["others"]["torch"] == f"torch {version('torch')}"
+    assert bench.facts["packages"]["torch"] == f"torch {version('torch')}"

@@ -15,9 +15,17 @@ from hypothesis import strategies as st
 
 from megascale.ops import dispatch
 from megascale.ops.float8 import cast
-from megascale.ops.float8.cast import cast_by_amax, cast_by_scale, cast_rows, compute_amax
+from megascale.ops.float8.cast import (
+    cast_by_amax,
+    cast_by_scale,
+    cast_rows,
+    cast_shard,
+    compute_amax,
+    compute_shard_amaxes,
+    compute_shard_scales,
+    transpose_rows,
+)
 from megascale.ops.float8.formats import E4M3, E5M2, scale_slots
-from megascale.ops.float8.shards import cast_shard, compute_shard_amaxes, compute_shard_scales, transpose_rows
 from megascale.ops.segments import Segments
 
 FEW = settings(max_examples=8, deadline=None)

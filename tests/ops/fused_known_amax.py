@@ -11,9 +11,9 @@ import torch
 
 from megascale.ops import dispatch
 from megascale.ops.activation import gelu, swiglu
+from megascale.ops.amax import AmaxSlots, attached_amax
 from megascale.ops.float8.cast import compute_amax
 from megascale.ops.fused_projection import split_fused_projection
-from megascale.ops.known_amax import AmaxSlots, attached_amax
 from megascale.ops.norm import WIDEST_WITH_SUM, add_norm, layer_norm, rms_norm
 from megascale.parallel.collectives import SINGLE_RANK
 from megascale.parallel.linear import make_linears
@@ -109,7 +109,7 @@ def test_what_was_written_into_since_is_not_known():
 
 def test_float8_takes_what_is_known(monkeypatch):
     linears, passes = make_linears("float8", SINGLE_RANK), []
-    monkeypatch.setattr("megascale.parallel.float8.amax_of", lambda x: passes.append(x.shape) or compute_amax(x))
+    monkeypatch.setattr("megascale.parallel.float8.compute_amax", lambda x: passes.append(x.shape) or compute_amax(x))
     w = random(16, 32)
     y = linear_scatter(linears, gelu(random(8, 2, 32)), w)
     assert passes == [w.shape]

@@ -49,7 +49,7 @@ def test_not_a_number_is_the_largest():
 
 def test_what_it_does_not_take():
     one = PeerMax(0, [torch.zeros(4, dtype=torch.int64) for _ in range(2)])
-    with pytest.raises(ValueError, match="one float32 is wanted"):
+    with pytest.raises(ValueError, match="takes one float32 number"):
         one(torch.zeros(2))
     with pytest.raises(ValueError, match="float64"):
         one(torch.zeros((), dtype=torch.float64))

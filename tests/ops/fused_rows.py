@@ -89,7 +89,8 @@ def test_add_norm(lead, width, dtype, kind, has_x_bias, wide):
 )
 def test_add_norm_of_wide_rows(lead, width, dtype, kind, has_x_bias):
     """In one block of columns or two, of which the second has all its columns, some or one."""
-    block, rest, *_ = norm._tile(width)
+    tile = norm._tile(width)
+    block, rest = tile.block, tile.tail
     assert block + rest >= width > block // 2 + rest // 2
     assert (rest > 0) is (4096 < width <= 6144 or width == 12288)
     with mock.patch.object(norm, "PARTS", 3):  # several rows a program, and fewer in the last one

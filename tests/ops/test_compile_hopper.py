@@ -31,9 +31,10 @@ def test_compiles_without_spills_and_moves_whole_vectors(name: str) -> None:
     for kernel, binary in compiled.kernels:
         ptx = binary.asm["ptx"]
         assert stack_bytes(binary.asm["cubin"]) <= SPILLED, f"{kernel} spills registers"
-        if kernel in ("_gather_kernel", "_scales_kernel", "_peer_max_kernel"):
+        if kernel in ("_gather_kernel", "_shard_scales_kernel", "_peer_max_kernel"):
             continue  # reads through an index, a few thousand numbers; one number a matrix; one number
-        width = "[24]" if kernel == "_gelu_kernel" else "4"  # 8 bytes a thread in GeLU's backward: more threads
+        # GeLU's backward reads 8 bytes per thread, with more threads.
+        width = "[24]" if kernel == "_activation_kernel" and "swiglu" not in name else "4"
         assert re.search(rf"ld\.global\S*\.v{width}\.b32", ptx), f"{kernel} reads in pieces"
         if kernel == "_cast_kernel":  # both copies, also the transposed one
             assert not re.search(r"st\.global\S*\.b(8|16)\b", ptx), "a float8 copy is written in pieces"

@@ -15,7 +15,7 @@ from megascale.ops.attention import attention
 PROGRAM = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from megascale.ops.attention_flash4 import _FlashAttention4 as ours
+from megascale.ops.attention_backends import _FlashAttention4 as ours
 
 class Context:
     def save_for_backward(self, *tensors):

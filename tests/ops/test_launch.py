@@ -272,7 +272,7 @@ def test_the_launch_in_c_gets_what_triton_s_launcher_passes_on(monkeypatch, coun
     compiled, told = Compiled(), tuple(range(100, 100 + count))
     compiled.run = launcher = Launcher(lambda *passed: heard.append(passed), **others)
     monkeypatch.setattr(triton.runtime.driver, "_active", _Hopper())
-    monkeypatch.setattr(launch, "STRAIGHT", True)
+    monkeypatch.setattr(launch, "DIRECT_LAUNCHES", True)
     run, between, packed = launch.find_direct_call(compiled, count)
     assert (run is launcher) == bool(others)
     if others:
@@ -286,7 +286,7 @@ def test_the_launch_in_c_gets_what_triton_s_launcher_passes_on(monkeypatch, coun
 
 
 def test_a_kernel_that_needs_scratch_memory_is_launched_by_triton_s_launcher(monkeypatch):
-    monkeypatch.setattr(launch, "STRAIGHT", True)
+    monkeypatch.setattr(launch, "DIRECT_LAUNCHES", True)
     compiled = Compiled()
     compiled.run = launcher = Launcher(print, global_scratch_size=128)
     assert launch.find_direct_call(compiled, 3)[0] is launcher
@@ -299,7 +299,7 @@ def test_what_stands_in_the_way_is_said(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "3.99.1" in launch.describe()
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    assert launch.describe() == "by key, of what Triton compiled, round its launcher"
+    assert launch.describe() == "by key, bypassing Triton's launcher"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "interpreter" in launch.describe()
 

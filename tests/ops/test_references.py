@@ -13,12 +13,11 @@ from torch.autograd import gradcheck
 from megascale.errors import ConfigError
 from megascale.ops import activation, dispatch
 from megascale.ops.activation import gelu, swiglu
-from megascale.ops.adamw import adamw_apply
+from megascale.ops.adam import adamw_apply, lamb_apply, lamb_direction
 from megascale.ops.attention import AttentionChoice, AttentionChooser, AttentionShape, attention, attention_reference
 from megascale.ops.cross_entropy import VocabShard, chunk_tokens, cross_entropy, linear_cross_entropy
 from megascale.ops.dropout import dropout, dropout_add, dropout_key, philox
 from megascale.ops.gradient_sink import GradientSink, attach
-from megascale.ops.lamb import lamb_apply, lamb_direction
 from megascale.ops.norm import add_norm, layer_norm, rms_norm
 from megascale.ops.rope import apply_rotary, rotary_tables, split_qkv
 from megascale.ops.segments import TILE, Segments, square_sums
@@ -329,7 +328,7 @@ def test_dispatch_says_what_runs_and_why():
         assert dispatch.active() == auto.active() == {"rms norm": "reference (cpu tensors)"}
     assert reference.active() == {"rms norm": "reference (kernels.mode)"}
     if not torch.cuda.is_available() and not dispatch.INTERPRET:
-        with pytest.raises(ConfigError, match=r"kernels.mode='fused' cannot be had here"):
+        with pytest.raises(ConfigError, match=r"kernels.mode='fused' is unavailable"):
             dispatch.Kernels("fused")
 
 
@@ -341,10 +340,10 @@ def test_dispatch_says_what_runs_and_why():
 )
 def test_tiles_of_an_activation_cover_it_within_what_a_grid_holds(rows, width, tile):
     """Also of 131,072 tokens and more, for which the second dimension of a CUDA grid is too short for a tile each."""
-    of_rows, block, columns, a_part, parts, _ = activation._tiles(rows, width, tile)
+    block, columns, part_rows, parts = activation._split_grid(rows, width, tile)
     assert 1 <= parts <= 65_535
-    assert a_part % of_rows == 0
-    assert (parts - 1) * a_part < rows <= parts * a_part
+    assert part_rows % tile[0] == 0
+    assert (parts - 1) * part_rows < rows <= parts * part_rows
     assert (columns - 1) * block < width <= columns * block
 
 
@@ -371,6 +370,6 @@ def test_tiles_cover_each_segment_once():
     "rows", [[(0, 5, True, 0), (4, 6, True, 0)], [(3, 3, True, 0)], [(0, 5, True, 2)], [(0, 5, True, -1)]]
 )
 def test_segments_that_overlap_or_name_no_tensor_are_refused(rows):
-    with pytest.raises(ValueError, match="overlaps the one before it, is empty or names no tensor of 2"):
+    with pytest.raises(ValueError, match="overlaps the previous one, is empty, or its tensor is not below 2"):
         Segments(rows, 2, "cpu")
     Segments([(0, 5, True, 0), (5, 6, True, 1)], 2, "cpu")

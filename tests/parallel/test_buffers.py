@@ -79,7 +79,7 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
         assert span.start == edges[-1]
         edges.append(span.stop)
         assert (span.stop - span.start) % ranks == 0
-        kinds = {(members[i].own_bucket, members[i].replicated, members[i].apart) for i in span.members}
+        kinds = {(members[i].tied, members[i].replicated, members[i].float8_gather) for i in span.members}
         assert len(kinds) == 1
         used = [(layout.starts[i], layout.starts[i] + members[i].count) for i in span.members]
         assert all(start % ALIGN == 0 for start, _ in used)
@@ -94,7 +94,7 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
         assert shards[-1][1] == span.stop
         if limit is None:  # of one kind all are in one bucket
             assert kinds not in [
-                {(members[i].own_bucket, members[i].replicated, members[i].apart) for i in other.members}
+                {(members[i].tied, members[i].replicated, members[i].float8_gather) for i in other.members}
                 for other in layout.buckets[:number]
             ]
     assert layout.size == edges[-1]
@@ -112,7 +112,7 @@ def test_only_replicated_gradients_wait_for_the_tensor_axis():
         flat = ParamAndGradBuffer(chunk(axes.tensor), torch.device("cpu"), axes, 1, 500)
         assert flat.layout.tied_bucket == len(flat.layout.buckets) - 1
         for number, span in enumerate(flat.layout.buckets):
-            waits = data_parallel._waits_for_tensor_axis(flat, number)
+            waits = data_parallel._needs_tensor_reduction(flat, number)
             assert waits == (tensor > 1 and flat.parameters[span.members[0]].spec.replicated)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import count
 from typing import Any
 
@@ -301,7 +302,7 @@ def test_replays_need_what_they_wait_for(monkeypatch: pytest.MonkeyPatch, what: 
 
 def test_a_capture_leaves_the_calls_around_it_as_they_were() -> None:
     devices, (ex, _) = exchanges_of(2)
-    before = (ex._number, ex._gathers, ex._scatters, dict(ex._free), set(ex._open))
+    before = deepcopy(ex._state)
     with ex.capture() as calls:
         ex.scatter_now(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
     assert calls.nbytes == 2 * 8 * SHAPE[0] * SHAPE[1]
@@ -313,7 +314,7 @@ def test_a_capture_leaves_the_calls_around_it_as_they_were() -> None:
 
     with pytest.raises(RuntimeError, match="no capture"):
         fail()
-    assert (ex._number, ex._gathers, ex._scatters, ex._free, ex._open) == before
+    assert ex._state == before
     assert not any(devices[0].queues.values())
     ex.scatter_now(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))  # nothing is owed
     waiting = ex.scatter(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
@@ -362,10 +363,10 @@ def test_a_call_within_what_another_computes_is_refused(call: str) -> None:
     devices, (ex, _) = exchanges_of(2)
     like = torch.zeros(SHAPE, dtype=torch.float64)
     if call == "consume":
-        ex.gather_and_consume(like, lambda part, rank: ex.gather(like), keep=False)
+        ex.gather_and_consume(like, lambda part, rank: ex.gather(like), keep_own=False)
     else:
         getattr(ex, call)(lambda out, rank: ex.gather(like), SHAPE, like)
-    with pytest.raises(RuntimeError, match="within what another call computes"):
+    with pytest.raises(RuntimeError, match="within the work that another call computes"):
         run(devices[:1], random.Random(0))
 
 

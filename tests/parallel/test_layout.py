@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megascale.parallel.buffer_layout import ALIGN, BufferMember, FlatLayout, lay_out
 
 sizes = st.one_of(st.integers(1, 300), st.sampled_from([ALIGN, 2 * ALIGN, 64 * ALIGN]))
-plain = st.builds(BufferMember, sizes, decay=st.booleans(), replicated=st.booleans(), apart=st.booleans())
+plain = st.builds(BufferMember, sizes, decay=st.booleans(), replicated=st.booleans(), float8_gather=st.booleans())
 
 
 @st.composite
@@ -45,7 +45,7 @@ def test_each_member_lies_in_its_one_bucket_and_overlaps_no_other(members, ranks
 @cases
 def test_members_apart_share_buckets_with_none_but_themselves(members, ranks, bucket):
     for span in lay_out(members, ranks, bucket).buckets:
-        assert len({members[i].apart for i in span.members}) == 1
+        assert len({members[i].float8_gather for i in span.members}) == 1
 
 
 @cases
@@ -89,7 +89,7 @@ def test_what_is_treated_alike_is_contiguous(members, ranks, bucket):
 @cases
 def test_a_tied_embedding_has_a_bucket_of_its_own(members, ranks, bucket):
     layout = lay_out(members, ranks, bucket)
-    alone = [i for i, m in enumerate(members) if m.own_bucket]
+    alone = [i for i, m in enumerate(members) if m.tied]
     if not alone:
         assert layout.tied_bucket is None
         return
@@ -106,7 +106,7 @@ def test_a_tied_embedding_has_a_bucket_of_its_own(members, ranks, bucket):
 @settings(max_examples=200)
 def test_buckets_are_as_large_as_asked_for(members, ranks, bucket):
     layout = lay_out(members, ranks, bucket)
-    regions = len({(m.own_bucket, m.replicated, m.apart) for m in members})
+    regions = len({(m.tied, m.replicated, m.float8_gather) for m in members})
     if bucket is None:
         assert len(layout.buckets) == regions
         return

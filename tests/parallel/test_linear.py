@@ -58,9 +58,9 @@ class Noting(LinearPrecision):
         super().__init__(axis)
         self.notes = notes
 
-    def gradient(self, dy: torch.Tensor, weight: torch.Tensor, travels: bool = False) -> Operand:
+    def prepare_gradient(self, dy: torch.Tensor, weight: torch.Tensor, for_gather: bool = False) -> Operand:
         self.notes.append("cast")
-        return super().gradient(dy, weight, travels)
+        return super().prepare_gradient(dy, weight, for_gather)
 
 
 class NotingStream(InlineStream):
@@ -128,11 +128,13 @@ class _Given(LinearPrecision):
         super().__init__()
         self.given: list[object] = []
 
-    def input(self, x: torch.Tensor, weight: torch.Tensor, given: object = None, travels: bool = False) -> Operand:
-        self.given.append(given)
+    def prepare_input(
+        self, x: torch.Tensor, weight: torch.Tensor, amax: object = None, for_gather: bool = False
+    ) -> Operand:
+        self.given.append(amax)
         return x, x.detach() * 2
 
-    def keep(self, x: Operand) -> Operand:
+    def select_saved(self, x: Operand) -> Operand:
         return (x[1] / 2,)
 
 

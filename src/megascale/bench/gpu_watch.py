@@ -1,4 +1,4 @@
-"""What a GPU does while steps run: its clock, power and temperature, as nvidia-smi tells them twice a second."""
+"""Clock, power and temperature of a GPU while steps run, sampled by nvidia-smi twice per second."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from collections.abc import Sequence
 from megascale.errors import ConfigError, TrainingError
 
 PERIOD = 500  # milliseconds between samples
-FIRST = 30.0  # seconds within which nvidia-smi must have said something
+FIRST_SAMPLE_SECONDS = 30.0  # limit for nvidia-smi's first line
 _FIELDS = (("clock", "MHz"), ("power", "W"), ("temperature", "C"))
 
-Values = tuple[float | None, float | None, float | None]  # MHz, W, C; None: this device does not tell
+Values = tuple[float | None, float | None, float | None]  # MHz, W, C; None if the device does not report it
 
 
 def find_nvidia_smi(cuda: bool) -> str:
-    """The path of nvidia-smi. ConfigError where steps run without a GPU (`cuda` false) or it is not installed."""
+    """Return the path of nvidia-smi. Raises ConfigError without a GPU (`cuda` false) or without nvidia-smi."""
     if not cuda:
         raise ConfigError("--watch samples a GPU, and these steps run on none; leave it out")
-    found = shutil.which("nvidia-smi")
-    if found is None:
+    path = shutil.which("nvidia-smi")
+    if path is None:
         raise ConfigError(
-            "--watch asks nvidia-smi, which is not on PATH; install the driver's tools, or leave --watch out"
+            "--watch needs nvidia-smi, which is not on PATH; install the driver's tools, or leave --watch out"
         )
-    return found
+    return path
 
 
 def parse_sample(line: str) -> Values | None:
-    """A line such as "1755, 690.12, 45"; None for one that holds no sample. "[N/A]" and the like give None each."""
+    """Parse a line such as "1755, 690.12, 45"; "[N/A]" gives None for a value, a line without a sample gives None."""
     parts = [part.strip() for part in line.split(",")]
     if len(parts) != len(_FIELDS):
         return None
@@ -47,20 +47,20 @@ def parse_sample(line: str) -> Values | None:
 
 
 class GpuWatch:
-    """Samples one GPU from `with` to its end, by a child process and a thread that reads it.
+    """Context that samples one GPU, by a child process and a thread that reads it.
 
     Args:
         gpu: its UUID, since CUDA_VISIBLE_DEVICES numbers GPUs anew.
 
-    Raises TrainingError, on entering, if nvidia-smi has no sample to give.
+    Entering raises TrainingError if nvidia-smi gives no sample.
     """
 
     def __init__(self, gpu: str) -> None:
         self._command = [find_nvidia_smi(True), "--query-gpu=clocks.sm,power.draw,temperature.gpu"]
         self._command += ["--format=csv,noheader,nounits", "-i", gpu, "-lms", str(PERIOD)]
         self._samples: list[tuple[float, Values]] = []
-        self._said: list[str] = []  # what is no sample: why it has none
-        self._told = threading.Event()
+        self._messages: list[str] = []  # the last lines without a sample
+        self._has_output = threading.Event()
         self.problem: str | None = None
 
     def __enter__(self) -> GpuWatch:
@@ -70,9 +70,9 @@ class GpuWatch:
         self._thread = threading.Thread(target=self._read, name="megascale-watch", daemon=True)
         self._thread.start()
         try:
-            self._told.wait(FIRST)
+            self._has_output.wait(FIRST_SAMPLE_SECONDS)
             if not self._samples:
-                raise TrainingError(f"--watch: nvidia-smi gave no sample: {' '.join(self._said) or 'it said nothing'}")
+                raise TrainingError(f"--watch: nvidia-smi gave no sample: {' '.join(self._messages) or 'no output'}")
         except BaseException:
             self.__exit__()
             raise
@@ -84,14 +84,14 @@ class GpuWatch:
             values = parse_sample(line)
             if values is not None:
                 self._samples.append((time.perf_counter(), values))
-                self._told.set()
+                self._has_output.set()
             elif line.strip():
-                self._said = [*self._said[-2:], line.strip()]
-        self._told.set()
+                self._messages = [*self._messages[-2:], line.strip()]
+        self._has_output.set()
 
     def __exit__(self, *error: object) -> None:
         if self._process.poll() is not None:
-            self.problem = f"nvidia-smi ended before the steps: {' '.join(self._said) or self._process.returncode}"
+            self.problem = f"nvidia-smi ended before the steps: {' '.join(self._messages) or self._process.returncode}"
         self._process.terminate()
         try:
             self._process.wait(5.0)
@@ -100,21 +100,25 @@ class GpuWatch:
             self._process.wait()
         self._thread.join()
 
-    def samples_since(self, began: float) -> list[list[float | None]]:
-        """[seconds since `began` (time.perf_counter), MHz, W, C] of each sample from then on."""
-        return [[round(at - began, 3), *values] for at, values in list(self._samples) if at >= began]
+    def samples_since(self, start: float) -> list[list[float | None]]:
+        """Return [seconds since `start` (time.perf_counter), MHz, W, C] of each sample from then on."""
+        return [[round(moment - start, 3), *values] for moment, values in list(self._samples) if moment >= start]
 
 
 def summarize_samples(samples: Sequence[Sequence[float | None]]) -> str:
-    """Medians of the first and of the last tenth of what `GpuWatch.since` gave."""
+    """Return the medians of the first and the last tenth of the samples of `GpuWatch.samples_since`."""
     if not samples:
         return "no sample while the steps ran"
     tenth = max(1, len(samples) // 10)
-    said = []
-    for place, (name, unit) in enumerate(_FIELDS, 1):
-        ends = []
-        for part in (samples[:tenth], samples[-tenth:]):
-            values = [v for sample in part if (v := sample[place]) is not None]
-            ends.append(f"{statistics.median(values):,.0f}" if values else "?")
-        said.append(f"{name} {ends[0]} -> {ends[1]} {unit}")
-    return ", ".join(said)
+    ranges = []
+    for column, (name, unit) in enumerate(_FIELDS, 1):
+        first = _median(samples[:tenth], column)
+        last = _median(samples[-tenth:], column)
+        ranges.append(f"{name} {first} -> {last} {unit}")
+    return ", ".join(ranges)
+
+
+def _median(samples: Sequence[Sequence[float | None]], column: int) -> str:
+    values = [sample[column] for sample in samples]
+    numbers = [value for value in values if value is not None]
+    return f"{statistics.median(numbers):,.0f}" if numbers else "?"

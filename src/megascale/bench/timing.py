@@ -1,4 +1,4 @@
-"""Device time of small functions: captured in a CUDA graph and replayed, so that the host's pace does not count."""
+"""Device time of small functions, captured in a CUDA graph and replayed, so that launch time does not count."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ REPEATS = 9  # timed replays; the median is taken
 
 
 def device_seconds(function: Callable[[], Any], target: float = 2e-3) -> float:
-    """Seconds of device time of one call, the median of REPEATS replays of a graph that holds several calls.
+    """Return seconds of device time of one call, the median of REPEATS replays of a graph of several calls.
 
-    target: seconds that one replay should last at least. A function that cannot be captured is timed call after
-    call; on CPU one call is timed. The current stream must not be the default one, which cannot be captured.
+    A function that cannot be captured is timed call after call; on CPU one call is timed. The current stream must not
+    be the default one, which cannot be captured.
+
+    Args:
+        target: seconds that one replay lasts at least.
     """
     if not torch.cuda.is_available():
         return _host_seconds(function)
@@ -29,7 +32,7 @@ def device_seconds(function: Callable[[], Any], target: float = 2e-3) -> float:
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             for _ in range(calls):
                 function()
-    except Exception:  # something in it waits for the device; its calls are timed as they are
+    except Exception:  # it synchronizes with the device
         torch.cuda.synchronize()
         return _events(function, REPEATS)
     graph.replay()
@@ -37,7 +40,7 @@ def device_seconds(function: Callable[[], Any], target: float = 2e-3) -> float:
 
 
 def host_seconds(function: Callable[[], Any], calls: int = 20) -> float | None:
-    """Seconds the host needs to issue one call: what bounds small micro-batches without graphs. None on CPU."""
+    """Return the host's seconds to launch one call, which bound small micro-batches without graphs. None on CPU."""
     if not torch.cuda.is_available():
         return None
     function()
@@ -66,35 +69,38 @@ def _host_seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def copy_rate(device: torch.device, size: int = 1 << 30) -> float:
-    """Bytes a second (read + written) of a device copy of `size` bytes: the bound of what only moves bytes.
+    """Return bytes/s (read + written) of a device copy of `size` bytes, the bound of memory-bound kernels.
 
     The better of a copy and of a kernel that reads and writes: a copy inside a graph may go to a copy engine, which
     reaches two thirds of what kernels do on an H200.
     """
     source = torch.zeros(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
-    return 2 * source.nbytes / min(device_seconds(way) for way in ways)
+    copy_seconds = device_seconds(lambda: target.copy_(source))
+    kernel_seconds = device_seconds(lambda: torch.neg(source, out=target))
+    return 2 * source.nbytes / min(copy_seconds, kernel_seconds)
 
 
 def gemm_rate(device: torch.device, seconds: float = 2.0, size: int = 8192) -> tuple[float, float]:
-    """FLOP/s of a square bfloat16 GEMM: in a burst of milliseconds, and held for `seconds`."""
+    """Return FLOP/s of a square bfloat16 GEMM in a burst of milliseconds, and sustained for `seconds`."""
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     flops = 2 * size**3
-    once = lambda: torch.mm(a, b, out=out)
-    burst = flops / device_seconds(once, 1e-2)
+    burst = flops / device_seconds(lambda: torch.mm(a, b, out=out), 1e-2)
+    return burst, sustained_gemm_rate(device, seconds, size)
+
+
+def sustained_gemm_rate(device: torch.device, seconds: float, size: int = 8192) -> float:
+    """Return FLOP/s of a square bfloat16 GEMM that runs for `seconds`."""
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    out = torch.empty_like(a)
+    calls = 0
     start = time.perf_counter()
-    done = 0
     while time.perf_counter() - start < seconds:
-        for _ in range(8):
-            once()
-        done += 8
-        _synchronise()
-    return burst, flops * done / (time.perf_counter() - start)
+        for _ in range(20):
+            torch.mm(a, b, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        calls += 20
+    return 2 * size**3 * calls / (time.perf_counter() - start)

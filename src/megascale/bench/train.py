@@ -1,7 +1,7 @@
-"""`megascale bench train`: steps of a model on random tokens through the engine that training uses.
+"""`megascale bench train`: time steps of a model on random tokens through the engine that training uses.
 
-Prints tokens/s and MFU with its convention, beside the rate that plain GEMMs sustain on the same GPUs right before
-and after: GPUs and power limits differ, so a share of that rate is what can be compared.
+It prints tokens/s and MFU with its convention, and the rate that plain GEMMs sustain on the same GPUs right before
+and after. GPUs and power limits differ, so only the share of that rate is comparable.
 """
 
 from __future__ import annotations
@@ -24,22 +24,19 @@ if TYPE_CHECKING:
     import torch
 
     from megascale.config import Config
+    from megascale.rendezvous.groups import Groups
     from megascale.train.engine import Engine
+    from megascale.train.rank_info import RankInfo
 
-TOLD = {
-    "model",
-    "optimizer",
-    "parallel",
-    "overlap",
-    "kernels",
-    "train",
-}  # what a step depends on; no address, no secret
-HOST_STEPS = 3  # in which the host's own time is taken
+# Sections that a step depends on; none has an address or a secret.
+REPORTED_SECTIONS = {"model", "optimizer", "parallel", "overlap", "kernels", "train"}
+VOCABULARY = 50304  # tokens of a model that is only timed
+HOST_STEPS = 3  # steps that measure the host's own time
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def register(app: typer.Typer) -> None:
-    """Add the bench."""
+    """Add the command."""
 
     @app.command(context_settings=OVERRIDES)
     def train(
@@ -49,16 +46,16 @@ def register(app: typer.Typer) -> None:
         warmup: int = typer.Option(5, min=1, help="Steps before them."),
         profile: Path | None = typer.Option(None, help="Write a Chrome trace of one step and a table of its kernels."),
         cores: int | None = typer.Option(
-            None, min=1, help="Let each rank run on so many cores, its own ones, as taskset would. \\[default: all]"
+            None, min=1, help="Cores per rank, each rank on cores of its own, as with taskset. \\[default: all]"
         ),
         watch: bool = typer.Option(
-            False, "--watch", help="Sample clock, power and temperature of the first GPU by nvidia-smi, for --out too."
+            False, "--watch", help="Sample clock, power and temperature of the first GPU by nvidia-smi, also for --out."
         ),
         out: Path | None = typer.Option(None, help="Write the figures as JSON."),
     ) -> None:
-        """Step time, tokens/s and MFU of a model on random tokens, with any setting as --section.key=value.
+        """Measure step time, tokens/s and MFU of a model on random tokens, with any setting as --section.key=value.
 
-        Starts one process a GPU as training does.
+        Starts one process per GPU as training does.
 
         Examples:
 
@@ -68,8 +65,7 @@ def register(app: typer.Typer) -> None:
 
           megascale bench train gpt-13b --model.layers=20 --parallel.tensor=2 --train.micro_batch=1 --cores 1
         """
-        from megascale.bench import gpu_watch as watching
-        from megascale.bench.training_runs import load_shape
+        from megascale.bench import gpu_watch
         from megascale.core.layout import lay_out
         from megascale.train import launcher
 
@@ -80,19 +76,19 @@ def register(app: typer.Typer) -> None:
             import torch
 
             if watch:
-                watching.find_nvidia_smi(torch.cuda.is_available() and config.train.device != "cpu")
+                gpu_watch.find_nvidia_smi(torch.cuda.is_available() and config.train.device != "cpu")
             world = launcher.count_processes(config, torch.cuda.device_count())
             if cores is not None:
                 find_cores(cores, world - 1)
             if world > 1:
                 layout = lay_out(config, world)
-                words = sys.argv[sys.argv.index("train") :]
-                raise typer.Exit(launcher.launch(["bench", *words], layout))
+                arguments = sys.argv[sys.argv.index("train") :]
+                raise typer.Exit(launcher.launch(["bench", *arguments], layout))
         if cores is not None:
-            own = find_cores(cores, int(os.environ.get("LOCAL_RANK", "0")))
+            rank_cores = find_cores(cores, int(os.environ.get("LOCAL_RANK", "0")))
             for thread in os.listdir("/proc/self/task"):
-                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                    os.sched_setaffinity(int(thread), own)
+                with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
+                    os.sched_setaffinity(int(thread), rank_cores)
         result = measure(config, steps, warmup, profile, watch)
         if result is not None:
             show(result)
@@ -101,113 +97,139 @@ def register(app: typer.Typer) -> None:
 
 
 def find_cores(cores: int, local_rank: int) -> set[int]:
-    """The `cores` cores that a rank of this host has for itself. ConfigError where it has too few, or is no Linux."""
+    """Return the `cores` cores of a rank of this host. Raises ConfigError if there are too few, or without Linux."""
     if not hasattr(os, "sched_getaffinity"):
         raise ConfigError(f"--cores={cores}: only Linux keeps threads to cores; leave it out")
-    there = sorted(os.sched_getaffinity(0))
-    own = set(there[cores * local_rank : cores * (local_rank + 1)])
-    if len(own) < cores:
+    available = sorted(os.sched_getaffinity(0))
+    rank_cores = set(available[cores * local_rank : cores * (local_rank + 1)])
+    if len(rank_cores) < cores:
         raise ConfigError(
-            f"--cores={cores}: {len(there)} cores may be used here, and {local_rank + 1} ranks would take "
+            f"--cores={cores}: {len(available)} cores may be used here, and {local_rank + 1} ranks would take "
             f"{cores * (local_rank + 1)}; give each fewer"
         )
-    return own
+    return rank_cores
 
 
-def gemm_rate(device: torch.device, seconds: float) -> float:
-    """FLOP/s of bf16 GEMMs of a layer's size, held for `seconds`."""
+def load_shape(overrides: list[str]) -> Config:
+    """Return the configuration of overrides alone, with a vocabulary if the model shape has none."""
+    from megascale.config import load_command_line
+
+    config = load_command_line(None, overrides)
+    if config.model.vocab_size is not None:
+        return config
+    return load_command_line(None, [*overrides, f"--model.vocab_size={VOCABULARY}"])
+
+
+def join_groups(config: Config) -> tuple[RankInfo, Groups | None]:
+    """Return this process's rank information, and its groups if it is not alone; collective."""
+    from megascale.core.layout import lay_out
+    from megascale.rendezvous.start_job import initialise
+    from megascale.train.rank_info import check_local_ranks, find_rank_info
+
+    rank_info = find_rank_info(config)
+    check_local_ranks(lay_out(config, rank_info.world), rank_info, saves_checkpoints=False)
+    if rank_info.world == 1:
+        return rank_info, None
+    groups = initialise(
+        config, rank=rank_info.rank, world=rank_info.world, local_rank=rank_info.local_rank, device=rank_info.device
+    )
+    return rank_info, groups
+
+
+def random_rows(config: Config, data_rank: int, device: torch.device) -> torch.Tensor:
+    """Return one random micro-batch and the token after each, int64 [sequence + 1, micro_batch]."""
     import torch
 
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(a)
-    began, calls = time.perf_counter(), 0
-    torch.cuda.synchronize(device)
-    while time.perf_counter() - began < seconds:
-        for _ in range(20):
-            torch.mm(a, b, out=out)
-        torch.cuda.synchronize(device)
-        calls += 20
-    return calls * 2 * 8192**3 / (time.perf_counter() - began)
+    shape = (config.model.sequence_length + 1, config.train.micro_batch)
+    generator = torch.Generator().manual_seed(7 + data_rank)
+    return torch.randint(0, config.model.vocab, shape, generator=generator).to(device)
 
 
 def measure(
     config: Config, steps: int, warmup: int, profile: Path | None, watch: bool = False
 ) -> dict[str, Any] | None:
-    """Run the steps; the figures on rank 0, None elsewhere."""
+    """Run the steps; returns the figures on rank 0, None elsewhere."""
     import torch
 
     import megascale
     from megascale.bench.gpu_watch import GpuWatch
-    from megascale.bench.training_runs import join_groups, random_rows
+    from megascale.bench.timing import sustained_gemm_rate
     from megascale.core.flops import CONVENTION, device_peak, mfu
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
     from megascale.train.host_pauses import GarbageCollector
 
-    place, groups = join_groups(config)
-    cuda = place.device.type == "cuda"
-    before = gemm_rate(place.device, 2.0) if cuda else None
-    began = time.perf_counter()
-    engine = Engine(lay_out(config, place.world), groups, place.device)
+    rank_info, groups = join_groups(config)
+    device, world = rank_info.device, rank_info.world
+    is_cuda = device.type == "cuda"
+    gemm_rates = [sustained_gemm_rate(device, 2.0)] if is_cuda else None
+    start = time.perf_counter()
+    engine = Engine(lay_out(config, world), groups, device)
     model, train = config.model, config.train
-    rows = random_rows(config, engine.data_rank, place.device)
-    start_seconds = time.perf_counter() - began
+    rows = random_rows(config, engine.data_rank, device)
+    start_seconds = time.perf_counter() - start
     seconds, losses = [], []
-    first = 0.0  # when the first timed step began
-    watched = None
-    if watch and not place.rank:
-        watched = GpuWatch(f"GPU-{torch.cuda.get_device_properties(place.device).uuid}")
+    first_start = 0.0  # of the first timed step
+    watcher = None
+    if watch and not rank_info.rank:
+        watcher = GpuWatch(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     garbage = GarbageCollector(train.gc_interval)
-    with watched or contextlib.nullcontext():
+    with watcher or contextlib.nullcontext():
         for step in range(1, warmup + steps + 1):
-            began = time.perf_counter()
+            start = time.perf_counter()
             if step == warmup + 1:
-                first = began
+                first_start = start
             engine.start_gather()
             result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, has_next_step=True)
             garbage.collect(step)  # as in training
-            losses.append(float(result.loss))  # waits for the update, not for what goes on under the next step
+            losses.append(float(result.loss))  # waits for the update, not for work that overlaps the next step
             if step > warmup:
-                seconds.append(time.perf_counter() - began)
+                seconds.append(time.perf_counter() - start)
     garbage.close()
-    peak_memory = torch.cuda.max_memory_allocated(place.device) / 2**30 if cuda else None
-    free, whole = torch.cuda.mem_get_info(place.device) if cuda else (0, 0)
-    after = gemm_rate(place.device, 2.0) if cuda else None
-    taken = range(warmup + steps + 1, warmup + steps + 1 + HOST_STEPS) if cuda and config.parallel.pipeline == 1 else ()
-    host_seconds = [_host_seconds(engine, rows, step) for step in taken]
+    next_step = warmup + steps + 1
+    peak_memory, device_memory = None, None
+    host_seconds: list[float] = []
+    if gemm_rates is not None:
+        peak_memory = torch.cuda.max_memory_allocated(device) / 2**30
+        free, total = torch.cuda.mem_get_info(device)
+        device_memory = (total - free) / 2**30
+        gemm_rates.append(sustained_gemm_rate(device, 2.0))
+        if config.parallel.pipeline == 1:
+            host_seconds = [_host_seconds(engine, rows, next_step + i) for i in range(HOST_STEPS)]
+            next_step += HOST_STEPS
     if profile is not None:
-        _profile(engine, rows, warmup + steps + 1 + len(taken), profile, place.rank, cuda)
+        _profile(engine, rows, next_step, profile, rank_info.rank, is_cuda)
     engine.synchronize()
     if groups is not None:
         shutdown(groups)
-    if place.rank:
+    if rank_info.rank:
         return None
     step_seconds = statistics.median(seconds)
     rate = train.global_batch * model.sequence_length / step_seconds
-    name = torch.cuda.get_device_name(place.device) if cuda else "CPU"
+    name = torch.cuda.get_device_name(device) if is_cuda else "CPU"
     peak = config.observe.peak_tflops or device_peak(name)
     return {
         "model": model.preset,
-        "settings": config.model_dump(mode="json", exclude_none=True, include=TOLD),
-        "processes": place.world,
+        "settings": config.model_dump(mode="json", exclude_none=True, include=REPORTED_SECTIONS),
+        "processes": world,
         "global_batch": train.global_batch,
         "sequence_length": model.sequence_length,
         "date": date.today().isoformat(),
-        "device": f"{place.world} x {name}",
+        "device": f"{world} x {name}",
         "versions": {"megascale": megascale.__version__, "torch": torch.__version__},
         "step_seconds": step_seconds,
         "all_step_seconds": seconds,
         "step_seconds_min_max": [min(seconds), max(seconds)],
         "host_seconds": statistics.median(host_seconds) if host_seconds else None,
-        "tokens_per_second_per_device": rate / place.world,
-        "mfu": mfu(model, rate, place.world, peak) if peak else None,
+        "tokens_per_second_per_device": rate / world,
+        "mfu": mfu(model, rate, world, peak) if peak else None,
         "mfu_convention": f"{CONVENTION}; peak {peak} TFLOP/s",
-        "gemm_flop_per_s": None if before is None or after is None else [before, after],
+        "gemm_flop_per_s": gemm_rates,
         "peak_memory_gib": peak_memory,
-        "device_memory_gib": (whole - free) / 2**30 if cuda else None,
-        "watched": None if watched is None else watched.samples_since(first),
-        "watch_trouble": None if watched is None else watched.problem,
+        "device_memory_gib": device_memory,
+        "watched": None if watcher is None else watcher.samples_since(first_start),
+        "watch_trouble": None if watcher is None else watcher.problem,
         "start_seconds": start_seconds,
         "losses": [losses[0], losses[-1]],
         "active": engine.active | engine.runtime.kernels.active(),
@@ -215,33 +237,37 @@ def measure(
 
 
 def _host_seconds(engine: Engine, rows: torch.Tensor, step: int) -> float:
-    """What the host takes to launch a step: its time without that in which it waits, before each micro-batch, for the
-    device to be done. A host that runs on would be held up by full queues, which is no work of its own."""
+    """Return the host's seconds to launch a step, without its waits for the device before each micro-batch.
+
+    Without these waits full queues would block the host, which is no work of its own.
+    """
     import torch
 
     waited = 0.0
 
     def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal waited
-        since = time.perf_counter()
+        start = time.perf_counter()
         torch.cuda.synchronize(rows.device)
-        waited += time.perf_counter() - since
+        waited += time.perf_counter() - start
         return rows[:-1], rows[1:]
 
     torch.cuda.synchronize(rows.device)
-    began = time.perf_counter()
+    start = time.perf_counter()
     engine.start_gather()
     result = engine.step(batch, step, 1e-4, has_next_step=True)
-    taken = time.perf_counter() - began - waited
+    elapsed = time.perf_counter() - start - waited
     float(result.loss)
-    return taken
+    return elapsed
 
 
 def _profile(engine: Any, rows: Any, step: int, out: Path, rank: int, cuda: bool) -> None:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    activities = [ProfilerActivity.CPU]
+    if cuda:
+        activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as recorded:
         engine.start_gather()
         engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, has_next_step=True)
@@ -262,32 +288,32 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.bench import gpu_watch as watching
+    from megascale.bench.gpu_watch import summarize_samples
 
     table = Table.grid(padding=(0, 2))
     low, high = result["step_seconds_min_max"]
     rows = [
-        ("model", f"{result['model']}, {result['global_batch']} x {result['sequence_length']} tokens a step"),
+        ("model", f"{result['model']}, {result['global_batch']} x {result['sequence_length']} tokens per step"),
         ("device", f"{result['device']}, torch {result['versions']['torch']}, {result['date']}"),
         ("step", f"{result['step_seconds']:.4f} s (median; {low:.4f} to {high:.4f})"),
-        ("tokens/s a device", f"{result['tokens_per_second_per_device']:,.0f}"),
+        ("tokens/s per device", f"{result['tokens_per_second_per_device']:,.0f}"),
         ("loss", f"{result['losses'][0]:.4f} -> {result['losses'][1]:.4f}"),
     ]
     if result["mfu"] is not None:
         rows.append(("MFU", f"{100 * result['mfu']:.1f}% ({result['mfu_convention']})"))
     if result["gemm_flop_per_s"] is not None:
-        if (host := result["host_seconds"]) is not None:
+        host = result["host_seconds"]
+        if host is not None:
             rows.append(("host", f"launches a step in {host:.4f} s, {host / result['step_seconds']:.1%} of it"))
         before, after = (x / 1e12 for x in result["gemm_flop_per_s"])
         rows.append(("sustained GEMM", f"{before:.0f} TFLOP/s before, {after:.0f} after, in the same run"))
         memory = f"{result['peak_memory_gib']:.1f} GiB in tensors, {result['device_memory_gib']:.1f} GiB of the device"
         rows.append(("peak memory", f"{memory} (as NVML has it: the allocator's reserve, CUDA, NCCL)"))
     if result["watched"] is not None:
-        rows.append(
-            ("watched", f"{watching.summarize_samples(result['watched'])} (medians of the first and last tenth)")
-        )
-        rows += [("", result["watch_trouble"])] if result["watch_trouble"] else []
-    rows += [("active", f"{op}: {what}") for op, what in result["active"].items()]
+        rows.append(("watched", f"{summarize_samples(result['watched'])} (medians of the first and last tenth)"))
+        if result["watch_trouble"]:
+            rows.append(("", result["watch_trouble"]))
+    rows += [("active", f"{op}: {choice}") for op, choice in result["active"].items()]
     for label, value in rows:
         table.add_row(f"[dim]{label}[/dim]", value)
     Console(highlight=False, width=160).print(table)

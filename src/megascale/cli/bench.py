@@ -18,7 +18,7 @@ from megascale.errors import ConfigError
 
 BENCHES: dict[str, str] = {
     "train": "megascale.bench.train",
-    "kernels": "megascale.bench.kernels.command",
+    "kernels": "megascale.bench.kernels",
 }
 # Commands that the package had until 0.1 -> the command that replaces each, in a clone of the repository.
 MOVED: dict[str, str] = {

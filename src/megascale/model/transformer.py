@@ -24,8 +24,7 @@ from megascale.ops.rope import rotary_tables
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import make_linears
 from megascale.parallel.parameters import local_parameter, spec_of
-from megascale.parallel.tensor import ColumnLinear, RowLinear
-from megascale.parallel.vocabulary import vocabulary_embedding, vocabulary_logits, vocabulary_loss
+from megascale.parallel.tensor import ColumnLinear, RowLinear, vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
 
 class Chunk(nn.Module):

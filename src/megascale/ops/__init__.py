@@ -1,1 +1,1 @@
-"""Operators: a fused kernel beside its plain PyTorch reference, one file each."""
+"""Operators: fused kernels and their plain PyTorch references, one file each."""

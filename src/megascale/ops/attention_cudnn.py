@@ -1,7 +1,7 @@
-"""cuDNN's attention through its own frontend (package nvidia-cudnn-frontend): windows at cuDNN's speed, and
-gradients written straight into one [q | k | v] tensor, which `split_qkv` takes without a copy.
+"""cuDNN's attention through its own frontend (package nvidia-cudnn-frontend).
 
-torch's cuDNN attention has neither. A graph is built once a shape and layout; calls only hand over pointers.
+It has windows at cuDNN's speed, and writes gradients into one [q | k | v] tensor, which `split_qkv` takes without a
+copy. torch's cuDNN attention has neither. A graph is built once per shape and layout; calls only pass pointers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops import dispatch
-from megascale.ops.rope import empty_gradients
+from megascale.ops.rope import allocate_qkv_gradients
 
 # Names of a graph's tensors; cuDNN knows them by number.
 UIDS = {name: number for number, name in enumerate(("q", "k", "v", "o", "stats", "d_o", "d_q", "d_k", "d_v"), start=1)}
@@ -22,7 +22,7 @@ UIDS = {name: number for number, name in enumerate(("q", "k", "v", "o", "stats",
 
 @functools.cache
 def _library() -> Any:
-    import cudnn  # raises ImportError where the wheel is not installed: whoever asked is told so
+    import cudnn  # ImportError without the package
 
     return cudnn
 
@@ -34,18 +34,19 @@ def _handle(device: int) -> Any:
 
 
 class TensorLayout:
-    """A tensor as cuDNN sees it: [B, N, S, D] with the strides of its [S, B, N, D] memory."""
+    """Layout of a tensor for cuDNN: [B, N, S, D] with the strides of its [S, B, N, D] memory."""
 
     def __init__(self, x_SBND: Tensor) -> None:
         S, B, N, D = x_SBND.shape
         s, b, n, d = x_SBND.stride()
         if d != 1:
             raise NotImplementedError("cuDNN attention needs adjacent elements of a head")
-        self.dim, self.stride = [B, N, S, D], [b, n, s, 1]
+        self.dim = [B, N, S, D]
+        self.stride = [b, n, s, 1]
 
 
 class AttentionPlan:
-    """One built cuDNN graph and the workspace it needs."""
+    """A built cuDNN graph and the size of its workspace."""
 
     def __init__(self, graph: Any, handle: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
         cudnn = _library()
@@ -56,10 +57,12 @@ class AttentionPlan:
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         graph.check_support()
         graph.build_plans()
-        self.graph, self.handle, self.workspace = graph, handle, graph.get_workspace_size()
+        self.graph = graph
+        self.handle = handle
+        self.workspace = graph.get_workspace_size()
 
     def run(self, **tensors: Tensor) -> None:
-        """Run on the current stream; tensors lie as the graph was told."""
+        """Run on the current stream; the tensors have the layouts of the graph."""
         device = next(iter(tensors.values())).device
         _library().set_stream(handle=self.handle, stream=torch.cuda.current_stream(device).cuda_stream)
         workspace = torch.empty(max(self.workspace, 1), dtype=torch.uint8, device=device)
@@ -68,7 +71,7 @@ class AttentionPlan:
 
 
 def new_graph(dtype: torch.dtype, handle: Any) -> Any:
-    """An empty graph for tensors of `dtype` with float32 inside."""
+    """Return an empty graph for tensors of `dtype` that computes in float32."""
     cudnn = _library()
     kind = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[dtype]
     return cudnn.pygraph(
@@ -80,7 +83,7 @@ def new_graph(dtype: torch.dtype, handle: Any) -> Any:
 
 
 def mask_options(window: int | None) -> dict[str, Any]:
-    """Causal, top left; cuDNN's left bound counts the token itself, as our windows do."""
+    """Return the options of a causal mask, top left; cuDNN's left bound counts the token itself, as windows here do."""
     bound = {} if window is None else {"diagonal_band_left_bound": window}
     alignment = _library().diagonal_alignment.TOP_LEFT
     return {"diagonal_alignment": alignment, "diagonal_band_right_bound": 0, **bound}
@@ -89,7 +92,7 @@ def mask_options(window: int | None) -> dict[str, Any]:
 def add_forward(
     graph: Any, q: TensorLayout, k: TensorLayout, v: TensorLayout, o: TensorLayout, window: int | None
 ) -> tuple[dict, dict]:
-    """Attention with softmax statistics; returns the graph's inputs and outputs by name."""
+    """Add attention with softmax statistics; returns the graph's inputs and outputs by name."""
     inputs = {name: graph.tensor(dim=t.dim, stride=t.stride) for name, t in (("q", q), ("k", k), ("v", v))}
     out, stats = graph.sdpa(
         name="attention",
@@ -116,7 +119,7 @@ def add_backward(
     window: int | None,
     deterministic: bool = False,
 ) -> tuple[dict, dict]:
-    """Gradients of queries, keys and values, each in its own layout; deterministic: summed in one order."""
+    """Add the gradients of queries, keys and values, each in its own layout; deterministic: summed in one order."""
     layouts = {"q": q, "k": k, "v": v, "o": o, "d_o": o}
     inputs = {name: graph.tensor(dim=t.dim, stride=t.stride) for name, t in layouts.items()}
     B, N, S, _ = q.dim
@@ -176,12 +179,12 @@ class _CudnnAttention(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, stats = ctx.saved_tensors
         d_out = upstream[0].contiguous().view(q.shape)
-        grads = empty_gradients(q, k)
+        grads = allocate_qkv_gradients(q, k)
         plan = _plan(True, (q, k, v, out, *grads), ctx.window, ctx.deterministic)
         plan.run(q=q, k=k, v=v, o=out, d_o=d_out, stats=stats, **dict(zip(("d_q", "d_k", "d_v"), grads, strict=True)))
         return *grads, None
 
 
 def attend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
-    """Causal attention [S, B, N*D], with or without a window; ImportError where the frontend is not installed."""
+    """Compute causal attention [S, B, N*D], with an optional window. Raises ImportError without the package."""
     return _CudnnAttention.apply(q_SBND, k_SBGD, v_SBGD, window)

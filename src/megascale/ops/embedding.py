@@ -1,9 +1,9 @@
-"""Embedding look-up whose gradient goes straight into the rows of the float32 gradient that were used.
+"""Embedding look-up whose gradient is added directly to the used rows of the float32 gradient.
 
-A dense gradient of a large vocabulary is written, read and added each micro-batch although few of its rows are used.
-Here tokens are sorted, and the gradients of equal tokens are summed in the order of their places: up to RUN of them by
-one program; of a more frequent token by several, whose sums a second kernel adds. Nothing depends on who comes first,
-so the bits are the same every run.
+A dense gradient of a large vocabulary would be written, read and added each micro-batch, although few of its rows are
+used. Here tokens are sorted, and the gradients of equal tokens (a run) are summed in the order of their positions. One
+program sums up to RUN positions. Several programs share a longer run, and a second kernel adds their sums. The order
+of additions is fixed, so that the bits are the same every run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megascale import torch_private
 from megascale.ops.dispatch import cdiv, jit, tl, use_fused
 from megascale.ops.gradient_sink import main_grad_of, sink_of
 
-RUN = 16  # places that one program sums
+RUN = 16  # positions that one program sums
 BLOCK_COLUMNS = 512
 
 
@@ -27,7 +27,7 @@ def _runs_kernel(
     main_ptr,
     part_ptr,
     token_ptr,
-    place_ptr,
+    position_ptr,
     first_ptr,
     last_ptr,
     vocabulary,
@@ -35,24 +35,24 @@ def _runs_kernel(
     RUN: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    at = tl.program_id(0)
-    token = tl.load(token_ptr + at)
-    first = tl.load(first_ptr + at)
-    last = tl.load(last_ptr + at)
-    # Programs that begin a piece of a run work, the others have nothing to do.
-    if ((at - first) % RUN == 0) & (token >= 0) & (token < vocabulary):
+    index = tl.program_id(0)
+    token = tl.load(token_ptr + index)
+    first = tl.load(first_ptr + index)
+    last = tl.load(last_ptr + index)
+    # Only programs at the beginning of a piece of a run have work.
+    if ((index - first) % RUN == 0) & (token >= 0) & (token < vocabulary):
         column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-        number = at + tl.arange(0, RUN)
-        place = tl.load(place_ptr + number, mask=number < last, other=0)
-        inside = (number[:, None] < last) & (column[None, :] < columns)
-        rows = tl.load(dy_ptr + place[:, None] * columns + column[None, :], mask=inside, other=0.0)
+        indices = index + tl.arange(0, RUN)
+        position = tl.load(position_ptr + indices, mask=indices < last, other=0)
+        inside = (indices[:, None] < last) & (column[None, :] < columns)
+        rows = tl.load(dy_ptr + position[:, None] * columns + column[None, :], mask=inside, other=0.0)
         total = tl.sum(rows.to(tl.float32), 0)
         if last - first <= RUN:
-            to = main_ptr + token * columns + column
-            tl.store(to, total + tl.load(to, mask=column < columns, other=0.0), mask=column < columns)
+            target = main_ptr + token * columns + column
+            tl.store(target, total + tl.load(target, mask=column < columns, other=0.0), mask=column < columns)
         else:
-            # Of two pieces of long runs that begin within RUN places, one begins its run and the other does not.
-            slot = 2 * (at // RUN) + (at == first).to(tl.int32)
+            # If two pieces of long runs begin within RUN positions, one begins its run and the other does not.
+            slot = 2 * (index // RUN) + (index == first).to(tl.int32)
             tl.store(part_ptr + slot.to(tl.int64) * columns + column, total, mask=column < columns)
 
 
@@ -68,48 +68,49 @@ def _long_runs_kernel(
     RUN: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    at = tl.program_id(0)
-    token = tl.load(token_ptr + at)
-    first = tl.load(first_ptr + at)
-    last = tl.load(last_ptr + at)
-    if (at == first) & (last - first > RUN) & (token >= 0) & (token < vocabulary):
+    index = tl.program_id(0)
+    token = tl.load(token_ptr + index)
+    first = tl.load(first_ptr + index)
+    last = tl.load(last_ptr + index)
+    if (index == first) & (last - first > RUN) & (token >= 0) & (token < vocabulary):
         column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-        to = main_ptr + token * columns + column
-        total = tl.load(to, mask=column < columns, other=0.0)
+        target = main_ptr + token * columns + column
+        total = tl.load(target, mask=column < columns, other=0.0)
         for piece in range(first, last, RUN):
             slot = 2 * (piece // RUN) + (piece == first).to(tl.int32)
             total += tl.load(part_ptr + slot.to(tl.int64) * columns + column, mask=column < columns, other=0.0)
-        tl.store(to, total, mask=column < columns)
+        tl.store(target, total, mask=column < columns)
 
 
 def add_rows(main_VH: Tensor, tokens_T: Tensor, dy_TH: Tensor) -> None:
-    """main[token] += dy[place] for every place whose token is a row of main [V, H] float32; others are left out."""
-    (vocabulary, columns), places = main_VH.shape, tokens_T.numel()
-    tokens, place = torch.sort(tokens_T, stable=True)
+    """Compute main[token] += dy[position] for each token that is a row of main [V, H] float32; skip other tokens."""
+    vocabulary, columns = main_VH.shape
+    positions = tokens_T.numel()
+    tokens, position = torch.sort(tokens_T, stable=True)
     first = torch.searchsorted(tokens, tokens)
     last = torch.searchsorted(tokens, tokens, right=True)
-    partial = torch.empty((2 * cdiv(places, RUN), columns), dtype=torch.float32, device=dy_TH.device)
-    grid = (places, cdiv(columns, BLOCK_COLUMNS))
-    rest = (tokens, first, last, vocabulary, columns)
-    _runs_kernel[grid](*(dy_TH, main_VH, partial, tokens, place, *rest[1:]), RUN=RUN, BLOCK_C=BLOCK_COLUMNS)
-    _long_runs_kernel[grid](main_VH, partial, *rest, RUN=RUN, BLOCK_C=BLOCK_COLUMNS)
+    partial = torch.empty((2 * cdiv(positions, RUN), columns), dtype=torch.float32, device=dy_TH.device)
+    grid = (positions, cdiv(columns, BLOCK_COLUMNS))
+    constants = {"RUN": RUN, "BLOCK_C": BLOCK_COLUMNS}
+    _runs_kernel[grid](dy_TH, main_VH, partial, tokens, position, first, last, vocabulary, columns, **constants)
+    _long_runs_kernel[grid](main_VH, partial, tokens, first, last, vocabulary, columns, **constants)
 
 
-def embedding_reference(tokens: Tensor, weight: Tensor, mine: Tensor | None = None) -> Tensor:
-    """Rows of weight for tokens; zeros where `mine` says that the token is not among them."""
-    if mine is None:
+def embedding_reference(tokens: Tensor, weight: Tensor, is_local: Tensor | None = None) -> Tensor:
+    """Return rows of weight for tokens, zeros where `is_local` is false."""
+    if is_local is None:
         return torch.nn.functional.embedding(tokens, weight)
-    found = torch.nn.functional.embedding(torch.where(mine, tokens, 0), weight)
-    return found * mine[..., None].to(found.dtype)
+    rows = torch.nn.functional.embedding(torch.where(is_local, tokens, 0), weight)
+    return rows * is_local[..., None].to(rows.dtype)
 
 
 @torch_private.called_directly
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, mine: Tensor | None) -> Tensor:
-        ctx.save_for_backward(tokens if mine is None else torch.where(mine, tokens, -1))
-        ctx.weight = weight  # the parameter itself has the sink
-        return embedding_reference(tokens, weight, mine)
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, is_local: Tensor | None) -> Tensor:
+        ctx.save_for_backward(tokens if is_local is None else torch.where(is_local, tokens, -1))
+        ctx.weight = weight  # the parameter object itself has the sink
+        return embedding_reference(tokens, weight, is_local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
@@ -122,13 +123,14 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
-def embedding(tokens: Tensor, weight: Tensor, mine: Tensor | None = None) -> Tensor:
-    """Rows of weight [V, H] for tokens [...]: [..., H], zeros where `mine` [...] is false (a row of another rank).
+def embedding(tokens: Tensor, weight: Tensor, is_local: Tensor | None = None) -> Tensor:
+    """Return rows of weight [V, H] for tokens [...]: [..., H]. The gradient is added to the weight's sink, if any.
 
-    The gradient is added to the weight's sink where it has one.
+    Args:
+        is_local: [...], false where a token is a row of another rank, which gives zeros.
     """
-    main = main_grad_of(weight)
-    straight = main is not None and main.dtype == torch.float32 and main.is_contiguous()
-    if tokens.numel() and straight and torch.is_grad_enabled() and use_fused("embedding", weight):
-        return _Embedding.apply(tokens, weight, mine)  # type: ignore[no-any-return]
-    return embedding_reference(tokens, weight, mine)
+    main_grad = main_grad_of(weight)
+    is_supported = main_grad is not None and main_grad.dtype == torch.float32 and main_grad.is_contiguous()
+    if tokens.numel() and is_supported and torch.is_grad_enabled() and use_fused("embedding", weight):
+        return _Embedding.apply(tokens, weight, is_local)  # type: ignore[no-any-return]
+    return embedding_reference(tokens, weight, is_local)

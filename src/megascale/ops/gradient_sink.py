@@ -1,7 +1,7 @@
-"""Where an operator puts a parameter's gradient, if not into autograd's hands.
+"""Gradient sinks: float32 buffers to which operators add a parameter's gradient instead of returning it to autograd.
 
-A parameter of a training run has a sink: a view into a float32 (or wider) gradient buffer. An operator adds the
-gradient there, says so, and hands autograd None. A parameter without a sink is autograd's.
+A parameter of a training run has a sink, a view of a float32 (or wider) gradient buffer. An operator adds the gradient
+there, notifies the sink, and returns None to autograd. Autograd accumulates the gradients of all other parameters.
 """
 
 from __future__ import annotations
@@ -12,57 +12,61 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-def _unheard() -> None: ...
+def _ignore() -> None: ...
 
 
 @dataclass(eq=False, slots=True)
 class GradientSink:
-    """One parameter's.
+    """The sink of one parameter.
 
     Attributes:
-        main: the gradient so far, of the parameter's shape; a micro-batch adds to it.
-        ready: to be called when `main` has one more contribution.
-        overwrite: `main` holds nothing yet: the next GEMM writes it and is not added to zeros, which saves making and
-            reading them.
-        by_gemm: whether a GEMM has made this gradient, and so could write it.
+        main_grad: the accumulated gradient, of the parameter's shape; each micro-batch adds to it.
+        ready: called after each addition to `main_grad`.
+        overwrite: the next GEMM overwrites `main_grad` instead of adding, which saves zeroing and reading it.
+        by_gemm: whether a GEMM has computed this gradient, and so could overwrite it.
     """
 
     main_grad: Tensor
-    ready: Callable[[], None] = _unheard
+    ready: Callable[[], None] = _ignore
     overwrite: bool = False
     by_gemm: bool = False
 
     def take_overwrite(self) -> bool:
-        """Whether the GEMM that asks writes `main`; the next one adds."""
-        overwrite, self.overwrite, self.by_gemm = self.overwrite, False, True
+        """Return whether the calling GEMM overwrites `main_grad`; the next one adds."""
+        overwrite = self.overwrite
+        self.overwrite = False
+        self.by_gemm = True
         return overwrite
 
 
 def attach(parameter: Tensor, sink: GradientSink) -> GradientSink:
-    """Let operators put the parameter's gradient into `sink`."""
+    """Let operators add the parameter's gradient to `sink`."""
     parameter.gradient_sink = sink  # type: ignore[attr-defined]
     return sink
 
 
 def detach(parameter: Tensor) -> None:
-    """Give the parameter's gradient back to autograd."""
+    """Remove the parameter's sink, so that autograd accumulates its gradient."""
     del parameter.gradient_sink  # type: ignore[attr-defined]
 
 
 def sink_of(parameter: Tensor) -> GradientSink | None:
-    """The parameter's sink, None if it is autograd's."""
+    """Return the parameter's sink, or None without one."""
     return getattr(parameter, "gradient_sink", None)
 
 
 def tracked(x: Tensor, parameter: Tensor | None) -> Tensor | None:
-    """The parameter, if autograd has to know that an operator of x reads it; None where its sink gets the gradient
-    anyway, in the backward function that x's gradient is made in. Each parameter that autograd knows costs a node and
-    a hook a micro-batch. An operator gets the parameter itself by another argument, which is no tensor.
+    """Return the parameter if autograd must track it as an input of an operator on x, else None.
+
+    With a sink, the backward that computes x's gradient handles the parameter's gradient too. Each tracked parameter
+    costs a node and a hook per micro-batch. Operators get untracked parameters through a non-tensor argument.
     """
-    return None if parameter is None or (x.requires_grad and sink_of(parameter) is not None) else parameter
+    if parameter is None or (x.requires_grad and sink_of(parameter) is not None):
+        return None
+    return parameter
 
 
 def main_grad_of(parameter: Tensor) -> Tensor | None:
-    """Where the parameter's gradient is added, None if autograd has it."""
+    """Return the buffer of the parameter's gradient, or None without a sink."""
     sink = sink_of(parameter)
     return None if sink is None else sink.main_grad

@@ -1,15 +1,15 @@
-"""Launches of Triton kernels that were launched alike before, without what Triton does anew at each of them.
+"""Fast launches of Triton kernels: a repeated launch skips the work that Triton does at every launch.
 
-Triton's `kernel[grid](...)` binds the arguments, finds out what they specialise the kernel on, makes a string of that
-and asks for hooks, debug flags, device and stream: several times what handing a kernel to CUDA takes, and more than
-many of ours run for. A `Kernel` goes that way once for each key and then calls the compiled kernel itself. Its key is
-finer than Triton's: the integers themselves where Triton asks whether they are 1 or divisible by 16, the types of all
-arguments, dtype, device and alignment of tensors, everything in `meta` (constants, warps), and the device.
+Triton's `kernel[grid](...)` binds the arguments, finds their specialisation, makes a string of it and looks up hooks,
+debug flags, device and stream. This takes several times as long as passing a kernel to CUDA, and longer than many
+kernels run. A `Kernel` does it once for each key and then calls the compiled kernel itself. Its key is finer than
+Triton's: the integers themselves (Triton: whether they are 1 or divisible by 16), the types of all arguments, dtype,
+device and alignment of tensors, everything in `meta` (constants, warps), and the device.
 
-No other file uses what Triton calls private; TESTED are the releases whose protocol of launches has been read:
+Only this file uses Triton's private names. TESTED are the releases whose launch protocol is known:
 `JITFunction.run` returns the compiled kernel, whose `run(grid x, y, z, stream, function, packed metadata, launch
-metadata, two hooks, all arguments)` takes pointers as integers. Elsewhere launches go Triton's way, and `describe`
-says why.
+metadata, two hooks, all arguments)` takes pointers as integers. Other releases launch through Triton, and `describe`
+reports why.
 """
 
 from __future__ import annotations
@@ -33,25 +33,22 @@ except ImportError:  # a CPU-only installation, or a Triton from before the rele
     knobs, JITFunction = None, object
 
 TESTED = ((3, 6), (3, 9))  # first and last
-# Whether launches go round Triton's launcher too (`straight`); a way out for a Triton in which that goes wrong.
-STRAIGHT = os.environ.get("MEGASCALE_STRAIGHT_LAUNCHES", "1") != "0"
-MOST = 4096  # keys of launches of the same types: lengths of prompts are endless
-_ONES = ((), (1, 1), (1,), ())
+# Whether launches bypass Triton's launcher too (`find_direct_call`); 0 is a workaround for an incompatible Triton.
+DIRECT_LAUNCHES = os.environ.get("MEGASCALE_STRAIGHT_LAUNCHES", "1") != "0"
+MAX_KEYS = 4096  # keys of launches with the same types; prompt lengths are unbounded
+_GRID_PADDING = ((), (1, 1), (1,), ())
 
 
 def describe() -> str:
-    """How kernels are launched, for people."""
-    why = _why_not()
-    return (
-        f"each by Triton ({why})"
-        if why
-        else f"by key, of what Triton compiled{', round its launcher' if STRAIGHT else ''}"
-    )
+    """Describe for the log how kernels are launched."""
+    reason = _why_not()
+    if reason:
+        return f"each by Triton ({reason})"
+    return "by key, bypassing Triton's launcher" if DIRECT_LAUNCHES else "by key, through Triton's launcher"
 
 
 def warm_up_forks() -> None:
-    """Have Triton work out now what each process would before its first kernel, for processes that are forked from this
-    one: the hash of all of its files, half a second and more."""
+    """Compute the hash of all of Triton's files, which takes half a second, once for all forked processes."""
     if not _why_not():
         from triton.runtime.cache import triton_key
 
@@ -59,198 +56,206 @@ def warm_up_forks() -> None:
 
 
 def _why_not() -> str:
-    """Why this process leaves launches to Triton; "" if it does not."""
+    """Return why this process launches through Triton, or "" if it launches by key."""
     if knobs is None:
         return "Triton is not installed, or too old"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "its interpreter runs them"
     if torch.version.cuda is None:
         return "this torch has no CUDA"
-    return _unknown()
-
-
-def _unknown() -> str:
-    """What of this Triton is not as it was read; "" if nothing."""
     release = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if not TESTED[0] <= release <= TESTED[1]:
         first, last = (".".join(map(str, version)) for version in TESTED)
         return f"Triton {triton.__version__} is not among {first} to {last}, whose launches are known"
-    for owner, name in (
+    names = (
         (JITFunction, "run"),
         (knobs.runtime, "launch_enter_hook"),
         (knobs.runtime, "launch_exit_hook"),
-    ):
+    )
+    for owner, name in names:
         if not hasattr(owner, name):
             return f"Triton {triton.__version__} has no {name}"
     return ""
 
 
-def quick(function: Any) -> Any:
-    """A function that `triton.jit` made, launched by key where that can be."""
+def wrap(function: Any) -> Any:
+    """Return a function that `triton.jit` made, launched by key if this Triton supports it."""
     if type(function) is JITFunction and not _why_not():
         convert(function)
     return function
 
 
 def convert(function: Any) -> None:
-    """Let `function` be a Kernel; to Triton it stays what it is, and other kernels may call it."""
+    """Turn `function` into a Kernel. Triton still accepts it, and other kernels may call it."""
     function.__class__ = Kernel
-    function.forms = {}
+    function.launchers = {}
 
 
-# What a key knows: a function, what it takes between the stream and the kernel's arguments, the arguments behind the
+# The value of a key: a function, its arguments between the stream and the kernel's arguments, the arguments after the
 # positional ones, and whether it takes the kernel's arguments as one tuple.
-Found = tuple[Any, tuple[Any, ...], tuple[Any, ...], bool]
+KnownCall = tuple[Any, tuple[Any, ...], tuple[Any, ...], bool]
 # (grid, positional arguments, meta)
-Form = Callable[[tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+Launcher = Callable[[tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
 
 def make_launcher(
-    parameters: Sequence[Any], types: tuple[type, ...], known: dict[Any, Found], first: Callable[..., None]
-) -> Form:
-    """How launches whose positional arguments have these types go, as code without a loop: it runs at each.
+    parameters: Sequence[Any],
+    types: tuple[type, ...],
+    calls: dict[Any, KnownCall],
+    call_first: Callable[..., None],
+) -> Launcher:
+    """Return the launcher for positional arguments of these types, as generated code without a loop.
 
-    Integers, booleans and constants are keyed as they are (integers that are not specialised on by whether they fit 32
-    bits), tensors by dtype, device and alignment, floats and None by type alone. Raises TypeError for anything else.
-    first(key, grid, arguments, meta, device) is called for a key that is not `known`.
+    Integers, booleans and constants are part of the key (integers that are not specialised only as whether they fit 32
+    bits). Tensors are keyed by dtype, device and alignment, floats and None by type alone. Raises TypeError for other
+    types. call_first(key, grid, arguments, meta, device) is called for a key that is not in `calls`.
     """
     tensors: list[int] = []
     key = ["device"]
-    given = [f"a{i}" for i in range(len(types))]
+    arguments = [f"a{i}" for i in range(len(types))]
     for i, (parameter, kind) in enumerate(zip(parameters, types, strict=False)):
         if parameter.is_constexpr or kind is bool:
             key.append(f"a{i}")
         elif parameter.annotation_type:
-            raise TypeError(parameter.name)  # a type that was declared is not inferred
+            raise TypeError(parameter.name)  # its type is declared and not inferred
         elif issubclass(kind, Tensor):
             tensors.append(i)
             key += [f"a{i}.dtype", f"a{i}.get_device()"]
-            given[i] = f"p{i}"
+            arguments[i] = f"p{i}"
         elif kind is int:
             key.append(f"(None if a{i}.bit_length() < 32 else a{i})" if parameter.do_not_specialize else f"a{i}")
         elif kind is not float and kind is not type(None):
             raise TypeError(parameter.name)
-    # Most often all are aligned; else it counts which are not.
-    away = [f"({' | '.join(f'p{i}' for i in tensors)}) & 15 and ({', '.join(f'p{i} & 15 == 0' for i in tensors)},)"]
-    key += [*(away if tensors else []), "*meta", "*meta.values()", "*map(type, meta.values())"]
-    lines = [
-        *([f"{', '.join(f'a{i}' for i in range(len(types)))}, = arguments"] if types else []),
-        *(f"p{i} = a{i}.data_ptr()" for i in tensors),
+    if tensors:
+        # Usually all tensors are aligned; otherwise the key holds which are not.
+        pointers = " | ".join(f"p{i}" for i in tensors)
+        key.append(f"({pointers}) & 15 and ({', '.join(f'p{i} & 15 == 0' for i in tensors)},)")
+    key += ["*meta", "*meta.values()", "*map(type, meta.values())"]
+    passed = "".join(f"{argument}, " for argument in arguments)
+    lines = []
+    if types:
+        lines.append(f"{', '.join(f'a{i}' for i in range(len(types)))}, = arguments")
+    lines += [f"p{i} = a{i}.data_ptr()" for i in tensors]
+    lines += [
         "device = current_device()",
         f"key = ({', '.join(key)},)",
-        "found = known.get(key)",
-        "if found is None:",
-        "    return first(key, grid, arguments, meta, device)",
-        "run, between, rest, packed = found",
+        "call = calls.get(key)",
+        "if call is None:",
+        "    return call_first(key, grid, arguments, meta, device)",
+        "run, between, constants, packed = call",
         "if packed:",
-        f"    run(*grid, *ones[len(grid)], stream(device), *between, ({''.join(f'{one}, ' for one in given)}*rest))",
+        f"    run(*grid, *padding[len(grid)], stream(device), *between, ({passed}*constants))",
         "else:",
-        f"    run(*grid, *ones[len(grid)], stream(device), *between, {''.join(f'{one}, ' for one in given)}*rest)",
+        f"    run(*grid, *padding[len(grid)], stream(device), *between, {passed}*constants)",
     ]
     names: dict[str, Any] = {
         "current_device": torch_private.current_device,
         "stream": torch_private.current_raw_stream,
-        "known": known,
-        "first": first,
-        "ones": _ONES,
+        "calls": calls,
+        "call_first": call_first,
+        "padding": _GRID_PADDING,
     }
-    exec("def form(grid, arguments, meta):\n    " + "\n    ".join(lines), names)
-    made: Form = names["form"]
-    return made
+    exec("def launch(grid, arguments, meta):\n    " + "\n    ".join(lines), names)
+    launcher: Launcher = names["launch"]
+    return launcher
 
 
 def find_direct_call(compiled: Any, count: int) -> tuple[Any, tuple[Any, ...], bool] | None:
-    """How a compiled kernel of `count` arguments is launched: a function, what it takes between stream and arguments,
-    and whether it takes these as one tuple. None if this is no kernel that can be.
+    """Return how to call a compiled kernel of `count` arguments, or None if it cannot be called.
 
-    `compiled.run` is a launcher that asks for scratch memory and goes on to `launch`, in C. What it would pass on is
-    found out by asking it, with a `launch` that only listens; it is gone round where all of that but grid, stream and
-    arguments is the same each time.
+    `compiled.run` is a launcher that allocates scratch memory and calls `launch`, in C. The arguments of that call are
+    recorded from a copy of the launcher whose `launch` only records. The launcher is bypassed if all of them except
+    grid, stream and kernel arguments are the same each time.
+
+    Returns:
+        The function, its arguments between stream and kernel arguments, and whether it takes the latter as a tuple.
     """
     parts: list[Any] = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
     if None in parts:
         return None
-    launcher, *before = parts
-    usual = launcher, (*before, None, None, None), False
-    if not STRAIGHT:
-        return usual
+    launcher, *leading = parts
+    indirect = launcher, (*leading, None, None, None), False
+    if not DIRECT_LAUNCHES:
+        return indirect
     sizes = [getattr(launcher, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
     if sizes != [0, 0] or getattr(launcher, "gsan_enabled", False) or not callable(getattr(launcher, "launch", None)):
-        return usual
-    heard: list[tuple[Any, ...]] = []
-    listening = copy.copy(launcher)
-    listening.launch = lambda *passed, **named: heard.append((*passed, named) if named else passed)
-    grid, stream, arguments = (3, 5, 7), 11, tuple(object() for _ in range(count))
-    listening(*grid, stream, *before, None, None, None, *arguments)
-    if len(heard) != 1 or heard[0][:4] != (*grid, stream):
-        return usual
-    rest = heard[0][4:]
-    if count and rest[len(rest) - count :] == arguments:
-        return launcher.launch, rest[: len(rest) - count], False
-    if rest and rest[-1] == arguments:
-        return launcher.launch, rest[:-1], True
-    return usual
+        return indirect
+    recorded: list[tuple[Any, ...]] = []
+    recorder = copy.copy(launcher)
+    recorder.launch = lambda *args, **kwargs: recorded.append((*args, kwargs) if kwargs else args)
+    grid, stream = (3, 5, 7), 11
+    arguments = tuple(object() for _ in range(count))
+    recorder(*grid, stream, *leading, None, None, None, *arguments)
+    if len(recorded) != 1 or recorded[0][:4] != (*grid, stream):
+        return indirect
+    trailing = recorded[0][4:]
+    if count and trailing[len(trailing) - count :] == arguments:
+        return launcher.launch, trailing[: len(trailing) - count], False
+    if trailing and trailing[-1] == arguments:
+        return launcher.launch, trailing[:-1], True
+    return indirect
 
 
 class Kernel(JITFunction):  # type: ignore[misc, valid-type]
-    """A kernel of Triton, launched by key.
+    """A Triton kernel that is launched by key.
 
     Attributes:
-        forms: by types of the positional arguments; None for those that go Triton's way.
+        launchers: by types of the positional arguments; None for types that are launched through Triton.
     """
 
-    forms: dict[tuple[type, ...], Form | None]
+    launchers: dict[tuple[type, ...], Launcher | None]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        """What launches over `grid`."""
+        """Return the function that launches over `grid`."""
         return partial(self.launch, grid)
 
     def launch(self, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
-        """As Triton's."""
+        """Launch as Triton does."""
         types = tuple(map(type, arguments))
         try:
-            form = self.forms[types]
+            launcher = self.launchers[types]
         except KeyError:
-            form = self._form(types)
-        if form is None or self.pre_run_hooks or _watched():
+            launcher = self._make_launcher(types)
+        if launcher is None or self.pre_run_hooks or _has_launch_hooks():
             self.run(*arguments, grid=grid, warmup=False, **meta)
         else:
-            form(grid, arguments, meta)
+            launcher(grid, arguments, meta)
 
-    def _form(self, types: tuple[type, ...]) -> Form | None:
-        known: dict[Any, Found] = {}
+    def _make_launcher(self, types: tuple[type, ...]) -> Launcher | None:
+        calls: dict[Any, KnownCall] = {}
         try:
-            self.forms[types] = make_launcher(self.params, types, known, partial(self._first, known))
+            self.launchers[types] = make_launcher(self.params, types, calls, partial(self._launch_first, calls))
         except TypeError:
-            self.forms[types] = None
-        return self.forms[types]
+            self.launchers[types] = None
+        return self.launchers[types]
 
-    def _first(
+    def _launch_first(
         self,
-        known: dict[Any, Found],
+        calls: dict[Any, KnownCall],
         key: Any,
         grid: tuple[int, ...],
         arguments: tuple[Any, ...],
         meta: dict[str, Any],
         device: int,
     ) -> None:
-        """Launch Triton's way, and remember the kernel if the next launch can take it as it is."""
+        """Launch through Triton, and store the call for this key if later launches can repeat it."""
         compiled = self.run(*arguments, grid=grid, warmup=False, **meta)
-        rest = self.params[len(arguments) :]
-        if not all(parameter.is_constexpr for parameter in rest):
-            return  # a value that no key has
-        if any(isinstance(one, Tensor) and one.get_device() != device for one in arguments):
+        constants = self.params[len(arguments) :]
+        if not all(parameter.is_constexpr for parameter in constants):
+            return  # a value that is not in the key
+        if any(isinstance(argument, Tensor) and argument.get_device() != device for argument in arguments):
             return
-        way = find_direct_call(compiled, len(self.params))
-        if way is None:
+        call = find_direct_call(compiled, len(self.params))
+        if call is None:
             return
-        if len(known) >= MOST:
-            known.clear()
-        run, between, packed = way
-        known[key] = run, between, tuple(meta.get(one.name, one.default) for one in rest), packed
+        if len(calls) >= MAX_KEYS:
+            calls.clear()
+        run, between, packed = call
+        values = tuple(meta.get(parameter.name, parameter.default) for parameter in constants)
+        calls[key] = run, between, values, packed
 
 
-def _watched() -> bool:
-    """Whether somebody wants to hear of each launch: a profiler of Triton's."""
+def _has_launch_hooks() -> bool:
+    """Return whether a Triton profiler hooks each launch."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

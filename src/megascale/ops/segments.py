@@ -1,8 +1,8 @@
-"""The table that says which tensor each range of a flat shard belongs to, and sums over it.
+"""Segments map ranges of a flat shard to tensors, for weight decay and for sums per tensor.
 
-Optimizers work on flat shards (ops/adamw.py, ops/lamb.py); decay masks and LAMB's norms need the tensors back.
-Kernels see the shard as tiles of TILE elements, each in one segment: a tile that its segment fills is read in full
-vectors, the ragged ones at a segment's ends with a mask.
+Optimizers work on flat shards (ops/adam.py); decay masks and LAMB's norms need the tensors. Kernels see the shard as
+tiles of TILE elements, each in one segment. A tile that its segment fills is read in full vectors; the ragged tiles at
+a segment's ends are read with a mask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIELDS = 5  # of a tile: index, first and last element in it, decay flag, tensor
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements start .. stop of a flat shard, part of tensor `tensor`; weight decay applies if `decay`."""
+    """Elements [start, stop) of a flat shard, part of tensor `tensor`; weight decay applies if `decay`."""
 
     start: int
     stop: int
@@ -33,24 +33,27 @@ class Segment:
 class Segments:
     """Segments of one flat shard, ascending and disjoint; elements in no segment are padding and never touched.
 
-    tensors: how many logical tensor ids there are in all (an id may have no element here). Raises ValueError on
-    overlapping or descending ranges.
+    Args:
+        tensors: number of logical tensor ids (an id may have no element here).
+
+    Raises ValueError on overlapping or descending ranges.
     """
 
     def __init__(self, rows: Iterable[Segment | tuple[int, int, bool, int]], tensors: int, device: torch.device | str):
         self.rows = [row if isinstance(row, Segment) else Segment(*row) for row in rows]
         self.tensors = tensors
         self.device = torch.device(device)
-        last = 0
+        self.stop = 0
         for row in self.rows:
-            if row.start < last or row.stop <= row.start or not 0 <= row.tensor < tensors:
-                raise ValueError(f"segment {row} overlaps the one before it, is empty or names no tensor of {tensors}")
-            last = row.stop
-        self.stop = last
+            if row.start < self.stop or row.stop <= row.start or not 0 <= row.tensor < tensors:
+                raise ValueError(
+                    f"segment {row} overlaps the previous one, is empty, or its tensor is not below {tensors}"
+                )
+            self.stop = row.stop
 
     @cached_property
     def tiles(self) -> Tensor:
-        """int32 [tiles, FIELDS] on the device, in flat order."""
+        """Tiles in flat order, int32 [tiles, FIELDS] on the device."""
         blocks = [torch.empty((0, FIELDS), dtype=torch.int32)]
         for row in self.rows:
             index = torch.arange(row.start // TILE, (row.stop - 1) // TILE + 1)
@@ -62,7 +65,7 @@ class Segments:
 
     @cached_property
     def by_tensor(self) -> tuple[Tensor, Tensor]:
-        """Tiles in the order of their tensors, and where each tensor's begin in it, int32 [tiles], [tensors + 1]."""
+        """Tiles in the order of their tensors, int32 [tiles], and the first tile of each, int32 [tensors + 1]."""
         tensor = self.tiles[:, 4].cpu().long()
         begin = torch.zeros(self.tensors + 1, dtype=torch.int32)
         begin[1:] = torch.bincount(tensor, minlength=self.tensors).cumsum(0)
@@ -71,7 +74,7 @@ class Segments:
 
 @jit
 def read_tile(tile_ptr):
-    """Flat position of this program's tile, its bounds, decay flag and tensor."""
+    """Return the flat position of this program's tile, its bounds, decay flag and tensor."""
     tile = tile_ptr + tl.program_id(0) * 5
     base = tl.load(tile).to(tl.int64) * 4096
     return base, tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
@@ -79,15 +82,26 @@ def read_tile(tile_ptr):
 
 @jit
 def load_tile(ptr, offset, low, high, FULL: tl.constexpr):
-    """float32 elements `offset` from ptr, 0 outside low .. high."""
+    """Load elements `offset` from ptr as float32, 0 outside [low, high)."""
     if FULL:
         return tl.load(ptr + offset).to(tl.float32)
     return tl.load(ptr + offset, mask=(offset >= low) & (offset < high), other=0.0).to(tl.float32)
 
 
 @jit
+def load_any_tile(ptr, low, high, TILE: tl.constexpr):
+    """Load a whole tile as float32, full or ragged."""
+    offset = tl.arange(0, TILE)
+    if (low == 0) & (high == TILE):
+        x = load_tile(ptr, offset, low, high, True)
+    else:
+        x = load_tile(ptr, offset, low, high, False)
+    return x
+
+
+@jit
 def store_tile(ptr, offset, value, low, high, FULL: tl.constexpr):
-    """The counterpart of `load_tile`; converts to ptr's type."""
+    """Store what `load_tile` loads, converted to ptr's type."""
     if FULL:
         tl.store(ptr + offset, value)
     else:
@@ -97,29 +111,25 @@ def store_tile(ptr, offset, value, low, high, FULL: tl.constexpr):
 @jit
 def _square_kernel(flat_ptr, tile_ptr, part_ptr, TILE: tl.constexpr):
     base, low, high, _, _ = read_tile(tile_ptr)
-    offset = tl.arange(0, TILE)
-    if (low == 0) & (high == TILE):
-        x = load_tile(flat_ptr + base, offset, low, high, True)
-    else:
-        x = load_tile(flat_ptr + base, offset, low, high, False)
+    x = load_any_tile(flat_ptr + base, low, high, TILE)
     tl.store(part_ptr + tl.program_id(0), tl.sum(x * x, 0))
 
 
 @jit
 def _gather_kernel(part_ptr, order_ptr, begin_ptr, out_ptr, tiles, tensors, BLOCK: tl.constexpr):
-    """Sum of one tensor's partial sums in float64, in a fixed order; the second grid axis is the row."""
+    """Sum one tensor's partial sums in float64, in a fixed order; the second grid axis is the row."""
     tensor, field = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(begin_ptr + tensor), tl.load(begin_ptr + tensor + 1)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(begin, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        tile = tl.load(order_ptr + at, mask=at < end, other=0)
-        total += tl.load(part_ptr + field * tiles + tile, mask=at < end, other=0.0).to(tl.float64)
+        index = start + tl.arange(0, BLOCK)
+        tile = tl.load(order_ptr + index, mask=index < end, other=0)
+        total += tl.load(part_ptr + field * tiles + tile, mask=index < end, other=0.0).to(tl.float64)
     tl.store(out_ptr + field * tensors + tensor, tl.sum(total, 0))
 
 
 def sums_by_tensor(partial_FP: Tensor, segments: Segments) -> Tensor:
-    """float64 sums [fields, tensors] of float32 partial sums [fields, tiles]."""
+    """Return float64 sums [fields, tensors] of float32 partial sums [fields, tiles]."""
     fields, tiles = partial_FP.shape
     order, begin = segments.by_tensor
     out = torch.empty((fields, segments.tensors), dtype=torch.float64, device=partial_FP.device)
@@ -128,7 +138,7 @@ def sums_by_tensor(partial_FP: Tensor, segments: Segments) -> Tensor:
 
 
 def square_sums_reference(flat: Tensor, segments: Segments) -> Tensor:
-    """Plain PyTorch of `square_sums`."""
+    """Compute `square_sums` in plain PyTorch."""
     sums = torch.zeros(segments.tensors, dtype=torch.float64, device=flat.device)
     for row in segments.rows:
         sums[row.tensor] += flat[row.start : row.stop].double().square().sum()
@@ -136,7 +146,7 @@ def square_sums_reference(flat: Tensor, segments: Segments) -> Tensor:
 
 
 def square_sums(flat: Tensor, segments: Segments) -> Tensor:
-    """Sum of squares of each tensor's elements in `flat` [n], float64 [tensors]; ids without an element give 0.
+    """Return the sum of squares of each tensor's elements in `flat` [n], float64 [tensors]; 0 without an element.
 
     One pass, float32 inside a tile and float64 between tiles, in a fixed order. For gradient norms and trust ratios.
     """

@@ -1,8 +1,8 @@
-"""GEMMs that nothing waits for yet, on a side stream.
+"""Side stream for GEMMs whose results nothing waits for yet.
 
-A GEMM rarely fills its last wave of SMs: 1,024 x 5,120 in tiles of 128 x 256 are 160 tiles for 132 of
-them, two waves for the work of 1.2. A weight's gradient is needed only when gradients are summed, so it may run in
-what the GEMMs after it leave idle. Whoever reads or writes gradients calls `synchronize` first.
+A GEMM rarely fills its last wave of SMs: 1,024 x 5,120 in tiles of 128 x 256 are 160 tiles for 132 SMs, two waves for
+the work of 1.2. A weight's gradient is needed only when gradients are summed, so it can use what later GEMMs leave
+idle. Readers and writers of gradients call `synchronize` first.
 """
 
 from __future__ import annotations
@@ -13,51 +13,49 @@ from typing import Any
 
 import torch
 
-UNDER_WAY = 2  # works that may be on the side stream at once: each keeps its inputs in memory
+UNDER_WAY = 2  # pieces of work in flight at most, because each keeps its inputs in memory
 
 
 class InlineStream:
-    """No side stream: each work runs where it is asked for."""
+    """The absence of a side stream: work runs when it is submitted."""
 
     def record_event(self) -> Any:
-        """This point of the main stream, for `run`."""
+        """Record this point of the main stream, for `run`."""
 
     def run(self, work: Callable[[], Any], after: Any = None) -> None:
-        """Run `work`, which only writes into memory that is there already, after the event or else after all so far."""
+        """Run `work`, which only writes into allocated memory, after the event or else after all submitted so far."""
         work()
 
     def synchronize(self) -> None:
-        """The main stream goes on only when all works are done."""
+        """Let the main stream wait for all submitted work."""
 
 
 class SideStream(InlineStream):
-    """A CUDA stream of `device` other than the main one, which is the caller's current one."""
+    """A CUDA stream of `device` next to the main one, which is the caller's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._open: deque[tuple[Callable[[], Any], torch.cuda.Event]] = deque()
+        self._in_flight: deque[tuple[Callable[[], Any], torch.cuda.Event]] = deque()
 
     def record_event(self) -> torch.cuda.Event:
-        """See InOrder."""
         event = torch.cuda.Event()
         event.record()
         return event
 
     def run(self, work: Callable[[], Any], after: Any = None) -> None:
-        """See InOrder. What `work` refers to lives until the main stream has waited for it."""
-        while len(self._open) >= UNDER_WAY:
-            self._close()
+        """See InlineStream. Objects that `work` references live until the main stream has waited for it."""
+        while len(self._in_flight) >= UNDER_WAY:
+            self._await_oldest()
         self._stream.wait_event(self.record_event() if after is None else after)
         with torch.cuda.stream(self._stream):
             work()
-            self._open.append((work, self.record_event()))
+            self._in_flight.append((work, self.record_event()))
 
     def synchronize(self) -> None:
-        """See InOrder."""
-        while self._open:
-            self._close()
+        while self._in_flight:
+            self._await_oldest()
 
-    def _close(self) -> None:
-        # Its inputs' memory may be used anew only by what the main stream runs after this.
-        torch.cuda.current_stream().wait_event(self._open[0][1])
-        self._open.popleft()
+    def _await_oldest(self) -> None:
+        # The memory of its inputs may be reused only by work that the main stream runs after this.
+        torch.cuda.current_stream().wait_event(self._in_flight[0][1])
+        self._in_flight.popleft()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megascale.config import OptimizerConfig
-from megascale.ops.adamw import adamw_apply
+from megascale.ops.adam import adamw_apply
 from megascale.optim.base import Rule, ShardState, StatePart, Step
 from megascale.parallel.buffers import FlatShard
 

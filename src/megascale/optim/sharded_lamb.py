@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from megascale.config import OptimizerConfig
-from megascale.ops.lamb import lamb_apply, lamb_direction
+from megascale.ops.adam import lamb_apply, lamb_direction
 from megascale.optim.base import Rule, Shards, Step
 from megascale.parallel.buffers import FlatShard
 from megascale.parallel.collectives import all_reduce

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megascale import torch_private
 from megascale.config import OptimizerConfig
 from megascale.core.tensors import Box, flat_boxes
-from megascale.ops.newton_schulz import newton_schulz
+from megascale.ops.adam import newton_schulz
 from megascale.optim.base import Rule, Shards, ShardState, StatePart, Step
 from megascale.optim.sharded_adamw import adamw_part
 from megascale.parallel.buffers import FlatShard

@@ -1,10 +1,10 @@
-"""How a chunk's parameters lie in one flat buffer, as a pure function of their sizes: no tensors here.
+"""Layout of a chunk's parameters in one flat buffer: a pure function of their sizes, without tensors.
 
-Parameters are grouped into regions, so that what must be treated alike is contiguous: matrices in reverse order
-(the order in which backward finishes them), then the few small replicated or undecayed ones. Matrices that may
-travel in another type than the rest come first, in buckets of nothing else. A region boundary, not a
-per-element mask, tells weight decay and double counting apart. The buffer is cut into buckets, the unit of
-communication; each bucket is padded so that every data-parallel rank owns an equal, aligned part of it.
+Parameters are grouped into contiguous regions that are treated alike. Matrices come first, in reverse order of the
+forward pass, which is the order in which backward finishes them. The few small replicated or undecayed parameters
+follow. Matrices that may be gathered in float8 precede all others, in buckets of their own. Region boundaries replace
+per-element masks for weight decay and for counting replicated parameters once. The buffer is cut into buckets, the
+unit of communication. Each bucket is padded so that every data-parallel rank owns an equal, aligned shard of it.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGN = 64  # elements: 128 bytes of bf16, what vector loads and NCCL like
+ALIGN = 64  # elements: 128 bytes of bfloat16, which suits vector loads and NCCL
 
 
 @dataclass(frozen=True)
 class BufferMember:
-    """What the layout needs to know of a parameter.
+    """Properties of a parameter that decide its position in the buffer.
 
     Attributes:
         count: elements.
         decay: whether weight decay applies.
         replicated: the same on every tensor-parallel rank.
-        own_bucket: has a bucket to itself (a tied embedding, whose shards another stage holds as well).
-        apart: in buckets where all are: what may be gathered as float8 (parallel/float8_gather.py).
+        tied: a tied embedding, which gets a bucket to itself because another stage holds its shards as well.
+        float8_gather: may be gathered in float8 (parallel/float8_gather.py), in buckets of such parameters only.
     """
 
     count: int
     decay: bool
     replicated: bool
     tied: bool = False
-    apart: bool = False
+    float8_gather: bool = False
 
     @property
     def region(self) -> tuple[bool, bool, bool]:
-        """Members of one region share buckets; regions lie in this order."""
-        return self.tied, self.replicated, not self.apart
+        """Return the sort key of the member's region. Members of one region share buckets."""
+        return self.tied, self.replicated, not self.float8_gather
 
 
 @dataclass(frozen=True)
 class BucketSpan:
-    """Elements [start, stop) of the buffer, and the members (by index) that lie in it."""
+    """Elements [start, stop) of the buffer, and the indices of the members in them."""
 
     start: int
     stop: int
@@ -50,11 +50,11 @@ class BucketSpan:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each member starts, the buckets, and the size of the buffer in elements.
+    """Start of each member, the buckets, and the size of the buffer in elements.
 
     Attributes:
-        replicated: elements [start, stop) that hold the replicated members and nothing else, in buckets of their own.
-        own_bucket: number of the bucket of the member that has one to itself, None if there is none.
+        replicated: elements [start, stop) that hold exactly the replicated members, in separate buckets.
+        tied_bucket: index of the bucket of the tied embedding, or None without one.
     """
 
     starts: tuple[int, ...]
@@ -64,48 +64,53 @@ class FlatLayout:
     tied_bucket: int | None
 
     def shard(self, bucket: int, rank: int, ranks: int) -> tuple[int, int]:
-        """Elements of the buffer that data-parallel `rank` owns of a bucket."""
+        """Return the elements [start, stop) of the buffer that data-parallel `rank` owns of a bucket."""
         span = self.buckets[bucket]
-        part = (span.stop - span.start) // ranks
-        return span.start + rank * part, span.start + (rank + 1) * part
+        size = (span.stop - span.start) // ranks
+        return span.start + rank * size, span.start + (rank + 1) * size
 
 
 def lay_out(members: Sequence[BufferMember], ranks: int, bucket_elements: int | None) -> FlatLayout:
-    """Lay members (given in forward order) into a buffer.
+    """Assign every member a range of the buffer.
 
     Args:
         members: the chunk's parameters in forward order.
         ranks: data-parallel ranks that share each bucket equally.
-        bucket_elements: cut the matrices into buckets of about this many elements; None makes one bucket.
+        bucket_elements: approximate elements per bucket of matrices; None makes one bucket.
     """
-    order = sorted(range(len(members)), key=lambda i: (members[i].region, not members[i].decay, -i))
     starts = [0] * len(members)
     buckets: list[BucketSpan] = []
-    at = begin = 0
-    inside: list[int] = []
-
-    def close() -> None:
-        nonlocal at, begin, inside
-        if inside:
-            unit = ALIGN * ranks
-            at = begin + -(-(at - begin) // unit) * unit
-            buckets.append(BucketSpan(begin, at, tuple(inside)))
-            begin, inside = at, []
-
-    region = None
-    replicated = [0, 0]
-    for i in order:
-        full = bucket_elements is not None and at - begin + members[i].count > bucket_elements
-        if full or members[i].region != region:
-            close()
-        region = members[i].region
-        starts[i] = at
-        inside.append(i)
-        at += -(-members[i].count // ALIGN) * ALIGN
-    close()
-    for span in buckets:
-        if members[span.members[0]].replicated:
-            replicated = [replicated[0] if replicated[1] else span.start, span.stop]
+    offset = 0
+    for indices in _group_by_bucket(members, bucket_elements):
+        bucket_start = offset
+        for i in indices:
+            starts[i] = offset
+            offset += _round_up(members[i].count, ALIGN)
+        offset = bucket_start + _round_up(offset - bucket_start, ALIGN * ranks)
+        buckets.append(BucketSpan(bucket_start, offset, tuple(indices)))
+    replicated_buckets = [span for span in buckets if members[span.members[0]].replicated]
+    replicated = (replicated_buckets[0].start, replicated_buckets[-1].stop) if replicated_buckets else (0, 0)
     last = len(buckets) - 1
-    own_bucket = last if members[buckets[last].members[0]].tied else None
-    return FlatLayout(tuple(starts), tuple(buckets), at, (replicated[0], replicated[1]), own_bucket)
+    tied_bucket = last if members[buckets[last].members[0]].tied else None
+    return FlatLayout(tuple(starts), tuple(buckets), offset, replicated, tied_bucket)
+
+
+def _group_by_bucket(members: Sequence[BufferMember], bucket_elements: int | None) -> list[list[int]]:
+    """Return the member indices of each bucket, in buffer order."""
+    order = sorted(range(len(members)), key=lambda i: (members[i].region, not members[i].decay, -i))
+    groups: list[list[int]] = []
+    region = None
+    size = 0
+    for i in order:
+        is_full = bucket_elements is not None and size + members[i].count > bucket_elements
+        if is_full or members[i].region != region:
+            groups.append([])
+            size = 0
+        groups[-1].append(i)
+        size += _round_up(members[i].count, ALIGN)
+        region = members[i].region
+    return groups
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,21 +1,24 @@
-"""Forward and backward of chunks as CUDA graphs: small micro-batches take what the GPU takes, not what Python takes.
+"""CUDA graphs of the forward and backward of chunks: small micro-batches cost GPU time instead of launch time.
 
-A micro-batch of a small model is a few hundred launches, each of which costs the host more than the GPU. From the third
-step on a chunk's forward and backward are captured, once for each micro-batch that may be in flight, and replayed: two
-launches. They read their inputs from memory of their own and leave their outputs in it; gradients go into the same
-sinks as ever. Communication over data and pipeline stays outside, between replays, so that a hang is told as ever; the
-exchange of a tensor-parallel group (exchange.py) is captured, and the record of calls knows a replay as one call of it.
+A micro-batch of a small model is a few hundred launches, each of which costs the host more than the GPU. From the
+third step on, a chunk's forward and backward are captured, once for each micro-batch that may be in flight, and
+replayed with one launch each. They read inputs from memory of their own and leave outputs there. Gradients go into
+the same sinks as without graphs. Data- and pipeline-parallel communication stays outside, between replays, so that
+hangs are reported as before. The exchange of a tensor-parallel group (exchange.py) is captured, and the record of
+calls counts a replay as one call of it.
 
-What captures cannot hold runs eagerly: micro-batches whose parameters are still being gathered (each chunk's first of a
-step) and those whose buckets are reduced while backward goes on (its last), where there is data parallelism.
+Two kinds of micro-batches run eagerly with data parallelism: those whose parameters are still being gathered (each
+chunk's first in a step) and those whose buckets are reduced during backward (its last).
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,50 +28,115 @@ from megascale.core.calls import NoCalls
 from megascale.core.schedule import Action, ActionKind
 from megascale.ops.gradient_sink import GradientSink, sink_of
 from megascale.parallel.buffers import ParamAndGradBuffer
-from megascale.parallel.captures import Capture, CapturePool, CudaCapturePool, HostCapturePool
-from megascale.parallel.chunk_runner import EagerRunner, Forward
 from megascale.parallel.collectives import all_reduce
-from megascale.parallel.exchange import Captured
+from megascale.parallel.exchange import CapturedCalls
+from megascale.parallel.pipeline import EagerRunner, Forward
 from megascale.parallel.runtime import Runtime
 
-EAGER_STEPS = 2  # of an engine: in the first, gradients are counted and kernels chosen; the second runs as all others
+EAGER_STEPS = 2  # of an engine: the first counts gradients and chooses kernels; the second runs as all later ones do
 
-# (chunk, micro-batch, input or None) -> what the chunk reads: its input and, on the model's last, the targets.
+# (chunk, micro-batch, input or None) -> the tensors that the chunk reads: its input and, on the model's last, targets.
 Inputs = Callable[[int, int, Tensor | None], tuple[Tensor, ...]]
-# (chunk, those) -> its output, as Forward's. The same for every micro-batch and step.
+# (chunk, inputs) -> its output, as Forward's. The same for every micro-batch and step.
 Compute = Callable[[int, tuple[Tensor, ...]], Tensor]
+# Work that a capture records; the returned tensor is its result.
+Work = Callable[[], Tensor | None]
+
+
+@dataclass
+class CudaCapture:
+    """A captured CUDA graph and the tensor that it writes."""
+
+    graph: torch.cuda.CUDAGraph = field(default_factory=torch.cuda.CUDAGraph)
+    result: Tensor | None = None
+
+    def replay(self) -> None:
+        """Launch the graph."""
+        self.graph.replay()
+
+
+class CudaCapturePool:
+    """Captures CUDA graphs that share a memory pool: those of one chunk and one micro-batch in flight."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Work) -> CudaCapture:
+        """Capture `work` without running it. Raises RuntimeError for work that cannot be captured."""
+        capture = CudaCapture()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # Other threads (the loader's, NCCL's watchdog) may make any CUDA call meanwhile.
+            capture.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                capture.result = work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it only reports that the capture is invalid
+                    capture.graph.capture_end()
+                raise
+            capture.graph.capture_end()
+        return capture
+
+
+@dataclass
+class HostCapture:
+    """Work that each replay runs anew on the same memory: the stand-in for a CUDA graph on a CPU.
+
+    A reader of the memory of an overwritten replay gets wrong values here as on a GPU, so that tests find it.
+    """
+
+    work: Work
+    result: Tensor | None = None  # from the first replay on
+
+    def replay(self) -> None:
+        """Run the work and copy its output into `result`."""
+        output = self.work()
+        if output is None:
+            return
+        if self.result is None:
+            self.result = torch.empty_like(output)
+        self.result.copy_(output.detach())
+
+
+class HostCapturePool:
+    """The counterpart of `CudaCapturePool` on a CPU."""
+
+    def capture(self, work: Work) -> HostCapture:
+        """Return a capture of `work`, which has not run."""
+        return HostCapture(work)
 
 
 @dataclass
 class CapturedMicrobatch:
-    """A chunk's captures for one micro-batch in flight, and the memory they read and write.
+    """A chunk's captures for one micro-batch in flight, and the memory that they read and write.
 
     Attributes:
-        inputs: as `Inputs` gave them, copied.
-        grad: of its output; None on the model's last chunk.
+        inputs: copies of the tensors that `Inputs` gave.
+        grad: gradient of the output; None on the model's last chunk.
         exchanged: bytes that tensor-parallel ranks exchange in the forward, and in the backward.
     """
 
     inputs: tuple[Tensor, ...]
     grad: Tensor | None
-    forward: Capture
-    backward: Capture
+    forward: CudaCapture | HostCapture
+    backward: CudaCapture | HostCapture
     exchanged: tuple[int, int] = (0, 0)
 
-    def take(self, inputs: tuple[Tensor, ...]) -> None:
-        """Replay with these from now on."""
-        for own, given in zip(self.inputs, inputs, strict=True):
-            own.detach().copy_(given)
+    def copy_inputs(self, inputs: tuple[Tensor, ...]) -> None:
+        """Copy the inputs of the next replay into the memory that it reads."""
+        for static_input, value in zip(self.inputs, inputs, strict=True):
+            static_input.detach().copy_(value)
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Which micro-batches of a chunk are not like the others.
+    """The micro-batches of a chunk that differ from all others.
 
     Attributes:
-        first_forward: its parameters may still be on their way.
-        first_backward: gradients are written, not added.
-        reduced: those in whose backward buckets leave.
+        first_forward: its parameters may still be in flight.
+        first_backward: it overwrites gradients instead of adding to them.
+        reduced: micro-batches in whose backward buckets are reduced.
     """
 
     first_forward: int
@@ -77,7 +145,7 @@ class Boundaries:
 
 
 def find_boundaries(actions: Sequence[Action]) -> dict[int, Boundaries]:
-    """By chunk, of a stage's list of actions."""
+    """Return the boundaries of each chunk in a stage's list of actions."""
     forwards: dict[int, int] = {}
     backwards: dict[int, int] = {}
     reduced: dict[int, set[int]] = {}
@@ -99,95 +167,101 @@ class ChunkGraphs:
     """The captures of a rank's chunks.
 
     Args:
-        flats: the chunks' buffers.
-        actions: of this stage.
+        buffers: the chunks' buffers.
+        actions: actions of this stage.
         compute: runs a chunk.
-        runtime: what this rank runs with.
-        shape: of an activation between chunks.
-        device: where.
+        runtime: the rank's runtime.
+        shape: shape of an activation between chunks.
+        device: device of the chunks.
 
     Attributes:
-        on: whether steps use them; `use` sets it.
-        failed: why a capture did not succeed; "" if none has failed. All runs eagerly then.
+        enabled: whether steps use the captures; `set_enabled` sets it.
+        failure: why a capture failed, or "" if none has failed. After a failure all micro-batches run eagerly.
     """
 
     def __init__(
         self,
-        flats: Sequence[ParamAndGradBuffer],
+        buffers: Sequence[ParamAndGradBuffer],
         actions: Sequence[Action],
         compute: Compute,
         runtime: Runtime,
         shape: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        self.on, self.failure = True, ""
-        self._flats, self._compute, self._runtime, self._device = list(flats), compute, runtime, device
+        self.enabled = True
+        self.failure = ""
+        self._buffers = list(buffers)
+        self._compute = compute
+        self._runtime = runtime
+        self._device = device
         self._shape = shape
         self._boundaries = find_boundaries(actions)
-        self._communicates, self._tensor = flats[0].axes.data.size > 1, flats[0].axes.tensor
-        self._sinks = [_sinks_of(flat) for flat in flats]
+        self._is_data_parallel = buffers[0].axes.data.size > 1
+        self._tensor = buffers[0].axes.tensor
+        self._sinks = [_find_sinks(buffer) for buffer in buffers]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pools: dict[tuple[int, int], CapturePool] = {}
-        self._known: dict[tuple[int, int, bool], CapturedMicrobatch] = {}
+        self._pools: dict[tuple[int, int], CudaCapturePool | HostCapturePool] = {}
+        self._captures: dict[tuple[int, int, bool], CapturedMicrobatch] = {}
         self._steps = 0
-        self._captured = False  # in the present step
+        self._has_captured = False  # in the present step
 
-    def set_enabled(self, on: bool) -> None:
-        """From the next step on, replay; or launch each operator."""
-        self.on = on
+    def set_enabled(self, enabled: bool) -> None:
+        """Replay from the next step on, or launch each operator."""
+        self.enabled = enabled
 
     def clear(self) -> None:
-        """The chunks will compute something else: what was recorded is let go of."""
-        self._known.clear()
+        """Drop all captures, because the chunks will compute something else."""
+        self._captures.clear()
         self._pools.clear()
 
     def begin_step(self, forward: Forward, inputs: Inputs, eagerly: bool = False) -> EagerRunner:
-        """What runs the micro-batches of the step that begins; eagerly: none of them replayed."""
+        """Return the runner of the next step's micro-batches; `eagerly` replays none of them."""
         self._steps += 1
-        if not self.on or self.failure or eagerly or self._steps <= EAGER_STEPS:
+        if not self.enabled or self.failure or eagerly or self._steps <= EAGER_STEPS:
             return EagerRunner(forward)
         return GraphedRunner(forward, inputs, self)
 
     def end_step(self) -> None:
-        """Give back what eager micro-batches held, and captured ones now hold themselves."""
-        if self._captured and self._device.type == "cuda":
+        """Free the memory that eager micro-batches used once captured ones hold memory of their own."""
+        if self._has_captured and self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self._captured = False
+        self._has_captured = False
 
-    def suits(self, chunk: int, i: int) -> bool:
-        """Whether this micro-batch is replayed."""
+    def can_replay(self, chunk: int, i: int) -> bool:
+        """Return whether micro-batch `i` of the chunk is replayed."""
+        if self.failure:
+            return False
         boundaries = self._boundaries[chunk]
-        return not self.failure and not (
-            self._communicates and (i == boundaries.first_forward or i in boundaries.reduced)
-        )
+        return not (self._is_data_parallel and (i == boundaries.first_forward or i in boundaries.reduced))
 
     def microbatch(self, chunk: int, i: int, slot: int, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch | None:
-        """The captures for micro-batch i as the `slot`-th in flight, made if they are not there; None on failure."""
-        first = i == self._boundaries[chunk].first_backward
-        found = self._known.get((chunk, slot, first))
-        if found is None:
-            try:
-                found = self._capture(chunk, slot, first, inputs)
-            except RuntimeError as error:
-                self.failure = f"capture failed: {str(error).strip().splitlines()[0]}"
-            if self._some_rank_failed():
-                self.failure = self.failure or "capture failed on another rank of the tensor-parallel group"
-                self._runtime.kernels.note("CUDA graphs", f"off ({self.failure})")
-                self.clear()  # out of memory, perhaps; what is in flight is replayed to its end
-                return None
-            assert found is not None
-            self._known[chunk, slot, first] = found
-        return found
+        """Return the captures for micro-batch i as the `slot`-th in flight, capturing if needed; None on failure."""
+        is_first = i == self._boundaries[chunk].first_backward
+        microbatch = self._captures.get((chunk, slot, is_first))
+        if microbatch is not None:
+            return microbatch
+        try:
+            microbatch = self._capture(chunk, slot, is_first, inputs)
+        except RuntimeError as error:
+            self.failure = f"capture failed: {str(error).strip().splitlines()[0]}"
+        if self._has_any_rank_failed():
+            self.failure = self.failure or "capture failed on another rank of the tensor-parallel group"
+            self._runtime.kernels.note("CUDA graphs", f"off ({self.failure})")
+            self.clear()  # possibly out of memory; micro-batches in flight are replayed to their end
+            return None
+        assert microbatch is not None
+        self._captures[chunk, slot, is_first] = microbatch
+        return microbatch
 
-    def _some_rank_failed(self) -> bool:
-        """Whether a capture failed here or on a rank that exchanges with this one: they replay alike or not at all."""
+    def _has_any_rank_failed(self) -> bool:
+        """Return whether a capture failed on a rank of the exchange: its ranks replay alike or not at all."""
         if self._tensor.size == 1:
             return bool(self.failure)
         failed = torch.tensor([float(bool(self.failure))], device=self._device)
         return bool(all_reduce(failed, self._tensor, dist.ReduceOp.MAX, "agree_on_capture").wait().item())
 
-    def replay(self, capture: Capture, op: str, nbytes: int) -> None:
-        """Replay; the record of calls knows it as `op` of the tensor-parallel group if there is an exchange in it."""
+    def replay(self, capture: CudaCapture | HostCapture, op: str, nbytes: int) -> None:
+        """Replay. With an exchange inside, the record of calls counts it as `op` of the tensor-parallel group."""
         exchange = self._tensor.exchange
         if exchange is None:
             capture.replay()
@@ -197,149 +271,167 @@ class ChunkGraphs:
         capture.replay()
         transfer.done()
 
-    def place_weights(self, chunk: int) -> None:
-        """What is made of weights once a step (float8) lies where graphs read it."""
-        linears = self._flats[chunk].module.linears
-        linears.place_weights(self._flats[chunk].module.matrices().values())  # type: ignore[operator, union-attr]
+    def pin_weights(self, chunk: int) -> None:
+        """Put float8 copies of the chunk's weights where graphs read them."""
+        module = self._buffers[chunk].module
+        module.linears.pin_weights(module.matrices().values())  # type: ignore[operator, union-attr]
 
-    def _is_last(self, chunk: int) -> bool:
-        return bool(self._flats[chunk].module.last)
-
-    def written(self, chunk: int, i: int) -> None:
-        """A replayed backward has written, or added to, the gradients."""
+    def mark_gradients_written(self, chunk: int, i: int) -> None:
+        """Record that a replayed backward has overwritten, or added to, the gradients."""
         if i == self._boundaries[chunk].first_backward:
             for sink in self._sinks[chunk]:
                 sink.overwrite = False
 
-    def _capture(self, chunk: int, slot: int, first: bool, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch:
+    def _capture(self, chunk: int, slot: int, is_first: bool, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch:
         pool = self._pools.get((chunk, slot))
         if pool is None:
-            pool = self._pools[chunk, slot] = CudaCapturePool(self._stream) if self._stream else HostCapturePool()
-        own = tuple(torch.empty_like(one).copy_(one) for one in inputs)
-        x = own[0].requires_grad_() if own[0].is_floating_point() else None
-        dtype = self._flats[chunk].params.dtype
-        grad = None if self._is_last(chunk) else torch.empty(self._shape, dtype=dtype, device=self._device)
-        live: list[Tensor] = []
-
-        exchanged: list[Captured] = []
-
-        def forward() -> Tensor:
-            own[0].grad = None
-            self._renew_slots()
-            with self._exchange_captured(exchanged):
-                live[:] = [self._compute(chunk, own)]
-            return live[0].detach()
-
-        def backward() -> Tensor | None:
-            self._renew_slots()
-            with self._exchange_captured(exchanged):
-                torch.autograd.backward(live.pop(), grad)
-                self._runtime.stream.synchronize()
-            return None if x is None else x.grad
-
+            pool = CudaCapturePool(self._stream) if self._stream else HostCapturePool()
+            self._pools[chunk, slot] = pool
+        static_inputs = tuple(torch.empty_like(value).copy_(value) for value in inputs)
+        if static_inputs[0].is_floating_point():
+            static_inputs[0].requires_grad_()
+        grad = None
+        if not self._buffers[chunk].module.last:
+            grad = torch.empty(self._shape, dtype=self._buffers[chunk].params.dtype, device=self._device)
+        outputs: list[Tensor] = []
+        exchanged: list[CapturedCalls] = []
         self._runtime.stream.synchronize()
         try:
-            with self._to_be_written(chunk, first), _no_garbage_collection():
-                made = CapturedMicrobatch(own, grad, pool.capture(forward), pool.capture(backward))
+            with self._set_overwrites(chunk, is_first), _no_garbage_collection():
+                forward = pool.capture(partial(self._run_forward, chunk, static_inputs, outputs, exchanged))
+                backward = pool.capture(partial(self._run_backward, static_inputs[0], outputs, grad, exchanged))
         finally:
-            self._renew_slots()
+            self._renew_amax_slots()
+        self._has_captured = True
+        microbatch = CapturedMicrobatch(static_inputs, grad, forward, backward)
         if exchanged:
-            made.exchanged = exchanged[0].nbytes, exchanged[1].nbytes
-        self._captured = True
-        return made
+            microbatch.exchanged = exchanged[0].nbytes, exchanged[1].nbytes
+        return microbatch
+
+    def _run_forward(
+        self, chunk: int, inputs: tuple[Tensor, ...], outputs: list[Tensor], exchanged: list[CapturedCalls]
+    ) -> Tensor:
+        """Run the forward that is captured; its output is appended to `outputs` for the backward."""
+        inputs[0].grad = None
+        self._renew_amax_slots()
+        with self._capture_exchange(exchanged):
+            outputs[:] = [self._compute(chunk, inputs)]
+        return outputs[0].detach()
+
+    def _run_backward(
+        self, x: Tensor, outputs: list[Tensor], grad: Tensor | None, exchanged: list[CapturedCalls]
+    ) -> Tensor | None:
+        """Run the backward that is captured; returns the gradient of the chunk's input, if it has one."""
+        self._renew_amax_slots()
+        with self._capture_exchange(exchanged):
+            torch.autograd.backward(outputs.pop(), grad)
+            self._runtime.stream.synchronize()
+        return x.grad
 
     @contextmanager
-    def _exchange_captured(self, told: list[Captured]) -> Iterator[None]:
-        """Within, what tensor-parallel ranks exchange is captured too; it is not done, so the record knows nothing."""
+    def _capture_exchange(self, exchanged: list[CapturedCalls]) -> Iterator[None]:
+        """Capture the exchange of tensor-parallel ranks. It does not run, so the record of calls does not see it."""
         exchange = self._tensor.exchange
         if exchange is None:
             yield
             return
-        record, self._runtime.calls = self._runtime.calls, NoCalls()
+        record = self._runtime.calls
+        self._runtime.calls = NoCalls()
         try:
             with exchange.capture() as calls:
-                told.append(calls)
+                exchanged.append(calls)
                 yield
         finally:
             self._runtime.calls = record
 
     @contextmanager
-    def _to_be_written(self, chunk: int, first: bool) -> Iterator[None]:
-        """Within, a backward of the chunk writes those gradients that a step's first one writes, or adds to all."""
+    def _set_overwrites(self, chunk: int, is_first: bool) -> Iterator[None]:
+        """Let a backward of the chunk overwrite the gradients that a step's first one does, or add to all."""
         sinks = self._sinks[chunk]
-        written = {id(flat.sinks[number]) for flat in self._flats for number in flat.overwritten} if first else set()
-        before = [sink.overwrite for sink in sinks]
+        overwritten: set[int] = set()
+        if is_first:
+            overwritten = {id(buffer.sinks[i]) for buffer in self._buffers for i in buffer.overwritten_params}
+        previous = [sink.overwrite for sink in sinks]
         for sink in sinks:
-            sink.overwrite = id(sink) in written
+            sink.overwrite = id(sink) in overwritten
         try:
             yield
         finally:
-            for sink, was in zip(sinks, before, strict=True):
-                sink.overwrite = was
+            for sink, overwrite in zip(sinks, previous, strict=True):
+                sink.overwrite = overwrite
 
-    def _renew_slots(self) -> None:
-        """Zeros that a graph collects into are made by that graph."""
+    def _renew_amax_slots(self) -> None:
+        """Take new zeros for amax, because each graph must make the ones that it updates."""
         if self._runtime.kernels.amaxes is not None:
             self._runtime.kernels.amaxes.renew()
 
 
 class GraphedRunner(EagerRunner):
-    """The micro-batches of one step: replayed, but for those that have to be eager."""
+    """Runs the micro-batches of one step by replays, except those that have to be eager."""
 
     def __init__(self, forward: Forward, inputs: Inputs, graphs: ChunkGraphs) -> None:
         super().__init__(forward)
-        self._inputs, self._graphs = inputs, graphs
+        self._inputs = inputs
+        self._graphs = graphs
         self._replayed: dict[tuple[int, int], tuple[int, CapturedMicrobatch]] = {}
-        self._ready: set[int] = set()  # chunks whose weights lie where graphs read them
+        self._pinned: set[int] = set()  # chunks whose weights lie where graphs read them
 
     def forward(self, chunk: int, i: int, x: Tensor | None) -> Tensor:
-        """See ChunkRunner."""
-        if self._graphs.suits(chunk, i):
-            inputs = self._inputs(chunk, i, x)
-            if chunk not in self._ready:
-                self._ready.add(chunk)
-                self._graphs.place_weights(chunk)
-            slot = self._free_slot(chunk)
-            if (one := self._graphs.microbatch(chunk, i, slot, inputs)) is not None:
-                self._replayed[chunk, i] = slot, one
-                one.take(inputs)
-                self._graphs.replay(one.forward, "replayed_forward", one.exchanged[0])
-                assert one.forward.result is not None
-                # The sum of losses is read when the step has long gone on.
-                return one.forward.result.clone() if one.grad is None else one.forward.result
-        return super().forward(chunk, i, x)
+        """Replay the forward of micro-batch `i`, or run it eagerly."""
+        if not self._graphs.can_replay(chunk, i):
+            return super().forward(chunk, i, x)
+        inputs = self._inputs(chunk, i, x)
+        if chunk not in self._pinned:
+            self._pinned.add(chunk)
+            self._graphs.pin_weights(chunk)
+        slot = self._free_slot(chunk)
+        microbatch = self._graphs.microbatch(chunk, i, slot, inputs)
+        if microbatch is None:
+            return super().forward(chunk, i, x)
+        self._replayed[chunk, i] = slot, microbatch
+        microbatch.copy_inputs(inputs)
+        self._graphs.replay(microbatch.forward, "replayed_forward", microbatch.exchanged[0])
+        output = microbatch.forward.result
+        assert output is not None
+        # The sum of losses is read after later replays have overwritten this memory.
+        return output.clone() if microbatch.grad is None else output
 
     def _free_slot(self, chunk: int) -> int:
         used = {slot for (c, _), (slot, _) in self._replayed.items() if c == chunk}
         return next(n for n in range(len(used) + 1) if n not in used)
 
     def backward(self, chunk: int, i: int, grad: Tensor | None) -> Tensor | None:
-        """See ChunkRunner."""
+        """Replay the backward of a micro-batch whose forward was replayed."""
         if (chunk, i) not in self._replayed:
             return super().backward(chunk, i, grad)
-        _, one = self._replayed.pop((chunk, i))
-        if one.grad is not None:
+        _, microbatch = self._replayed.pop((chunk, i))
+        if microbatch.grad is not None:
             assert grad is not None
-            one.grad.copy_(grad)
-        self._graphs.replay(one.backward, "replayed_backward", one.exchanged[1])
-        self._graphs.written(chunk, i)
-        # It may be on its way to another stage when the next micro-batch makes its own.
-        return None if one.backward.result is None else one.backward.result.clone()
+            microbatch.grad.copy_(grad)
+        self._graphs.replay(microbatch.backward, "replayed_backward", microbatch.exchanged[1])
+        self._graphs.mark_gradients_written(chunk, i)
+        # The next micro-batch may overwrite the gradient while it is still being sent to another stage.
+        x_grad = microbatch.backward.result
+        return None if x_grad is None else x_grad.clone()
 
 
-def _sinks_of(flat: ParamAndGradBuffer) -> list[GradientSink]:
-    """Where a chunk's backward puts gradients: a last chunk may read another's embedding."""
-    lent = sink_of(flat.module.output_weight) if flat.module.last else None  # type: ignore[arg-type]
-    return flat.sinks if lent is None or lent in flat.sinks else [*flat.sinks, lent]
+def _find_sinks(buffer: ParamAndGradBuffer) -> list[GradientSink]:
+    """Return the sinks that a chunk's backward writes: a last chunk may read another's embedding."""
+    if not buffer.module.last:
+        return buffer.sinks
+    output_sink = sink_of(buffer.module.output_weight)  # type: ignore[arg-type]
+    if output_sink is None or output_sink in buffer.sinks:
+        return buffer.sinks
+    return [*buffer.sinks, output_sink]
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A tensor that is collected during a capture would be freed in it."""
-    was = gc.isenabled()
+    """Disable garbage collection: a tensor that is collected during a capture would be freed in the graph."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()

@@ -1,7 +1,7 @@
-"""The collectives that the engine uses, on dimension 0, each with an asynchronous form.
+"""Collectives of the engine on dimension 0, each with an asynchronous form.
 
 Activations are [sequence, batch, hidden], so gathering or scattering the sequence is gathering or scattering
-dimension 0 of a contiguous tensor: no copy before or after. A group of None is a single-member group: nothing moves.
+dimension 0 of a contiguous tensor, without a copy before or after. A group of None has a single member.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from megascale import torch_private
 from megascale.core.spans import SpanAxis
-from megascale.parallel.exchange import Exchange, Make
+from megascale.parallel.exchange import Exchange, WriteParts
 from megascale.parallel.runtime import Runtime, Transfer
 
-# torch 2.13 has new names for these two and warns of the old ones, on every rank.
+# torch 2.13 renames these two functions and warns about the old names on every rank.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -30,13 +30,13 @@ class Axis:
 
     Attributes:
         group: its process group, None for a single-member group.
-        size, rank: how many ranks, and which one this is.
+        size, rank: number of ranks, and the index of this one.
         overlap: how tensor-parallel GEMMs hide their collective: "fused" (symmetric memory), "async" (the
             collective overlaps with independent GEMMs) or "off".
-        exchange: with "fused", what does it (parallel/exchange.py).
-        name: what the record of calls (core/calls.py) knows the group as; "" is not recorded.
-        kind: which axis of the grid it is, for timers.
-        runtime: what this rank runs with.
+        exchange: the exchange of "fused" (parallel/exchange.py).
+        name: name of the group in the record of calls (core/calls.py); "" is not recorded.
+        kind: the axis of the grid, for timers.
+        runtime: the rank's runtime.
     """
 
     group: Any = None
@@ -49,7 +49,7 @@ class Axis:
     runtime: Runtime = field(default_factory=Runtime, compare=False)
 
     def transfer(self, op: str, nbytes: int) -> Transfer:
-        """A collective along this axis starts now."""
+        """Record that a collective along this axis starts."""
         return self.runtime.transfer(self.name, self.kind, op, nbytes)
 
 
@@ -57,12 +57,13 @@ SINGLE_RANK = Axis()  # a single-member group
 
 
 class Pending:
-    """A result that is in flight: `wait()` returns it.
+    """A result in flight, which `wait()` returns.
 
     Args:
-        work: what has a `wait`, which makes the current stream wait (on CPU the caller).
-        transfer: who records it.
-        then: what makes the result of what has arrived, once; it may return another tensor.
+        tensor: the result.
+        work: its `wait` makes the current stream wait (on CPU the caller).
+        transfer: records the collective.
+        finish: called once after the wait; it may return another tensor as the result.
     """
 
     def __init__(
@@ -70,12 +71,15 @@ class Pending:
         tensor: torch.Tensor,
         work: Any = None,
         transfer: Transfer | None = None,
-        then: Callable[[], Any] | None = None,
+        finish: Callable[[], Any] | None = None,
     ) -> None:
-        self._tensor, self._work, self._transfer, self._then = tensor, work, transfer, then
+        self._tensor = tensor
+        self._work = work
+        self._transfer = transfer
+        self._finish = finish
 
     def wait(self) -> torch.Tensor:
-        """The finished tensor; on CUDA the current stream waits, on CPU the caller does."""
+        """Return the finished tensor; on CUDA the current stream waits, on CPU the caller does."""
         transfer, self._transfer = self._transfer, None
         if self._work is not None:
             work, self._work = self._work, None
@@ -86,12 +90,13 @@ class Pending:
                 work.wait()
                 transfer.done(waiting)
                 transfer = None
-        if self._then is not None:
-            then, self._then = self._then, None
-            found = then()
-            self._tensor = self._tensor if found is None else found
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            result = finish()
+            if result is not None:
+                self._tensor = result
         if transfer is not None:
-            transfer.done()  # by an exchange, which records what its stream waits for
+            transfer.done()  # of an exchange, which records its own waits
         return self._tensor
 
 
@@ -106,35 +111,35 @@ def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def exchange_gather(x: torch.Tensor, axis: Axis) -> Pending:
-    """As all_gather, by the axis's exchange."""
+    """All-gather by the axis's exchange."""
     assert axis.exchange is not None
     transfer = axis.transfer("fused_gather", axis.size * x.nbytes)
-    return Pending(x, None, transfer, axis.exchange.gather(x.contiguous()))
+    return Pending(x, transfer=transfer, finish=axis.exchange.gather(x.contiguous()))
 
 
 def gather_and_consume(
-    x: torch.Tensor, axis: Axis, consume: Callable[[torch.Tensor, int], None], keep: bool
+    x: torch.Tensor, axis: Axis, consume: Callable[[torch.Tensor, int], None], keep_own: bool
 ) -> torch.Tensor:
-    """All-gather x by the axis's exchange, with consume(part, rank) for each rank's part as it arrives."""
+    """All-gather x by the axis's exchange, with consume(shard, rank) for each rank's shard as it arrives."""
     assert axis.exchange is not None
     transfer = axis.transfer("fused_gather", axis.size * x.nbytes)
-    whole = axis.exchange.gather_and_consume(x.contiguous(), consume, keep)
+    gathered = axis.exchange.gather_and_consume(x.contiguous(), consume, keep_own)
     transfer.done()
-    return whole
+    return gathered
 
 
-def exchange_scatter(make: Make, shape: tuple[int, ...], like: torch.Tensor, axis: Axis) -> Pending:
-    """Reduce-scatter of what make(out [size, *shape], None) writes, by the axis's exchange, under what comes next."""
+def exchange_scatter(write: WriteParts, shape: tuple[int, ...], like: torch.Tensor, axis: Axis) -> Pending:
+    """Reduce-scatter what write(out [size, *shape], None) writes, by the axis's exchange, under later work."""
     assert axis.exchange is not None
     transfer = axis.transfer("fused_scatter", axis.size * math.prod(shape) * like.element_size())
-    return Pending(like, None, transfer, axis.exchange.scatter(make, shape, like))
+    return Pending(like, transfer=transfer, finish=axis.exchange.scatter(write, shape, like))
 
 
-def scatter_now(make: Make, shape: tuple[int, ...], like: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """As exchange_scatter, done at once, by make(out [*shape], rank) for the part of each rank."""
+def scatter_now(write: WriteParts, shape: tuple[int, ...], like: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Reduce-scatter by the axis's exchange and wait; write(out [*shape], rank) writes the part of each rank."""
     assert axis.exchange is not None
     transfer = axis.transfer("fused_scatter", axis.size * math.prod(shape) * like.element_size())
-    out = axis.exchange.scatter_now(make, shape, like)
+    out = axis.exchange.scatter_now(write, shape, like)
     transfer.done()
     return out
 
@@ -150,34 +155,34 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None, recorded: str = "all_reduce") -> Pending:
-    """Sum (or `op`) over ranks, in place. recorded: what the record of calls knows it as (core/calls.py OPS)."""
+    """Sum (or `op`) over ranks, in place. recorded: its name in the record of calls (core/calls.py OPS)."""
     if axis.size == 1:
         return Pending(x)
     transfer = axis.transfer(recorded, x.nbytes)
     return Pending(x, dist.all_reduce(x, op or dist.ReduceOp.SUM, group=axis.group, async_op=True), transfer)
 
 
-def exchanges(axis: Axis, nbytes: int) -> bool:
-    """Whether the axis's exchange carries a rank's part of so many bytes; one larger than training's goes by
-    collectives."""
+def can_exchange(axis: Axis, nbytes: int) -> bool:
+    """Return whether the axis's exchange has room for a shard of `nbytes`; larger ones go by collectives."""
     return axis.size > 1 and axis.exchange is not None and nbytes <= axis.exchange.shard_bytes
 
 
 def all_reduce_small(x: torch.Tensor, axis: Axis, op: Any = None) -> torch.Tensor:
     """Sum (or maximum) over ranks, in place and at once, by the axis's exchange if it has one.
 
-    Every rank gets all ranks' `x` and reduces them itself, in the same order: for scalars and rows of them.
+    Every rank gets all ranks' `x` and reduces them itself, in the same order. Suits scalars and rows of them.
     """
     op = op or dist.ReduceOp.SUM
-    if not exchanges(axis, x.nbytes):
+    if not can_exchange(axis, x.nbytes):
         return all_reduce(x, axis, op).wait()
-    whole = exchange_gather(x.view(1, -1), axis).wait()
-    (torch.amax if op == dist.ReduceOp.MAX else torch.sum)(whole, 0, out=x.view(-1))
+    gathered = exchange_gather(x.view(1, -1), axis).wait()
+    reduce = torch.amax if op == dist.ReduceOp.MAX else torch.sum
+    reduce(gathered, 0, out=x.view(-1))
     return x
 
 
-def largest_magnitude(amax: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """amax, float32 [], of a part of a tensor that ranks share: becomes that of all of it, in place and at once."""
+def all_reduce_amax(amax: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Take the maximum over ranks of amax, float32 [], of the parts of one tensor; in place and at once."""
     if axis.size == 1:
         return amax
     if axis.exchange is not None and axis.exchange.peer_max is not None:
@@ -210,71 +215,75 @@ class _ScatterSequence(torch.autograd.Function):
 
 
 def _gather_now(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    gather = exchange_gather if exchanges(axis, x.nbytes) else all_gather
+    gather = exchange_gather if can_exchange(axis, x.nbytes) else all_gather
     return gather(x, axis).wait()
 
 
 def _scatter_now(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    part = (x.shape[0] // axis.size, *x.shape[1:])
-    if not exchanges(axis, x.nbytes // axis.size):
+    if not can_exchange(axis, x.nbytes // axis.size):
         return reduce_scatter(x, axis).wait()
-    parts = x.view(axis.size, *part)
-    return scatter_now(lambda out, rank: out.copy_(parts if rank is None else parts[rank]), part, x, axis)
+    shape = (x.shape[0] // axis.size, *x.shape[1:])
+    parts = x.view(axis.size, *shape)
+    return scatter_now(lambda out, rank: out.copy_(parts if rank is None else parts[rank]), shape, x, axis)
 
 
 def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Differentiable all-gather on dimension 0; its gradient is the reduce-scatter."""
+    """All-gather on dimension 0, differentiably; its gradient is the reduce-scatter."""
     return x if axis.size == 1 else _GatherSequence.apply(x, axis)
 
 
 def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Differentiable reduce-scatter on dimension 0; its gradient is the all-gather."""
+    """Reduce-scatter on dimension 0, differentiably; its gradient is the all-gather."""
     return x if axis.size == 1 else _ScatterSequence.apply(x, axis)
 
 
-def all_gather_into(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> Pending:
-    """Gather equal parts into `whole`; `part` may be this rank's slice of it."""
+def all_gather_into(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pending:
+    """All-gather equal shards into `out`; `shard` may be this rank's slice of it."""
     if axis.size == 1:
-        return Pending(whole)
-    transfer = axis.transfer("all_gather", whole.nbytes)
-    return Pending(whole, _all_gather(whole, part, group=axis.group, async_op=True), transfer)
+        return Pending(out)
+    transfer = axis.transfer("all_gather", out.nbytes)
+    return Pending(out, _all_gather(out, shard, group=axis.group, async_op=True), transfer)
 
 
-def reduce_scatter_in_place(whole: torch.Tensor, axis: Axis) -> Pending:
-    """Sum over ranks into this rank's slice of `whole`; the other slices hold nothing of use afterwards."""
+def reduce_scatter_in_place(buffer: torch.Tensor, axis: Axis) -> Pending:
+    """Sum over ranks into this rank's slice of `buffer`; the other slices are undefined afterwards."""
     if axis.size == 1:
-        return Pending(whole)
-    part = whole.view(axis.size, -1)[axis.rank]
-    transfer = axis.transfer("reduce_scatter", whole.nbytes)
-    return Pending(part, _reduce_scatter(part, whole, group=axis.group, async_op=True), transfer)
+        return Pending(buffer)
+    shard = buffer.view(axis.size, -1)[axis.rank]
+    transfer = axis.transfer("reduce_scatter", buffer.nbytes)
+    return Pending(shard, _reduce_scatter(shard, buffer, group=axis.group, async_op=True), transfer)
 
 
-def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
-    """As `reduce_scatter_in_place`, but what others add travels as `dtype`; sums are taken in the buffer's own type.
+def reduce_scatter_rounded(buffer: torch.Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
+    """Reduce-scatter in place with the summands of other ranks sent as `dtype` and added in the buffer's own type.
 
-    Parts are exchanged, not reduced on the way, so nothing is rounded twice: the slice becomes its own value plus the
-    sum of the others' rounded ones, in rank order. Takes extra memory of the buffer's elements in `dtype`.
+    Parts are exchanged, not reduced on the way, so nothing is rounded twice. The slice becomes its own value plus the
+    sum of the others' rounded ones, in rank order. Extra memory: the buffer's elements in `dtype`.
     """
     if axis.size == 1:
-        return Pending(whole)
-    part = whole.view(axis.size, -1)[axis.rank]
-    sent = whole.to(dtype)
-    got = _receive_buffer(whole, axis, dtype)
-    transfer = axis.transfer("all_to_all", sent.nbytes)
-    work = dist.all_to_all_single(got, sent, group=axis.group, async_op=True)
+        return Pending(buffer)
+    shard = buffer.view(axis.size, -1)[axis.rank]
+    rounded = buffer.to(dtype)
+    received = _receive_buffer(buffer, axis, dtype)
+    transfer = axis.transfer("all_to_all", rounded.nbytes)
+    work = dist.all_to_all_single(received, rounded, group=axis.group, async_op=True)
 
     def add() -> None:
-        arrived = got.view(axis.size, -1)
-        arrived[axis.rank].zero_()
-        part.add_(arrived.sum(0, dtype=whole.dtype))
+        parts = received.view(axis.size, -1)
+        parts[axis.rank].zero_()
+        shard.add_(parts.sum(0, dtype=buffer.dtype))
 
-    return Pending(part, work, transfer, add)
+    return Pending(shard, work, transfer, add)
 
 
 def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, total: int) -> Pending:
-    """Elements of flat `x`, send[r] of them to each rank r in turn; what others sent, receive[r] from each in turn.
+    """Send consecutive ranges of flat `x` to the ranks and receive theirs.
 
-    `x` must live until the result has arrived. `total`: elements that all ranks send, for the record of calls.
+    `x` must live until the result has arrived.
+
+    Args:
+        send, receive: elements sent to, and received from, each rank.
+        total: elements that all ranks send together, for the record of calls.
     """
     if axis.size == 1:
         return Pending(x)
@@ -284,14 +293,14 @@ def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axi
     return Pending(out, work, transfer)
 
 
-def _receive_buffer(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for as many elements of `dtype`: the half of `whole` without this rank's slice, if a half suffices."""
-    count, slice_ = whole.numel(), whole.numel() // axis.size
-    narrow = whole.view(dtype)
+def _receive_buffer(buffer: torch.Tensor, axis: Axis, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for as many elements of `dtype`: the half of `buffer` without this rank's slice, if it suffices."""
+    count = buffer.numel()
+    shard = count // axis.size
+    narrow = buffer.view(dtype)
     if narrow.numel() == 2 * count:
-        start, stop = 2 * axis.rank * slice_, 2 * (axis.rank + 1) * slice_
-        if stop <= count:
+        if 2 * (axis.rank + 1) * shard <= count:
             return narrow[count:]
-        if start >= count:
+        if 2 * axis.rank * shard >= count:
             return narrow[:count]
-    return torch.empty(count, dtype=dtype, device=whole.device)
+    return torch.empty(count, dtype=dtype, device=buffer.device)

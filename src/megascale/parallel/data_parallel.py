@@ -1,11 +1,11 @@
-"""Data parallelism of a rank: one object owns the buckets of all its chunks, their reductions and their gathers.
+"""Data parallelism of one rank: one object owns the buckets of all its chunks, their reductions and their gathers.
 
-The schedule says when (core/schedule.py), hooks only mark, and communication starts here and nowhere else. A chunk's
-REDUCE_GRADS *arms* its buckets: in the backward that follows, a bucket is reduced as soon as the last of its gradients
-is marked. A GATHER_PARAMS sends for the chunk's buckets in the order in which forward needs them; the list's first one
-is armed while the step before updates, and then each bucket leaves as soon as this rank's part of it is updated
-(MegaScale section 3.2). Without overlap both are waited for where they start. Matrices that linear layers read in
-float8 may be gathered as that (`float8_gather.py`).
+The schedule decides when to communicate (core/schedule.py), hooks only count gradients, and communication starts in
+this module alone. A chunk's REDUCE_GRADS arms its buckets: in the backward that follows, a bucket is reduced as soon
+as its last gradient is complete. GATHER_PARAMS all-gathers the chunk's buckets in the order in which forward needs
+them. The first gather of a step is armed during the update of the step before, and each bucket is gathered as soon as
+this rank's shard of it is updated (MegaScale section 3.2). Without overlap both are awaited where they start.
+Matrices that linear layers read in float8 may be gathered as float8 (`float8_gather.py`).
 """
 
 from __future__ import annotations
@@ -26,20 +26,30 @@ from megascale.parallel.collectives import (
 from megascale.parallel.float8_gather import Float8Gather
 
 
-class _Buckets:
-    """What is under way for the buckets of one chunk, and which gradients of the present backward are there."""
+class _ChunkBuckets:
+    """Communication in flight for the buckets of one chunk, and the gradient counts of the present backward.
 
-    def __init__(self, flat: ParamAndGradBuffer, float8: bool) -> None:
-        self.flat = flat
-        self.float8 = Float8Gather(flat) if float8 else None
-        self.calls = [0] * len(flat.parameters)  # gradient contributions a micro-batch, learnt in the first one
-        self.seen = [0] * len(flat.parameters)
-        self.left: list[int] = []  # parameters of each bucket whose gradients are not complete
-        # As many at first; a parameter that gets no gradient (another chunk's copy in use) makes no call.
-        self.expected = [0] * len(flat.layout.buckets)
-        self.needs: list[list[int]] = []  # buckets that each unit of the forward needs
-        self.armed = False  # whether the next backward, or the present one, is reduced
-        self.as_they_fill = False  # whether the present backward's buckets leave as they fill
+    Attributes:
+        contributions: additions to each parameter's gradient per micro-batch, learnt in the first one.
+        counts: additions to each parameter's gradient in the present backward.
+        complete_at: parameters of each bucket that get a gradient. A parameter may get none because another chunk's
+            copy is in use.
+        incomplete: parameters of each bucket whose gradient is not complete in the present backward.
+        unit_buckets: buckets that each unit of the forward needs.
+        armed: whether the next backward, or the present one, is reduced.
+        reduce_as_filled: whether the present backward reduces buckets as they fill.
+    """
+
+    def __init__(self, buffer: ParamAndGradBuffer, float8: bool) -> None:
+        self.buffer = buffer
+        self.float8 = Float8Gather(buffer) if float8 else None
+        self.contributions = [0] * len(buffer.parameters)
+        self.counts = [0] * len(buffer.parameters)
+        self.complete_at = [0] * len(buffer.layout.buckets)
+        self.incomplete: list[int] = []
+        self.unit_buckets: list[list[int]] = []
+        self.armed = False
+        self.reduce_as_filled = False
         self.reducing: dict[int, Pending] = {}
         self.gathering: dict[int, Pending] = {}
 
@@ -47,19 +57,23 @@ class _Buckets:
 class GradientPool:
     """Two gradient buffers that the chunks of a rank use in turn (ZeRO-2).
 
-    One chunk's backward fills a buffer while the other's is reduced. `drain` ends a user's reductions.
+    One chunk's backward fills a buffer while the other buffer is reduced. `drain` finishes a user's reductions.
     """
 
     def __init__(
-        self, flats: Sequence[ParamAndGradBuffer], drain: Callable[[ParamAndGradBuffer, dict[int, Pending]], None]
+        self,
+        buffers: Sequence[ParamAndGradBuffer],
+        drain: Callable[[ParamAndGradBuffer, dict[int, Pending]], None],
     ) -> None:
-        size, like = max(flat.layout.size for flat in flats), flats[0]
-        self.buffers = [torch.zeros(size, dtype=like.grad_dtype, device=like.params.device) for _ in range(2)]
+        size = max(buffer.layout.size for buffer in buffers)
+        dtype, device = buffers[0].grad_dtype, buffers[0].params.device
+        self.buffers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
         self._users: list[tuple[ParamAndGradBuffer, dict[int, Pending]] | None] = [None, None]
-        self._drain_user, self._index = drain, 0
+        self._drain_user = drain
+        self._index = 0
 
     def take(self, user: ParamAndGradBuffer) -> tuple[torch.Tensor, dict[int, Pending]]:
-        """A zeroed buffer and a dictionary for its reductions; what it held before is drained first."""
+        """Return a zeroed buffer and a dictionary for its reductions, after draining its last user."""
         self._index = 1 - self._index
         self._drain(self._index)
         reducing: dict[int, Pending] = {}
@@ -67,110 +81,118 @@ class GradientPool:
         return self.buffers[self._index][: user.layout.size].zero_(), reducing
 
     def drain(self) -> None:
-        """Drain both."""
+        """Drain both buffers."""
         for index in (0, 1):
             self._drain(index)
 
     def _drain(self, index: int) -> None:
-        before, self._users[index] = self._users[index], None
-        if before is not None:
-            self._drain_user(*before)
+        user, self._users[index] = self._users[index], None
+        if user is not None:
+            self._drain_user(*user)
 
 
 class DataParallel:
-    """Gradients and parameters of this rank's chunks on their way between the data-parallel ranks.
+    """Communicates gradients and parameters of this rank's chunks between the data-parallel ranks.
 
     Args:
-        flats: the chunks' buffers, in the order of the schedule's chunk numbers.
-        overlap: reduce buckets as they fill and gather ahead; without it both wait for each other.
+        buffers: the chunks' buffers, in the order of the schedule's chunk numbers.
+        overlap: reduce buckets as they fill and gather ahead; without it both are awaited at once.
         reduce_dtype: communication dtype of gradients; None for their own.
-        float8: whether the buckets of linear layers' matrices are gathered as float8: the chunks compute with it.
+        float8: gather the buckets of linear layers' matrices as float8, in which the chunks compute.
     """
 
     def __init__(
         self,
-        flats: Sequence[ParamAndGradBuffer],
+        buffers: Sequence[ParamAndGradBuffer],
         overlap: bool = True,
         reduce_dtype: torch.dtype | None = None,
         float8: bool = False,
     ) -> None:
-        self.buffers, self.overlap, self.reduce_dtype = list(flats), overlap, reduce_dtype
-        self._runtime = flats[0].axes.tensor.runtime
-        self._chunks = [_Buckets(flat, float8) for flat in flats]
+        self.buffers = list(buffers)
+        self.overlap = overlap
+        self.reduce_dtype = reduce_dtype
+        self._runtime = buffers[0].axes.tensor.runtime
+        self._chunks = [_ChunkBuckets(buffer, float8) for buffer in buffers]
         self._tied: list[Pending] = []
-        self._measured: tuple[_Buckets, int] | None = None  # the bucket that leaves after the next one's update
-        for buckets in self._chunks:
-            buckets.flat.tell(partial(self._mark, buckets))
-            if overlap and (units := buckets.flat.units()):
-                buckets.needs = units
-                buckets.flat.module.pre_forward_gather = partial(self._await_unit, buckets)  # type: ignore[assignment]
-        self.pool = GradientPool(flats, self._drain) if flats[0].zero == 2 else None
+        self._measured: tuple[_ChunkBuckets, int] | None = None  # the float8 bucket to gather after the next update
+        self._armed_gather: tuple[_ChunkBuckets, dict[int, int]] | None = None  # and its buckets by id of their shard
+        for chunk in self._chunks:
+            chunk.buffer.set_gradient_hook(partial(self._mark, chunk))
+            if overlap:
+                chunk.unit_buckets = chunk.buffer.find_unit_buckets()
+            if chunk.unit_buckets:
+                chunk.buffer.module.pre_forward_gather = partial(self._await_unit, chunk)  # type: ignore[assignment]
+        self.pool = GradientPool(buffers, self._drain) if buffers[0].zero == 2 else None
 
     # gradients ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the gradients of the step before."""
-        for buckets in self._chunks:
+        """Zero the gradients of the last step."""
+        for chunk in self._chunks:
             self._runtime.stream.synchronize()
-            buckets.flat.zero_grads(buckets.calls)
+            chunk.buffer.zero_grads(chunk.contributions)
 
     def arm_reductions(self, chunk: int) -> None:
-        """REDUCE_GRADS: the chunk's next backward completes its gradients (ZeRO-2: this micro-batch's)."""
+        """Run REDUCE_GRADS: the chunk's next backward completes its gradients (ZeRO-2: this micro-batch's)."""
         self._chunks[chunk].armed = True
 
     def begin_backward(self, chunk: int) -> None:
-        """A micro-batch's backward of the chunk is next."""
+        """Prepare for a micro-batch's backward of the chunk."""
         buckets = self._chunks[chunk]
-        flat = buckets.flat
-        buckets.seen = [0] * len(flat.parameters)
+        buffer = buckets.buffer
+        buckets.counts = [0] * len(buffer.parameters)
         if self.pool is not None:
-            grads, buckets.reducing = self.pool.take(flat)
-            flat.aim(grads)
-        buckets.as_they_fill = self.overlap and buckets.armed and any(buckets.calls)
-        buckets.left = buckets.expected.copy()
+            grads, buckets.reducing = self.pool.take(buffer)
+            buffer.set_grads(grads)
+        buckets.reduce_as_filled = self.overlap and buckets.armed and any(buckets.contributions)
+        buckets.incomplete = buckets.complete_at.copy()
 
-    def _mark(self, buckets: _Buckets, number: int) -> None:
-        """A gradient has one more contribution; the last of an armed bucket sends it off."""
-        buckets.seen[number] += 1
-        if buckets.as_they_fill and buckets.seen[number] == buckets.calls[number]:
-            bucket = buckets.flat.bucket_of[number]
-            buckets.left[bucket] -= 1
-            if not buckets.left[bucket] and not _waits_for_tensor_axis(buckets.flat, bucket):
+    def _mark(self, buckets: _ChunkBuckets, index: int) -> None:
+        """Count a contribution to a gradient; the last one of an armed bucket starts its reduction."""
+        buckets.counts[index] += 1
+        if buckets.reduce_as_filled and buckets.counts[index] == buckets.contributions[index]:
+            bucket = buckets.buffer.bucket_of[index]
+            buckets.incomplete[bucket] -= 1
+            if not buckets.incomplete[bucket] and not _needs_tensor_reduction(buckets.buffer, bucket):
                 self._reduce(buckets, bucket)
 
     def end_backward(self, chunk: int) -> None:
-        """After a micro-batch's backward: learn the calls, and reduce the armed buckets that have not left."""
+        """Learn the contributions of a micro-batch, and reduce the armed buckets that are not in flight."""
         buckets = self._chunks[chunk]
-        flat = buckets.flat
-        if not any(buckets.calls):
-            buckets.calls = list(buckets.seen)
-            buckets.expected = [sum(1 for i in span.members if buckets.calls[i]) for span in flat.layout.buckets]
-        buckets.as_they_fill = False
+        buffer = buckets.buffer
+        if not any(buckets.contributions):
+            buckets.contributions = list(buckets.counts)
+            buckets.complete_at = [
+                sum(1 for i in span.members if buckets.contributions[i]) for span in buffer.layout.buckets
+            ]
+        buckets.reduce_as_filled = False
         if not buckets.armed:
             return
         buckets.armed = False
         self._runtime.stream.synchronize()
-        flat.zero_unwritten()
-        start, stop = flat.layout.replicated
-        # Each tensor-parallel rank saw its part of the sequence only.
-        all_reduce(flat.grads[start:stop], flat.axes.tensor).wait()
-        for bucket in range(len(flat.layout.buckets)):
+        buffer.zero_unwritten_grads()
+        start, stop = buffer.layout.replicated
+        # Each tensor-parallel rank has seen only its part of the sequence.
+        all_reduce(buffer.grads[start:stop], buffer.axes.tensor).wait()
+        for bucket in range(len(buffer.layout.buckets)):
             if bucket not in buckets.reducing:
                 self._reduce(buckets, bucket)
                 if not self.overlap:
                     buckets.reducing[bucket].wait()
 
     def finish_reductions(self) -> None:
-        """Wait until this rank's shards hold the sum over data-parallel ranks; that of a tied embedding's copies is
-        under way then (`finish_tied`)."""
-        for buckets in self._chunks:
-            flat = buckets.flat
+        """Wait until this rank's shards hold the sum over data-parallel ranks.
+
+        With overlap the reduction of a tied embedding between its two stages is still in flight (`finish_tied`).
+        """
+        for chunk in self._chunks:
+            buffer = chunk.buffer
             if self.pool is not None:
                 self.pool.drain()
             else:
-                self._drain(flat, buckets.reducing)
-            if flat.layout.tied_bucket is not None:
-                self._tied.append(all_reduce(flat.shards[flat.layout.tied_bucket].grads, flat.axes.tied))
+                self._drain(buffer, chunk.reducing)
+            if buffer.layout.tied_bucket is not None:
+                self._tied.append(all_reduce(buffer.shards[buffer.layout.tied_bucket].grads, buffer.axes.tied))
         if not self.overlap:
             self.finish_tied()
 
@@ -179,148 +201,157 @@ class DataParallel:
         while self._tied:
             self._tied.pop().wait()
 
-    def _reduce(self, buckets: _Buckets, bucket: int) -> None:
+    def _reduce(self, buckets: _ChunkBuckets, bucket: int) -> None:
         self._runtime.stream.synchronize()
-        flat = buckets.flat
-        span = flat.layout.buckets[bucket]
-        whole = flat.grads[span.start : span.stop]
-        if flat.zero and self.reduce_dtype is not None and self.reduce_dtype != whole.dtype:
-            buckets.reducing[bucket] = reduce_scatter_rounded(whole, flat.axes.reduce, self.reduce_dtype)
+        buffer = buckets.buffer
+        axis = buffer.axes.reduce
+        span = buffer.layout.buckets[bucket]
+        grads = buffer.grads[span.start : span.stop]
+        if buffer.zero == 0:
+            buckets.reducing[bucket] = all_reduce(grads, axis)
+        elif self.reduce_dtype is not None and self.reduce_dtype != grads.dtype:
+            buckets.reducing[bucket] = reduce_scatter_rounded(grads, axis, self.reduce_dtype)
         else:
-            send = all_reduce if flat.zero == 0 else reduce_scatter_in_place
-            buckets.reducing[bucket] = send(whole, flat.axes.reduce)
+            buckets.reducing[bucket] = reduce_scatter_in_place(grads, axis)
 
     @staticmethod
-    def _drain(flat: ParamAndGradBuffer, reducing: dict[int, Pending]) -> None:
-        """Wait for reductions in flight; ZeRO-2 adds them to the sums."""
+    def _drain(buffer: ParamAndGradBuffer, reducing: dict[int, Pending]) -> None:
+        """Wait for reductions in flight; ZeRO-2 adds them to the shard's gradients."""
         for bucket, pending in reducing.items():
-            mine = pending.wait()
-            if flat.zero == 2:
-                flat.shards[bucket].grads.add_(mine)
+            reduced = pending.wait()
+            if buffer.zero == 2:
+                buffer.shards[bucket].grads.add_(reduced)
         reducing.clear()
 
     # parameters --------------------------------------------------------------------------------------------------
 
     def start_gather(self, chunk: int) -> None:
-        """GATHER_PARAMS: send for what other ranks updated, first what forward needs first; once, if it is asked
-        again while that is under way."""
+        """Run GATHER_PARAMS: gather the chunk's buckets in forward order, unless a gather is in flight."""
         buckets = self._chunks[chunk]
         if buckets.gathering:
             return
         if buckets.float8 is not None:
-            buckets.float8.measure()
-        for bucket in buckets.flat.forward_order:
+            buckets.float8.start_amax_reduce()
+        for bucket in buckets.buffer.forward_order:
             self._gather(buckets, bucket)
         if not self.overlap:
             self._finish_gather(buckets)
 
     def invalidate_gathered(self) -> None:
-        """Shards are about to be updated or loaded: what was gathered of them is of no use any more."""
+        """Invalidate gathered float8 weights, because shards are about to be updated or loaded."""
         self.finish_gathers()
-        for buckets in self._chunks:
-            if buckets.float8 is not None:
-                buckets.float8.outdated()
+        for chunk in self._chunks:
+            if chunk.float8 is not None:
+                chunk.float8.invalidate()
 
     def gather_under_update(self, chunk: int) -> Callable[[FlatShard], None]:
-        """Arm the chunk's gather: what the update calls with each shard that is done, whose bucket leaves then. One
-        that leaves as float8 does so after the next: meanwhile ranks agree on its scales. `end_update` sends the last.
+        """Arm the chunk's gather during the update.
+
+        Returns:
+            The function that the update calls with each updated shard. It gathers the shard's bucket at once. A
+            float8 bucket is gathered after the next shard, when ranks have agreed on its scales. `end_update` gathers
+            the last one.
         """
-        if not self.overlap:
-            return lambda shard: None
-        buckets = self._chunks[chunk]
-        of = {id(shard): bucket for bucket, shard in enumerate(buckets.flat.shards)}
+        if self.overlap:
+            buckets = self._chunks[chunk]
+            self._armed_gather = buckets, {id(shard): bucket for bucket, shard in enumerate(buckets.buffer.shards)}
+        return self._on_shard_updated
 
-        def updated(shard: FlatShard) -> None:
-            bucket = of.get(id(shard))
-            if bucket is None:
-                self.end_update()
-            elif buckets.float8 is not None and bucket in buckets.float8.buckets:
-                buckets.float8.measure(bucket)
-                self.end_update()
-                self._measured = buckets, bucket
-            else:
-                self._gather(buckets, bucket)
-
-        return updated
+    def _on_shard_updated(self, shard: FlatShard) -> None:
+        """Gather the bucket of an updated shard of the armed chunk."""
+        if self._armed_gather is None:
+            return
+        buckets, bucket_of = self._armed_gather
+        bucket = bucket_of.get(id(shard))
+        if bucket is None:
+            self.end_update()
+        elif buckets.float8 is not None and bucket in buckets.float8.buckets:
+            buckets.float8.start_amax_reduce(bucket)
+            self.end_update()
+            self._measured = buckets, bucket
+        else:
+            self._gather(buckets, bucket)
 
     def end_update(self) -> None:
-        """Send off what `gather_under_update` has left."""
+        """Gather the last float8 bucket of `gather_under_update`."""
         if self._measured is not None:
             (buckets, bucket), self._measured = self._measured, None
             self._gather(buckets, bucket)
 
     def await_parameters(self, chunk: int) -> None:
-        """A forward is next: wait now, unless the module says of each unit when it needs it."""
+        """Wait for the chunk's parameters before a forward, unless its module waits for each unit."""
         buckets = self._chunks[chunk]
-        if not buckets.needs:
+        if not buckets.unit_buckets:
             self._finish_gather(buckets)
 
     def is_gathering(self, chunk: int) -> bool:
-        """Whether a gather of the chunk is under way."""
+        """Return whether a gather of the chunk is in flight."""
         return bool(self._chunks[chunk].gathering)
 
     def gather_full_parameters(self) -> None:
-        """Make all parameters whole on this rank, in their own type: what is there as float8 only is gathered."""
-        for chunk, buckets in enumerate(self._chunks):
-            if buckets.float8 is None:
-                self.start_gather(chunk)
-                self._finish_gather(buckets)
+        """Gather all parameters in their own type, including those that training gathers as float8 only."""
+        for index, chunk in enumerate(self._chunks):
+            if chunk.float8 is None:
+                self.start_gather(index)
+                self._finish_gather(chunk)
                 continue
-            on_its_way = bool(buckets.gathering)
-            self._finish_gather(buckets)
-            for bucket in buckets.flat.forward_order:
-                if bucket in buckets.float8.buckets or not on_its_way:
-                    self._gather(buckets, bucket, whole=True)
-            self._finish_gather(buckets)
-            buckets.float8.whole()
+            is_gathered = bool(chunk.gathering)
+            self._finish_gather(chunk)
+            for bucket in chunk.buffer.forward_order:
+                if bucket in chunk.float8.buckets or not is_gathered:
+                    self._gather(chunk, bucket, full_precision=True)
+            self._finish_gather(chunk)
+            chunk.float8.set_weights_gathered()
 
     def compute_weights(self) -> Iterator[torch.Tensor]:
-        """What a step computes with, once it is gathered: the same on all data-parallel ranks."""
-        for buckets in self._chunks:
-            flat, float8 = buckets.flat, buckets.float8
-            if float8 is None:
-                yield flat.params
+        """Yield the gathered weights that a step computes with: the same on all data-parallel ranks."""
+        for chunk in self._chunks:
+            params = chunk.buffer.params
+            if chunk.float8 is None:
+                yield params
                 continue
-            for bucket, span in enumerate(flat.layout.buckets):
-                if bucket not in float8.buckets:
-                    yield flat.params[span.start : span.stop]
-            yield from float8.in_use()
+            for bucket, span in enumerate(chunk.buffer.layout.buckets):
+                if bucket not in chunk.float8.buckets:
+                    yield params[span.start : span.stop]
+            yield from chunk.float8.compute_weights()
 
     def finish_gathers(self) -> None:
-        """Leave no gather under way."""
+        """Wait for all gathers in flight."""
         self.end_update()
-        for buckets in self._chunks:
-            self._finish_gather(buckets)
+        for chunk in self._chunks:
+            self._finish_gather(chunk)
 
-    def _gather(self, buckets: _Buckets, bucket: int, whole: bool = False) -> None:
-        """whole: in the parameters' own type, whatever training gathers."""
-        flat = buckets.flat
-        data = flat.axes.data
-        if flat.zero == 0 or data.size == 1 or bucket in buckets.gathering:
+    def _gather(self, buckets: _ChunkBuckets, bucket: int, full_precision: bool = False) -> None:
+        """Start the gather of a bucket, as float8 where training does unless `full_precision`."""
+        buffer = buckets.buffer
+        data = buffer.axes.data
+        if buffer.zero == 0 or data.size == 1 or bucket in buckets.gathering:
             return
-        if buckets.float8 is not None and bucket in buckets.float8.buckets and not whole:
+        if buckets.float8 is not None and bucket in buckets.float8.buckets and not full_precision:
             buckets.gathering[bucket] = buckets.float8.start_gather(bucket)
             return
-        # Under its own version counter: gloo writes while a forward saves parameters that are there already, and
-        # backward would take those for changed.
-        params = flat.params.data
-        span = flat.layout.buckets[bucket]
-        start, stop = flat.layout.shard(bucket, data.rank, data.size)
+        # `.data` has its own version counter: gloo writes while a forward saves parameters that have arrived already,
+        # and backward would take those for changed.
+        params = buffer.params.data
+        span = buffer.layout.buckets[bucket]
+        start, stop = buffer.layout.shard(bucket, data.rank, data.size)
         buckets.gathering[bucket] = all_gather_into(params[span.start : span.stop], params[start:stop], data)
 
-    def _await_unit(self, buckets: _Buckets, unit: int) -> None:
+    def _await_unit(self, buckets: _ChunkBuckets, unit: int) -> None:
         if buckets.gathering:
-            for bucket in buckets.needs[unit]:
-                if pending := buckets.gathering.pop(bucket, None):
+            for bucket in buckets.unit_buckets[unit]:
+                pending = buckets.gathering.pop(bucket, None)
+                if pending is not None:
                     pending.wait()
 
     @staticmethod
-    def _finish_gather(buckets: _Buckets) -> None:
+    def _finish_gather(buckets: _ChunkBuckets) -> None:
         for pending in buckets.gathering.values():
             pending.wait()
         buckets.gathering.clear()
 
 
-def _waits_for_tensor_axis(flat: ParamAndGradBuffer, bucket: int) -> bool:
-    start, stop = flat.layout.replicated
-    return flat.axes.tensor.size > 1 and start <= flat.layout.buckets[bucket].start < stop
+def _needs_tensor_reduction(buffer: ParamAndGradBuffer, bucket: int) -> bool:
+    """Return whether the bucket's gradients must first be summed over the tensor axis, after the whole backward."""
+    start, stop = buffer.layout.replicated
+    return buffer.axes.tensor.size > 1 and start <= buffer.layout.buckets[bucket].start < stop

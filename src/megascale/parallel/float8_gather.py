@@ -1,25 +1,27 @@
-"""The matrices of linear layers, gathered over data parallelism as E4M3 bytes: half of what bfloat16 moves.
+"""Data-parallel gather of linear layers' matrices as E4M3 bytes, half of the volume in bfloat16.
 
-Tensor-wise float8 reads a weight as bytes with the scale of its own largest magnitude. A rank that has updated its
-shard of a bucket of such matrices (buffer_layout.py) measures its part of each; one MAX all-reduce among the ranks that
-share them tells what the whole matrix has, the shard is cast by it, and bytes travel. What arrives is, bit for bit,
-what every rank would have cast from the gathered weights. Those stay as they were on all ranks but their owner until
-something else than a training step reads them (`DataParallel.complete`).
+Tensor-wise float8 reads a weight as bytes with the scale of its own amax. A rank that has updated its shard of a
+bucket of such matrices (buffer_layout.py) computes the amax of its part of each. One MAX all-reduce among the ranks
+that share the matrices gives the amax of each whole matrix. The shard is cast with it and bytes are gathered. The
+result is bit for bit what every rank would have cast from the gathered weights. The weights themselves become stale on
+all ranks but their owner until something other than a training step reads them
+(`DataParallel.gather_full_parameters`).
 
-The largest magnitudes go over the communicator of the stage, which is idle under the update: on that of the gathers
-they would wait for the bucket before. The bytes of a bucket lie in the same memory at every step.
+The all-reduce uses the communicator of the stage, which is idle during the update: on the gathers' communicator it
+would wait for the bucket before. The bytes of a bucket lie in the same memory at every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from megascale.ops.float8.cast import cast_shard, compute_shard_amaxes, compute_shard_scales
 from megascale.ops.float8.formats import E4M3, scale_slots
-from megascale.ops.float8.shards import cast_shard, compute_shard_amaxes, compute_shard_scales
 from megascale.ops.segments import Segments
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Pending, all_gather_into, all_reduce
@@ -28,14 +30,14 @@ from megascale.parallel.float8 import TensorWiseFloat8
 
 @dataclass
 class _Bucket:
-    """One bucket, and the matrices in it by number.
+    """One bucket and its matrices.
 
     Attributes:
-        shard: this rank's part of the weights.
-        segments: where matrices lie in the shard.
+        shard: this rank's shard of the weights.
+        segments: ranges of the matrices in the shard.
         amax, scales: of the whole matrices, float32 [matrices].
-        bytes: of all ranks' parts; own: of this rank's.
-        matrices: each weight, its rows (E4M3, of its shape) and its scale, in `bytes` and `scales`.
+        bytes, own_bytes: the gathered bucket, and this rank's shard of it.
+        matrices: each weight, its rows (E4M3, of its shape) and its scale, as views of `bytes` and `scales`.
     """
 
     shard: torch.Tensor
@@ -43,103 +45,111 @@ class _Bucket:
     amax: torch.Tensor
     scales: torch.Tensor
     bytes: torch.Tensor
-    own: torch.Tensor
+    own_bytes: torch.Tensor
     matrices: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class Float8Gather:
-    """Gathers those buckets of a chunk whose members are float8 matrices.
+    """Gathers the buckets of a chunk that contain float8 matrices only.
 
     Args:
-        flat: the chunk's buffers, laid out with `apart`.
+        buffer: the chunk's buffers, laid out with `float8_gather`.
     """
 
-    def __init__(self, flat: ParamAndGradBuffer) -> None:
-        linears = flat.module.linears
+    def __init__(self, buffer: ParamAndGradBuffer) -> None:
+        linears = buffer.module.linears
         assert isinstance(linears, TensorWiseFloat8)
-        self._linears, self._axes = linears, flat.axes
-        matrices = {id(p) for p in flat.module.matrices().values()}  # type: ignore[operator]
-        numbers = {i for i, p in enumerate(flat.parameters) if id(p) in matrices}
-        self.buckets = [b for b, span in enumerate(flat.layout.buckets) if numbers.issuperset(span.members)]
-        device = flat.params.device
-        count = sum(len(flat.layout.buckets[b].members) for b in self.buckets)
+        self._linears = linears
+        self._axes = buffer.axes
+        matrices = {id(param) for param in buffer.module.matrices().values()}  # type: ignore[operator]
+        indices = {i for i, param in enumerate(buffer.parameters) if id(param) in matrices}
+        spans = buffer.layout.buckets
+        self.buckets = [bucket for bucket, span in enumerate(spans) if indices.issuperset(span.members)]
+        device = buffer.params.device
+        count = sum(len(spans[bucket].members) for bucket in self.buckets)
         self._amax = torch.zeros(count, dtype=torch.float32, device=device)  # of all buckets
-        scales, first = scale_slots(count, device), 0
-        self._parts: dict[int, _Bucket] = {}
-        for b in self.buckets:
-            stop = first + len(flat.layout.buckets[b].members)
-            self._parts[b] = self._part(flat, b, self._amax[first:stop], scales[first:stop])
+        scales = scale_slots(count, device)
+        self._bucket_data: dict[int, _Bucket] = {}
+        first = 0
+        for bucket in self.buckets:
+            stop = first + len(spans[bucket].members)
+            self._bucket_data[bucket] = _make_bucket(buffer, bucket, self._amax[first:stop], scales[first:stop])
             first = stop
-        self._agreeing: dict[int, Pending] = {}
-
-    @staticmethod
-    def _part(flat: ParamAndGradBuffer, b: int, amax: torch.Tensor, scales: torch.Tensor) -> _Bucket:
-        span, data = flat.layout.buckets[b], flat.axes.data
-        start, stop = flat.layout.shard(b, data.rank, data.size)
-        gathered = torch.zeros(span.stop - span.start, dtype=torch.uint8, device=amax.device)
-        rows, matrices = [], []
-        for number, i in enumerate(sorted(span.members, key=lambda i: flat.layout.starts[i])):
-            weight, at = flat.parameters[i], flat.layout.starts[i]
-            a, z = max(at, start), min(at + weight.numel(), stop)
-            if a < z:
-                rows.append((a - start, z - start, False, number))
-            here = gathered[at - span.start : at - span.start + weight.numel()]
-            matrices.append((weight, here.view(E4M3.dtype).view(weight.shape), scales[number]))
-        return _Bucket(
-            flat.params[start:stop],
-            Segments(rows, len(matrices), amax.device),
-            amax,
-            scales,
-            gathered,
-            gathered[start - span.start : stop - span.start],
-            matrices,
-        )
+        self._amax_reductions: dict[int, Pending] = {}
 
     @torch.no_grad()
-    def measure(self, bucket: int | None = None) -> None:
-        """This rank's part of a bucket (None: of each) is updated: begin to agree on the largest magnitudes."""
+    def start_amax_reduce(self, bucket: int | None = None) -> None:
+        """Start to agree on the amax of a bucket's matrices (None: of all), whose shards are updated."""
         buckets = self.buckets if bucket is None else [bucket]
         if not buckets:
             return  # a chunk without layers
-        for b in buckets:
-            part = self._parts[b]
-            compute_shard_amaxes(part.shard, part.segments, part.amax)
-        amax = self._amax if bucket is None else self._parts[bucket].amax
-        # As integers they order as the numbers do, with NaN above all: it reaches every rank's loss.
-        agreeing = all_reduce(amax.view(torch.int32), self._axes.stage, dist.ReduceOp.MAX)
-        self._agreeing = {**self._agreeing, **dict.fromkeys(buckets, agreeing)}
+        for index in buckets:
+            data = self._bucket_data[index]
+            compute_shard_amaxes(data.shard, data.segments, data.amax)
+        amax = self._amax if bucket is None else self._bucket_data[bucket].amax
+        # Integers order as the floats do, with NaN above all, so that NaN reaches every rank's loss.
+        reduction = all_reduce(amax.view(torch.int32), self._axes.stage, dist.ReduceOp.MAX)
+        self._amax_reductions |= dict.fromkeys(buckets, reduction)
 
     @torch.no_grad()
     def start_gather(self, bucket: int) -> Pending:
-        """Cast this rank's part of a bucket that is measured, and gather all; when that is waited for, the linear
-        layers read what has arrived."""
-        part = self._parts[bucket]
-        self._agreeing.pop(bucket).wait()
-        compute_shard_scales(part.amax, E4M3, part.scales)
-        cast_shard(part.shard, part.segments, part.scales, E4M3, part.own)
-        gathering = all_gather_into(part.bytes, part.own, self._axes.data)
+        """Cast this rank's shard of a bucket after its amax reduction, and gather it.
 
-        def arrived() -> None:
-            gathering.wait()
-            for weight, rows, scale in part.matrices:
-                self._linears.rows_arrived(weight, rows, scale)
+        When the result is awaited, the linear layers read the gathered bytes.
+        """
+        data = self._bucket_data[bucket]
+        self._amax_reductions.pop(bucket).wait()
+        compute_shard_scales(data.amax, E4M3, data.scales)
+        cast_shard(data.shard, data.segments, data.scales, E4M3, data.own_bytes)
+        gathering = all_gather_into(data.bytes, data.own_bytes, self._axes.data)
+        return Pending(data.bytes, finish=partial(self._finish_gather, data, gathering))
 
-        return Pending(part.bytes, then=arrived)
+    def _finish_gather(self, data: _Bucket, gathering: Pending) -> None:
+        gathering.wait()
+        for weight, rows, scale in data.matrices:
+            self._linears.set_gathered_rows(weight, rows, scale)
 
-    def in_use(self) -> Iterator[torch.Tensor]:
-        """What the linear layers read between the gather and the next update: the same on all data-parallel ranks."""
-        for part in self._parts.values():
-            yield part.bytes
-            yield part.scales
+    def compute_weights(self) -> Iterator[torch.Tensor]:
+        """Yield the bytes and scales that linear layers read until the next update: equal on data-parallel ranks."""
+        for data in self._bucket_data.values():
+            yield data.bytes
+            yield data.scales
 
-    def outdated(self) -> None:
-        """Shards are changing: nothing that has arrived may be read."""
-        for part in self._parts.values():
-            for weight, *_ in part.matrices:
-                self._linears.rows_outdated(weight)
+    def invalidate(self) -> None:
+        """Make reading gathered bytes an error, because shards are changing."""
+        for data in self._bucket_data.values():
+            for weight, *_ in data.matrices:
+                self._linears.invalidate_rows(weight)
 
-    def whole(self) -> None:
-        """The weights themselves have been gathered."""
-        for part in self._parts.values():
-            for weight, *_ in part.matrices:
-                self._linears.weight_whole(weight)
+    def set_weights_gathered(self) -> None:
+        """Record that the weights themselves have been gathered."""
+        for data in self._bucket_data.values():
+            for weight, *_ in data.matrices:
+                self._linears.set_weight_gathered(weight)
+
+
+def _make_bucket(buffer: ParamAndGradBuffer, bucket: int, amax: torch.Tensor, scales: torch.Tensor) -> _Bucket:
+    """Allocate the bytes of a bucket and find its matrices in them."""
+    span = buffer.layout.buckets[bucket]
+    data = buffer.axes.data
+    start, stop = buffer.layout.shard(bucket, data.rank, data.size)
+    gathered = torch.zeros(span.stop - span.start, dtype=torch.uint8, device=amax.device)
+    segments, matrices = [], []
+    for index, i in enumerate(sorted(span.members, key=buffer.layout.starts.__getitem__)):
+        weight = buffer.parameters[i]
+        offset = buffer.layout.starts[i]
+        end = offset + weight.numel()
+        first, last = max(offset, start), min(end, stop)
+        if first < last:
+            segments.append((first - start, last - start, False, index))
+        rows = gathered[offset - span.start : end - span.start].view(E4M3.dtype).view(weight.shape)
+        matrices.append((weight, rows, scales[index]))
+    return _Bucket(
+        shard=buffer.params[start:stop],
+        segments=Segments(segments, len(matrices), amax.device),
+        amax=amax,
+        scales=scales,
+        bytes=gathered,
+        own_bytes=gathered[start - span.start : stop - span.start],
+        matrices=matrices,
+    )

@@ -1,10 +1,9 @@
-"""The seam of all linear layers: how their GEMMs are done, and when a weight's gradient is made.
+"""Registry of linear precisions: the values of `train.linear_precision`.
 
-Column-, row- and vocabulary-parallel layers (parallel/tensor.py, parallel/vocabulary.py) call nothing else. An
-operand is a tuple of tensors of which the first is cut along the sequence and travels between tensor-parallel ranks, be
-it in float8; scales that all ranks agree on are further tensors, those of rows lie within the first. What
-`train.linear_precision` names is registered in LINEARS (and its name in config/parts.py): a subclass that does GEMMs
-otherwise, or makes weight gradients later.
+Column-, row- and vocabulary-parallel layers (parallel/tensor.py) run all their GEMMs through a `LinearPrecision`. An
+operand is a tuple of tensors. The first is cut along the sequence and travels between tensor-parallel ranks, also in
+float8. Scales that all ranks agree on are further tensors; scales of rows are part of the first. A registered part is
+a subclass that runs GEMMs in another type, or computes weight gradients later. Its name is in config/parts.py.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ LINEARS: Registry[Linears] = Registry(
 DEFAULT_PRECISION = LinearPrecision()
 
 
-def register(name: str, made: Linears, about: str = "") -> None:
-    """Let `train.linear_precision` be `name`; made(tensor axis) is called once a rank, before the first step."""
-    LINEAR_PRECISIONS.register(name, LinearFacts(about))
-    LINEARS.register(name, made)
+def register(name: str, factory: Linears, description: str = "") -> None:
+    """Register `name` for `train.linear_precision`; factory(tensor axis) is called once per rank before training."""
+    LINEAR_PRECISIONS.register(name, LinearFacts(description))
+    LINEARS.register(name, factory)
 
 
 def make_linears(name: str, axis: Axis) -> LinearPrecision:
-    """What `train.linear_precision` names, for this rank; ConfigError with the names there are if it is none."""
+    """Return this rank's linear precision `name`. Raises ConfigError with the registered names if it is unknown."""
     dispatch.note("linear layers", name if name != "default" else "GEMMs in the type of train.precision")
     return LINEARS[name](axis)

@@ -1,4 +1,4 @@
-"""How the GEMMs of a linear layer are done, and when a weight's gradient is made: what implementations start from."""
+"""Base class of linear precisions: how the GEMMs of a linear layer run, and when a weight's gradient is computed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from megascale.ops.gradient_sink import GradientSink, sink_of
-from megascale.ops.linear import ComputeType, Gemms, Operand
+from megascale.ops.linear import Gemms, Operand
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 
 
-class LinearPrecision(ComputeType):
-    """GEMMs in the compute type, each weight's gradient made in its layer's backward. Others override what differs.
+class LinearPrecision(Gemms):
+    """GEMMs in the compute type, with each weight's gradient computed in its layer's backward. Subclasses override.
 
     Args:
-        axis: the tensor-parallel axis: ranks that share a tensor must agree on its scale. It carries the runtime.
+        axis: the tensor-parallel axis, whose ranks agree on the scales of shared tensors. It carries the runtime.
 
     Attributes:
-        wants_amaxes: whether operators are to collect the largest magnitude of what they make (ops/known_amax.py).
+        collects_amax: whether operators collect the amax of their outputs (ops/amax.py).
     """
 
     collects_amax = False
@@ -30,71 +30,80 @@ class LinearPrecision(ComputeType):
 
     @property
     def logits(self) -> Gemms:
-        """The GEMMs of the vocabulary's matrix, which may be more precise than all others."""
+        """GEMMs of the vocabulary's matrix, which may be more precise than all others."""
         return self
 
     def check(self, matrices: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
-        """Before the first step: raises ConfigError or FitError where these weights [O, I] cannot be computed with.
+        """Check before the first step that GEMMs with these weights [O, I] are possible.
 
-        matrices: this rank's, by name. tokens: of a micro-batch, whole sequences.
+        Args:
+            matrices: this rank's weights by name.
+            tokens: tokens of a micro-batch, in whole sequences.
+
+        Raises:
+            ConfigError, FitError: if they are not.
         """
 
     def invalidate_weights(self) -> None:
-        """What was made of weights is stale: an update, a checkpoint."""
+        """Drop values derived from weights after an update or the loading of a checkpoint."""
 
-    def prepare(self, weights: Iterable[Tensor]) -> None:
-        """GEMMs with these weights follow from within an exchange, where ranks cannot agree on anything: what is made
-        of the weights is made now."""
+    def prepare_weights(self, weights: Iterable[Tensor]) -> None:
+        """Derive values from these weights now, because the next GEMMs run within an exchange.
 
-    def place_weights(self, weights: Iterable[Tensor]) -> None:
-        """What is made of these weights, as they are since `weights_changed`, lies where it has always lain from now on
-        until they change: CUDA graphs read it there."""
+        Ranks cannot communicate there to agree on scales.
+        """
+
+    def pin_weights(self, weights: Iterable[Tensor]) -> None:
+        """Write values derived from these weights into the memory that CUDA graphs read, until the weights change."""
 
     def count_casts(self, on: bool) -> None:
-        """Whether casts to a narrower type are counted from now on, from zero; it costs a share of their time."""
+        """Start or stop counting casts to a narrower type from zero; counting costs a share of their time."""
 
     def cast_counts(self) -> Tensor | None:
-        """Since then: float64 [3] of this rank: numbers clipped, flushed to zero, looked at; None if not counted."""
+        """Return this rank's counts, float64 [3]: numbers clipped, flushed to zero, cast; None if not counting."""
         return None
 
-    def gathered(self, x: Operand) -> Operand:
-        """An operand whose first tensor has been gathered, as `accumulate` reads it."""
+    def finish_gather(self, x: Operand) -> Operand:
+        """Return an operand whose first tensor has been gathered, as `accumulate_wgrad` reads it."""
         return x
 
-    def keep(self, x: Operand) -> Operand:
-        """What backward needs of forward's operand: it is gathered once more, where tensor parallelism cut it."""
+    def select_saved(self, x: Operand) -> Operand:
+        """Return the tensors of forward's operand that backward needs. Backward gathers them again if they were cut."""
         return x
 
     def wgrad(
         self, weight: Tensor, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
     ) -> Tensor | None:
-        """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where its sink takes it.
+        """Compute the gradient of weight [O, I] from dy [..., O] and x [..., I].
 
-        There it is added, or written where the sink holds nothing yet, on the side stream (ops/side_stream.py) from the
-        event `after` on. x may be a function that waits. A layer whose weight gradient is made later calls
+        With a sink the gradient is added there (or written, if the sink is empty) on the side stream
+        (ops/side_stream.py) after the event `after`. A layer whose weight gradient is computed later calls
         `accumulate_gradient` later.
+
+        Args:
+            x: the operand, or a function that waits for it.
+
+        Returns:
+            The gradient, or None where the weight's sink takes it.
         """
         sink = sink_of(weight)
-        if sink is None:
-            wide = weight.new_empty(weight.shape, dtype=_accumulation_dtype(weight))
-            self.accumulate(wide, dy, x if isinstance(x, tuple) else x(), True)
-            return wide.to(weight.dtype)
-        self.accumulate_gradient(sink, dy, x, after)
-        return None
+        if sink is not None:
+            self.accumulate_gradient(sink, dy, x, after)
+            return None
+        main_grad = weight.new_empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+        self.accumulate_wgrad(main_grad, dy, x if isinstance(x, tuple) else x(), overwrite=True)
+        return main_grad.to(weight.dtype)
 
     def accumulate_gradient(
         self, sink: GradientSink, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
     ) -> None:
-        """Put a weight's gradient into its sink, and say so."""
-        main, overwrite = sink.main_grad, sink.take_overwrite()
+        """Add a weight's gradient to its sink, and notify it."""
+        main_grad = sink.main_grad
+        overwrite = sink.take_overwrite()
         work: Callable[[], None]
         if isinstance(x, tuple):
-            work = partial(self.accumulate, main, dy, x, overwrite)
+            work = partial(self.accumulate_wgrad, main_grad, dy, x, overwrite)
         else:
-            work = lambda: self.accumulate(main, dy, x(), overwrite)
+            work = lambda: self.accumulate_wgrad(main_grad, dy, x(), overwrite)
         self.axis.runtime.stream.run(work, after)
         sink.ready()
-
-
-def _accumulation_dtype(weight: Tensor) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32)

@@ -1,6 +1,7 @@
-"""Parameters that know which parts of which logical tensors they hold, and initial values that no layout changes.
+"""Parameters that know which pieces of which logical tensors they hold, and layout-independent initial values.
 
-A module is built on the meta device; the buffers of `parallel/` give it storage (`materialise`), `initialise` values.
+A module is built on the meta device. The buffers of `parallel/` give it storage (`materialise`), and `initialise` fills
+it.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import torch
 from torch import nn
 
 from megascale.core.inventory import LogicalTensor
-from megascale.core.tensors import Box, Piece
+from megascale.core.tensors import Piece
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What a local parameter is.
+class ParameterSpec:
+    """Pieces, initial values and replication of a local parameter.
 
     Attributes:
-        pieces: the boxes of logical tensors it holds, stacked along dimension 0; padding rows (if any) come last.
-        init_std: standard deviation of its initial values; None stands for the constant `init_value`.
-        replicated: the same values on every tensor-parallel rank: counted and saved once. Such parameters act on a
+        pieces: boxes of logical tensors, stacked along dimension 0; padding rows (if any) come last.
+        init_std: standard deviation of the initial values; None stands for the constant `init_value`.
+        replicated: the same values on every tensor-parallel rank, counted and saved once. Such parameters act on a
             rank's part of the sequence, so their gradients are summed over the tensor axis.
     """
 
@@ -34,40 +35,40 @@ class Spec:
 
 
 def local_parameter(tensors: Sequence[LogicalTensor], rank: int, ranks: int, dtype: torch.dtype) -> nn.Parameter:
-    """What tensor-parallel rank `rank` of `ranks` holds of logical tensors that are cut and begin alike, stacked."""
+    """Return the stacked pieces that tensor-parallel rank `rank` holds of logical tensors with equal cut and init."""
     first = tensors[0]
     assert all((t.cut, t.std, t.value) == (first.cut, first.std, first.value) for t in tensors), tensors
     rows = sum(tensor.local(ranks)[0] for tensor in tensors)
     pieces = tuple(tensor.piece(rank, ranks) for tensor in tensors)
-    spec = Spec(pieces, first.std, first.value, replicated=first.cut is None)
+    spec = ParameterSpec(pieces, first.std, first.value, replicated=first.cut is None)
     return parameter((rows, *first.local(ranks)[1:]), spec, dtype)
 
 
-def parameter(shape: tuple[int, ...], spec: Spec, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter without storage (meta device), carrying its spec."""
-    p = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-    p.spec = spec  # type: ignore[attr-defined]
-    return p
+def parameter(shape: tuple[int, ...], spec: ParameterSpec, dtype: torch.dtype) -> nn.Parameter:
+    """Return a parameter without storage (meta device) that carries its spec."""
+    param = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    param.spec = spec  # type: ignore[attr-defined]
+    return param
 
 
-def spec_of(p: torch.Tensor) -> Spec:
-    """The spec of a parameter made by `parameter`."""
-    return p.spec  # type: ignore[attr-defined]
+def spec_of(param: torch.Tensor) -> ParameterSpec:
+    """Return the spec of a parameter made by `parameter`."""
+    return param.spec  # type: ignore[attr-defined]
 
 
 def materialise(module: nn.Module, storage: dict[nn.Parameter, torch.Tensor]) -> None:
     """Replace every meta parameter by one that lives in the given tensor of the same shape."""
-    made = {}
-    for p, tensor in storage.items():
-        made[p] = nn.Parameter(tensor, requires_grad=p.requires_grad)
-        made[p].spec = spec_of(p)  # type: ignore[attr-defined]
-    for part in module.modules():
-        for name, p in part.named_parameters(recurse=False):
-            setattr(part, name, made[p])
+    materialised = {}
+    for param, tensor in storage.items():
+        materialised[param] = nn.Parameter(tensor, requires_grad=param.requires_grad)
+        materialised[param].spec = spec_of(param)  # type: ignore[attr-defined]
+    for submodule in module.modules():
+        for name, param in submodule.named_parameters(recurse=False):
+            setattr(submodule, name, materialised[param])
 
 
-def piece_views(spec: Spec, data: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Each piece with the view of `data` (the parameter's elements, any shape) that has the box's shape."""
+def piece_views(spec: ParameterSpec, data: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Yield each piece with its view of `data` (the parameter's elements, any shape) in the shape of its box."""
     flat = data.view(-1)
     start = 0
     for piece in spec.pieces:
@@ -79,27 +80,24 @@ def piece_views(spec: Spec, data: torch.Tensor) -> Iterator[tuple[Piece, torch.T
 def initialise(module: nn.Module, seed: int) -> None:
     """Fill every parameter from (seed, logical name): the same model on every layout.
 
-    The whole logical tensor is drawn on the parameter's device and this rank's box is kept, so ranks agree
-    without talking; one tensor at a time is held whole. CPU and CUDA draw different values.
+    Each rank draws the whole logical tensor on the parameter's device and keeps its own box, so that ranks agree
+    without communication. One logical tensor is in memory at a time. CPU and CUDA draw different values.
     """
-    for p in module.parameters():
-        spec = spec_of(p)
-        p.zero_()
-        for piece, view in piece_views(spec, p.data):
+    for param in module.parameters():
+        spec = spec_of(param)
+        param.zero_()
+        for piece, view in piece_views(spec, param.data):
             if spec.init_std is None:
                 view.fill_(spec.init_value)
                 continue
-            view.copy_(_cut(draw_initial_values(seed, piece.name, piece.shape, spec.init_std, view.device), piece.box))
+            values = draw_initial_values(seed, piece.name, piece.shape, spec.init_std, view.device)
+            box = piece.box
+            view.copy_(values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
 
 
 def draw_initial_values(seed: int, name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:
-    """The first values of a whole logical tensor, float32: normal, a function of (seed, name) and kind of device."""
+    """Draw the initial values of a logical tensor: float32, normal, a function of (seed, name) and device type."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator(device=device)
     generator.manual_seed(int.from_bytes(digest, "big"))
-    whole = torch.empty(shape, dtype=torch.float32, device=device)
-    return whole.normal_(0.0, std, generator=generator)
-
-
-def _cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    return whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+    return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=generator)

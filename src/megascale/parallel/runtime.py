@@ -1,6 +1,6 @@
-"""What one rank runs with, handed down: the engine makes it, axes carry it, and nothing of it is a module's.
+"""The objects that one rank runs with: the engine makes them, axes carry them, and no module owns one.
 
-Two engines of one process therefore never meet, and what a part runs with is what it was given.
+Two engines of one process therefore never share state.
 """
 
 from __future__ import annotations
@@ -17,66 +17,69 @@ from megascale.ops.dispatch import Kernels
 from megascale.ops.side_stream import InlineStream, SideStream
 
 
-def _in_order() -> InlineStream:
+def _make_inline_stream() -> InlineStream:
     return side_stream.InlineStream()
 
 
 @dataclass(eq=False)
 class Runtime:
-    """One rank's.
+    """The runtime of one rank.
 
     Attributes:
-        calls: where the engine writes what it starts and waits for; a trainer puts its record there.
-        recorder: what times it; a trainer puts its timers there.
-        stream: where GEMMs run that nothing waits for yet.
-        attention: which attention kernel each shape runs.
-        kernels: how all other operators are chosen, and the record of what all of them run; in force while an engine
-            works (ops/dispatch.py).
+        calls: record of the calls that the engine starts and waits for; a trainer sets it.
+        recorder: timers of the calls; a trainer sets it.
+        stream: runs GEMMs that nothing waits for yet.
+        attention: chooses the attention kernel of each shape.
+        kernels: chooses all other operators and records the choices; current while an engine works (ops/dispatch.py).
     """
 
     calls: NoCalls = field(default_factory=NoCalls)
     recorder: Recorder = field(default_factory=NoRecorder)
-    stream: InlineStream = field(default_factory=_in_order)
+    stream: InlineStream = field(default_factory=_make_inline_stream)
     attention: AttentionChooser = field(default_factory=AttentionChooser)
     kernels: Kernels = field(default_factory=Kernels)
-    _side: SideStream | None = None  # one, however often it is turned on: cuBLAS has a workspace for each stream
+    _side: SideStream | None = None  # kept when turned off, because cuBLAS has a workspace for each stream
 
-    def use_side_stream(self, wanted: bool, device: torch.device) -> str:
-        """From now on run independent GEMMs on a side stream, or one after another; what is done, in words."""
+    def use_side_stream(self, enabled: bool, device: torch.device) -> str:
+        """Run independent GEMMs on a side stream from now on, or in order; returns a description of the choice."""
         self.stream.synchronize()
-        if wanted and device.type == "cuda":
+        if enabled and device.type == "cuda":
             self._side = self._side or SideStream(device)
             self.stream = self._side
             return "on a side stream"
-        self.stream = _in_order()
-        return "one after another" + (f": {device.type} has no streams" if wanted else "")
+        self.stream = _make_inline_stream()
+        return f"one after another: {device.type} has no streams" if enabled else "one after another"
 
-    def transfer(self, group: str, axis: int, op: str, nbytes: int, waited_on: int = -1) -> Transfer:
-        """A collective or message of `nbytes` on `group`, along `axis` (core/spans.py), starts now.
+    def transfer(self, group: str, axis: int, op: str, nbytes: int, peer: int = -1) -> Transfer:
+        """Record the start of a collective or message of `nbytes` on `group`, along `axis` (core/spans.py).
 
-        waited_on: the rank that has to act too, -1 for several.
+        peer: the other rank of a message, -1 for a collective.
         """
-        return Transfer(self, self.calls.begin(group, op, nbytes), axis, nbytes, waited_on)
+        return Transfer(self, self.calls.begin(group, op, nbytes), axis, nbytes, peer)
 
 
 class Transfer:
-    """A collective or message under way, for those who record it."""
+    """A collective or message in flight, which reports to the record of calls and the timers."""
 
-    __slots__ = ("_axis", "_bytes", "_call", "_runtime", "_since", "_waited_on")
+    __slots__ = ("_axis", "_bytes", "_call", "_peer", "_runtime", "_start")
 
-    def __init__(self, runtime: Runtime, call: int, axis: int, nbytes: int, waited_on: int) -> None:
-        self._runtime, self._call, self._axis, self._bytes, self._waited_on = runtime, call, axis, nbytes, waited_on
-        self._since = runtime.recorder.launched(axis, nbytes)
+    def __init__(self, runtime: Runtime, call: int, axis: int, nbytes: int, peer: int) -> None:
+        self._runtime = runtime
+        self._call = call
+        self._axis = axis
+        self._bytes = nbytes
+        self._peer = peer
+        self._start = runtime.recorder.launched(axis, nbytes)
 
     def waiting(self) -> Mark:
-        """The stream, or on a CPU the host, now waits for it."""
+        """Record that the stream, or on a CPU the host, now waits for it."""
         self._runtime.calls.wait(self._call)
         return self._runtime.recorder.mark()
 
     def done(self, waiting: Mark = None) -> None:
-        """It has ended; waiting: what `waiting` gave."""
+        """Record that it has ended. `waiting` is the mark that the method of that name returned."""
         self._runtime.calls.done(self._call)
         recorder = self._runtime.recorder
         if waiting is not None:
-            recorder.waited(waiting, SpanKind.WAIT, self._axis, self._waited_on)
-        recorder.landed(self._since, self._axis, self._bytes, self._waited_on)
+            recorder.waited(waiting, SpanKind.WAIT, self._axis, self._peer)
+        recorder.landed(self._start, self._axis, self._bytes, self._peer)

@@ -1,10 +1,11 @@
-"""Tensor and sequence parallelism: linear layers whose collectives are folded into them.
+"""Tensor and sequence parallelism: linear and vocabulary layers with their collectives inside.
 
 Between layers an activation is cut over the tensor-parallel ranks along the sequence; inside, along heads or MLP
 columns (Korthikanti et al. 2022; MegaScale section 3.2, Figure 3). `gather_linear` all-gathers its input and
-multiplies by column shards; `linear_scatter` multiplies by row shards and reduce-scatters the sum. Backward mirrors
-them: the gradient of the input is communicated while the gradient of the weight is computed. Only the local shard of
-a gathered input is kept for backward and gathered once more there.
+multiplies by column shards. `linear_scatter` multiplies by row shards and reduce-scatters the sum. Backward mirrors
+them: the gradient of the input is communicated while the gradient of the weight is computed. Backward keeps the local
+shard of a gathered input and gathers it again. Embedding and logits are cut along the vocabulary; training never
+gathers logits.
 """
 
 from __future__ import annotations
@@ -14,91 +15,94 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megascale import torch_private
 from megascale.core.inventory import LogicalTensor
 from megascale.ops.activation import RecomputedActivation
+from megascale.ops.cross_entropy import VocabShard, linear_cross_entropy
+from megascale.ops.embedding import embedding
 from megascale.ops.gradient_sink import tracked
 from megascale.ops.linear import Operand
 from megascale.ops.reduce import bias_gradient
+from megascale.ops.token_loss import TokenLoss
 from megascale.parallel.collectives import (
     Axis,
     Pending,
     all_gather,
+    all_reduce_small,
+    can_exchange,
     exchange_gather,
     exchange_scatter,
-    exchanges,
     gather_and_consume,
+    gather_sequence,
     reduce_scatter,
     scatter_now,
+    scatter_sequence,
 )
-from megascale.parallel.exchange import Make
+from megascale.parallel.exchange import WriteParts
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.linear_precision import LinearPrecision
 from megascale.parallel.parameters import local_parameter
 
-
-def _recomputed(
-    recompute_fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`recompute_fn(x)` once more with a graph of its own: (leaf copy of x, result)."""
-    leaf = x.detach().requires_grad_()
-    with torch.enable_grad():
-        return leaf, recompute_fn(leaf)
+RecomputeFn = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _gathered_gemm(
     x: Operand, weight: torch.Tensor, bias: torch.Tensor | None, linears: LinearPrecision, like: torch.Tensor
 ) -> torch.Tensor:
-    """linear(all-gathered x, weight, bias) in the type of `like`, the gather hidden as `axis.overlap` says."""
-    axis, (part, *rest) = linears.axis, x
-    linears.prepare((weight,))
+    """Return linear(all-gathered x, weight, bias) in the type of `like`, with the gather hidden per `axis.overlap`."""
+    axis = linears.axis
+    shard, *scales = x
+    linears.prepare_weights((weight,))
     if axis.overlap == "off":
-        return linears.forward((all_gather(part, axis).wait(), *rest), weight, bias)
-    n = part.shape[0]
-    y = like.new_empty((axis.size * n, *part.shape[1:-1], weight.shape[0]))
+        return linears.forward((all_gather(shard, axis).wait(), *scales), weight, bias)
+    n = shard.shape[0]
+    y = like.new_empty((axis.size * n, *shard.shape[1:-1], weight.shape[0]))
 
-    def consume(shard: torch.Tensor, rank: int) -> None:
-        linears.forward((shard, *rest), weight, bias, y[rank * n : (rank + 1) * n])
+    def multiply(rows: torch.Tensor, rank: int) -> None:
+        linears.forward((rows, *scales), weight, bias, y[rank * n : (rank + 1) * n])
 
-    if exchanges(axis, part.nbytes):
-        gather_and_consume(part, axis, consume, keep=False)
+    if can_exchange(axis, shard.nbytes):
+        gather_and_consume(shard, axis, multiply, keep_own=False)
         return y
-    gathering = all_gather(part, axis)
-    consume(part, axis.rank)  # the own part needs no communication
-    whole = gathering.wait()
-    for start, stop in ((0, axis.rank), (axis.rank + 1, axis.size)):
+    gathering = all_gather(shard, axis)
+    multiply(shard, axis.rank)  # this rank's shard needs no communication
+    gathered = gathering.wait()
+    for start, stop in ((0, axis.rank * n), ((axis.rank + 1) * n, axis.size * n)):
         if start < stop:
-            linears.forward((whole[start * n : stop * n], *rest), weight, bias, y[start * n : stop * n])
+            linears.forward((gathered[start:stop], *scales), weight, bias, y[start:stop])
     return y
 
 
-def _scattered(total: Make, shape: tuple[int, ...], like: torch.Tensor, axis: Axis, followed: bool) -> Pending:
-    """Reduce-scatter of the sum of GEMMs that `total` writes, of `shape` on all ranks, in flight or done.
+def _reduce_scattered_gemm(
+    write: WriteParts, shape: tuple[int, ...], like: torch.Tensor, axis: Axis, has_next_gemm: bool
+) -> Pending:
+    """Reduce-scatter the sum of GEMMs that `write` writes, of `shape` on all ranks; in flight or finished.
 
-    followed: whether another GEMM follows that it can hide under.
+    has_next_gemm: whether another GEMM follows that can hide the collective.
     """
-    part = (shape[0] // axis.size, *shape[1:])
-    if exchanges(axis, math.prod(part) * like.element_size()):
-        if followed:
-            return exchange_scatter(total, part, like, axis)
-        return Pending(scatter_now(total, part, like, axis))
+    shard_shape = (shape[0] // axis.size, *shape[1:])
+    if can_exchange(axis, math.prod(shard_shape) * like.element_size()):
+        if has_next_gemm:
+            return exchange_scatter(write, shard_shape, like, axis)
+        return Pending(scatter_now(write, shard_shape, like, axis))
     y = like.new_empty(shape)
-    total(y, None)
+    write(y, None)
     pending = reduce_scatter(y, axis)
     return Pending(pending.wait()) if axis.overlap == "off" else pending
 
 
-def _rows_of(x: Operand, axis: Axis, rank: int | None) -> Operand:
-    """An operand of a GEMM whose rows are those of one rank; all of them for None."""
+def _select_rows(x: Operand, axis: Axis, rank: int | None) -> Operand:
+    """Return a GEMM's operand with the rows of one rank, or of all ranks for None."""
     if rank is None:
         return x
     n = x[0].shape[0] // axis.size
     return (x[0][rank * n : (rank + 1) * n], *x[1:])
 
 
-# What an operator is told beside the tensors that autograd knows (ops/gradient_sink.py::tracked): its parameters too.
+# Autograd functions take parameters in `args` next to the tensors that autograd tracks (gradient_sink.py::tracked).
 @torch_private.called_directly
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
@@ -107,15 +111,15 @@ class _GatherLinear(torch.autograd.Function):
         x: torch.Tensor,
         tracked_weight: torch.Tensor | None,
         tracked_bias: torch.Tensor | None,
-        told: tuple[Any, ...],
+        args: tuple[Any, ...],
     ) -> torch.Tensor:
-        weight, bias, linears, recompute_fn, given, wants_bias = told
-        ctx.told = weight, bias, linears, recompute_fn, wants_bias
+        weight, bias, linears, recompute_fn, amax, needs_bias_grad = args
+        ctx.args = weight, bias, linears, recompute_fn, needs_bias_grad
         if recompute_fn is None:
-            operand = linears.input(x, weight, given, True)
-            ctx.save_for_backward(*linears.keep(operand))
+            operand = linears.prepare_input(x, weight, amax, True)
+            ctx.save_for_backward(*linears.select_saved(operand))
         else:
-            operand = linears.input(recompute_fn(x), weight, given, True)
+            operand = linears.prepare_input(recompute_fn(x), weight, amax, True)
             ctx.save_for_backward(x)
         if linears.axis.size == 1:
             return linears.forward(operand, weight, bias)
@@ -123,97 +127,101 @@ class _GatherLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        kept: Operand = ctx.saved_tensors
-        weight, bias, linears, recompute_fn, wants_bias = ctx.told
+        saved: Operand = ctx.saved_tensors
+        weight, bias, linears, recompute_fn, needs_bias_grad = ctx.args
         leaf: torch.Tensor | None = None
         if recompute_fn is not None:
-            leaf, made = _recomputed(recompute_fn, kept[0])
-            kept = linears.keep(linears.input(made.detach(), weight, None, True))
+            leaf = saved[0].detach().requires_grad_()
+            with torch.enable_grad():
+                recomputed = recompute_fn(leaf)
+            saved = linears.select_saved(linears.prepare_input(recomputed.detach(), weight, None, True))
         if linears.axis.size == 1:
-            gradient = linears.gradient(dy, weight)
-            ready = linears.axis.runtime.stream.record_event()  # what the weight's gradient reads is made by then
+            gradient = linears.prepare_gradient(dy, weight)
+            ready = linears.axis.runtime.stream.record_event()  # both operands of the weight's gradient exist by then
             dx = linears.dgrad(gradient, weight)
-            dw = linears.wgrad(weight, gradient, kept, ready)
+            dw = linears.wgrad(weight, gradient, saved, ready)
         else:
-            dx, dw = _scattered_gradients(dy, weight, kept, linears)
-        db = bias_gradient(bias, dy) if wants_bias else None
+            dx, dw = _scattered_gradients(dy, weight, saved, linears)
+        db = bias_gradient(bias, dy) if needs_bias_grad else None
         if leaf is not None:
-            torch.autograd.backward(made, dx)
+            torch.autograd.backward(recomputed, dx)
             dx = leaf.grad
         return dx, dw, db, None
 
 
 def _scattered_gradients(
-    dy: torch.Tensor, weight: torch.Tensor, kept: Operand, linears: LinearPrecision
+    dy: torch.Tensor, weight: torch.Tensor, saved: Operand, linears: LinearPrecision
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of an input that was gathered and of the weight."""
-    axis, (part, *rest) = linears.axis, kept
-    linears.prepare((weight,))
-    gradient = linears.gradient(dy, weight)  # first: ranks may have to agree on its scale, behind no gather
-    gather = exchange_gather if exchanges(axis, part.nbytes) else all_gather
-    gathering = gather(part, axis)
+    """Return the gradients of an input that was gathered and of the weight."""
+    axis = linears.axis
+    shard, *scales = saved
+    linears.prepare_weights((weight,))
+    # Before the gather, behind which an all-reduce of the scale would wait.
+    gradient = linears.prepare_gradient(dy, weight)
+    gather = exchange_gather if can_exchange(axis, shard.nbytes) else all_gather
+    gathering = gather(shard, axis)
     if axis.overlap == "off":
         gathering.wait()
-    # The scatter is in flight while the weight's gradient is computed.
     ready = axis.runtime.stream.record_event()
-    shape = (*dy.shape[:-1], weight.shape[1])
 
-    def dgrad(out: torch.Tensor, rank: int | None) -> None:
-        linears.dgrad(_rows_of(gradient, axis, rank), weight, out)
+    def write_dgrad(out: torch.Tensor, rank: int | None) -> None:
+        linears.dgrad(_select_rows(gradient, axis, rank), weight, out)
 
-    scattering = _scattered(dgrad, shape, dy, axis, followed=True)
-    dw = linears.wgrad(weight, gradient, lambda: linears.gathered((gathering.wait(), *rest)), ready)
+    # The scatter is in flight while the weight's gradient is computed.
+    scattering = _reduce_scattered_gemm(write_dgrad, (*dy.shape[:-1], weight.shape[1]), dy, axis, has_next_gemm=True)
+    dw = linears.wgrad(weight, gradient, lambda: linears.finish_gather((gathering.wait(), *scales)), ready)
     return scattering.wait(), dw
 
 
 @torch_private.called_directly
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, told: tuple[Any, ...], *tensors: torch.Tensor | None) -> torch.Tensor:
-        linears, weights, recompute_fns, given = told
+    def forward(ctx: Any, args: tuple[Any, ...], *tensors: torch.Tensor | None) -> torch.Tensor:
+        linears, weights, recompute_fns, amaxes = args
         xs: Any = tensors[: len(weights)]
-        kept: list[torch.Tensor] = []
+        saved: list[torch.Tensor] = []
         ends: list[int] = []
         operands: list[Operand] = []
-        for x, weight, recompute_fn, known in zip(xs, weights, recompute_fns, given, strict=True):
+        for x, weight, recompute_fn, amax in zip(xs, weights, recompute_fns, amaxes, strict=True):
             if recompute_fn is None:
-                operand = linears.input(x, weight, known)
-                kept += linears.keep(operand)
+                operand = linears.prepare_input(x, weight, amax)
+                saved += linears.select_saved(operand)
             else:
-                operand = linears.input(recompute_fn(x), weight, known)
-                kept.append(x)
+                operand = linears.prepare_input(recompute_fn(x), weight, amax)
+                saved.append(x)
             operands.append(operand)
-            ends.append(len(kept))
-        ctx.save_for_backward(*kept)
-        ctx.told = linears, weights, recompute_fns, ends
+            ends.append(len(saved))
+        ctx.save_for_backward(*saved)
+        ctx.args = linears, weights, recompute_fns, ends
         if linears.axis.size == 1:
             y: torch.Tensor = linears.forward(operands[0], weights[0])
             for i in range(1, len(weights)):
                 linears.forward(operands[i], weights[i], None, y, True)
             return y
 
-        linears.prepare(weights)
+        linears.prepare_weights(weights)
 
-        def total(out: torch.Tensor, rank: int | None) -> None:
+        def write_sum(out: torch.Tensor, rank: int | None) -> None:
             for i, (operand, weight) in enumerate(zip(operands, weights, strict=True)):
-                # Accumulating costs no concatenation.
-                linears.forward(_rows_of(operand, linears.axis, rank), weight, None, out, i > 0)
+                # Adding in the GEMM avoids a concatenation.
+                linears.forward(_select_rows(operand, linears.axis, rank), weight, None, out, i > 0)
 
         shape = (*xs[0].shape[:-1], weights[0].shape[0])
-        return _scattered(total, shape, xs[0], linears.axis, followed=False).wait()
+        return _reduce_scattered_gemm(write_sum, shape, xs[0], linears.axis, has_next_gemm=False).wait()
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        linears, weights, recompute_fns, ends = ctx.told
-        kept, start = ctx.saved_tensors, 0
-        gradient, given = _gathered_input_gradients(dy, weights, linears)
+        linears, weights, recompute_fns, ends = ctx.args
+        saved = ctx.saved_tensors
+        gradient, operand_grads = _gathered_input_gradients(dy, weights, linears)
         dxs: list[Any] = []
         dws: list[Any] = []
-        for stop, dx, weight, recompute_fn in zip(ends, given, weights, recompute_fns, strict=True):
-            x: Operand = kept[start:stop]
+        start = 0
+        for stop, dx, weight, recompute_fn in zip(ends, operand_grads, weights, recompute_fns, strict=True):
+            x: Operand = saved[start:stop]
             if recompute_fn is not None:
-                made, dx = recompute_fn.with_gradient(x[0], dx)
-                x = linears.keep(linears.input(made, weight))
+                recomputed, dx = recompute_fn.with_gradient(x[0], dx)
+                x = linears.select_saved(linears.prepare_input(recomputed, weight))
             dxs.append(dx)
             dws.append(linears.wgrad(weight, gradient, x))
             start = stop
@@ -223,23 +231,24 @@ class _LinearScatter(torch.autograd.Function):
 def _gathered_input_gradients(
     dy: torch.Tensor, weights: Sequence[torch.Tensor], linears: LinearPrecision
 ) -> tuple[Operand, list[torch.Tensor]]:
-    """All-gathered dy, and dy @ weight for each weight; fused, each shard is multiplied as it arrives."""
-    axis, gradient = linears.axis, linears.gradient(dy, weights[0], True)
+    """Return all-gathered dy, and dy @ weight for each weight; an exchange multiplies each shard as it arrives."""
+    axis = linears.axis
+    gradient = linears.prepare_gradient(dy, weights[0], True)
     if axis.size == 1:
         return gradient, [linears.dgrad(gradient, weight) for weight in weights]
-    part, *rest = gradient
-    linears.prepare(weights)
-    if not exchanges(axis, part.nbytes):
-        whole: Operand = (all_gather(part, axis).wait(), *rest)
-        return linears.gathered(whole), [linears.dgrad(whole, weight) for weight in weights]
-    n = part.shape[0]
+    shard, *scales = gradient
+    linears.prepare_weights(weights)
+    if not can_exchange(axis, shard.nbytes):
+        gathered: Operand = (all_gather(shard, axis).wait(), *scales)
+        return linears.finish_gather(gathered), [linears.dgrad(gathered, weight) for weight in weights]
+    n = shard.shape[0]
     dxs = [dy.new_empty((axis.size * n, *dy.shape[1:-1], weight.shape[1])) for weight in weights]
 
-    def consume(shard: torch.Tensor, rank: int) -> None:
+    def multiply(rows: torch.Tensor, rank: int) -> None:
         for weight, dx in zip(weights, dxs, strict=True):
-            linears.dgrad((shard, *rest), weight, dx[rank * n : (rank + 1) * n])
+            linears.dgrad((rows, *scales), weight, dx[rank * n : (rank + 1) * n])
 
-    return linears.gathered((gather_and_consume(part, axis, consume, keep=True), *rest)), dxs
+    return linears.finish_gather((gather_and_consume(shard, axis, multiply, keep_own=True), *scales)), dxs
 
 
 def gather_linear(
@@ -247,18 +256,21 @@ def gather_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     linears: LinearPrecision = DEFAULT_PRECISION,
-    recompute_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    recompute_fn: RecomputeFn | None = None,
     amax: Any = None,
     fused_bias_gradient: bool = False,
 ) -> torch.Tensor:
-    """Column-parallel GEMM: [s/t, b, h] -> [s, b, columns/t].
+    """Multiply column-parallel: [s/t, b, h] -> [s, b, columns/t].
 
-    weight [columns/t, h] and bias [columns/t] are this rank's columns; with `fused_bias_gradient` the gradient of the
-    bias is made by whoever reads the result. With `recompute_fn` (a norm) the GEMM is of recompute_fn(x), which is
-    recomputed in backward instead of being kept. given: what the GEMM's input is known to be (`Gemms.input`)."""
-    wants_bias = bias is not None and not fused_bias_gradient and bias.requires_grad
-    told = weight, bias, linears, recompute_fn, amax, wants_bias
-    return _GatherLinear.apply(x, tracked(x, weight), tracked(x, bias) if wants_bias else None, told)
+    Args:
+        weight, bias: this rank's columns, [columns/t, h] and [columns/t].
+        recompute_fn: multiply recompute_fn(x), such as a norm, and recompute it in backward instead of saving it.
+        amax: amax of the GEMM's input if known (`Gemms.prepare_input`).
+        fused_bias_gradient: the reader of the result computes the gradient of the bias.
+    """
+    needs_bias_grad = bias is not None and not fused_bias_gradient and bias.requires_grad
+    args = weight, bias, linears, recompute_fn, amax, needs_bias_grad
+    return _GatherLinear.apply(x, tracked(x, weight), tracked(x, bias) if needs_bias_grad else None, args)
 
 
 def linear_scatter(
@@ -267,16 +279,19 @@ def linear_scatter(
     recompute_fns: Sequence[RecomputedActivation | None] | None = None,
     amaxes: Sequence[Any] | None = None,
 ) -> torch.Tensor:
-    """Row-parallel sum of GEMMs: x1, w1, x2, w2, ... -> [s/t, b, h], one reduce-scatter for all.
+    """Sum row-parallel GEMMs: x1, w1, x2, w2, ... -> [s/t, b, h], with one reduce-scatter.
 
-    xi [s, b, ki/t] and wi [h, ki/t] are this rank's rows of each GEMM. With `recompute_fns[i]` the i-th
-    GEMM is of that activation of xi, which is recomputed in backward instead of being kept. given[i]: what the i-th
-    GEMM's input is known to be (`Gemms.input`).
+    xi [s, b, ki/t] and wi [h, ki/t] are this rank's rows of each GEMM.
+
+    Args:
+        recompute_fns: multiply the i-th activation of xi, and recompute it in backward instead of saving it.
+        amaxes: amax of each GEMM's input if known (`Gemms.prepare_input`).
     """
-    xs, weights = inputs[0::2], inputs[1::2]
-    none = (None,) * len(weights)
-    told = linears, weights, recompute_fns or none, amaxes or none
-    return _LinearScatter.apply(told, *xs, *[tracked(x, weight) for x, weight in zip(xs, weights, strict=True)])
+    xs = inputs[0::2]
+    weights = inputs[1::2]
+    nones = (None,) * len(weights)
+    args = linears, weights, recompute_fns or nones, amaxes or nones
+    return _LinearScatter.apply(args, *xs, *[tracked(x, weight) for x, weight in zip(xs, weights, strict=True)])
 
 
 class ColumnLinear(nn.Module):
@@ -288,28 +303,25 @@ class ColumnLinear(nn.Module):
 
     def __init__(self, tensors: Sequence[LogicalTensor], linears: LinearPrecision, dtype: torch.dtype) -> None:
         super().__init__()
-        self.linears, axis = linears, linears.axis
-        weights, biases = [t for t in tensors if t.gemm], [t for t in tensors if not t.gemm]
-        self.weight = local_parameter(weights, axis.rank, axis.size, dtype)
+        self.linears = linears
+        axis = linears.axis
+        biases = [t for t in tensors if not t.gemm]
+        self.weight = local_parameter([t for t in tensors if t.gemm], axis.rank, axis.size, dtype)
         self.bias = local_parameter(biases, axis.rank, axis.size, dtype) if biases else None
 
     def forward(
-        self,
-        x_SBH: torch.Tensor,
-        recompute_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        fused_bias_gradient: bool = False,
+        self, x_SBH: torch.Tensor, recompute_fn: RecomputeFn | None = None, fused_bias_gradient: bool = False
     ) -> torch.Tensor:
-        """x times the weight, [s/t, b, h] -> [s, b, columns/t]. With `recompute_fn` the GEMM is of
-        recompute_fn(x), which is recomputed in backward instead of being kept. With `fused_bias_gradient` whoever reads
-        the result makes the bias's gradient, which is its own gradient's sum over the rows."""
-        own = self._parameters  # as `self.weight` and `self.bias`, which nn.Module looks for in several places
-        weight: Any = own["weight"]
-        return gather_linear(x_SBH, weight, own.get("bias"), self.linears, recompute_fn, None, fused_bias_gradient)
+        """Multiply x by the weight, [s/t, b, h] -> [s, b, columns/t]; see `gather_linear` for the arguments."""
+        params = self._parameters  # direct access: nn.Module looks attributes up in several dictionaries
+        weight: Any = params["weight"]
+        return gather_linear(x_SBH, weight, params.get("bias"), self.linears, recompute_fn, None, fused_bias_gradient)
 
 
 class RowLinear(nn.Module):
-    """A matrix [h, k] whose columns are cut over the tensor axis, for `linear_scatter`; its bias is added by whoever
-    takes the residual sum, since it belongs to the sum over ranks.
+    """A matrix [h, k] whose columns are cut over the tensor axis, for `linear_scatter`.
+
+    The consumer of the residual sum adds the bias, because it belongs to the sum over ranks.
 
     Args:
         tensors: the weight, and its bias if it has one.
@@ -317,6 +329,69 @@ class RowLinear(nn.Module):
 
     def __init__(self, tensors: Sequence[LogicalTensor], linears: LinearPrecision, dtype: torch.dtype) -> None:
         super().__init__()
-        (weight, *bias), axis = tensors, linears.axis
+        axis = linears.axis
+        weight, *bias = tensors
         self.weight = local_parameter([weight], axis.rank, axis.size, dtype)
         self.bias = local_parameter(bias, axis.rank, axis.size, dtype) if bias else None
+
+
+def vocabulary_embedding(tokens_SB: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Look up tokens [s, b] in this rank's rows [v/t, h] and sum over ranks into sequence shards [s/t, b, h]."""
+    if axis.size == 1:
+        return embedding(tokens_SB, weight)
+    rows = weight.shape[0]
+    local = tokens_SB - axis.rank * rows
+    return scatter_sequence(embedding(local, weight, (local >= 0) & (local < rows)), axis)
+
+
+def vocabulary_logits(
+    x_SBH: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    vocab: int,
+    axis: Axis,
+    linears: LinearPrecision = DEFAULT_PRECISION,
+) -> torch.Tensor:
+    """Return all logits [s, b, vocab] on every rank, without gradients, for generation and evaluation."""
+    x = gather_sequence(x_SBH, axis)
+    logits = linears.logits.forward(linears.logits.prepare_input(x, weight), weight, bias)
+    if axis.size > 1:
+        logits = all_gather(logits.movedim(-1, 0).contiguous(), axis).wait().movedim(0, -1)
+    return logits[..., :vocab]
+
+
+def vocabulary_loss(
+    x_SBH: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets_SB: torch.Tensor,
+    vocab: int,
+    axis: Axis,
+    token_grad: torch.Tensor | None = None,
+    linears: LinearPrecision = DEFAULT_PRECISION,
+    loss: TokenLoss | None = None,
+) -> torch.Tensor:
+    """Return the loss of every token, [s, b] in float32 or wider; rows of `weight` beyond `vocab` are padding.
+
+    Args:
+        token_grad: upstream gradient of each token's loss, if known: gradients are then computed in forward.
+        loss: a loss instead of cross-entropy.
+    """
+    shard = None
+    if axis.size > 1:
+        shard = VocabShard(
+            axis.rank * weight.shape[0],
+            lambda x: all_reduce_small(x, axis, dist.ReduceOp.MAX),
+            lambda x: all_reduce_small(x, axis),
+        )
+    return linear_cross_entropy(
+        gather_sequence(x_SBH, axis),
+        weight,
+        targets_SB,
+        bias=bias,
+        vocab=vocab,
+        token_grad=token_grad,
+        shard=shard,
+        gemms=linears.logits,
+        loss=loss,
+    )

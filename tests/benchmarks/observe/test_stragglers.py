@@ -14,7 +14,7 @@ from benchmarks.observe import decline as decline_bench
 from benchmarks.observe import stragglers as straggler_bench
 from benchmarks.observe.replayed_job import Extra, replayed
 from benchmarks.observe.synthetic_spans import Job
-from megascale.bench.training_runs import load_shape
+from megascale.bench.train import load_shape
 from megascale.core.layout import lay_out
 from megascale.errors import ConfigError
 from megascale.simulate.planner.layout_cost import make_plan

@@ -1,12 +1,19 @@
-"""Casts to float8 in one pass over the tensor: values, transposed copy, largest magnitude and counts together.
+"""Casts to float8 in one pass over the tensor: values, transposed copy, amax and counts together.
 
-`amax_of` is the pass that scales of the current tensor need where what made the tensor did not give it; it also
-collects over tensors. `cast_by_amax` makes the scale from an amax on the device, `cast_by_scale` has it from earlier
-steps ("delayed") and collects the amax on the way. `cast_rows` gives each row its own scale; with `columns` each
-column too, for a transposed copy (weights, once a step).
+`compute_amax` is the extra pass for scales of the present tensor whose producer did not collect its amax. It also
+accumulates over tensors. `cast_by_amax` computes the scale from an amax on the device. `cast_by_scale` takes a scale
+from earlier steps ("delayed") and can update the amax meanwhile. `cast_rows` gives each row its own scale, and with
+`columns` each column too, for the transposed copy of weights, once per step.
+
+A data-parallel rank casts its flat shard of several matrices after the update (parallel/float8_gather.py).
+`compute_shard_amaxes` computes the amax of its part of each matrix, on which ranks agree, `compute_shard_scales` the
+scales, and `cast_shard` the bytes: one launch each for any number of matrices. The bytes equal those of `cast_by_amax`
+of whole matrices with the same amax.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,60 +28,67 @@ from megascale.ops.float8.formats import (
     scale_from_amax,
 )
 from megascale.ops.reduce import flat_rows
+from megascale.ops.segments import TILE as SHARD_TILE
+from megascale.ops.segments import Segments, load_any_tile, load_tile, read_tile, store_tile
 
 # Rows and columns of a tile and its warps, the fastest on an H200 at 4,096 x 20,480 (a copy: 4.10 TB/s). With the
-# transposed copy 3.66 TB/s; with the amax too 3.33 with two warps a tile, 2.95 with the four of the other. Counts
-# beside them need more registers than that tile leaves.
+# transposed copy 3.66 TB/s; with the amax too 3.33 with two warps per tile, 2.95 with four. Counting needs more
+# registers than that tile leaves.
 TILE = 128, 64, 4
 TILE_AMAX_TOO = 64, 128, 2
 TILE_COUNTING = 64, 64, 2
 TILE_WITHOUT_COLUMNS = 4, 1024, 8
-# The pass for the amax alone: rows, columns, warps, and about how many programs (each ends in one atomic).
+# The pass for the amax alone: rows, columns, warps, and the approximate number of programs (each ends in one atomic).
 TILE_AMAX = 4, 512, 8, 4224
 # Columns of a row that a program of the row-wise cast holds at once, and warps.
 CHUNK, CHUNK_WARPS = 4096, 8
+SLOT = 4  # float32 numbers from one scale to the next: cuBLASLt reads them at multiples of 16 bytes
+# Words of four bytes in each dimension of a transpose's tile, and warps.
+TRANSPOSE_WORDS, TRANSPOSE_WARPS = 32, 4
 
-_BY_SCALE, _BY_AMAX, _BY_COLUMN = 0, 1, 2
+_BY_SCALE, _BY_AMAX, _BY_COLUMN_AMAX = 0, 1, 2
 
 
 @jit
 def _magnitude_bits(x):
-    """|x| as int32, which orders as the numbers do with NaN above infinity; 32-bit integer maxima keep NaN."""
+    """Return |x| as int32, which orders as the floats do with NaN above infinity; integer maxima keep NaN."""
     return tl.abs(x).to(tl.int32, bitcast=True)
 
 
 @jit
-def _scale_of(amax, old, largest: tl.constexpr, margin: tl.constexpr, smallest: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """`scale_from_amax` within a kernel."""
+def _compute_scale(
+    amax, previous, largest: tl.constexpr, margin: tl.constexpr, smallest: tl.constexpr, POWER_OF_2: tl.constexpr
+):
+    """Compute `scale_from_amax` within a kernel."""
     scale = tl.maximum(amax * (margin / largest), smallest)
     if POWER_OF_2:
-        # Unsigned: a NaN's bits and these are more than int32 holds.
+        # Unsigned, because a NaN's bits plus this constant exceed int32.
         scale = ((scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     usable = (amax > 0.0) & (amax < float("inf")) & (scale < float("inf"))  # a NaN compares as false
-    return tl.where(usable, scale, old)
+    return tl.where(usable, scale, previous)
 
 
 @jit
 def _to_float8(x, inverse, largest: tl.constexpr):
-    """x * inverse clamped to the format, in float32 yet; NaN where x is not finite."""
+    """Return x * inverse in float32, clamped to the format; NaN where x is not finite."""
     scaled = x * inverse
     clamped = tl.minimum(tl.maximum(scaled, -largest), largest)
     return tl.where(tl.abs(x) < float("inf"), clamped, float("nan"))
 
 
 @jit
-def _clipped_and_flushed(x, inverse, clipped_above: tl.constexpr, flushed: tl.constexpr):
-    """Two masks as int32. What lies outside the tensor must be zero."""
+def _clipped_and_flushed(x, inverse, clipped_above: tl.constexpr, flushed_below: tl.constexpr):
+    """Return the masks of clipped and flushed numbers as int32. x must be zero outside the tensor."""
     size = tl.abs(x * inverse)
     clipped = ((size > clipped_above) & (tl.abs(x) < float("inf"))).to(tl.int32)
-    return clipped, ((size <= flushed) & (x != 0.0)).to(tl.int32)
+    return clipped, ((size <= flushed_below) & (x != 0.0)).to(tl.int32)
 
 
 @jit
-def _add_counts(counts_ptr, clipped, zeroed):
-    """Two numbers to the counts, in most tiles none."""
+def _add_counts(counts_ptr, clipped, flushed):
+    """Add two numbers to the counts; most tiles skip the atomics."""
     tl.atomic_add(counts_ptr, clipped.to(tl.int64), mask=clipped > 0, sem="relaxed")
-    tl.atomic_add(counts_ptr + 1, zeroed.to(tl.int64), mask=zeroed > 0, sem="relaxed")
+    tl.atomic_add(counts_ptr + 1, flushed.to(tl.int64), mask=flushed > 0, sem="relaxed")
 
 
 @jit
@@ -84,25 +98,25 @@ def _amax_kernel(
     rows,
     width,
     stride,
-    rows_a_part,
+    part_rows,
     COLUMNS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Largest magnitudes into amax, of everything or (COLUMNS) of each column."""
+    """Raise amax to the largest magnitude of the tensor, or (COLUMNS) of each column."""
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first = tl.program_id(1) * rows_a_part
-    last = tl.minimum(first + rows_a_part, rows)
-    most = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
+    first = tl.program_id(1) * part_rows
+    last = tl.minimum(first + part_rows, rows)
+    largest = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
     for start in range(first, last, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
         inside = (row[:, None] < last) & (column[None, :] < width)
         x = tl.load(x_ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0)
-        most = tl.maximum(most, _magnitude_bits(x.to(tl.float32)))
+        largest = tl.maximum(largest, _magnitude_bits(x.to(tl.float32)))
     if COLUMNS:
-        tl.atomic_max(amax_ptr + column, tl.max(most, 0), mask=column < width, sem="relaxed")
+        tl.atomic_max(amax_ptr + column, tl.max(largest, 0), mask=column < width, sem="relaxed")
     else:
-        tl.atomic_max(amax_ptr, tl.max(most), sem="relaxed")
+        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
 
 
 @jit
@@ -110,8 +124,8 @@ def _cast_kernel(
     x_ptr,
     rows_ptr,
     columns_ptr,
-    from_ptr,
-    old_ptr,
+    source_ptr,
+    previous_ptr,
     scale_ptr,
     amax_ptr,
     counts_ptr,
@@ -124,8 +138,8 @@ def _cast_kernel(
     MARGIN: tl.constexpr,
     SMALLEST: tl.constexpr,
     POWER_OF_2: tl.constexpr,
-    HOW: tl.constexpr,
-    HAS_OLD: tl.constexpr,
+    SOURCE: tl.constexpr,
+    HAS_PREVIOUS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     AMAX: tl.constexpr,
@@ -133,24 +147,24 @@ def _cast_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One tile. HOW 0: from_ptr has the scale; 1: it has the amax; 2: it has the amax of each column."""
+    """Cast one tile. source_ptr holds the scale (SOURCE 0), the amax (1) or the amax of each column (2)."""
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (row[:, None] < rows) & (column[None, :] < width)
     x = tl.load(x_ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    if HOW == 0:
-        inverse = tl.math.div_rn(1.0, tl.load(from_ptr))
-    elif HOW == 1:
-        old = 1.0
-        if HAS_OLD:
-            old = tl.load(old_ptr)
-        scale = _scale_of(tl.load(from_ptr), old, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
+    if SOURCE == 0:
+        inverse = tl.math.div_rn(1.0, tl.load(source_ptr))
+    elif SOURCE == 1:
+        previous = 1.0
+        if HAS_PREVIOUS:
+            previous = tl.load(previous_ptr)
+        scale = _compute_scale(tl.load(source_ptr), previous, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(scale_ptr, scale)
         inverse = tl.math.div_rn(1.0, scale)
     else:
-        scale = _scale_of(
-            tl.load(from_ptr + column, mask=column < width, other=0.0), 1.0, LARGEST, MARGIN, SMALLEST, POWER_OF_2
+        scale = _compute_scale(
+            tl.load(source_ptr + column, mask=column < width, other=0.0), 1.0, LARGEST, MARGIN, SMALLEST, POWER_OF_2
         )
         if tl.program_id(1) == 0:
             tl.store(scale_ptr + column, scale, mask=column < width)
@@ -161,16 +175,16 @@ def _cast_kernel(
         tl.store(rows_ptr + row[:, None].to(tl.int64) * width + column[None, :], q_rows, mask=inside)
     if COLUMNS:
         q_columns = tl.trans(q.to(columns_ptr.dtype.element_ty))
-        to = columns_ptr + column[:, None].to(tl.int64) * rows + row[None, :]
-        tl.store(to, q_columns, mask=(column[:, None] < width) & (row[None, :] < rows))
+        target = columns_ptr + column[:, None].to(tl.int64) * rows + row[None, :]
+        tl.store(target, q_columns, mask=(column[:, None] < width) & (row[None, :] < rows))
     if AMAX:
-        most = tl.max(_magnitude_bits(x))
-        # What was there may be old, but it only grows: few tiles have anything to add.
-        tl.atomic_max(amax_ptr, most, mask=most > tl.load(amax_ptr), sem="relaxed")
+        largest = tl.max(_magnitude_bits(x))
+        # The loaded value may be stale, but it only grows, and most tiles skip the atomic.
+        tl.atomic_max(amax_ptr, largest, mask=largest > tl.load(amax_ptr), sem="relaxed")
     if COUNT:
-        clipped, zeroed = _clipped_and_flushed(x, inverse, CLIPPED, FLUSHED)
-        found = tl.sum(clipped * 65536 + zeroed)  # one reduction for both: a tile has fewer elements than that
-        _add_counts(counts_ptr, found >> 16, found & 65535)
+        clipped, flushed = _clipped_and_flushed(x, inverse, CLIPPED, FLUSHED)
+        packed_counts = tl.sum(clipped * 65536 + flushed)  # one reduction, as a tile has at most 65,535 elements
+        _add_counts(counts_ptr, packed_counts >> 16, packed_counts & 65535)
 
 
 @jit
@@ -190,39 +204,96 @@ def _cast_rows_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row, read twice: the second time from the cache."""
+    """Cast one row, which is read twice, the second time from the cache."""
     row = tl.program_id(0).to(tl.int64)
-    most = tl.zeros((BLOCK,), tl.int32)
+    largest = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
-        most = tl.maximum(most, _magnitude_bits(x))
-    amax = tl.max(most, 0).to(tl.float32, bitcast=True)
-    scale = _scale_of(amax, 1.0, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
+        largest = tl.maximum(largest, _magnitude_bits(x))
+    amax = tl.max(largest, 0).to(tl.float32, bitcast=True)
+    scale = _compute_scale(amax, 1.0, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
     tl.store(scale_ptr + row, scale)
     inverse = tl.math.div_rn(1.0, scale)
-    counted = tl.zeros((BLOCK,), tl.int32)  # what is clipped in the upper half: a lane sees few numbers
+    packed_counts = tl.zeros((BLOCK,), tl.int32)  # clipped in the upper half-word: a lane sees few numbers
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
         q = _to_float8(x, inverse, LARGEST)
         tl.store(rows_ptr + row * width + column, q.to(rows_ptr.dtype.element_ty), mask=column < width)
         if COUNT:
-            clipped, zeroed = _clipped_and_flushed(x, inverse, CLIPPED, FLUSHED)
-            counted += clipped * 65536 + zeroed
+            clipped, flushed = _clipped_and_flushed(x, inverse, CLIPPED, FLUSHED)
+            packed_counts += clipped * 65536 + flushed
     if COUNT:
-        _add_counts(counts_ptr, tl.sum(counted >> 16, 0), tl.sum(counted & 65535, 0))
+        _add_counts(counts_ptr, tl.sum(packed_counts >> 16, 0), tl.sum(packed_counts & 65535, 0))
 
 
-def _run_amax(x_MN: Tensor, amax: Tensor, columns: bool, tile: tuple[int, int, int, int] = TILE_AMAX) -> None:
+@jit
+def _shard_amaxes_kernel(flat_ptr, tile_ptr, amax_ptr, TILE: tl.constexpr):
+    """Raise the amax of a tile's matrix to the largest magnitude of the tile."""
+    base, low, high, _, matrix = read_tile(tile_ptr)
+    largest = tl.max(_magnitude_bits(load_any_tile(flat_ptr + base, low, high, TILE)), 0)
+    # The loaded value may be stale, but it only grows, and most tiles skip the atomic.
+    tl.atomic_max(amax_ptr + matrix, largest, mask=largest > tl.load(amax_ptr + matrix), sem="relaxed")
+
+
+@jit
+def _shard_scales_kernel(
+    amax_ptr, scale_ptr, count, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr
+):
+    matrix = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    amax = tl.load(amax_ptr + matrix, mask=matrix < count, other=0.0)
+    tl.store(scale_ptr + matrix * 4, _compute_scale(amax, 1.0, LARGEST, 1.0, SMALLEST, False), mask=matrix < count)
+
+
+@jit
+def _cast_shard_kernel(flat_ptr, tile_ptr, scale_ptr, out_ptr, LARGEST: tl.constexpr, TILE: tl.constexpr):
+    base, low, high, _, matrix = read_tile(tile_ptr)
+    offset = tl.arange(0, TILE)
+    inverse = tl.math.div_rn(1.0, tl.load(scale_ptr + matrix * 4))
+    if (low == 0) & (high == TILE):
+        q = _to_float8(load_tile(flat_ptr + base, offset, low, high, True), inverse, LARGEST)
+        store_tile(out_ptr + base, offset, q.to(out_ptr.dtype.element_ty), low, high, True)
+    else:
+        q = _to_float8(load_tile(flat_ptr + base, offset, low, high, False), inverse, LARGEST)
+        store_tile(out_ptr + base, offset, q.to(out_ptr.dtype.element_ty), low, high, False)
+
+
+@jit
+def _transpose_kernel(x_ptr, y_ptr, rows, width, BLOCK: tl.constexpr):
+    """Transpose bytes [4 rows, 4 width] as words, in blocks of 4 x 4 bytes in registers.
+
+    Threads exchange words, which Triton 3.6 does correctly, unlike float8 in some cases (`_launch_cast`).
+    """
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    source = x_ptr + row[:, None].to(tl.int64) * 4 * width + column[None, :]
+    w0 = tl.load(source, mask=inside, other=0)
+    w1 = tl.load(source + width, mask=inside, other=0)
+    w2 = tl.load(source + 2 * width, mask=inside, other=0)
+    w3 = tl.load(source + 3 * width, mask=inside, other=0)
+    target = y_ptr + column[:, None].to(tl.int64) * 4 * rows + row[None, :]
+    inside_target = (column[:, None] < width) & (row[None, :] < rows)
+    for byte in tl.static_range(4):
+        low = ((w0 >> (8 * byte)) & 255) | (((w1 >> (8 * byte)) & 255) << 8)
+        word = low | (((w2 >> (8 * byte)) & 255) << 16) | (((w3 >> (8 * byte)) & 255) << 24)
+        tl.store(target + byte * rows, tl.trans(word), mask=inside_target)
+
+
+def _launch_amax(x_MN: Tensor, amax: Tensor, columns: bool) -> None:
     M, N = x_MN.shape
-    rows, most, warps, programs = tile
-    block = min(most, max(16, next_power_of_2(N)))
-    across = cdiv(N, block)
-    a_part = rows * cdiv(cdiv(M, rows), max(1, programs // across))
-    # The integer view: float32 maxima would lose NaN.
-    _amax_kernel[(across, cdiv(M, a_part))](
-        *(x_MN, amax.view(torch.int32), M, N, x_MN.stride(0), a_part),
+    rows, max_columns, warps, programs = TILE_AMAX
+    block = min(max_columns, max(16, next_power_of_2(N)))
+    column_blocks = cdiv(N, block)
+    part_rows = rows * cdiv(cdiv(M, rows), max(1, programs // column_blocks))
+    _amax_kernel[(column_blocks, cdiv(M, part_rows))](
+        x_MN,
+        amax.view(torch.int32),  # float32 maxima would lose NaN
+        M,
+        N,
+        x_MN.stride(0),
+        part_rows,
         COLUMNS=columns,
         BLOCK_R=rows,
         BLOCK_C=block,
@@ -230,39 +301,68 @@ def _run_amax(x_MN: Tensor, amax: Tensor, columns: bool, tile: tuple[int, int, i
     )
 
 
-def _run_cast(
+def _launch_cast(
     x_MN: Tensor,
     kind: Format,
-    how: int,
-    given: Tensor,
-    old: Tensor | None,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    counts: Tensor | None,
+    source_kind: int,
+    source: Tensor,
+    *,
     rows: bool,
     columns: bool,
+    previous_scale: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
     margin: int = 0,
     power_of_2: bool = False,
-    tile: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
+    """Launch the cast; returns float8 [M, N] and its transpose [N, M], each if requested.
+
+    Args:
+        source_kind, source: the scale, the amax or the amax of each column.
+        previous_scale: the scale for an unusable amax.
+        scale: the scale is written here if it is computed.
+        amax: raised to the amax of x.
+    """
     M, N = x_MN.shape
     if rows and columns and x_MN.dtype == torch.float32:
-        # Triton 3.6 makes the transposed copy of a float32 source wrong where one kernel writes both (on sm_90: it
-        # exchanges float8 between threads there, of bfloat16 the source; 37% of the bytes came out wrong).
-        q, _ = _run_cast(x_MN, kind, how, given, old, scale, amax, counts, True, False, margin, power_of_2, tile)
-        _, q_t = _run_cast(x_MN, kind, how, given, old, scale, None, None, False, True, margin, power_of_2, tile)
+        # Triton 3.6 makes the transposed copy of a float32 source wrong if one kernel writes both (on sm_90 it
+        # exchanges float8 between threads there, and the source for bfloat16; 37% of the bytes were wrong).
+        options: dict[str, Any] = {
+            "previous_scale": previous_scale,
+            "scale": scale,
+            "margin": margin,
+            "power_of_2": power_of_2,
+        }
+        q, _ = _launch_cast(
+            x_MN, kind, source_kind, source, rows=True, columns=False, amax=amax, counts=counts, **options
+        )
+        _, q_t = _launch_cast(x_MN, kind, source_kind, source, rows=False, columns=True, **options)
         return q, q_t
     q = torch.empty((M, N), dtype=kind.dtype, device=x_MN.device) if rows else None
     q_t = torch.empty((N, M), dtype=kind.dtype, device=x_MN.device) if columns else None
-    both = TILE if amax is None else TILE_AMAX_TOO
-    both = both if counts is None else TILE_COUNTING
-    block_r, block_c, warps = tile or (both if columns else TILE_WITHOUT_COLUMNS)
+    if not columns:
+        tile = TILE_WITHOUT_COLUMNS
+    elif counts is not None:
+        tile = TILE_COUNTING
+    else:
+        tile = TILE if amax is None else TILE_AMAX_TOO
+    block_r, block_c, warps = tile
     _cast_kernel[(cdiv(N, block_c), cdiv(M, block_r))](
-        *(x_MN, q, q_t, given, old, scale, None if amax is None else amax.view(torch.int32), counts),
-        *(M, N, x_MN.stride(0)),
-        **_meta(kind, margin, power_of_2, counts),
-        HOW=how,
-        HAS_OLD=old is not None,
+        x_MN,
+        q,
+        q_t,
+        source,
+        previous_scale,
+        scale,
+        None if amax is None else amax.view(torch.int32),
+        counts,
+        M,
+        N,
+        x_MN.stride(0),
+        **_format_constants(kind, margin, power_of_2, counts),
+        SOURCE=source_kind,
+        HAS_PREVIOUS=previous_scale is not None,
         ROWS=rows,
         COLUMNS=columns,
         AMAX=amax is not None,
@@ -273,7 +373,7 @@ def _run_cast(
     return q, q_t
 
 
-def _meta(kind: Format, margin: int, power_of_2: bool, counts: Tensor | None) -> dict[str, float | bool]:
+def _format_constants(kind: Format, margin: int, power_of_2: bool, counts: Tensor | None) -> dict[str, float | bool]:
     return {
         "LARGEST": kind.largest,
         "CLIPPED": kind.clipped,
@@ -285,24 +385,28 @@ def _meta(kind: Format, margin: int, power_of_2: bool, counts: Tensor | None) ->
     }
 
 
-def _both(q: Tensor, scale: Tensor, rows: bool, columns: bool) -> Float8:
-    """From a reference's q [M, N] with one scale."""
-    return _one_scale(q if rows else None, q.t().contiguous() if columns else None, scale)
+def _reference(x_MN: Tensor, kind: Format, scale: Tensor, rows: bool, columns: bool, counts: Tensor | None) -> Float8:
+    """Cast by one scale in plain PyTorch."""
+    q = quantise_reference(x_MN, scale, kind, counts)
+    return _with_scale(q if rows else None, q.t().contiguous() if columns else None, scale)
 
 
-def _one_scale(q: Tensor | None, q_t: Tensor | None, scale: Tensor) -> Float8:
+def _with_scale(q: Tensor | None, q_t: Tensor | None, scale: Tensor) -> Float8:
     return Float8(q, None if q is None else scale, q_t, None if q_t is None else scale)
 
 
 def compute_amax(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """The largest magnitude of x [..., N], float32 []; NaN if x has one. Into `out` ([], already >= 0) if given: the
-    larger of the two."""
+    """Return the largest magnitude of x [..., N], float32 []; NaN if x has one.
+
+    out: float32 [], at least 0; raised to the amax of x and returned.
+    """
     if x.numel() and use_fused("float8 amax", x):
-        found = torch.zeros((), dtype=torch.float32, device=x.device) if out is None else out
-        _run_amax(flat_rows(x), found, False)
-        return found
-    found = amax_reference(x)
-    return found if out is None else out.copy_(torch.maximum(out, found))
+        if out is None:
+            out = torch.zeros((), dtype=torch.float32, device=x.device)
+        _launch_amax(flat_rows(x), out, columns=False)
+        return out
+    amax = amax_reference(x)
+    return amax if out is None else out.copy_(torch.maximum(out, amax))
 
 
 def cast_by_scale(
@@ -315,16 +419,20 @@ def cast_by_scale(
     amax: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Float8:
-    """x [..., N], as a matrix, in float8 by a scale (float32 []) from before.
+    """Cast x [..., N], as a matrix, to float8 by a given scale (float32 []).
 
-    amax: float32 []; becomes the larger of itself and x's. counts: int64 [2]; see `quantise_reference`.
+    Args:
+        rows, columns: which copies to make, x itself and its transpose.
+        amax: float32 [], raised to the amax of x.
+        counts: int64 [2]; see `quantise_reference`.
     """
     x_MN = flat_rows(x)
     if x.numel() and use_fused("float8 cast", x):
-        return _one_scale(*_run_cast(x_MN, kind, _BY_SCALE, scale, None, None, amax, counts, rows, columns), scale)
+        q, q_t = _launch_cast(x_MN, kind, _BY_SCALE, scale, rows=rows, columns=columns, amax=amax, counts=counts)
+        return _with_scale(q, q_t, scale)
     if amax is not None:
         compute_amax(x_MN, amax)
-    return _both(quantise_reference(x_MN, scale, kind, counts), scale, rows, columns)
+    return _reference(x_MN, kind, scale, rows, columns, counts)
 
 
 def cast_by_amax(
@@ -339,20 +447,34 @@ def cast_by_amax(
     margin: int = 0,
     power_of_2: bool = False,
 ) -> Float8:
-    """x [..., N], as a matrix, in float8 by the scale that its amax (float32 [], made here unless given) asks for.
+    """Cast x [..., N], as a matrix, to float8 by the scale of its amax (float32 [], computed here if None).
 
-    old: the scale (float32 []) where amax is zero, infinite or NaN; 1 without it. Others: `scale_from_amax`.
+    Args:
+        previous_scale: the scale (float32 []) if amax is zero, infinite or NaN; None for 1.
+        rows, columns, counts: see `cast_by_scale`.
+        margin, power_of_2: see `scale_from_amax`.
     """
     x_MN = flat_rows(x)
-    amax = compute_amax(x_MN) if amax is None else amax
+    if amax is None:
+        amax = compute_amax(x_MN)
     if x.numel() and use_fused("float8 cast", x):
         scale = torch.empty((), dtype=torch.float32, device=x.device)
-        q, q_t = _run_cast(
-            x_MN, kind, _BY_AMAX, amax, previous_scale, scale, None, counts, rows, columns, margin, power_of_2
+        q, q_t = _launch_cast(
+            x_MN,
+            kind,
+            _BY_AMAX,
+            amax,
+            rows=rows,
+            columns=columns,
+            previous_scale=previous_scale,
+            scale=scale,
+            counts=counts,
+            margin=margin,
+            power_of_2=power_of_2,
         )
-        return _one_scale(q, q_t, scale)
+        return _with_scale(q, q_t, scale)
     scale = scale_from_amax(amax, kind, 1.0 if previous_scale is None else previous_scale, margin, power_of_2)
-    return _both(quantise_reference(x_MN, scale, kind, counts), scale, rows, columns)
+    return _reference(x_MN, kind, scale, rows, columns, counts)
 
 
 def cast_rows(
@@ -364,33 +486,111 @@ def cast_rows(
     counts: Tensor | None = None,
     power_of_2: bool = True,
 ) -> Float8:
-    """x [..., N], as a matrix, in float8 with a scale for each row, 1 for a row of zeros or one that is not finite.
+    """Cast x [..., N], as a matrix, to float8 with a scale for each row, 1 for a row of zeros or a non-finite row.
 
-    columns: the transpose too, with a scale for each of its rows, from the same numbers: neither is the other's
-    transpose. counts: of the first of the two that is made.
+    Args:
+        columns: cast the transpose too, with a scale for each of its rows. Neither copy is the other's transpose.
+        counts: int64 [2], of the first of the two copies that is made.
     """
     x_MN = flat_rows(x)
     M, N = x_MN.shape
     q = q_t = scale = scale_t = None
+    column_counts = None if rows else counts
     if x.numel() and use_fused("float8 row-wise cast", x):
         if rows:
             q = torch.empty((M, N), dtype=kind.dtype, device=x.device)
             scale = torch.empty((M, 1), dtype=torch.float32, device=x.device)
-            block = min(CHUNK, max(16, next_power_of_2(N)))
-            meta = _meta(kind, 0, power_of_2, counts)
-            numbers = (N, x_MN.stride(0))
-            _cast_rows_kernel[(M,)](x_MN, q, scale, counts, *numbers, **meta, BLOCK=block, num_warps=CHUNK_WARPS)
+            _cast_rows_kernel[(M,)](
+                x_MN,
+                q,
+                scale,
+                counts,
+                N,
+                x_MN.stride(0),
+                **_format_constants(kind, 0, power_of_2, counts),
+                BLOCK=min(CHUNK, max(16, next_power_of_2(N))),
+                num_warps=CHUNK_WARPS,
+            )
         if columns:
             amax = torch.zeros((N, 1), dtype=torch.float32, device=x.device)
             scale_t = torch.empty((N, 1), dtype=torch.float32, device=x.device)
-            _run_amax(x_MN, amax, True)
-            left = None if rows else counts
-            _, q_t = _run_cast(x_MN, kind, _BY_COLUMN, amax, None, scale_t, None, left, False, True, 0, power_of_2)
+            _launch_amax(x_MN, amax, columns=True)
+            _, q_t = _launch_cast(
+                x_MN,
+                kind,
+                _BY_COLUMN_AMAX,
+                amax,
+                rows=False,
+                columns=True,
+                scale=scale_t,
+                counts=column_counts,
+                power_of_2=power_of_2,
+            )
         return Float8(q, scale, q_t, scale_t)
     if rows:
         scale = scale_from_amax(amax_reference(x_MN, 1), kind, power_of_2=power_of_2)
         q = quantise_reference(x_MN, scale, kind, counts)
     if columns:
         scale_t = scale_from_amax(amax_reference(x_MN, 0), kind, power_of_2=power_of_2).t().contiguous()
-        q_t = quantise_reference(x_MN.t(), scale_t, kind, None if rows else counts).contiguous()
+        q_t = quantise_reference(x_MN.t(), scale_t, kind, column_counts).contiguous()
     return Float8(q, scale, q_t, scale_t)
+
+
+# casts of flat shards ------------------------------------------------------------------------------------------------
+
+
+def compute_shard_amaxes(flat: Tensor, segments: Segments, out: Tensor) -> None:
+    """Write the amax of each matrix's part of a shard into out [matrices] (float32, contiguous).
+
+    NaN if the part has one, 0 without a part. The segments' tensor ids are indices of matrices.
+    """
+    out.zero_()
+    if segments.rows and use_fused("float8 amax of shards", flat):
+        tiles = segments.tiles
+        # The integer view, because float32 maxima would lose NaN.
+        _shard_amaxes_kernel[(tiles.shape[0],)](flat, tiles, out.view(torch.int32), TILE=SHARD_TILE, num_warps=8)
+        return
+    for row in segments.rows:
+        out[row.tensor] = torch.maximum(out[row.tensor], amax_reference(flat[row.start : row.stop]))
+
+
+def compute_shard_scales(amax: Tensor, kind: Format, out: Tensor) -> None:
+    """Write `scale_from_amax` of each amax into out [matrices], made by `formats.scale_slots`."""
+    if use_fused("float8 scales of shards", amax):
+        assert out.stride(0) == SLOT, out.stride()
+        count = amax.numel()
+        block = min(1024, next_power_of_2(count))
+        _shard_scales_kernel[(cdiv(count, block),)](
+            amax, out, count, LARGEST=kind.largest, SMALLEST=SMALLEST_SCALE, BLOCK=block, num_warps=4
+        )
+        return
+    out.copy_(scale_from_amax(amax, kind))
+
+
+def cast_shard(flat: Tensor, segments: Segments, scales: Tensor, kind: Format, out: Tensor) -> None:
+    """Cast each matrix's part of a shard by its scale into the bytes `out`; bytes outside matrices are unchanged."""
+    if not segments.rows:
+        return
+    if use_fused("float8 cast of shards", flat):
+        tiles = segments.tiles
+        _cast_shard_kernel[(tiles.shape[0],)](
+            flat, tiles, scales, out.view(kind.dtype), LARGEST=kind.largest, TILE=SHARD_TILE, num_warps=8
+        )
+        return
+    for row in segments.rows:
+        elements = slice(row.start, row.stop)
+        out[elements] = quantise_reference(flat[elements], scales[row.tensor], kind).view(torch.uint8)
+
+
+def transpose_rows(rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the contiguous transpose [N, M] of a contiguous float8 matrix [M, N], in `out` if given."""
+    M, N = rows.shape
+    if out is None:
+        out = torch.empty((N, M), dtype=rows.dtype, device=rows.device)
+    if rows.numel() and M % 4 == N % 4 == 0 and use_fused("float8 transpose", rows.view(torch.float32)):
+        grid = cdiv(N // 4, TRANSPOSE_WORDS), cdiv(M // 4, TRANSPOSE_WORDS)
+        x, y = rows.view(torch.int32), out.view(torch.int32)
+        _transpose_kernel[grid](x, y, M // 4, N // 4, BLOCK=TRANSPOSE_WORDS, num_warps=TRANSPOSE_WARPS)
+        return out
+    out.view(torch.uint8).copy_(rows.view(torch.uint8).t())
+    return out

@@ -1,10 +1,10 @@
 """Float8 GEMMs that add into float32, by the cuBLASLt that torch has loaded.
 
-torch's own call cannot add to what is there (torch 2.11), which would cost each weight gradient a float32 tensor and a
-pass more. This calls `cublasLtMatmul` through ctypes, as parallel/symmetric.py calls the driver. Numbers of
-attributes are those of cublasLt.h, which keeps them between versions (12.9 and later have row-wise scales).
+torch's own call cannot add to its output (torch 2.11), which would cost each weight gradient a float32 tensor and
+another pass. This module calls `cublasLtMatmul` through ctypes, as parallel/symmetric.py calls the driver. Attribute
+numbers are those of cublasLt.h, which are stable between versions (12.9 and later have row-wise scales).
 
-A plan (descriptors, layouts, algorithm) is made once for a shape and kept. cuBLASLt is column-major: row-major
+A plan (descriptors, layouts, algorithm) is made once per shape. cuBLASLt is column-major: row-major
 D [M, N] = A [M, K] B [N, K]^T is its D^T = B A^T, so its first operand is b, transposed, and its second a, as it is.
 """
 
@@ -24,9 +24,9 @@ from megascale.errors import TrainingError
 from megascale.ops.float8.formats import check_operands, check_scales
 
 WORKSPACE = 32 << 20  # bytes, what NVIDIA recommends for Hopper
-CANDIDATES = 8  # algorithms asked for; the first is the library's choice
+CANDIDATES = 8  # algorithms requested; the first is the library's choice
 CONSIDERED = 3  # algorithms that `tune` times: on an H200 the fastest was one of the first three at 15 of 16 shapes
-LEAD = 0.01  # share by which another must be faster than the library's choice
+LEAD = 0.01  # share by which another algorithm must be faster than the library's choice
 
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _COMPUTE_32F, _SCALE_32F, _OP_N, _OP_T = 68, 0, 0, 1
@@ -44,7 +44,7 @@ CALLS: dict[str, list[Any]] = {
     "cublasLtMatmulPreferenceCreate": [c_void_p],
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
     "cublasLtMatmulPreferenceDestroy": [c_void_p],
-    # handle, descriptor, layouts of A, B, C, D, preference, asked for, results, found
+    # handle, descriptor, layouts of A, B, C, D, preference, requested, results, returned
     "cublasLtMatmulAlgoGetHeuristic": [c_void_p] * 7 + [c_int, c_void_p, c_void_p],
     # handle, descriptor, alpha, A, A's layout, B, its layout, beta, C, its layout, D, its layout, algorithm,
     # workspace, its size, stream
@@ -65,7 +65,7 @@ class _Heuristic(ctypes.Structure):
 
 
 def library_path(maps: str = "/proc/self/maps") -> str:
-    """The libcublasLt this process has loaded (torch with CUDA loads one). Raises TrainingError if there is none."""
+    """Return the path of the libcublasLt that torch with CUDA has loaded. Raises TrainingError without one."""
     for line in Path(maps).read_text().splitlines():
         path = line[line.find("/") :] if "/" in line else ""
         if path.rpartition("/")[2].startswith("libcublasLt.so"):
@@ -77,7 +77,7 @@ def library_path(maps: str = "/proc/self/maps") -> str:
 
 
 class _Library:
-    """cuBLASLt with typed calls that raise, a handle and a workspace for each device (and stream)."""
+    """cuBLASLt with typed calls that raise, a handle per device and a workspace per device and stream."""
 
     def __init__(self) -> None:
         self.path = library_path()
@@ -89,40 +89,40 @@ class _Library:
 
     @staticmethod
     def declare(calls: Any) -> None:
-        """Types of arguments and results, without which ctypes would pass pointers as 32 bits."""
+        """Declare argument and result types, without which ctypes would pass pointers as 32 bits."""
         for name, arguments in CALLS.items():
             call = getattr(calls, name)
             call.argtypes, call.restype = arguments, c_int
         calls.cublasLtGetVersion.argtypes, calls.cublasLtGetVersion.restype = [], c_size_t
 
-    def __call__(self, name: str, *arguments: Any, about: str = "") -> None:
+    def __call__(self, name: str, *arguments: Any, context: str = "") -> None:
         status = getattr(self.calls, name)(*arguments)
         if status:
-            why = _STATUS.get(status, "unknown")
-            raise TrainingError(f"{name} of {self.path} failed with status {status} ({why}){about}")
+            meaning = _STATUS.get(status, "unknown")
+            raise TrainingError(f"{name} of {self.path} failed with status {status} ({meaning}){context}")
 
     def handle(self, device: int) -> c_void_p:
         if device not in self.handles:
-            made = c_void_p()
+            handle = c_void_p()
             with torch.cuda.device(device):
-                self("cublasLtCreate", byref(made))
-            self.handles[device] = made
+                self("cublasLtCreate", byref(handle))
+            self.handles[device] = handle
         return self.handles[device]
 
     def workspace(self, device: int, stream: int) -> int:
-        kept = self.workspaces.get((device, stream))
-        if kept is None:
-            kept = torch.empty(WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
-            self.workspaces[device, stream] = kept
-        return kept.data_ptr()
+        workspace = self.workspaces.get((device, stream))
+        if workspace is None:
+            workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
+            self.workspaces[device, stream] = workspace
+        return workspace.data_ptr()
 
 
 _library: _Library | None = None
-_lock = threading.RLock()  # backward runs in a thread of its own, and a plan's scale pointers are set for each call
+_lock = threading.RLock()  # backward runs in another thread, and each call sets a plan's scale pointers
 
 
 def library() -> _Library:
-    """cuBLASLt, loaded by the first call."""
+    """Return cuBLASLt, loaded by the first call."""
     global _library
     with _lock:
         if _library is None:
@@ -131,11 +131,11 @@ def library() -> _Library:
 
 
 class Plan:
-    """Everything about one shape: descriptor, layouts and the algorithms that the library proposes, best first.
+    """Descriptor, layouts and proposed algorithms (best first) of one shape.
 
     Attributes:
-        found: how many algorithms there are.
-        used: the one in use.
+        proposal_count: number of proposed algorithms.
+        algorithm: index of the one in use.
     """
 
     def __init__(
@@ -149,10 +149,17 @@ class Plan:
         row_wise: bool,
         beta: bool,
     ) -> None:
-        """types: of a, b and the result. beta: it is read from the device (and alpha is)."""
+        """Create the plan.
+
+        Args:
+            types: of a, b and the result.
+            beta: alpha and beta are read from the device.
+        """
         lt = library()
-        self.about = f", for [{M}, {K}] x [{N}, {K}]^T, {types[0]} x {types[1]} -> {types[2]}"
-        self.device, self.handle, self.algorithm = device, lt.handle(device), 0
+        self.context = f", for [{M}, {K}] x [{N}, {K}]^T, {types[0]} x {types[1]} -> {types[2]}"
+        self.device = device
+        self.handle = lt.handle(device)
+        self.algorithm = 0
         self.descriptor = c_void_p()
         lt("cublasLtMatmulDescCreate", byref(self.descriptor), _COMPUTE_32F, _SCALE_32F)
         self.set(_TRANSA, c_int32(_OP_T))
@@ -163,33 +170,47 @@ class Plan:
             self.set(_B_SCALE_MODE, c_int32(_OUTER_VECTOR))
         if beta:
             self.set(_POINTER_MODE, c_int32(_DEVICE_POINTERS))
-        self.a, self.b, self.d = c_void_p(), c_void_p(), c_void_p()
+        self.a, self.b = c_void_p(), c_void_p()
+        self.d = c_void_p()
         lt("cublasLtMatrixLayoutCreate", byref(self.a), _TYPES[types[0]], K, M, K)
         lt("cublasLtMatrixLayoutCreate", byref(self.b), _TYPES[types[1]], K, N, K)
         lt("cublasLtMatrixLayoutCreate", byref(self.d), _TYPES[types[2]], N, M, N)
         self.results = (_Heuristic * CANDIDATES)()
-        self.found = 0
+        self.proposal_count = 0
 
     def set(self, attribute: int, value: Any) -> None:
         library()("cublasLtMatmulDescSetAttribute", self.descriptor, attribute, byref(value), ctypes.sizeof(value))
 
     def propose(self) -> None:
-        """Ask for algorithms. The scale pointers must be set: what the library proposes depends on their presence."""
+        """Request algorithms. The scale pointers must be set, because the library's proposals depend on them."""
         lt = library()
-        preference, found = c_void_p(), c_int()
+        preference, count = c_void_p(), c_int()
         lt("cublasLtMatmulPreferenceCreate", byref(preference))
         size = c_uint64(WORKSPACE)
         lt("cublasLtMatmulPreferenceSetAttribute", preference, _PREFERENCE_WORKSPACE, byref(size), 8)
-        asked = (self.handle, self.descriptor, self.b, self.a, self.d, self.d, preference)
         try:
-            lt("cublasLtMatmulAlgoGetHeuristic", *asked, CANDIDATES, self.results, byref(found), about=self.about)
+            lt(
+                "cublasLtMatmulAlgoGetHeuristic",
+                self.handle,
+                self.descriptor,
+                self.b,
+                self.a,
+                self.d,
+                self.d,
+                preference,
+                CANDIDATES,
+                self.results,
+                byref(count),
+                context=self.context,
+            )
         finally:
             lt("cublasLtMatmulPreferenceDestroy", preference)
-        if found.value <= self.algorithm:
+        if count.value <= self.algorithm:
             raise TrainingError(
-                f"cuBLASLt {lt.version} has {found.value} algorithms and number {self.algorithm} is asked for{self.about}"
+                f"cuBLASLt {lt.version} proposes {count.value} algorithms, and number {self.algorithm} was requested"
+                f"{self.context}"
             )
-        self.found = found.value
+        self.proposal_count = count.value
 
     def run(
         self, target: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, alpha: Any, beta: Any
@@ -198,37 +219,52 @@ class Plan:
         stream = torch.cuda.current_stream(self.device).cuda_stream
         self.set(_A_SCALE, c_void_p(b_scale.data_ptr()))
         self.set(_B_SCALE, c_void_p(a_scale.data_ptr()))
-        if not self.found:
+        if not self.proposal_count:
             self.propose()
         lt(
             "cublasLtMatmul",
-            *(self.handle, self.descriptor, alpha, b.data_ptr(), self.b, a.data_ptr(), self.a),
-            *(beta, target.data_ptr(), self.d, target.data_ptr(), self.d, byref(self.results[self.algorithm])),
-            *(lt.workspace(self.device, stream), WORKSPACE, stream),
-            about=self.about,
+            self.handle,
+            self.descriptor,
+            alpha,
+            b.data_ptr(),
+            self.b,
+            a.data_ptr(),
+            self.a,
+            beta,
+            target.data_ptr(),
+            self.d,
+            target.data_ptr(),
+            self.d,
+            byref(self.results[self.algorithm]),
+            lt.workspace(self.device, stream),
+            WORKSPACE,
+            stream,
+            context=self.context,
         )
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 _chosen: dict[str, int] = {}  # by a plan's key without its device
-_ZERO, _ONE = c_float(0.0), c_float(1.0)
-_ones: dict[int, Tensor] = {}
+_ALPHA = c_float(1.0)
+_BETA_OVERWRITE, _BETA_ADD = c_float(0.0), c_float(1.0)
+_device_alphas: dict[int, Tensor] = {}
 
 
-def plan(
+def find_plan(
     target: Tensor, a: Tensor, b: Tensor, fast: bool = False, row_wise: bool = False, device_beta: bool = False
 ) -> Plan:
-    """The plan that `matmul_into` uses for these tensors."""
+    """Return the plan that `matmul_into` uses for these tensors."""
     M, K = a.shape
-    key = (a.device.index, M, b.shape[0], K, a.dtype, b.dtype, target.dtype, fast, row_wise, device_beta)
-    made = _plans.get(key)
-    if made is None:
-        check_operands(M, b.shape[0], K, a.dtype, b.dtype)
+    N = b.shape[0]
+    key = (a.device.index, M, N, K, a.dtype, b.dtype, target.dtype, fast, row_wise, device_beta)
+    plan = _plans.get(key)
+    if plan is None:
+        check_operands(M, N, K, a.dtype, b.dtype)
         types = (a.dtype, b.dtype, target.dtype)
-        made = Plan(a.device.index, M, b.shape[0], K, types, fast, row_wise, device_beta)
-        made.algorithm = _chosen.get(_name(key), 0)
-        _plans[key] = made
-    return made
+        plan = Plan(a.device.index, M, N, K, types, fast, row_wise, device_beta)
+        plan.algorithm = _chosen.get(_name(key), 0)
+        _plans[key] = plan
+    return plan
 
 
 def _name(key: tuple[Any, ...]) -> str:
@@ -236,18 +272,19 @@ def _name(key: tuple[Any, ...]) -> str:
 
 
 def chosen_algorithms() -> dict[str, int]:
-    """Which algorithm each GEMM uses that is not the library's first, by shape and types, the same on every rank."""
+    """Return the algorithms that are not the library's first, by shape and types, the same on every rank."""
     with _lock:
         return dict(sorted(_chosen.items()))
 
 
 def set_algorithms(chosen: dict[str, int]) -> None:
-    """Use these algorithms, what `choices` gave (on one rank, for all), in place of any chosen before."""
+    """Use these algorithms, as `chosen_algorithms` returned them on one rank, instead of any earlier ones."""
     with _lock:
         _chosen.clear()
         _chosen.update(chosen)
-        for key, made in _plans.items():
-            made.algorithm, made.found = _chosen.get(_name(key), 0), 0  # asked for again by the next call
+        for key, plan in _plans.items():
+            plan.algorithm = _chosen.get(_name(key), 0)
+            plan.proposal_count = 0  # the next call requests proposals again
 
 
 def _seconds(call: Callable[[], None], calls: int = 4) -> float:
@@ -261,27 +298,28 @@ def _seconds(call: Callable[[], None], calls: int = 4) -> float:
 
 
 def tune(target: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, fast: bool = False) -> int:
-    """Time the first CONSIDERED algorithms of this GEMM, adding into `target` (which is spoilt), and use the fastest.
+    """Time the first CONSIDERED algorithms of this GEMM, adding into `target`, and use the fastest.
 
-    To be called before the first step, on one rank, whose `choices` the others `adopt`: algorithms differ in the order
-    of their sums, so that a choice in the middle of a run, or one of each rank, would make runs differ.
+    The values of `target` are lost. Called before the first step, on one rank, whose `chosen_algorithms` all ranks use.
+    Algorithms differ in the order of their sums, so a choice during a run, or per rank, would make runs differ.
     """
     matmul_into(target, a, a_scale, b, b_scale, fast=fast)
     row_wise = a_scale.numel() > 1 or b_scale.numel() > 1
     with _lock:
-        made = plan(target, a, b, fast, row_wise)
-        took = [float("inf")] * min(made.found, CONSIDERED)
-        for _ in range(3):  # in turn, the best of three: clocks drift
-            for made.algorithm in range(len(took)):
+        plan = find_plan(target, a, b, fast, row_wise)
+        seconds = [float("inf")] * min(plan.proposal_count, CONSIDERED)
+        for _ in range(3):  # the best of three rounds, because clocks drift
+            for index in range(len(seconds)):
+                plan.algorithm = index
                 mean = _seconds(lambda: matmul_into(target, a, a_scale, b, b_scale, fast=fast))
-                took[made.algorithm] = min(took[made.algorithm], mean)
-        best = min(range(len(took)), key=took.__getitem__)
-        made.algorithm = best if took[best] < took[0] * (1 - LEAD) else 0
-        for key in [key for key, kept in _plans.items() if kept is made]:
+                seconds[index] = min(seconds[index], mean)
+        best = min(range(len(seconds)), key=seconds.__getitem__)
+        plan.algorithm = best if seconds[best] < seconds[0] * (1 - LEAD) else 0
+        for key in [key for key, entry in _plans.items() if entry is plan]:
             _chosen.pop(_name(key), None)
-            if made.algorithm:
-                _chosen[_name(key)] = made.algorithm
-        return made.algorithm
+            if plan.algorithm:
+                _chosen[_name(key)] = plan.algorithm
+        return plan.algorithm
 
 
 def matmul_into(
@@ -295,23 +333,27 @@ def matmul_into(
     fast: bool = False,
     beta: Tensor | None = None,
 ) -> None:
-    """target [M, N] += a [M, K] @ b [N, K]^T times both scales, contiguous, all on one CUDA device; = where `unset`.
+    """Compute target [M, N] += a [M, K] @ b [N, K]^T times both scales; with `overwrite` without target's values.
 
-    target: float32, bfloat16 or float16. Scales: float32, [] each, or [M, 1] and [N, 1]. beta: float32 [] on the
-    device, what target is multiplied with first, instead of `unset`. Raises FitError for sizes, formats and addresses
-    of scales that cannot be, TrainingError with cuBLASLt's status.
+    All tensors are contiguous and on one CUDA device. Raises FitError for unsupported sizes, formats and addresses of
+    scales, TrainingError with cuBLASLt's status.
+
+    Args:
+        target: float32, bfloat16 or float16.
+        a_scale, b_scale: float32, [] each, or [M, 1] and [N, 1].
+        beta: float32 [] on the device, which multiplies target first, instead of `overwrite`.
     """
     check_scales(a_scale, b_scale)
     row_wise = a_scale.numel() > 1 or b_scale.numel() > 1
     with _lock:
-        made = plan(target, a, b, fast, row_wise, beta is not None)
-        alpha_at: Any
-        beta_at: Any
+        plan = find_plan(target, a, b, fast, row_wise, beta is not None)
+        alpha_pointer: Any
+        beta_pointer: Any
         if beta is None:
-            alpha_at, beta_at = byref(_ONE), byref(_ZERO if overwrite else _ONE)
+            alpha_pointer, beta_pointer = byref(_ALPHA), byref(_BETA_OVERWRITE if overwrite else _BETA_ADD)
         else:
             device = a.device.index
-            if device not in _ones:
-                _ones[device] = torch.ones((), device=a.device)
-            alpha_at, beta_at = c_void_p(_ones[device].data_ptr()), c_void_p(beta.data_ptr())
-        made.run(target, a, a_scale, b, b_scale, alpha_at, beta_at)
+            if device not in _device_alphas:
+                _device_alphas[device] = torch.ones((), device=a.device)
+            alpha_pointer, beta_pointer = c_void_p(_device_alphas[device].data_ptr()), c_void_p(beta.data_ptr())
+        plan.run(target, a, a_scale, b, b_scale, alpha_pointer, beta_pointer)

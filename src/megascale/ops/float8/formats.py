@@ -1,12 +1,12 @@
-"""The two float8 formats, scales from largest magnitudes, and casts in plain PyTorch.
+"""The two float8 formats, scales from amaxes, and casts in plain PyTorch.
 
-A scale is what a float8 number is multiplied with to get the number meant: x is about q * scale, and the largest
-magnitude (amax) falls on the format's largest number. One float32 scale serves a whole matrix ("tensor-wise", shape
-[]) or a row of it ("row-wise", shape [rows, 1]).
+A scale is the factor from a float8 number to its value: x is about q * scale, and the largest magnitude (amax) maps to
+the format's largest number. One float32 scale holds for a whole matrix ("tensor-wise", shape []) or a row of it
+("row-wise", shape [rows, 1]).
 
-What is finite and too large is clamped to the largest number; what is not finite becomes NaN in every format, so
-that an overflow in the bfloat16 numbers reaches the loss as it does without float8. An amax of zero, infinity or NaN
-says nothing about a scale: the old one stays.
+Finite numbers that are too large are clamped to the largest number. Non-finite numbers become NaN in every format, so
+that an overflow in bfloat16 reaches the loss as without float8. An amax of zero, infinity or NaN determines no scale,
+and the previous scale stays.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megascale.errors import FitError
 
-ALIGNED = 16  # elements, which are bytes here: what tensor cores want of sizes and cuBLASLt of addresses
+ALIGNED = 16  # elements, which are bytes here: required of sizes by tensor cores and of addresses by cuBLASLt
 
-# Smaller scales have no float32 reciprocal to speak of; a tensor whose amax is 1e-33 may as well be zero.
+# The float32 reciprocals of smaller scales overflow; a tensor whose amax is 1e-33 is zero in practice.
 SMALLEST_SCALE = 2.0**-120
 
 
@@ -29,7 +29,7 @@ class Format:
     """One float8 format.
 
     Attributes:
-        dtype: torch's type of it.
+        dtype: the torch dtype.
         largest: its largest finite number.
         clipped: magnitudes above this, half a step over the largest number, are changed by more than rounding.
         flushed: magnitudes up to this, half its smallest number, become zero (ties go to even).
@@ -47,10 +47,10 @@ E5M2 = Format(torch.float8_e5m2, 57344.0, 61440.0, 2.0**-17)  # gradients: more 
 
 @dataclass(frozen=True)
 class Float8:
-    """A matrix [M, N] in float8, as it is and transposed: float8 GEMMs read both operands along K.
+    """A matrix [M, N] in float8 and its transpose, since float8 GEMMs read both operands along K.
 
     Attributes:
-        rows: [M, N], or None where it was not asked for.
+        rows: [M, N], or None if not requested.
         rows_scale: float32, [] or [M, 1].
         columns: its transpose [N, M], or None.
         columns_scale: float32, [] (then the same tensor as rows_scale) or [N, 1].
@@ -63,15 +63,15 @@ class Float8:
 
 
 def scale_slots(count: int, device: torch.device | str = "cpu", value: float = 1.0) -> Tensor:
-    """Places for `count` scales (or amaxes) in one allocation, float32 [count], each aligned to 16 bytes.
+    """Allocate `count` scales (or amaxes), float32 [count], each aligned to 16 bytes.
 
-    cuBLASLt refuses a scale at any other address, so that a plain [count] tensor will not do. `slots[i]` is a view.
+    cuBLASLt rejects a scale at any other address, as in a plain [count] tensor. `slots[i]` is a view.
     """
     return torch.full((count, ALIGNED // 4), value, dtype=torch.float32, device=device)[:, 0]
 
 
 def check_operands(M: int, N: int, K: int, a: torch.dtype, b: torch.dtype) -> None:
-    """Raises FitError where tensor cores have no float8 GEMM a [M, K] x b [N, K]^T."""
+    """Raise FitError if tensor cores have no float8 GEMM a [M, K] x b [N, K]^T."""
     if K % ALIGNED or N % ALIGNED or not M * N * K:
         raise FitError(
             f"train.linear_precision='float8': a GEMM [{M}, {K}] x [{N}, {K}]^T has a size that is not a multiple "
@@ -84,7 +84,7 @@ def check_operands(M: int, N: int, K: int, a: torch.dtype, b: torch.dtype) -> No
 
 
 def check_scales(*scales: Tensor) -> None:
-    """Raises FitError for a scale at an address that cuBLASLt refuses."""
+    """Raise FitError for a scale at an address that cuBLASLt rejects."""
     for scale in scales:
         if scale.data_ptr() % ALIGNED or not scale.is_contiguous():
             raise FitError(
@@ -95,17 +95,18 @@ def check_scales(*scales: Tensor) -> None:
 
 
 def power_of_2_above(scale: Tensor) -> Tensor:
-    """The smallest power of two that is at least scale > 0 (float32, normal)."""
+    """Return the smallest power of two that is at least scale > 0 (float32, normal)."""
     return ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def scale_from_amax(
     amax: Tensor, kind: Format, previous_scale: Tensor | float = 1.0, margin: int = 0, power_of_2: bool = False
 ) -> Tensor:
-    """The float32 scale at which amax falls on the largest number of `kind`, or 2^margin below it.
+    """Return the float32 scale that maps amax to the largest number of `kind`, or 2^margin below it.
 
-    old: the scale that stays where amax is zero, infinite or NaN. power_of_2: the next larger power of two, with which
-    nothing is rounded but the cast itself.
+    Args:
+        previous_scale: the result for an amax of zero, infinity or NaN.
+        power_of_2: round the scale up to a power of two, so that only the cast itself rounds.
     """
     amax = amax.float()
     scale = (amax * (2.0**margin / kind.largest)).clamp_min(SMALLEST_SCALE)
@@ -117,7 +118,7 @@ def scale_from_amax(
 
 
 def amax_reference(x: Tensor, dim: int | None = None) -> Tensor:
-    """The largest magnitude of x in float32, NaN if x has one: of all of it [], or kept along `dim`."""
+    """Return the largest magnitude of x in float32, NaN if x has one, over all of x [] or over `dim` (kept)."""
     if dim is None:
         return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
     if not x.shape[dim]:
@@ -128,9 +129,10 @@ def amax_reference(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 def quantise_reference(x: Tensor, scale: Tensor, kind: Format, counts: Tensor | None = None) -> Tensor:
-    """x / scale in `kind`, clamped; scale broadcasts over x. counts: int64 [2]; what was clipped and flushed is added.
+    """Cast x / scale to `kind`, clamped; scale broadcasts over x.
 
-    Clipped: finite and above `kind.clipped`. Flushed: became zero and was not.
+    Args:
+        counts: int64 [2], to which the numbers clipped (finite and above `kind.clipped`) and flushed to zero are added.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     scaled = x.to(wide) * (1.0 / scale.float()).to(wide)
@@ -144,5 +146,5 @@ def quantise_reference(x: Tensor, scale: Tensor, kind: Format, counts: Tensor | 
 
 
 def dequantise(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers that q stands for."""
+    """Return the values q * scale."""
     return q.to(dtype) * scale.to(dtype)

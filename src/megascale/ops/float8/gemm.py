@@ -6,13 +6,13 @@ For a linear layer y [T, O] = x [T, I] @ w [O, I]^T:
     input gradient   dx = dy.rows    with w.columns
     weight gradient  dw = dy.columns with x.columns, added to float32 in place
 
-`fast` lets the tensor cores keep their sums in about 14 bits. Forward may; gradients keep the precise ones.
-On CPU, and under kernels.mode=reference, the numbers that the float8 values stand for are multiplied in float32 (in
-float64 where the result is). There is no other way out: a device or a shape that cannot is an error.
+`fast` lets the tensor cores accumulate in about 14 bits, which forward uses and gradients do not. On CPU, and with
+kernels.mode=reference, the dequantised numbers are multiplied in float32 (in float64 for a float64 result). An
+unsupported device or shape is an error.
 
-y and dx are `torch._scaled_mm`, dw is cuBLASLt's call that adds in place: on an H200 10 to 26% faster than `_scaled_mm`
-and an addition. For y (fast sums) `_scaled_mm` was 1 to 4% faster than `cublaslt` at every shape. With precise sums, as
-dx has them, `cublaslt` was 2% faster in bursts and 1% slower sustained: nothing speaks for a second path.
+y and dx use `torch._scaled_mm`, dw uses cuBLASLt's call that adds in place, on an H200 10 to 26% faster than
+`_scaled_mm` and an addition. For y (fast sums) `_scaled_mm` was 1 to 4% faster than `cublaslt` at every shape. With
+precise sums, as dx has them, `cublaslt` was 2% faster in bursts and 1% slower sustained: no reason for a second path.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from megascale import torch_private
 from megascale.errors import ConfigError, FitError
 from megascale.ops import dispatch
 from megascale.ops.float8 import cublaslt
-from megascale.ops.float8.formats import ALIGNED, Float8, check_operands, check_scales, dequantise
+from megascale.ops.float8.formats import ALIGNED, check_operands, check_scales, dequantise
 
 
 def check_device(device: torch.device | int) -> None:
-    """Raises ConfigError where a CUDA device has no float8 tensor cores (compute capability below 8.9)."""
-    found = torch.cuda.get_device_capability(device)
-    if found < (8, 9):
+    """Raise ConfigError if a CUDA device has no float8 tensor cores (compute capability below 8.9)."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
         raise ConfigError(
             "train.linear_precision='float8' needs a device of compute capability 8.9 or higher (Ada, Hopper, "
-            f"Blackwell), and {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}; "
+            f"Blackwell), and {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}; "
             "set --train.linear_precision=default"
         )
 
 
 def check_shape(layer: str, tokens: int, inputs: int, outputs: int) -> None:
-    """Raises FitError where a linear layer's three GEMMs cannot run in float8: each size must divide by 16.
+    """Raise FitError if a linear layer's three GEMMs cannot run in float8: each size must be a multiple of 16.
 
-    tokens: of a micro-batch, as the GEMM sees them. inputs, outputs: of the weight's part on one rank.
+    Args:
+        tokens: tokens of a micro-batch, as the GEMM sees them.
+        inputs, outputs: sizes of the weight's part on one rank.
     """
     for name, size in (("tokens", tokens), ("inputs", inputs), ("outputs", outputs)):
         if size % ALIGNED or not size:
@@ -53,7 +55,7 @@ def check_shape(layer: str, tokens: int, inputs: int, outputs: int) -> None:
 
 
 def _on_tensor_cores(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> bool:
-    """Whether this GEMM runs in float8; checks it if so, and its arguments in any case."""
+    """Return whether this GEMM runs in float8 on tensor cores, after checking its arguments and its support."""
     M, K = a.shape
     N = b.shape[0]
     assert b.shape[1] == K, (a.shape, b.shape)
@@ -87,10 +89,14 @@ def matmul(
     fast: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """a [M, K] @ b [N, K]^T times both scales, plus bias [N] -> [M, N] of `dtype`.
+    """Multiply a [M, K] @ b [N, K]^T times both scales, plus bias [N] -> [M, N] of `dtype`.
 
-    Scales: float32, [] each, or [M, 1] and [N, 1]. bias: bfloat16 or float16, as the result is. Raises ConfigError or
-    FitError where the device or the shape has no float8.
+    Raises ConfigError or FitError for a device or a shape without float8.
+
+    Args:
+        a_scale, b_scale: float32, [] each, or [M, 1] and [N, 1].
+        bias: bfloat16 or float16, as the result.
+        fast: accumulate in about 14 bits.
     """
     if not _on_tensor_cores(a, a_scale, b, b_scale):
         y = _reference(a, a_scale, b, b_scale, dtype)
@@ -109,9 +115,9 @@ def matmul_into(
     overwrite: bool = False,
     fast: bool = False,
 ) -> None:
-    """target [M, N] (float32 or wider) += a [M, K] @ b [N, K]^T times both scales; = where `unset`, whatever it holds.
+    """Compute target [M, N] (float32 or wider) += a [M, K] @ b [N, K]^T times both scales, in one GEMM in place.
 
-    One GEMM in place. Raises what `matmul` does, and TrainingError where cuBLASLt refuses.
+    With `overwrite` the product replaces target. Raises the errors of `matmul`, and TrainingError if cuBLASLt fails.
     """
     assert target.shape == (a.shape[0], b.shape[0]), (target.shape, a.shape, b.shape)
     if not _on_tensor_cores(a, a_scale, b, b_scale):
@@ -138,10 +144,7 @@ def matmul_out(
     bias: Tensor | None = None,
     add: bool = False,
 ) -> Tensor:
-    """`matmul` into out [M, N] of bfloat16 (on a CPU of any type); with `add` what out holds is added, and no bias.
-
-    Raises what `matmul` does.
-    """
+    """Run `matmul` into out [M, N] of bfloat16 (on a CPU of any type); with `add` it adds to out, without bias."""
     if not _on_tensor_cores(a, a_scale, b, b_scale):
         y = _reference(a, a_scale, b, b_scale, out.dtype)
         if add:
@@ -151,25 +154,6 @@ def matmul_out(
         cublaslt.matmul_into(out, a, a_scale, b, b_scale, fast=fast)
         return out
     scale_b = b_scale.t() if b_scale.dim() else b_scale
-    options = {"bias": bias, "out_dtype": out.dtype, "use_fast_accum": fast}
-    return torch_private.scaled_mm(a, b.t(), a_scale, scale_b, **options, out=out)
-
-
-def _given(*parts: Tensor | None) -> list[Tensor]:
-    assert all(part is not None for part in parts), "a cast left out what this GEMM reads"
-    return [part for part in parts if part is not None]
-
-
-def forward(x: Float8, w: Float8, dtype: torch.dtype = torch.bfloat16, bias: Tensor | None = None) -> Tensor:
-    """x [T, I], w [O, I] -> x @ w^T + bias [T, O], with fast accumulation."""
-    return matmul(*_given(x.rows, x.rows_scale, w.rows, w.rows_scale), dtype=dtype, fast=True, bias=bias)
-
-
-def input_gradient(dy: Float8, w: Float8, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """dy [T, O], w [O, I] -> dy @ w [T, I]."""
-    return matmul(*_given(dy.rows, dy.rows_scale, w.columns, w.columns_scale), dtype=dtype)
-
-
-def weight_gradient(dy: Float8, x: Float8, main: Tensor, unset: bool = False) -> None:
-    """dy [T, O], x [T, I]: dy^T @ x is added to main [O, I] (float32), or written there where it is `unset`."""
-    matmul_into(main, *_given(dy.columns, dy.columns_scale, x.columns, x.columns_scale), overwrite=unset)
+    return torch_private.scaled_mm(
+        a, b.t(), a_scale, scale_b, bias=bias, out_dtype=out.dtype, use_fast_accum=fast, out=out
+    )

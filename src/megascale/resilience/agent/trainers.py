@@ -48,7 +48,7 @@ PRELOAD = (
     "rich.table",
     "megascale.train.loop",
     "megascale.train.rank_info",
-    "megascale.ops.launch:prepare_forks",
+    "megascale.ops.launch:warm_up_forks",
 )
 
 

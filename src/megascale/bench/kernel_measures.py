@@ -1,4 +1,4 @@
-"""How `megascale bench kernels` measures: checks against float64 first, then device time; a failure is a row."""
+"""Measurements of `megascale bench kernels`: checks against float64 first, then device time; a failure is a row."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ import torch
 from torch import Tensor
 
 from megascale import torch_private
-from megascale.bench import timing
-from megascale.bench.kernels import float8 as kernel_float8
-from megascale.bench.kernels import others as kernel_others
-from megascale.bench.kernels.cases import TINY, KernelCase, Sizes, cases, head_inputs, plain_head
-from megascale.bench.kernels.rows import Bench, KernelRow, distance
+from megascale.bench import kernel_float8, timing
+from megascale.bench.kernel_cases import (
+    TINY,
+    Bench,
+    KernelCase,
+    KernelRow,
+    Sizes,
+    cases,
+    distance,
+    head_inputs,
+    plain_head,
+)
 from megascale.errors import TrainingError
 from megascale.ops import attention, dispatch, linear
-from megascale.ops.adamw import adamw_apply, adamw_apply_reference
+from megascale.ops.adam import adamw_apply, adamw_apply_reference, lamb_apply, lamb_direction, lamb_direction_reference
 from megascale.ops.attention_backends import BACKENDS, candidates
 from megascale.ops.cross_entropy import linear_cross_entropy, loss_and_gradient_
 from megascale.ops.dropout import dropout, keep_mask_reference
 from megascale.ops.gradient_sink import GradientSink, attach
-from megascale.ops.lamb import lamb_apply, lamb_direction, lamb_direction_reference
 from megascale.ops.reduce import column_sum
 from megascale.ops.rope import split_qkv
 from megascale.ops.segments import Segments, square_sums
@@ -40,28 +46,25 @@ def _tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 def check(case: KernelCase, tokens: int) -> float:
-    """Largest norm-wise distance of outputs and gradients from the float64 reference."""
+    """Return the largest norm-wise distance of outputs and gradients from the float64 reference."""
     inputs = case.inputs(tokens)
     wide = [t.detach().double().requires_grad_() for t in inputs]
     expected = _tuple(case.reference(*wide))
     upstream = [torch.randn_like(t).to(inputs[0].dtype) for t in expected]
-    wanted = torch.autograd.grad(expected, wide, [u.double() for u in upstream])
-    # A copy of the first input, because an operator may work in place on what a projection has just written.
-    got = _tuple(case.fused(inputs[0] * 1, *inputs[1:]))
-    grads = torch.autograd.grad(got, inputs, upstream)
-    return max(distance(a, b) for a, b in zip((*got, *grads), (*expected, *wanted), strict=True))
+    expected += torch.autograd.grad(expected, wide, [u.double() for u in upstream])
+    # A copy of the first input, because an operator may overwrite a projection's output.
+    actual = _tuple(case.fused(inputs[0] * 1, *inputs[1:]))
+    actual += torch.autograd.grad(actual, inputs, upstream)
+    return max(distance(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def measure_case(bench: Bench, case: KernelCase) -> None:
-    """Forward and backward rows of one operator."""
+    """Measure forward and backward rows of one operator."""
     away = check(case, min(case.tokens, CHECK_TOKENS))
-    forward, backward = (
-        KernelRow(case.op, case.shape, distance=away),
-        KernelRow(f"{case.op}, backward", case.shape, distance=away),
-    )
-    bench.rows += [forward, backward]
-    if not away <= TOLERANCE:
-        forward.error = backward.error = f"{away:.1e} away from the float64 reference"
+    forward = KernelRow(case.op, case.shape, distance=away)
+    backward = KernelRow(f"{case.op}, backward", case.shape, distance=away)
+    bench.add(forward, TOLERANCE)
+    bench.add(backward, TOLERANCE)
     rate = bench.facts["copy_bytes_per_s"]
     forward.bound, backward.bound = case.forward_bytes / rate, case.backward_bytes / rate
     inputs = case.inputs(case.tokens)
@@ -85,21 +88,21 @@ def measure_case(bench: Bench, case: KernelCase) -> None:
 
 
 def measure_dropout_bits(bench: Bench) -> None:
-    """Whether the device draws the mask that the CPU draws."""
+    """Check that the device draws the mask that the CPU draws."""
     shape, key = (33, 5, 130), 123456789012345
     y = dropout(torch.ones(shape, device=bench.device), 0.3, key, 70, 2**31 - 9)
-    same = torch.equal(
-        (y != 0).cpu(), keep_mask_reference(torch.Size(shape), 0.3, key, 70, 2**31 - 9, torch.device("cpu"))
-    )
-    bench.facts["dropout_bits_equal_cpu"] = same
-    if not same:
+    mask = keep_mask_reference(torch.Size(shape), 0.3, key, 70, 2**31 - 9, torch.device("cpu"))
+    is_equal = torch.equal((y != 0).cpu(), mask)
+    bench.facts["dropout_bits_equal_cpu"] = is_equal
+    if not is_equal:
         raise TrainingError("the device's dropout mask differs from the CPU's")
 
 
 def measure_head(bench: Bench) -> None:
-    """The cross-entropy kernel alone, and the whole head with gradients in the forward pass."""
+    """Measure the cross-entropy kernel alone, and the head with gradients in the forward pass."""
     sizes, device = bench.sizes, bench.device
-    T, V, H = sizes.head_tokens, sizes.vocab, sizes.hidden
+    T, V = sizes.head_tokens, sizes.vocab
+    H = sizes.hidden
     x, w, targets, token_grad = head_inputs(sizes, device, min(T, CHECK_TOKENS))
     loss = linear_cross_entropy(x, w, targets, vocab=V, token_grad=token_grad)
     grads = torch.autograd.grad(loss, (x, w), token_grad.expand(loss.shape))
@@ -114,9 +117,7 @@ def measure_head(bench: Bench) -> None:
     scale = token_grad.expand(T).contiguous()
     rate = bench.facts["copy_bytes_per_s"]
     row = KernelRow("cross entropy kernel", f"{T} x {V}", distance=away, bound=2 * logits.numel() * 2 / rate)
-    bench.rows.append(row)
-    if not away <= TOLERANCE:
-        row.error = f"{away:.1e} away from the float64 reference"
+    bench.add(row, TOLERANCE)
 
     def plain(leaf: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(leaf.float(), targets, reduction="sum")
@@ -130,22 +131,22 @@ def measure_head(bench: Bench) -> None:
     attach(w, GradientSink(torch.zeros(w.shape, device=device)))
     flops = 6 * T * H * w.shape[0]
 
-    def whole() -> Any:
+    def fused_head() -> Any:
         loss = linear_cross_entropy(x, w, targets, vocab=V, token_grad=token_grad)
         return torch.autograd.grad(loss, x, token_grad.expand(T), allow_unused=True)
 
-    def whole_plain() -> Any:
+    def eager_head() -> Any:
         return torch.autograd.grad(plain_head(x, w, targets, V), (x, w), token_grad.expand(T))
 
     row = KernelRow("head: GEMMs + loss, both passes", f"{T} x {H} x {V}", distance=away)
     bench.rows.append(row)
-    bench.seconds(row, "fused", whole)
-    bench.seconds(row, "eager", whole_plain)
-    row.tflops = flops / row.fused / 1e12 if row.fused else None
+    bench.seconds(row, "fused", fused_head)
+    bench.seconds(row, "eager", eager_head)
+    row.set_tflops(flops)
 
 
 def measure_linear(bench: Bench) -> None:
-    """The weight gradient's GEMM that adds into float32, beside a bfloat16 GEMM and an addition; the bias's sum."""
+    """Measure the weight gradient's GEMM that adds into float32, and the bias gradient's sum."""
     sizes, device = bench.sizes, bench.device
     T, H = sizes.tokens, sizes.hidden
     x, dy = (torch.randn(T, n, device=device).to(torch.bfloat16) for n in (H, 4 * H))
@@ -154,12 +155,10 @@ def measure_linear(bench: Bench) -> None:
     linear.accumulate_mm(main, small_dy.t(), small_x)
     away = distance(main, 1 + small_dy.double().t() @ small_x.double())
     row = KernelRow("weight gradient += float32", f"{4 * H} x {T} x {H}", distance=away)
-    bench.rows.append(row)
-    if not away <= 1e-5:
-        row.error = f"{away:.1e} away from float64: the sum was rounded to bfloat16"
+    bench.add(row, 1e-5)
     bench.seconds(row, "fused", lambda: linear.accumulate_mm(main, dy.t(), x))
     bench.seconds(row, "eager", lambda: main.add_(dy.t() @ x))
-    row.tflops = 2 * T * H * 4 * H / row.fused / 1e12 if row.fused else None
+    row.set_tflops(2 * T * H * 4 * H)
 
     dy = torch.randn(T, 3 * H, device=device).to(torch.bfloat16)
     bias = torch.ones(3 * H, device=device)
@@ -167,15 +166,13 @@ def measure_linear(bench: Bench) -> None:
     away = distance(bias, 1 + dy.double().sum(0))
     bound = dy.numel() * dy.element_size() / bench.facts["copy_bytes_per_s"]
     row = KernelRow("bias gradient += float32", f"{T} x {3 * H}", distance=away, bound=bound)
-    bench.rows.append(row)
-    if not away <= 1e-5:
-        row.error = f"{away:.1e} away from float64"
+    bench.add(row, 1e-5)
     bench.seconds(row, "fused", lambda: column_sum(dy, bias))
     bench.seconds(row, "eager", lambda: bias.add_(dy.sum(0, dtype=torch.float32)))
 
 
 def measure_optimizers(bench: Bench) -> None:
-    """AdamW, both LAMB passes and the norm on a flat shard."""
+    """Measure AdamW, both LAMB passes and the norm on a flat shard."""
     device, n = bench.device, bench.sizes.elements
     rate = bench.facts["copy_bytes_per_s"]
     edges = [0, n // 2, n // 2 + n // 64, n - n // 4, n]
@@ -189,14 +186,14 @@ def measure_optimizers(bench: Bench) -> None:
         return [t.to(dtype) for t in (w, 0.1 * m, m.square() + 0.01, grad)]
 
     small = Segments([(0, 5000, True, 0), (5001, 20000, False, 1)], 2, device)
-    some = adam | {"segments": small}
+    small_adam = adam | {"segments": small}
     w, m, v, grad = state(20000, torch.float32)
     wide = state(20000, torch.float64)
-    adamw_apply(w, m, v, grad, None, lr=0.1, **some)
-    adamw_apply_reference(wide[0], wide[1], wide[2], wide[3], None, lr=0.1, **some)
+    adamw_apply(w, m, v, grad, None, lr=0.1, **small_adam)
+    adamw_apply_reference(wide[0], wide[1], wide[2], wide[3], None, lr=0.1, **small_adam)
     away = max(distance(x, y) for x, y in zip((w, m, v, grad), wide, strict=True))
-    sums = lamb_direction(w, m, v, grad, grad, **some)
-    exact = lamb_direction_reference(wide[0], wide[1], wide[2], wide[3], wide[3], **some)
+    sums = lamb_direction(w, m, v, grad, grad, **small_adam)
+    exact = lamb_direction_reference(wide[0], wide[1], wide[2], wide[3], wide[3], **small_adam)
     lamb_away = max(distance(sums, exact), distance(grad, wide[3]))
 
     w, m, v, grad = state(n, torch.float32)
@@ -208,17 +205,20 @@ def measure_optimizers(bench: Bench) -> None:
         KernelRow("lamb, apply", shape, "float32", bound=14 * n / rate),
         KernelRow("square sums", shape, "float32", bound=4 * n / rate),
     ]
-    bench.rows += rows
-    for row in rows[:2]:
-        if not (row.distance or 0) <= 1e-5:
-            row.error = f"{row.distance:.1e} away from the float64 reference"
+    for row in rows:
+        bench.add(row, 1e-5)
     bench.seconds(rows[0], "fused", lambda: adamw_apply(w, m, v, grad, out, lr=1e-6, **adam))
     bench.seconds(rows[0], "eager", lambda: adamw_apply_reference(w, m, v, grad, out, lr=1e-6, **adam))
     step = torch.tensor(3.0, device=device)
 
     def torch_fused() -> None:
         torch_private.fused_adamw_(
-            *([w], [grad], [m], [v], [], [step]),
+            [w],
+            [grad],
+            [m],
+            [v],
+            [],
+            [step],
             lr=1e-6,
             beta1=0.9,
             beta2=0.95,
@@ -255,12 +255,15 @@ ATTENTION = [
 
 
 def check_attention(name: str, window: int | None, device: torch.device) -> float:
-    """Largest norm-wise distance of output and QKV gradient from the explicit float64 mask, windows' edges included."""
-    S, B, N, G, D = 384, 2, 4, 2, 128
+    """Return the largest norm-wise distance of output and QKV gradient from the explicit float64 mask."""
+    S, B = 384, 2
+    N, G = 4, 2
+    D = 128
     g = torch.Generator(device).manual_seed(4)
     qkv = torch.randn(S, B, (N + 2 * G) * D, device=device, generator=g).to(torch.bfloat16).requires_grad_()
     worst = 0.0
-    for w in [None] if window is None else [1, 129, S - 1]:
+    windows = [None] if window is None else [1, 129, S - 1]  # with the edges of tiles
+    for w in windows:
         out = BACKENDS[name](*split_qkv(qkv, N, G), w)
         upstream = torch.randn(out.shape, device=device, generator=g).to(out.dtype)
         (grad,) = torch.autograd.grad(out, qkv, upstream)
@@ -273,22 +276,22 @@ def check_attention(name: str, window: int | None, device: torch.device) -> floa
 
 
 def measure_attention(bench: Bench) -> None:
-    """Every backend against the explicit mask, then the start-up probe at the presets' shapes."""
-    found = {}
+    """Check every backend against the explicit mask, then run the start-up probe at the presets' shapes."""
+    distances = {}
     for window in (None, 1):
         for name in candidates(window):
             kind = "full" if window is None else "windows"
             try:
                 away = check_attention(name, window, bench.device)
-                found[f"{name} ({kind})"] = away
+                distances[f"{name} ({kind})"] = away
                 error = "" if away <= 2e-2 else f"{away:.1e} away from the explicit mask"
-            except ImportError as problem:
-                bench.facts[f"attention {name}"] = f"not measured: {problem}"
+            except ImportError as reason:
+                bench.facts[f"attention {name}"] = f"not measured: {reason}"
                 continue
-            except Exception as problem:
-                away, error = None, f"{type(problem).__name__}: {str(problem).strip()[:200]}"
+            except Exception as reason:
+                away, error = None, f"{type(reason).__name__}: {str(reason).strip()[:200]}"
             bench.rows.append(KernelRow(f"attention {name}, {kind}: check", "384 x 2", distance=away, error=error))
-    bench.facts["attention_distance"] = found
+    bench.facts["attention_distance"] = distances
     chooser = attention.AttentionChooser()
     for sizes in ATTENTION:
         chooser.choose(*sizes)
@@ -297,7 +300,7 @@ def measure_attention(bench: Bench) -> None:
         area = shape.S * (shape.S + 1) / 2
         if shape.window is not None:
             area -= (shape.S - shape.window) * (shape.S - shape.window + 1) / 2
-        flops = 14 * area * shape.B * shape.N * shape.D  # 2 GEMMs forward, 5 backward, of the scores kept
+        flops = 14 * area * shape.B * shape.N * shape.D  # 2 GEMMs forward, 5 backward, of the scores within the mask
         for name, ms in choice.milliseconds.items():
             mark = " *" if name == choice.name else ""
             row = KernelRow(f"attention {name}{mark}, both passes", str(shape).rpartition(",")[0], fused=ms / 1e3)
@@ -305,49 +308,54 @@ def measure_attention(bench: Bench) -> None:
             bench.rows.append(row)
 
 
-PARTS = ("operators", "head", "linear", "optimizers", "attention", "float8", "others")
+PARTS = ("operators", "head", "linear", "optimizers", "attention", "float8")
+
+
+def start_bench(sizes: Sizes, device: torch.device, compile_until: float, out: Path) -> Bench:
+    """Return a bench with the facts and rates of the machine."""
+    bench = Bench(sizes, device, compile_until, out)
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        # Backward passes run on their forward's stream, and the default stream cannot be captured.
+        torch.cuda.set_stream(torch.cuda.Stream())
+    burst, sustained = _gemm_rate(device)
+    bench.facts = {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "device": torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "triton": dispatch.triton.__version__ if dispatch.HAVE_TRITON else None,
+        "gemm_burst_flop_per_s": burst,
+        "gemm_held_flop_per_s": sustained,
+        "copy_bytes_per_s": timing.copy_rate(device, 1 << 30 if is_cuda else 1 << 16),
+    }
+    return bench
+
+
+def _gemm_rate(device: torch.device) -> tuple[float, float]:
+    return timing.gemm_rate(device) if device.type == "cuda" else timing.gemm_rate(device, 0.02, 128)
 
 
 def run(
     sizes: Sizes, device: torch.device, compile_until: float, out: Path, parts: Collection[str] = PARTS
 ) -> dict[str, Any]:
-    """Measure these parts; writes `out` as it goes and returns what it holds."""
-    bench = Bench(sizes, device, compile_until, out)
-    cuda = device.type == "cuda"
-    if cuda:
-        # Backward passes run on their forward's stream, and the default stream cannot be captured.
-        torch.cuda.set_stream(torch.cuda.Stream())
-    burst, held = timing.gemm_rate(device, 2.0 if cuda else 0.02, 8192 if cuda else 128)
-    size = (1 << 30) if cuda else 1 << 16
-    bench.facts = {
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or "cpu",
-        "torch": torch.__version__,
-        "triton": dispatch.triton.__version__ if dispatch.HAVE_TRITON else None,
-        "gemm_burst_flop_per_s": burst,
-        "gemm_held_flop_per_s": held,
-        "copy_bytes_per_s": timing.copy_rate(device, size),
-    }
+    """Measure these parts; writes `out` after each measurement and returns its content."""
+    bench = start_bench(sizes, device, compile_until, out)
     if "operators" in parts:
         for case in cases(sizes, device):
             bench.guard(case.op, case.shape, functools.partial(measure_case, bench, case))
-        bench.guard("dropout bits", "", lambda: measure_dropout_bits(bench))
+        bench.guard("dropout bits", "", functools.partial(measure_dropout_bits, bench))
     if "head" in parts:
-        bench.guard("cross entropy", "", lambda: measure_head(bench))
+        bench.guard("cross entropy", "", functools.partial(measure_head, bench))
     if "linear" in parts:
-        bench.guard("weight gradient", "", lambda: measure_linear(bench))
+        bench.guard("weight gradient", "", functools.partial(measure_linear, bench))
     if "optimizers" in parts:
-        bench.guard("optimizers", "", lambda: measure_optimizers(bench))
-    if "attention" in parts and cuda:
-        bench.guard("attention", "", lambda: measure_attention(bench))
+        bench.guard("optimizers", "", functools.partial(measure_optimizers, bench))
+    if "attention" in parts and device.type == "cuda":
+        bench.guard("attention", "", functools.partial(measure_attention, bench))
     if "float8" in parts:
         kernel_float8.measure(bench, sizes == TINY)
-    bench.facts["gemm_held_again_flop_per_s"] = timing.gemm_rate(device, 2.0 if cuda else 0.02, 8192 if cuda else 128)[
-        1
-    ]
-    if "others" in parts:  # last: a capture that fails in another's code can leave torch's generator of no use
-        kernel_others.measure(bench)
-    bench.facts["seconds"] = time.monotonic() - bench.began
+    _, bench.facts["gemm_held_again_flop_per_s"] = _gemm_rate(device)
+    bench.facts["seconds"] = time.monotonic() - bench.start
     bench.facts["active"] = dispatch.active()
     bench.save()
     return bench.result()

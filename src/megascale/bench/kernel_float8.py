@@ -1,8 +1,9 @@
-"""Float8 in `megascale bench kernels`: casts beside a copy's bytes, and GEMMs by shape beside bfloat16."""
+"""Float8 in `megascale bench kernels`: casts compared with a copy's bytes, and GEMMs compared with bfloat16."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megascale.bench import timing
-from megascale.bench.kernels.rows import Bench, KernelRow, distance
+from megascale.bench.kernel_cases import Bench, KernelRow, distance
 from megascale.errors import ConfigError
 from megascale.ops import linear
 from megascale.ops.float8 import cublaslt, gemm
@@ -53,7 +54,7 @@ ADDED, ROUNDED, FAST = 1e-3, 3e-3, 2e-2
 
 
 def refusal(device: torch.device) -> str:
-    """Why this device has no float8, or nothing."""
+    """Return why this device has no float8, or "" if it has."""
     if device.type != "cuda":
         return ""  # the references, which --tiny checks
     try:
@@ -68,14 +69,9 @@ def _gauss(device: torch.device, *shape: int, size: float = 1.0, dtype: torch.dt
 
 
 def _in_turn(xs: list[Tensor]) -> Callable[[], Tensor]:
-    """One after the other, so that none is found in the cache."""
-    at = [0]
-
-    def following() -> Tensor:
-        at[0] = (at[0] + 1) % len(xs)
-        return xs[at[0]]
-
-    return following
+    """Return a function that returns one tensor after the other, so that none is in the cache."""
+    tensors = itertools.cycle(xs)
+    return lambda: next(tensors)
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -83,40 +79,40 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def check_casts(bench: Bench, M: int, N: int) -> None:
-    """Every cast's bytes, scales, amax and counts against the reference's, from bfloat16 and from float32."""
+    """Check every cast's bytes, scales, amax and counts against the reference's, from bfloat16 and float32."""
 
-    def both(kind: Format, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-        """What was made and what should have been, by name."""
+    def cast_all(kind: Format, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the actual and the expected tensor by name."""
         x = _gauss(bench.device, M, N + 16, dtype=dtype)[:, :N]
         scale, amax = torch.full((), 0.013, device=x.device), torch.zeros((), device=x.device)
-        counts, counted = (torch.zeros(2, dtype=torch.int64, device=x.device) for _ in range(2))
-        given, current = cast_by_scale(x, kind, scale), cast_by_amax(x, kind)
+        counts, expected_counts = (torch.zeros(2, dtype=torch.int64, device=x.device) for _ in range(2))
+        by_scale, current = cast_by_scale(x, kind, scale), cast_by_amax(x, kind)
         collecting = cast_by_scale(x, kind, scale, amax=amax, counts=counts)
         by_row = cast_rows(x, kind, columns=True)
-        known = scale_from_amax(amax_reference(x), kind)
+        current_scale = scale_from_amax(amax_reference(x), kind)
         rows, columns = (scale_from_amax(amax_reference(x, dim), kind, power_of_2=True) for dim in (1, 0))
-        q, q_current = quantise_reference(x, scale, kind, counted), quantise_reference(x, known, kind)
-        found = {
-            "given scale": (given.rows, q),
-            "given scale, transposed": (given.columns, q.t()),
+        q, q_current = quantise_reference(x, scale, kind, expected_counts), quantise_reference(x, current_scale, kind)
+        pairs = {
+            "given scale": (by_scale.rows, q),
+            "given scale, transposed": (by_scale.columns, q.t()),
             "collecting": (collecting.rows, q),
             "collecting, transposed": (collecting.columns, q.t()),
             "amax": (amax, amax_reference(x)),
-            "counts": (counts, counted),
+            "counts": (counts, expected_counts),
             "current": (current.rows, q_current),
             "current, transposed": (current.columns, q_current.t()),
-            "current scale": (current.rows_scale, known),
+            "current scale": (current.rows_scale, current_scale),
             "row-wise": (by_row.rows, quantise_reference(x, rows, kind)),
             "row-wise scales": (by_row.rows_scale, rows),
             "row-wise, transposed": (by_row.columns, quantise_reference(x, columns, kind).t()),
             "row-wise scales, transposed": (by_row.columns_scale, columns.t()),
         }
-        return {name: (got, want) for name, (got, want) in found.items() if got is not None}
+        return {name: (got, want) for name, (got, want) in pairs.items() if got is not None}
 
     for kind in (E4M3, E5M2):
         for dtype in (BF16, torch.float32):
             wrong = []
-            for name, (got, want) in both(kind, dtype).items():
+            for name, (got, want) in cast_all(kind, dtype).items():
                 share = (_bytes(got) != _bytes(want)).float().mean()
                 if share:
                     wrong.append(f"{name} ({share:.1%} of bytes)")
@@ -126,10 +122,10 @@ def check_casts(bench: Bench, M: int, N: int) -> None:
 
 
 def measure_casts(bench: Bench, M: int, N: int) -> None:
-    """Casts of a bfloat16 [M, N]; the bound is what the bytes take at the copy rate. eager: plain PyTorch."""
+    """Measure casts of a bfloat16 [M, N]; the bound is the time of the bytes at the copy rate."""
     device = bench.device
-    many = max(2, int(4e8 / (2 * M * N))) if device.type == "cuda" else 1
-    x = _in_turn([_gauss(device, M, N) for _ in range(many)])
+    count = max(2, int(4e8 / (2 * M * N))) if device.type == "cuda" else 1
+    x = _in_turn([_gauss(device, M, N) for _ in range(count)])
     scale, amax = torch.full((), 0.013, device=device), torch.zeros((), device=device)
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     compute_amax(x(), amax)
@@ -166,77 +162,83 @@ def measure_casts(bench: Bench, M: int, N: int) -> None:
 def _timed(bench: Bench, row: KernelRow, flops: float, function: Callable[[], Any]) -> None:
     bench.rows.append(row)
     bench.seconds(row, "fused", function)
-    row.tflops = flops / row.fused / 1e12 if row.fused else None
+    row.set_tflops(flops)
 
 
 def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # noqa: E741
-    """y, dx and dw of one linear layer: bfloat16, then float8 with fast and precise sums; TFLOP/s of each."""
-    device, flops, shape = bench.device, 2.0 * T * I * O, f"{T} x {I} x {O}"
-    x, w, dy = _gauss(device, T, I), _gauss(device, O, I, size=I**-0.5), _gauss(device, T, O, size=1e-4)
-    x8, w8, d8 = cast_by_amax(x, E4M3), cast_by_amax(w, E4M3), cast_by_amax(dy, E5M2)
-    xr, wr, dr = cast_rows(x, E4M3), cast_rows(w, E4M3, columns=True), cast_rows(dy, E4M3)
+    """Measure y, dx and dw of one linear layer in bfloat16, then in float8 with fast and precise sums."""
+    device = bench.device
+    flops, shape = 2.0 * T * I * O, f"{T} x {I} x {O}"
+    x, dy = _gauss(device, T, I), _gauss(device, T, O, size=1e-4)
+    w = _gauss(device, O, I, size=I**-0.5)
+    x8, w8 = cast_by_amax(x, E4M3), cast_by_amax(w, E4M3)
+    d8 = cast_by_amax(dy, E5M2)
+    xr, dr = cast_rows(x, E4M3), cast_rows(dy, E4M3)
+    wr = cast_rows(w, E4M3, columns=True)
     main = torch.zeros(O, I, device=device)
     y, dx = torch.empty(T, O, dtype=BF16, device=device), torch.empty(T, I, dtype=BF16, device=device)
 
-    def row(what: str, dtype: str = "float8", result: Tensor | None = None, want: Tensor | None = None) -> KernelRow:
-        made = KernelRow(f"{name} {what}", shape, dtype)
+    def row(
+        gemm_name: str, dtype: str = "float8", result: Tensor | None = None, want: Tensor | None = None
+    ) -> KernelRow:
+        row = KernelRow(f"{name} {gemm_name}", shape, dtype)
         if result is not None and want is not None:
-            made.distance = distance(result, want)
-            allowed = FAST if "fast" in what else ADDED if result.dtype == torch.float32 else ROUNDED
-            if not made.distance <= allowed:
-                made.error = f"{made.distance:.1e} away from the GEMM of the numbers that the float8 values stand for"
-        return made
+            row.distance = distance(result, want)
+            limit = ADDED if result.dtype == torch.float32 else ROUNDED
+            if not row.distance <= (FAST if "fast" in gemm_name else limit):
+                row.error = f"{row.distance:.1e} away from the GEMM of the dequantised numbers"
+        return row
 
     def operands(a: Float8, b: Float8, transposed: str) -> tuple[Any, ...]:
-        """transposed: the operands, of a and b, of which the transposed copy is read."""
-        given: list[Any] = []
+        """Return the tensors of a GEMM. transposed: those of "a" and "b" whose transposed copy is read."""
+        tensors: list[Any] = []
         for key, t in (("a", a), ("b", b)):
-            given += [t.columns, t.columns_scale] if key in transposed else [t.rows, t.rows_scale]
-        return tuple(given)
+            tensors += [t.columns, t.columns_scale] if key in transposed else [t.rows, t.rows_scale]
+        return tuple(tensors)
 
-    ways: list[tuple[str, Callable[[], Any], Tensor, Float8, Float8, str, Float8, Float8]] = [
+    variants: list[tuple[str, Callable[[], Any], Tensor, Float8, Float8, str, Float8, Float8]] = [
         ("y", lambda: torch.mm(x, w.t(), out=y), y, x8, w8, "", xr, wr),
         ("dx", lambda: torch.mm(dy, w, out=dx), dx, d8, w8, "b", dr, wr),
     ]
-    for what, bf16, out, a, b, transposed, by_row, w_row in ways:
-        _timed(bench, row(what, "bfloat16"), flops, bf16)
-        given = operands(a, b, transposed)
-        want = dequantise(given[0], given[1]) @ dequantise(given[2], given[3]).t()
+    for gemm_name, bf16, out, a, b, transposed, by_row, w_row in variants:
+        _timed(bench, row(gemm_name, "bfloat16"), flops, bf16)
+        tensors = operands(a, b, transposed)
+        want = dequantise(tensors[0], tensors[1]) @ dequantise(tensors[2], tensors[3]).t()
         for sums, fast in (("fast", True), ("precise", False)):
-            call = functools.partial(gemm.matmul, *given, fast=fast)
-            _timed(bench, row(f"{what}, {sums}", result=call(), want=want), flops, call)
+            call = functools.partial(gemm.matmul, *tensors, fast=fast)
+            _timed(bench, row(f"{gemm_name}, {sums}", result=call(), want=want), flops, call)
             if device.type == "cuda":
-                alone = functools.partial(cublaslt.matmul_into, out, *given, overwrite=True, fast=fast)
-                _timed(bench, row(f"{what}, {sums}, cuBLASLt called directly"), flops, alone)
-        given = operands(by_row, w_row, transposed)
-        _timed(bench, row(f"{what}, row-wise, fast"), flops, functools.partial(gemm.matmul, *given, fast=True))
+                alone = functools.partial(cublaslt.matmul_into, out, *tensors, overwrite=True, fast=fast)
+                _timed(bench, row(f"{gemm_name}, {sums}, cuBLASLt called directly"), flops, alone)
+        tensors = operands(by_row, w_row, transposed)
+        _timed(bench, row(f"{gemm_name}, row-wise, fast"), flops, functools.partial(gemm.matmul, *tensors, fast=True))
         del want
-    given = operands(d8, x8, "ab")
-    want = dequantise(given[0], given[1]) @ dequantise(given[2], given[3]).t()
+    tensors = operands(d8, x8, "ab")
+    want = dequantise(tensors[0], tensors[1]) @ dequantise(tensors[2], tensors[3]).t()
     _timed(bench, row("dw += float32", "bfloat16"), flops, lambda: linear.accumulate_mm(main, dy.t(), x))
-    gemm.matmul_into(main, *given, overwrite=True)
+    gemm.matmul_into(main, *tensors, overwrite=True)
     into = row("dw = float32, precise", result=main, want=want)
-    gemm.matmul_into(main, *given)
+    gemm.matmul_into(main, *tensors)
     added_to = row("dw += float32, precise", result=main / 2, want=want)
     del want
-    _timed(bench, into, flops, lambda: gemm.matmul_into(main, *given, overwrite=True))
-    _timed(bench, added_to, flops, lambda: gemm.matmul_into(main, *given))
-    _timed(bench, row("dw += float32, fast"), flops, lambda: gemm.matmul_into(main, *given, fast=True))
-    added = lambda: main.add_(gemm.matmul(*given, dtype=torch.float32))
+    _timed(bench, into, flops, lambda: gemm.matmul_into(main, *tensors, overwrite=True))
+    _timed(bench, added_to, flops, lambda: gemm.matmul_into(main, *tensors))
+    _timed(bench, row("dw += float32, fast"), flops, lambda: gemm.matmul_into(main, *tensors, fast=True))
+    added = lambda: main.add_(gemm.matmul(*tensors, dtype=torch.float32))
     _timed(bench, row("dw, float32, precise, and an addition"), flops, added)
     if device.type == "cuda":
-        best = cublaslt.tune(main, *given)
+        best = cublaslt.tune(main, *tensors)
         if best:
             tuned = row(f"dw += float32, precise, proposal {best + 1}")
-            _timed(bench, tuned, flops, lambda: gemm.matmul_into(main, *given))
+            _timed(bench, tuned, flops, lambda: gemm.matmul_into(main, *tensors))
         cublaslt.set_algorithms({})
 
 
 def measure(bench: Bench, tiny: bool) -> None:
-    """All float8 rows, or a line of why there are none."""
-    why = refusal(bench.device)
-    if why:
-        bench.facts["float8"] = f"float8 is not measured: {why}"
+    """Measure all float8 rows, or record why there are none."""
+    reason = refusal(bench.device)
+    if reason:
+        bench.facts["float8"] = f"float8 is not measured: {reason}"
         return
     bench.guard("float8 casts", "check", lambda: check_casts(bench, *((24, 40) if tiny else (400, 1040))))
     for M, N in TINY_CASTS if tiny else CASTS:

@@ -1,17 +1,18 @@
-"""`megascale bench kernels`: every fused operator against its float64 reference, then its speed beside eager
-PyTorch, torch.compile and the time its bytes need at the copy rate of the same run."""
+"""`megascale bench kernels`: check every fused operator against its float64 reference, then time it.
+
+Its time is compared with eager PyTorch, torch.compile and the time its bytes need at the copy rate of the same run.
+"""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from megascale.errors import ConfigError, MegascaleError, TrainingError
+from megascale.errors import ConfigError, TrainingError
 
-COMPILE_UNTIL = 130.0  # seconds after which nothing more is compiled, so that the bench ends in time
+COMPILE_UNTIL = 130.0  # seconds after which no reference is compiled, so that the bench ends in time
 
 
 def _us(seconds: float | None) -> str:
@@ -19,7 +20,7 @@ def _us(seconds: float | None) -> str:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the table, what is wrong with it, and the facts it rests on."""
+    """Print the table, its errors, and the rates of the machine."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -32,20 +33,23 @@ def show(result: dict[str, Any]) -> None:
     for name in ("fused us", "eager us", "compile us", "bound us", "of bound", "TFLOP/s", "host us", "away"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in result["rows"]:
-        if row["compared"]:
-            continue
         share = f"{row['bound'] / row['fused']:.0%}" if row["bound"] and row["fused"] else ""
+        away = "" if row["distance"] is None else f"{row['distance']:.1e}"
         table.add_row(
-            *(row["op"], row["shape"], row["dtype"]),
-            *(_us(row[name]) for name in ("fused", "eager", "compiled", "bound")),
+            row["op"],
+            row["shape"],
+            row["dtype"],
+            _us(row["fused"]),
+            _us(row["eager"]),
+            _us(row["compiled"]),
+            _us(row["bound"]),
             share,
             "" if row["tflops"] is None else f"{row['tflops']:.0f}",
             _us(row["host"]),
-            ("" if row["distance"] is None else f"{row['distance']:.1e}") + (" !" if row["error"] else ""),
+            f"{away} !" if row["error"] else away,
         )
     if table.row_count:
         console.print(table)
-    _show_others(console, result)
     for row in result["rows"]:
         if row["error"]:
             console.print(f"! {row['op']}: {row['error']}", soft_wrap=True, markup=False)
@@ -58,30 +62,6 @@ def show(result: dict[str, Any]) -> None:
         console.print(line, soft_wrap=True, markup=False)
 
 
-def _show_others(console: Any, result: dict[str, Any]) -> None:
-    """Both passes beside other packages, and which have no column."""
-    from rich import box
-    from rich.table import Table
-
-    if rows := [row for row in result["rows"] if row["compared"]]:
-        names = list(dict.fromkeys(name for row in rows for name in row["others"]))
-        table = Table(title="Both passes beside other packages", box=box.SIMPLE_HEAD, padding=(0, 1))
-        for name in ("op", "shape"):
-            table.add_column(name, no_wrap=True)
-        for name in ("here us", *(f"{name} us" for name in names)):
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in rows:
-            table.add_row(row["op"], row["shape"], _us(row["fused"]), *(_us(row["others"].get(name)) for name in names))
-        console.print(table)
-        for row in rows:
-            for name, why in row["notes"].items():
-                console.print(f"{row['op']}, {name}: {why}", soft_wrap=True, markup=False)
-    if versions := result.get("others"):
-        console.print("; ".join(versions.values()), markup=False)
-    for name, why in result.get("others_missing", {}).items():
-        console.print(f"{name}: {why}", soft_wrap=True, markup=False)
-
-
 def register(app: typer.Typer) -> None:
     """Add `kernels` to `megascale bench`."""
     app.command("kernels")(main)
@@ -90,9 +70,9 @@ def register(app: typer.Typer) -> None:
 def main(
     out: Path = typer.Option(Path("kernels.json"), "--out", help="JSON file to write."),
     tiny: bool = typer.Option(False, "--tiny", help="Small shapes: the checks, on any machine; no meaningful times."),
-    compile_until: float = typer.Option(COMPILE_UNTIL, help="Seconds after which torch.compile is measured no more."),
+    compile_until: float = typer.Option(COMPILE_UNTIL, help="Seconds after which torch.compile is not measured."),
     only: str = typer.Option(
-        "", help="Parts to measure: operators, head, linear, optimizers, attention, float8, others (with commas)."
+        "", help="Parts to measure: operators, head, linear, optimizers, attention, float8 (with commas)."
     ),
 ) -> None:
     """Check every fused operator against float64, then time it.
@@ -102,14 +82,14 @@ def main(
     costs; "away" is the norm-wise distance from the float64 reference.
 
     Float8 rows (on devices that have it): casts, and the GEMMs y, dx and dw of each linear layer of gpt-1.3b, half of
-    gpt-13b (DP2, TP2) and llama-8b with fast and precise sums, bfloat16 beside.
+    gpt-13b (DP2, TP2) and llama-8b with fast and precise sums, compared with bfloat16.
 
     Example: megascale bench kernels --only float8 --out kernels.json
     """
     import torch
 
-    from megascale.bench.kernels.cases import TINY, Sizes
-    from megascale.bench.kernels.measures import PARTS, run
+    from megascale.bench.kernel_cases import TINY, Sizes
+    from megascale.bench.kernel_measures import PARTS, run
 
     parts = tuple(part.strip() for part in only.split(",")) if only else PARTS
     unknown = [part for part in parts if part not in PARTS]
@@ -124,11 +104,3 @@ def main(
     wrong = [row["op"] for row in result["rows"] if row["error"]]
     if wrong:
         raise TrainingError(f"{len(wrong)} rows are wrong or incomplete, see above: {', '.join(wrong)}")
-
-
-if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except MegascaleError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)

@@ -1,50 +1,109 @@
-"""Operators of this engine beside those of other packages: liger-kernel (BSD-2), quack-kernels (Apache-2.0), torch.
+"""`python -m benchmarks kernel-peers`: MegaScale's operators compared with liger-kernel, quack-kernels and torch.
 
-Both passes of each, on the same numbers and checked against each other. None of these packages is a dependency: those
-that are not installed have an empty column, and the reason is printed.
+Forward and backward of each, on the same numbers and checked against each other. None of these packages is a
+dependency: a package that is not installed has an empty column, and the reason is printed.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from torch import Tensor
 from torch.nn import functional as F
 
-from megascale.bench.kernels.cases import Sizes, head_inputs
-from megascale.bench.kernels.rows import Bench, KernelRow, distance
+from megascale.bench import timing
+from megascale.bench.kernel_cases import TINY, Bench, KernelRow, Sizes, distance, head_inputs
+from megascale.bench.kernel_measures import start_bench
+from megascale.errors import ConfigError
 from megascale.ops import activation, norm
 from megascale.ops.cross_entropy import linear_cross_entropy, loss_and_gradient_
 
 PACKAGES = {"liger": "liger-kernel", "quack": "quack-kernels", "torch": "torch"}
-WITHIN = 2e-2  # norm-wise, in bfloat16: each may round between its steps where another does not
+WITHIN = 2e-2  # norm-wise, in bfloat16: packages round at different steps
 EPS = 1e-5
 
 # Both passes: (inputs) -> outputs and gradients, in one order for all packages.
 Passes = Callable[..., tuple[Tensor, ...]]
 
 
+@dataclass
+class PeerRow(KernelRow):
+    """Both passes of one operator; seconds of each package's, and why a package has none."""
+
+    peers: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the benchmark."""
+    app.command("kernel-peers")(main)
+
+
+def main(
+    out: Path = typer.Option(Path("kernel-peers.json"), "--out", help="JSON file to write."),
+    tiny: bool = typer.Option(False, "--tiny", help="Small shapes: the checks, on any machine; no meaningful times."),
+) -> None:
+    """Compare forward and backward of fused operators with liger-kernel, quack-kernels and torch."""
+    cuda = torch.cuda.is_available()
+    if not cuda and not tiny:
+        raise ConfigError("kernel-peers measures a CUDA device and none is visible; --tiny runs the checks")
+    bench = start_bench(TINY if tiny else Sizes(), torch.device("cuda" if cuda else "cpu"), 0.0, out)
+    measure(bench)
+    bench.save()
+    show(bench)
+
+
 def measure(bench: Bench) -> None:
-    """A row for each operator, with `others` filled."""
-    bench.facts["others"] = versions()
-    for op, shape, inputs, ours, others in _cases(bench.sizes, bench.device):
-        bench.guard(f"{op}, beside others", shape, functools.partial(_measure, bench, op, shape, inputs, ours, others))
+    """Measure a row for each operator."""
+    bench.facts["packages"] = versions()
+    for op, shape, inputs, ours, peers in _cases(bench.sizes, bench.device):
+        bench.guard(op, shape, functools.partial(_measure, bench, op, shape, inputs, ours, peers))
+
+
+def show(bench: Bench) -> None:
+    """Print the table, the versions and the missing figures."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=170)
+    peer_rows = [row for row in bench.rows if isinstance(row, PeerRow)]
+    names = list(dict.fromkeys(name for row in peer_rows for name in row.peers))
+    table = Table(title="Forward and backward", box=box.SIMPLE_HEAD, padding=(0, 1))
+    for name in ("op", "shape", "MegaScale us", *(f"{name} us" for name in names)):
+        table.add_column(name, no_wrap=True)
+    for row in peer_rows:
+        seconds = [row.fused, *(row.peers.get(name) for name in names)]
+        table.add_row(row.op, row.shape, *("" if s is None else f"{s * 1e6:.1f}" for s in seconds))
+    console.print(table)
+    for row in peer_rows:
+        for name, reason in row.notes.items():
+            console.print(f"{row.op}, {name}: {reason}", soft_wrap=True, markup=False)
+    for failed in bench.rows:
+        if failed.error:
+            console.print(f"{failed.op}: {failed.error}", soft_wrap=True, markup=False)
+    console.print("; ".join(bench.facts["packages"].values()), markup=False)
+    for name, reason in bench.facts.get("missing", {}).items():
+        console.print(f"{name}: {reason}", soft_wrap=True, markup=False)
 
 
 def versions() -> dict[str, str]:
-    """Of each package, or that it is not there."""
+    """Return the version of each package, or that it is not installed."""
     from importlib import metadata
 
-    found = {}
+    installed = {}
     for name, package in PACKAGES.items():
         try:
-            found[name] = f"{package} {metadata.version(package)}"
+            installed[name] = f"{package} {metadata.version(package)}"
         except metadata.PackageNotFoundError:
-            found[name] = f"{package} is not installed"
-    return found
+            installed[name] = f"{package} is not installed"
+    return installed
 
 
 def _measure(
@@ -53,45 +112,44 @@ def _measure(
     shape: str,
     inputs: Callable[[], list[Tensor]],
     ours: Passes,
-    others: dict[str, Callable[[], Passes]],
+    peers: dict[str, Callable[[], Passes]],
 ) -> None:
-    row = KernelRow(op, shape, compared=True)
+    row = PeerRow(op, shape)
     bench.rows.append(row)
     expected = ours(*inputs())
-    given = inputs()
-    bench.seconds(row, "fused", lambda: ours(*given))
-    for name, made in others.items():
+    tensors = inputs()
+    bench.seconds(row, "fused", lambda: ours(*tensors))
+    for name, make_passes in peers.items():
         try:
-            passes = made()
-        except (ImportError, AttributeError) as problem:
-            bench.facts.setdefault("others_missing", {}).setdefault(name, str(problem))
+            passes = make_passes()
+        except (ImportError, AttributeError) as error:
+            bench.facts.setdefault("missing", {}).setdefault(name, str(error))
             continue
-        except Exception as problem:  # a package that is there and does not suit what it is built on
-            row.notes[name] = f"{type(problem).__name__}: {str(problem).strip()[:200]}"
+        except Exception as error:  # an installed package may be incompatible with its own dependencies
+            row.notes[name] = f"{type(error).__name__}: {str(error).strip()[:200]}"
             continue
         try:
-            found = passes(*inputs())
-            away = max(distance(a, b) for a, b in zip(found, expected, strict=True))
+            away = max(distance(a, b) for a, b in zip(passes(*inputs()), expected, strict=True))
             if not away <= WITHIN:
-                raise ValueError(f"{away:.1e} away from this engine's")
-            row.others[name] = bench.timed(lambda passes=passes: passes(*given))  # type: ignore[misc]
-        except Exception as problem:  # theirs may fail in many ways; the others are still measured
-            row.notes[name] = f"{type(problem).__name__}: {str(problem).strip()[:200]}"
+                raise ValueError(f"{away:.1e} away from MegaScale's")
+            row.peers[name] = timing.device_seconds(functools.partial(passes, *tensors))
+        except Exception as error:  # a package may fail in many ways; the others are still measured
+            row.notes[name] = f"{type(error).__name__}: {str(error).strip()[:200]}"
 
 
 def _both(forward: Callable[..., Any], order: tuple[int, ...] | None = None) -> Passes:
-    """Forward, and the gradients of all inputs for a fixed upstream gradient. order: of the outputs."""
-    known: list[Tensor] = []
+    """Return forward and the gradients of all inputs for a fixed upstream gradient. order: of the outputs."""
+    upstream: list[Tensor] = []
 
     def passes(*inputs: Tensor) -> tuple[Tensor, ...]:
         out = forward(*inputs)
         outs = tuple(out) if isinstance(out, tuple) else (out,)
         if order is not None:
             outs = tuple(outs[i] for i in order)
-        if not known:
+        if not upstream:
             generator = torch.Generator(outs[0].device).manual_seed(7)
-            known.extend(torch.randn(t.shape, device=t.device, generator=generator).to(t.dtype) for t in outs)
-        return (*(t.detach() for t in outs), *torch.autograd.grad(outs, inputs, known))
+            upstream.extend(torch.randn(t.shape, device=t.device, generator=generator).to(t.dtype) for t in outs)
+        return (*(t.detach() for t in outs), *torch.autograd.grad(outs, inputs, upstream))
 
     return passes
 
@@ -102,15 +160,15 @@ def _cases(
     T, L, H, FF = sizes.tokens, sizes.llama_hidden, sizes.hidden, sizes.llama_ffn
 
     def tensors(*widths: int) -> list[Tensor]:
-        """[tokens, width] for positive widths, [width] for negative ones."""
+        """Return [tokens, width] for positive widths, [width] for negative ones."""
         g = torch.Generator(device).manual_seed(6)
         shapes = [(T, w) if w > 0 else (-w,) for w in widths]
         return [torch.randn(s, device=device, generator=g).to(torch.bfloat16).requires_grad_() for s in shapes]
 
     def rms_by_liger() -> Passes:
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction as made
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction as function
 
-        return _both(lambda x, w: made.apply(x, w, EPS, 0.0, "llama", False))
+        return _both(lambda x, w: function.apply(x, w, EPS, 0.0, "llama", False))
 
     def rms_by_quack() -> Passes:
         from quack import rmsnorm
@@ -118,9 +176,9 @@ def _cases(
         return _both(lambda x, w: rmsnorm(x, w, eps=EPS))
 
     def added_by_liger() -> Passes:
-        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction as made
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction as function
 
-        return _both(lambda x, r, w: made.apply(x, r, w, EPS, 0.0, "llama", False), (1, 0))
+        return _both(lambda x, r, w: function.apply(x, r, w, EPS, 0.0, "llama", False), (1, 0))
 
     def added_by_quack() -> Passes:
         from quack import rmsnorm
@@ -128,14 +186,14 @@ def _cases(
         return _both(lambda x, r, w: rmsnorm(x, w, residual=r, eps=EPS, prenorm=True), (1, 0))
 
     def layer_by_liger() -> Passes:
-        from liger_kernel.ops.layer_norm import LigerLayerNormFunction as made
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction as function
 
-        return _both(lambda x, w, b: made.apply(x, w, b, EPS))
+        return _both(lambda x, w, b: function.apply(x, w, b, EPS))
 
     def swiglu_by_liger() -> Passes:
-        from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction as made
+        from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction as function
 
-        return _both(lambda x: made.apply(x, False))
+        return _both(lambda x: function.apply(x, False))
 
     return [
         (
@@ -176,7 +234,7 @@ def _cases(
 
 
 def _loss(sizes: Sizes, device: torch.device) -> Any:
-    """Cross entropy of logits that are there, and their gradient."""
+    """Return the case of cross entropy of given logits, and their gradient."""
     T, V = sizes.head_tokens, sizes.vocab
     g = torch.Generator(device).manual_seed(8)
     targets = torch.randint(0, V, (T,), device=device, generator=g)
@@ -199,9 +257,9 @@ def _loss(sizes: Sizes, device: torch.device) -> Any:
         return passes
 
     def by_liger() -> Passes:
-        from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction as made
+        from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction as function
 
-        return by(lambda x: made.apply(x, targets, None)[0])
+        return by(lambda x: function.apply(x, targets, None)[0])
 
     def by_quack() -> Passes:
         from quack import cross_entropy
@@ -218,7 +276,7 @@ def _loss(sizes: Sizes, device: torch.device) -> Any:
 
 
 def _head(sizes: Sizes, device: torch.device) -> Any:
-    """The last matrix and the loss, with the gradients of activations and matrix."""
+    """Return the case of the head GEMM and the loss, with the gradients of activations and matrix."""
     T, V, H = sizes.head_tokens, sizes.vocab, sizes.hidden
     targets = head_inputs(sizes, device, T)[2]
     token_grad = torch.tensor(1 / T, device=device)
@@ -239,9 +297,9 @@ def _head(sizes: Sizes, device: torch.device) -> Any:
         return loss.detach().mean(), *torch.autograd.grad(loss, (x, w), token_grad.expand(T))
 
     def by_liger() -> Passes:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as made
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as function
 
-        return by(lambda x, w: made.apply(x, w, targets)[0])
+        return by(lambda x, w: function.apply(x, w, targets)[0])
 
     def by_quack() -> Passes:
         from quack.linear_cross_entropy import chunked_linear_cross_entropy

@@ -1,4 +1,4 @@
-"""Whole training runs for benches that compare them: `megascale train` as a user starts it, and what it measured."""
+"""Training runs for benchmarks that compare them: `megascale train` as a user starts it, and its metrics."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megascale.config import Config
 from megascale.core import strict_json
 
-if TYPE_CHECKING:
-    import torch
-
-    from megascale.rendezvous.groups import Groups
-    from megascale.train.rank_info import RankInfo
-
-VOCABULARY = 50304  # tokens of a model that is only timed
 LAST_LINES = 8  # of a failed run's output that the error shows
 
 
@@ -30,7 +23,7 @@ def train(
     folder: Path,
     name: str,
     environment: Mapping[str, str] | None = None,
-    on_progress: Callable[[int], None] = lambda done: None,
+    on_progress: Callable[[int], None] = lambda records: None,
 ) -> list[dict[str, Any]]:
     """Train `config` with `processes` ranks in `folder`, which is made; the records of its metrics file.
 
@@ -59,50 +52,17 @@ def train(
                 on_progress(metrics.read_bytes().count(b"\n") if metrics.exists() else 0)
                 time.sleep(0.1)
         finally:
-            # Only a person's interruption leaves it running here; it ends its own ranks.
+            # It runs on only after an interruption; it ends its own ranks.
             process.terminate()
             process.wait()
     if process.returncode:
-        said = (folder / "output.log").read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
-        raise TrainingError(f"the run of {name} ended with exit code {process.returncode}: " + "\n  ".join(said))
+        output = (folder / "output.log").read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
+        raise TrainingError(f"the run of {name} ended with exit code {process.returncode}: " + "\n  ".join(output))
     return [strict_json.loads(line) for line in metrics.read_text().splitlines()]
 
 
-def load_shape(settings: list[str]) -> Config:
-    """The configuration of overrides alone, with a vocabulary where the shape they name has none."""
-    from megascale.config import load_command_line
-
-    config = load_command_line(None, settings)
-    if config.model.vocab_size is not None:
-        return config
-    return load_command_line(None, [*settings, f"--model.vocab_size={VOCABULARY}"])
-
-
-def join_groups(config: Config) -> tuple[RankInfo, Groups | None]:
-    """This process's place, and its groups where there are others; collective."""
-    from megascale.core.layout import lay_out
-    from megascale.rendezvous.start_job import initialise
-    from megascale.train.rank_info import check_local_ranks, find_rank_info
-
-    place = find_rank_info(config)
-    check_local_ranks(lay_out(config, place.world), place, saves_checkpoints=False)
-    if place.world == 1:
-        return place, None
-    where = {"rank": place.rank, "world": place.world, "local_rank": place.local_rank}
-    return place, initialise(config, **where, device=place.device)
-
-
-def random_rows(config: Config, data_rank: int, device: torch.device) -> torch.Tensor:
-    """One micro-batch for steps that are only timed, and the token after each: int64 [sequence + 1, micro_batch]."""
-    import torch
-
-    shape = (config.model.sequence_length + 1, config.train.micro_batch)
-    generator = torch.Generator().manual_seed(7 + data_rank)
-    return torch.randint(0, config.model.vocab, shape, generator=generator).to(device)
-
-
 def make_timing_config(config: Config, steps: int) -> dict[str, Any]:
-    """The tree of a configuration that is only compared: no evaluation, no checkpoint, the file's learning rates."""
+    """Return the tree of a configuration for timing: no evaluation, no checkpoint, the file's learning rates."""
     tree = config.model_dump(exclude_none=True)
     tree["lr"].setdefault("decay_steps", max(1, config.train.steps))
     tree["data"].pop("valid", None)
@@ -115,7 +75,7 @@ def make_timing_config(config: Config, steps: int) -> dict[str, Any]:
 
 
 def describe_machine(config: Config) -> dict[str, Any]:
-    """Device and versions, for a bench's record."""
+    """Return device and versions for a benchmark's record."""
     import torch
 
     import megascale

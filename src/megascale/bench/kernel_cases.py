@@ -1,14 +1,19 @@
-"""What `megascale bench kernels` measures: each operator with its reference, its inputs and the bytes it must move."""
+"""Cases and rows of `megascale bench kernels`: each operator with its reference, inputs and bytes, and its figures."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megascale.bench import timing
+from megascale.core import strict_json
 from megascale.ops import activation, cross_entropy, dropout, fused_projection, norm, rope
 
 BF16 = torch.bfloat16
@@ -16,7 +21,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Widths of the shapes measured; the full ones are those of gpt-13b, llama-8b and (small) gpt2-124m."""
+    """Widths of the measured shapes; the defaults are those of gpt-13b, llama-8b and (small) gpt2-124m."""
 
     tokens: int = 8192
     batch: int = 4
@@ -39,8 +44,9 @@ TINY = Sizes(8, 2, 32, 32, 24, 2, 1, 16, 100, 8, 5000, 20)
 class KernelCase:
     """One operator at one shape.
 
-    fused, reference: functions of `inputs(tokens)` that return a tensor or a tuple of them. forward_bytes,
-    backward_bytes: what must be read and written at least.
+    Attributes:
+        fused, reference: functions of `inputs(tokens)` that return a tensor or a tuple of tensors.
+        forward_bytes, backward_bytes: bytes that must be read and written at least.
     """
 
     op: str
@@ -54,13 +60,14 @@ class KernelCase:
 
 
 def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list[KernelCase]:
-    """The operators with a forward and a backward pass over activations."""
+    """Return the operators with a forward and a backward pass over activations."""
     T, B = sizes.tokens, sizes.batch
-    H, L, F, E = sizes.hidden, sizes.llama_hidden, sizes.llama_ffn, sizes.small
+    H, E = sizes.hidden, sizes.small
+    L, F = sizes.llama_hidden, sizes.llama_ffn
     item = dtype.itemsize
 
     def rows(*widths: int) -> Callable[[int], list[Tensor]]:
-        """Activations [tokens / batch, batch, width] for positive widths, vectors for negative ones."""
+        """Return activations [tokens / batch, batch, width] for positive widths, vectors for negative ones."""
 
         def make(tokens: int) -> list[Tensor]:
             g = torch.Generator(device).manual_seed(1)
@@ -77,15 +84,17 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
     ) -> KernelCase:
         return KernelCase(op, f"{T} x {width}", fused, reference, inputs, forward, backward, T)
 
-    eps, key, p = 1e-5, dropout.dropout_key(1, 2, 3), 0.1
-    N, G, D = sizes.heads, sizes.groups, sizes.head_size
+    eps, p = 1e-5, 0.1
+    key = dropout.dropout_key(1, 2, 3)
+    N, G = sizes.heads, sizes.groups
+    D = sizes.head_size
     C = (N + 2 * G) * D
-    turned = (N + G) * D
+    rotated = (N + G) * D
     M = H // D
     W = 3 * M * D + 4 * H
     cos, sin = rope.rotary_tables(T // B, D, 1e4, device)
 
-    def turn(function: Callable[..., Any]) -> Callable[..., Any]:
+    def rotary(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x: function(x.unflatten(-1, (N, D)), cos[: x.shape[0]], sin[: x.shape[0]], False)
 
     def split(function: Callable[..., Any], with_tables: bool) -> Callable[..., Any]:
@@ -173,8 +182,8 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
         case(
             "rotary q",
             N * D,
-            turn(rope.apply_rotary),
-            turn(rope.apply_rotary_reference),
+            rotary(rope.apply_rotary),
+            rotary(rope.apply_rotary_reference),
             rows(N * D),
             moved(N * D, N * D),
             moved(N * D, N * D),
@@ -185,7 +194,7 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             split(rope.split_qkv, True),
             split(rope.split_qkv_reference, True),
             rows(C),
-            moved(turned, turned),
+            moved(rotated, rotated),
             moved(C, C),
         ),
         case(
@@ -237,7 +246,7 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
 
 
 def head_inputs(sizes: Sizes, device: torch.device, tokens: int, dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
-    """x [tokens, hidden], weight [padded vocab, hidden], targets [tokens], token_grad (0-d)."""
+    """Return x [tokens, hidden], weight [padded vocab, hidden], targets [tokens], token_grad (0-d)."""
     g = torch.Generator(device).manual_seed(2)
     padded = -(-sizes.vocab // 128) * 128
     x = torch.randn(tokens, sizes.hidden, device=device, generator=g).to(dtype).requires_grad_()
@@ -247,5 +256,88 @@ def head_inputs(sizes: Sizes, device: torch.device, tokens: int, dtype: torch.dt
 
 
 def plain_head(x: Tensor, w: Tensor, targets: Tensor, vocab: int) -> Tensor:
-    """Per-token loss with all logits held at once."""
+    """Compute the per-token loss from all logits at once."""
     return cross_entropy.cross_entropy(torch.nn.functional.linear(x, w), targets, vocab)
+
+
+@dataclass
+class KernelRow:
+    """One line of the table: seconds, None if not measured. error: why a figure is missing or wrong."""
+
+    op: str
+    shape: str
+    dtype: str = "bfloat16"
+    fused: float | None = None
+    eager: float | None = None
+    compiled: float | None = None
+    bound: float | None = None
+    distance: float | None = None
+    tflops: float | None = None
+    host: float | None = None
+    error: str = ""
+
+    def set_tflops(self, flops: float) -> None:
+        """Compute TFLOP/s from the fused kernel's seconds."""
+        if self.fused:
+            self.tflops = flops / self.fused / 1e12
+
+
+class Bench:
+    """Collects rows. A failure becomes a row, and the next operator is measured."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, compile_until: float, out: Path) -> None:
+        self.sizes = sizes
+        self.device = device
+        self.compile_until = compile_until
+        self.out = out
+        self.start = time.monotonic()
+        self.rows: list[KernelRow] = []
+        self.facts: dict[str, Any] = {}
+
+    def guard(self, op: str, shape: str, function: Callable[[], Any]) -> None:
+        """Run a measurement; an exception becomes a row."""
+        print(f"{time.monotonic() - self.start:6.1f} s  {op} {shape}", file=sys.stderr, flush=True)
+        try:
+            function()
+        except Exception as error:  # one failing operator must not end the table
+            self.rows.append(KernelRow(op, shape, error=f"{type(error).__name__}: {str(error).strip()[:300]}"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.save()
+
+    def add(self, row: KernelRow, limit: float) -> None:
+        """Add a row, with an error if it is further than `limit` from the reference."""
+        self.rows.append(row)
+        if row.distance is not None and not row.distance <= limit:
+            row.error = f"{row.distance:.1e} away from the float64 reference"
+
+    def save(self) -> None:
+        """Write the present results, so that an interrupted bench leaves them."""
+        self.out.write_text(strict_json.dumps(self.result(), indent=1))
+
+    def result(self) -> dict[str, Any]:
+        """Return the content of the JSON file."""
+        return {**self.facts, "rows": [asdict(row) for row in self.rows]}
+
+    def compiled(self, function: Callable[..., Any], op: str) -> Callable[..., Any] | None:
+        """Return torch.compile of a reference, or None after `compile_until`.
+
+        Philox's rounds of integer arithmetic keep the compiler busy for minutes, so dropout is not compiled.
+        """
+        if "dropout" in op or time.monotonic() - self.start > self.compile_until:
+            return None
+        torch.compiler.reset()
+        return torch.compile(function, dynamic=False)
+
+    def seconds(self, row: KernelRow, field: str, function: Callable[[], Any]) -> None:
+        """Measure one figure of a row, or add the error to the row."""
+        try:
+            setattr(row, field, timing.device_seconds(function))
+        except Exception as error:
+            row.error += f"{field}: {type(error).__name__}: {str(error).strip()[:160]} "
+
+
+def distance(value: Tensor, reference: Tensor) -> float:
+    """Return the norm of the difference over the norm of the reference."""
+    reference = reference.double()
+    return ((value.double() - reference).norm() / reference.norm().clamp(min=1e-300)).item()

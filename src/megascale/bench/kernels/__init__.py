@@ -1,1 +1,0 @@
-"""`megascale bench kernels`: errors and times of single operators."""
