@@ -50,10 +50,10 @@ def inspect(
     """
     from rich.console import Console
 
-    from megascale.checkpoint.format.step_folders import find_steps, step_name, summarise
+    from megascale.checkpoint.format.step_folders import find_steps, step_name, summarise_step
 
     storage, steps = find_steps(path)
-    summaries = [summarise(storage, step) for step in steps]
+    summaries = [summarise_step(storage, step) for step in steps]
     # A training that runs at the same time may remove a checkpoint during the inspection.
     existing = [s for s in summaries if s.committed or storage.list(step_name(s.step))]
     summaries = sorted(existing or summaries, key=lambda s: (s.committed, s.sequence, s.step))
@@ -202,16 +202,16 @@ def prune(
 
     Example: megascale checkpoint prune runs/first --keep 1
     """
-    from megascale.checkpoint.format.step_folders import find_steps, linked_steps, step_folders, steps
+    from megascale.checkpoint.format.step_folders import find_steps, list_linked_steps, list_steps, steps
     from megascale.checkpoint.format.step_folders import prune as prune_steps
     from megascale.checkpoint.format.verify import verify as verify_step
 
     storage, existing = find_steps(path)
     with _lock_runs("megascale checkpoint prune", path, storage.url):
-        links = linked_steps(storage)
+        links = list_linked_steps(storage)
         is_sound = lambda commit: not verify_step(storage, commit.step).problems
-        removed = prune_steps(storage, keep, whole=is_sound, remove_links=True)
-        committed, remaining = steps(storage), step_folders(storage)
+        removed = prune_steps(storage, keep, is_sound=is_sound, remove_links=True)
+        committed, remaining = steps(storage), list_steps(storage)
     if not committed:
         raise DataError(
             f"no checkpoint in {path!r} is complete, so nothing was removed; see megascale checkpoint inspect"
@@ -241,10 +241,10 @@ def export_(
 
     Example: megascale checkpoint export runs/first exported
     """
-    from megascale.checkpoint.complete_checkpoint import open_whole
+    from megascale.checkpoint.complete_checkpoint import open_checkpoint
     from megascale.checkpoint.conversion import export_safetensors, export_torch
 
-    source = open_whole(path, step)
+    source = open_checkpoint(path, step)
     names = {name: name.removeprefix(only) for name in source.tensors if name.startswith(only)}
     if not names:
         prefixes = sorted({name.split(".")[0] + "." for name in source.tensors})
@@ -273,14 +273,14 @@ def import_(
 
     Example: megascale checkpoint import weights.safetensors runs/new/checkpoints
     """
-    from megascale.checkpoint.conversion import read_foreign, write_checkpoint
+    from megascale.checkpoint.conversion import read_foreign_tensors, write_checkpoint
     from megascale.checkpoint.storage.opening import open_storage
 
-    foreign = read_foreign(source, prefix)
+    foreign = read_foreign_tensors(source, prefix)
     state = {"step": step, "imported_from": str(source)}
     with _progress("import") as update, _lock_runs("megascale checkpoint import", target):
         describe = lambda text: update(description=text)
-        size = write_checkpoint(open_storage(target), step, foreign, state, files=1, told=describe)
+        size = write_checkpoint(open_storage(target), step, foreign, state, files=1, on_file=describe)
     typer.echo(f"{len(foreign[0])} tensors, {size:,} bytes, committed as {target}/step-{step}")
 
 
@@ -297,15 +297,15 @@ def reshard(
 
     Example: megascale checkpoint reshard runs/first s3://bucket/first --files 8
     """
-    from megascale.checkpoint.complete_checkpoint import open_whole
-    from megascale.checkpoint.conversion import source_of, write_checkpoint
+    from megascale.checkpoint.complete_checkpoint import open_checkpoint
+    from megascale.checkpoint.conversion import as_source, write_checkpoint
     from megascale.checkpoint.storage.opening import open_storage
 
-    source = open_whole(path, step)
+    source = open_checkpoint(path, step)
     new_step = source.commit.step
     with _progress("reshard") as update, _lock_runs("megascale checkpoint reshard", target):
         describe = lambda text: update(description=text)
-        size = write_checkpoint(open_storage(target), new_step, source_of(source), source.state, files, describe)
+        size = write_checkpoint(open_storage(target), new_step, as_source(source), source.state, files, describe)
     typer.echo(f"step {new_step}: {len(source.tensors)} tensors, {size:,} bytes in {files} files at {target}")
 
 

@@ -76,7 +76,7 @@ def agree_on_kernels(
         _check_named_kernel(config.kernels.attention, shapes, device, chooser)
         return earlier_choices or {}, {}
     peers = Peers()
-    choices = peers.share(earlier_choices or {}, Choices)
+    choices = peers.broadcast(earlier_choices or {}, Choices)
     kind = find_device_kind(device)
     kind_choices = choices.get(kind, {})
     refusals = {}
@@ -85,7 +85,7 @@ def agree_on_kernels(
         if name is not None:
             refusals[str(shape)] = chooser.explain_refusal(name, shape, device)
     gathered = peers.gather((kind, refusals), tuple[str, dict[str, str | None]])
-    lost = peers.share(_find_lost_kernels(gathered), Choices)
+    lost = peers.broadcast(_find_lost_kernels(gathered), Choices)
     measured: dict[str, Measurement] = {}
     for shape in shapes:
         if str(shape) not in kind_choices or str(shape) in lost.get(kind, {}):
@@ -94,7 +94,7 @@ def agree_on_kernels(
     if measured and device.type == "cuda":
         torch.cuda.empty_cache()  # the measurement's memory must not lie between the engine's buffers
     offers = peers.gather((kind, measured), Offer)
-    decisions: Decisions = peers.share(decide_kernels(offers, choices, lost), Decisions)
+    decisions: Decisions = peers.broadcast(decide_kernels(offers, choices, lost), Decisions)
     for shape in shapes:
         chooser.adopt(shape, *decisions[kind][str(shape)])
     descriptions = {}
@@ -177,8 +177,8 @@ def read_choices(run: Path, checkpoints: Path | str, resume: bool) -> Choices:
     records: list[Any] = []
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         records.append(json.loads(read_small_text(run / FILE))["attention"])
-    with contextlib.suppress(OSError, MegascaleError, step_folders.Damaged):
-        commits = step_folders.survey(open_storage(checkpoints))[0]
+    with contextlib.suppress(OSError, MegascaleError, step_folders.DamagedCheckpoint):
+        commits = step_folders.list_commits(open_storage(checkpoints))[0]
         if commits:
             newest = max(commits, key=lambda commit: commit.sequence)
             records.append(newest.state.get("attention"))

@@ -61,12 +61,12 @@ class CheckpointPolicy:
 
         Raises TrainingError if the last state, of `step`, was lost: the run must not end as if its result were saved.
         """
-        outcomes = self.checkpointer.finish(over=self.config.at_end)
+        outcomes = self.checkpointer.finish(run_ended=self.config.at_end)
         self._report(outcomes)
         for outcome in outcomes:
-            if outcome.why and outcome.step == step:
+            if outcome.reason and outcome.step == step:
                 raise TrainingError(
-                    f"the checkpoint of the last step, {step}, failed: {outcome.why}; {self.describe_latest()}. "
+                    f"the checkpoint of the last step, {step}, failed: {outcome.reason}; {self.describe_latest()}. "
                     "Remove the cause and start the same command again"
                 )
 
@@ -83,15 +83,15 @@ class CheckpointPolicy:
         write_event = self._reporter.write_event
         for outcome in outcomes:
             step, sizes = outcome.step, {"seconds": outcome.seconds, "bytes": outcome.bytes}
-            is_snapshot = self.config.memory_interval > 0 and not outcome.why and not outcome.replica
+            is_snapshot = self.config.memory_interval > 0 and not outcome.reason and not outcome.replica
             if is_snapshot and not self._has_reported_snapshot:
                 self._has_reported_snapshot = True
                 write_event(Event.FIRST_SNAPSHOT, step=step, **sizes)
             if outcome.committed:
                 write_event(Event.CHECKPOINT_SAVED, step=step, path=f"step-{step}", stall=outcome.stall, **sizes)
-            if outcome.why:
-                write_event(Event.CHECKPOINT_FAILED, step=step, message=outcome.why)
-                line = f"the checkpoint of step {step} failed: {outcome.why}; {self.describe_latest()}"
+            if outcome.reason:
+                write_event(Event.CHECKPOINT_FAILED, step=step, message=outcome.reason)
+                line = f"the checkpoint of step {step} failed: {outcome.reason}; {self.describe_latest()}"
                 self._reporter.log_line(line)
             if outcome.replica:
                 write_event(Event.REPLICA_FAILED, step=step, message=outcome.replica)

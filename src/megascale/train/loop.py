@@ -164,7 +164,7 @@ class Trainer:
         resources.callback(self._leave_groups)
         packed_refusal = (kind_of(refusal), str(refusal)) if refusal is not None else None
         leader_facts = (self.attempt, self.config.train.precision, packed_refusal)
-        self.attempt, leader_precision, leader_refusal = Peers().share(
+        self.attempt, leader_precision, leader_refusal = Peers().broadcast(
             leader_facts, tuple[int, str, tuple[str, str] | None]
         )
         if refusal is not None:
@@ -307,11 +307,11 @@ class Trainer:
             )
         self._load_measures = {
             "load_seconds": round(time.monotonic() - started, 3),
-            "read_bytes": report.read,
-            "sent_bytes": report.sent,
+            "read_bytes": report.read_bytes,
+            "sent_bytes": report.sent_bytes,
         }
-        if report.zeroed:
-            names = ", ".join(sorted(report.zeroed))
+        if report.zeroed_states:
+            names = ", ".join(sorted(report.zeroed_states))
             self.origin.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} starts at zero")
         if state is None:
             self.origin.check_first_start()
@@ -345,12 +345,12 @@ class Trainer:
                 self._data_notes = self.feed.start(self.consumed_samples)
             except DataError as error:
                 problem = str(error)
-        problems = self.checkpointer.peers.exchange(problem, str | None)
+        problems = self.checkpointer.peers.all_gather(problem, str | None)
         for problem in problems:
             if problem:
                 raise DataError(problem)
         self.origin.accept()
-        self.checkpointer.accept()
+        self.checkpointer.confirm_load()
         if not self.is_leader:
             return
         attention_choice.write_choices(self.folder.path, self.engine.attention_choices)
@@ -389,7 +389,7 @@ class Trainer:
         for note in self.origin.notes + self._data_notes:
             log_line(note)
         if self.origin.changes:
-            log_line(setting_changes.line(self.origin.changes, self.step))
+            log_line(setting_changes.format_changes(self.origin.changes, self.step))
 
     # one step ---------------------------------------------------------------------------------------------------
 
@@ -568,7 +568,7 @@ class Trainer:
 
     def _save_if_due(self) -> None:
         """Save the state after a step that is not the last, to storage or to memory, if a save is due."""
-        target = self.checkpointer.due(self.step)
+        target = self.checkpointer.save_target(self.step)
         if target is not None:
             self._save(persist=target == "storage")
 

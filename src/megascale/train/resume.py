@@ -29,7 +29,7 @@ from megascale.train.run_folder import RunFolder, find_checkpoints, load_run_con
 from megascale.train.run_tokenizer import copy_tokenizer, find_tokenizer
 
 if TYPE_CHECKING:
-    from megascale.checkpoint.loader import Accept
+    from megascale.checkpoint.loader import AcceptState
 
 
 class Origin:
@@ -119,7 +119,7 @@ class Origin:
         self._identity = self._identity or secrets.token_hex(8)
         if self.config.checkpoint.location is None:
             return None
-        if step_folders.claim(self._storage, self._identity, self._location_owner):
+        if step_folders.claim_folder(self._storage, self._identity, self._location_owner):
             return None
         return _explain_other_run(self._storage.url, "started at the same moment", self.config)
 
@@ -131,7 +131,7 @@ class Origin:
                 problem = judge()
             except (ConfigError, DataError) as error:  # the other ranks wait for the verdict
                 problem = str(error)
-        problem = self.peers.share(problem, str | None)
+        problem = self.peers.broadcast(problem, str | None)
         if problem:
             raise DataError(problem)
 
@@ -142,7 +142,7 @@ class Origin:
     def _read_owner(self) -> None:
         """Note the owner of checkpoint.location before the state there is checked, so that a later claim is seen."""
         if self.config.checkpoint.location is not None:
-            self._location_owner = step_folders.owner(self._storage)
+            self._location_owner = step_folders.read_owner(self._storage)
 
     # verdicts of rank 0: a problem, or None ---------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Origin:
         self.changes, self.notes = [], []
         self._read_owner()
         problem = self._compare_run(state, name) or self._compare_settings(state, name)
-        changes_samples = any(change.key in setting_changes.CHANGES_SAMPLES for change in self.changes)
+        changes_samples = any(change.key in setting_changes.SAMPLE_ORDER_KEYS for change in self.changes)
         has_other_data = state.get("data") not in (None, self._data_hashes.get("data"))
         has_other_run = _find_run(state).get("id") not in (None, self._identity)
         self.has_other_samples = changes_samples or has_other_data or has_other_run
@@ -192,17 +192,17 @@ class Origin:
         if not isinstance(tree, Mapping):
             self.notes.append(f"{name} holds no configuration: only the names and shapes of its tensors are compared")
             return data_problem or tokenizer_problem
-        saved, unknown = setting_changes.read_saved(tree)
+        saved, unknown = setting_changes.read_saved_config(tree)
         if unknown:
             self.notes.append(f"{name} has settings that this version does not know and ignores: {', '.join(unknown)}")
         has_text = any(map(is_text, self.config.data.train))
         self.changes = setting_changes.find_changes(saved, self.config, begun=has_begun, text=has_text)
         refused = [change for change in self.changes if change.kind == "refused"]
         return (
-            setting_changes.explain(name, refused, self.accepted)
+            setting_changes.explain_changes(name, refused, self.accepted)
             or tokenizer_problem
             or data_problem
-            or setting_changes.explain(name, self.changes, self.accepted)
+            or setting_changes.explain_changes(name, self.changes, self.accepted)
         )
 
     def _compare_data(self, state: Mapping[str, Any], name: str) -> str | None:
@@ -260,9 +260,9 @@ class Origin:
         if self.config.checkpoint.location is None or "run" in self.accepted:
             return None
         storage = self._storage
-        commits = step_folders.survey(storage)[0]
+        commits = step_folders.list_commits(storage)[0]
         saved_run = _find_run(commits[0].state) if commits else {}
-        owner = saved_run.get("id") or step_folders.owner(storage)
+        owner = saved_run.get("id") or step_folders.read_owner(storage)
         if not owner or owner == self.run.read_identity():
             return None
         return _explain_other_run(storage.url, _describe_run(saved_run), self.config)
@@ -282,7 +282,7 @@ def _find_run(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return state.get("run") or {}
 
 
-def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
+def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, AcceptState]:
     """Return the configuration that a checkpoint was trained with, and a check that refuses another model.
 
     Model and precision are the checkpoint's own, other settings are config.toml's. The data section is the one whose
@@ -296,7 +296,7 @@ def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, Acc
     tree = saved_state.get("config")
     if not isinstance(tree, Mapping):
         return config, lambda state, name: False
-    saved = resolve_paths(setting_changes.read_saved(tree)[0], run)
+    saved = resolve_paths(setting_changes.read_saved_config(tree)[0], run)
     sha256 = saved_state.get("tokenizer")
     data = config.data
     if sha256 is not None and hash_tokenizer(config) != sha256 and hash_tokenizer(saved) == sha256:
@@ -307,9 +307,9 @@ def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, Acc
     def accept(state: Mapping[str, Any], name: str) -> bool:
         tree = state.get("config")
         if isinstance(tree, Mapping):
-            changes = setting_changes.find_changes(setting_changes.read_saved(tree)[0], config, begun=False)
+            changes = setting_changes.find_changes(setting_changes.read_saved_config(tree)[0], config, begun=False)
             refused = [change for change in changes if change.kind == "refused"]
-            problem = setting_changes.explain(name, refused, ())
+            problem = setting_changes.explain_changes(name, refused, ())
             if problem:
                 raise DataError(f"{problem} (--step chooses a checkpoint)")
         return False
@@ -319,7 +319,7 @@ def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, Acc
 
 def _read_state(run: Path, config: Config, step: int | None) -> Mapping[str, Any]:
     """Return the state that was saved with the checkpoint of `step`, by default the newest; empty without one."""
-    commits = step_folders.survey(open_storage(find_checkpoints(run, config)))[0]
+    commits = step_folders.list_commits(open_storage(find_checkpoints(run, config)))[0]
     for commit in commits:
         if step in (None, commit.step):
             return commit.state

@@ -40,9 +40,9 @@ from megascale.data.loader.loader_service import PLAN, SEGMENT
 from megascale.data.loader.ring import Ring
 from megascale.errors import MegascaleError, TrainingError, named
 from megascale.services import host_service
-from megascale.services.conversation import Conversation, ErrorReply, peer
-from megascale.services.host_service import Launch, Place, ServiceFailed
-from megascale.services.private_folder import private_base
+from megascale.services.conversation import Conversation, ErrorReply, peer_credentials
+from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation
+from megascale.services.private_folder import private_base_folder
 
 log = logging.getLogger("megascale.data.loader")
 
@@ -98,7 +98,7 @@ def start_loader(layout: Layout, *, first_rank: int, ranks: int) -> StartedLoade
     if not plan.needs_loader(gpus=False):
         return None  # the ranks, which know their device, may start one
     folder = prepare_folder(plan)
-    return StartedLoader(folder, host_service.start(Place(folder, SERVICE), _launch(folder)))
+    return StartedLoader(folder, host_service.start_service(ServiceLocation(folder, SERVICE), _launch(folder)))
 
 
 def prepare_folder(plan: HostPlan, mount: Path = rings.MOUNT) -> Path:
@@ -129,7 +129,7 @@ def _remove_stale(base: Path) -> None:
 
 def _make_folder(token: str) -> Path:
     """Make a new folder that only this user may enter."""
-    base = private_base()
+    base = private_base_folder()
     _remove_stale(base)
     folder = base / f"loader-{token}"
     folder.mkdir(mode=0o700)
@@ -138,9 +138,9 @@ def _make_folder(token: str) -> Path:
 
 def connect_loader(folder: Path) -> Conversation:
     """Return a conversation with the folder's loader, which is started if none runs; raises its error at the start."""
-    service = Place(folder, SERVICE)
+    service = ServiceLocation(folder, SERVICE)
     try:
-        return host_service.connect(service, _launch(folder), FROM_READER, FROM_LOADER, seconds=_START_SECONDS)
+        return host_service.connect_service(service, _launch(folder), FROM_READER, FROM_LOADER, seconds=_START_SECONDS)
     except ServiceFailed as error:
         raise named(error.kind, str(error)) from None
     except OSError as error:
@@ -161,7 +161,7 @@ def _launch(folder: Path) -> Launch:
 
 def find_owner(folder: Path) -> int | None:
     """Return the process id of the folder's loader, None if none runs."""
-    return Place(folder, SERVICE).owner()
+    return ServiceLocation(folder, SERVICE).owner_pid()
 
 
 def kill_loader(folder: Path) -> None:
@@ -343,14 +343,14 @@ class LoaderReader:
     def _progress(self) -> float:
         """Return the work of the loader's process so far; -1 if there is no process."""
         try:
-            return _process_work(peer(self._loader.sock)[0])
+            return _process_work(peer_credentials(self._loader.sock)[0])
         except OSError:  # the watcher is about to start another
             return -1.0
 
     def _replace(self) -> None:
         """Kill a loader that hangs; the watcher starts another."""
         with contextlib.suppress(OSError):
-            pid, _ = peer(self._loader.sock)
+            pid, _ = peer_credentials(self._loader.sock)
             log.warning("the data loader (process %d) made no progress for %g s: killing it", pid, self._hang_seconds)
             os.kill(pid, signal.SIGKILL)
 
@@ -371,7 +371,7 @@ class LoaderReader:
         self._closing = True
         with contextlib.suppress(OSError):
             self._loader.send(Bye())
-        self._loader.hang_up()
+        self._loader.shut_down()
         self._watcher.join(5.0)
         self._loader.close()
 

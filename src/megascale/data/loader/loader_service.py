@@ -28,8 +28,8 @@ from megascale.data.loader.host_plan import FROM_LOADER, FROM_READER, SERVICE, A
 from megascale.errors import MegascaleError, kind_of
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply
-from megascale.services.host_service import Place, Ready
-from megascale.services.reception import Reception
+from megascale.services.host_service import ReadySignal, ServiceLocation
+from megascale.services.reception import ConnectionServer
 
 log = logging.getLogger("megascale.data.loader")
 
@@ -50,7 +50,7 @@ class Seat:
 class LoaderService:
     """The loader of one host and start of a run; `parent` is the process that started this one."""
 
-    reception: Reception
+    reception: ConnectionServer
 
     def __init__(self, folder: Path, parent: int) -> None:
         self.folder = folder
@@ -155,7 +155,7 @@ class LoaderService:
 
     # readers ----------------------------------------------------------------------------------------------------
 
-    def serve(self, reception: Reception) -> None:
+    def serve(self, reception: ConnectionServer) -> None:
         """Answer readers until all have left."""
         self.reception = reception
         self.filler = threading.Thread(target=self.fill, daemon=True)
@@ -169,19 +169,19 @@ class LoaderService:
         if self.filler is not None:
             self.filler.join(5.0)
         self.source.close()
-        if not self.reception.here:
+        if not self.reception.client_count:
             self.segment.unlink(missing_ok=True)
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _is_done(self) -> bool:
-        if self.reception.here:
+        if self.reception.client_count:
             return False
         if all(seat.has_left for seats in self.seats for seat in seats):
             return True
         if self.has_readers:
-            return self.reception.deserted(_LINGER_SECONDS)
+            return self.reception.is_idle(_LINGER_SECONDS)
         # Until the first reader joins, the loader ends with the process that started it.
-        return os.getppid() != self.parent or self.reception.deserted(_FIRST_READER_SECONDS)
+        return os.getppid() != self.parent or self.reception.is_idle(_FIRST_READER_SECONDS)
 
     def talk(self, reader: Conversation) -> None:
         """Serve one reader until it leaves or dies; the ring then no longer waits for it."""
@@ -260,7 +260,7 @@ class LoaderService:
                 self.seats[stream][j].reader = None
 
 
-def serve(folder: Path, parent: int, ready: Ready) -> None:
+def serve(folder: Path, parent: int, ready: ReadySignal) -> None:
     """Serve until all readers have left. Returns at once if another process already serves the folder.
 
     Args:
@@ -273,7 +273,7 @@ def serve(folder: Path, parent: int, ready: Ready) -> None:
         services.append(LoaderService(folder, parent))
         return services[0].talk
 
-    owned = host_service.own(Place(folder, SERVICE), begin, (FROM_LOADER, FROM_READER), ready)
+    owned = host_service.claim_service(ServiceLocation(folder, SERVICE), begin, (FROM_LOADER, FROM_READER), ready)
     if owned is None:
         return
     (service,) = services
@@ -295,11 +295,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(0))
-    ready = Ready(arguments.ready, arguments.starting)
+    ready = ReadySignal(arguments.ready, arguments.starting)
     try:
         serve(arguments.folder, arguments.parent, ready)
     except MegascaleError as error:
-        ready.say(ErrorReply(str(error)[:2000], kind_of(error)))
+        ready.send(ErrorReply(str(error)[:2000], kind_of(error)))
         sys.exit(error.exit_code)
 
 
