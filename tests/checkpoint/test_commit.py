@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megascale.checkpoint import TensorShard, inspect, latest, load, save, steps
-from megascale.checkpoint.complete_checkpoint import open_whole
+from megascale.checkpoint.complete_checkpoint import open_checkpoint
 from megascale.checkpoint.format.index import is_tensor_name
-from megascale.checkpoint.format.step_folders import COMMIT, METADATA, prune, read_index, survey
+from megascale.checkpoint.format.step_folders import COMMIT, METADATA, list_commits, prune, read_index
 from megascale.checkpoint.format.verify import verify
 from megascale.checkpoint.loader import LoadReport
 from megascale.checkpoint.storage.local_disk import LocalStorage
@@ -95,7 +95,7 @@ def test_saved_again_replaces(folder: Path) -> None:
 def test_what_an_earlier_save_left_in_a_kept_step_goes(folder: Path) -> None:
     """Files of saves up to the newest commit that no commit names, also of a save with just its number."""
     save(folder, 5, whole(logical_state(1)), {}, keep=1)
-    [commit] = survey(open_storage(folder))[0]
+    [commit] = list_commits(open_storage(folder))[0]
     names = {p.name for p in (folder / "step-5").iterdir()}
     leftover, begun = (f"{number:08d}-abcdef01-00000.distcp" for number in (commit.sequence, commit.sequence + 1))
     assert leftover not in names
@@ -123,7 +123,7 @@ def test_chunks_that_share_elements_with_a_box(folder: Path) -> None:
     tensor = torch.arange(64.0).view(8, 8)
     shards = [TensorShard("model.a", (8, 8), (r, c), tensor[r : r + 4, c : c + 4]) for r in (0, 4) for c in (0, 4)]
     save(folder, 1, shards, {}, keep=1)
-    index = read_index(open_storage(folder), survey(open_storage(folder))[0][0])
+    index = read_index(open_storage(folder), list_commits(open_storage(folder))[0][0])
 
     def quarters(offsets: tuple[int, int], sizes: tuple[int, int]) -> set[tuple[int, ...]]:
         return {tuple(index.box(row).offsets) for row in index.overlapping("model.a", Box(offsets, sizes)).tolist()}
@@ -198,7 +198,7 @@ def test_going_back_to_imported_weights_clears_the_moments(folder: Path) -> None
     save(folder, 0, whole(weights), {"step": 0}, keep=2)
     place = save(folder, 5, whole(logical_state(5)), {"step": 5}, keep=2)
     # A weight is damaged: by the time that it is found the moments have been read into place.
-    (commit,) = (c for c in survey(open_storage(folder))[0] if c.step == 5)
+    (commit,) = (c for c in list_commits(open_storage(folder))[0] if c.step == 5)
     index = read_index(open_storage(folder), commit)
     (row,) = index.overlapping("model.embedding.weight", Box((0, 0), (37, 12))).tolist()
     (file,) = place.glob("*.distcp")
@@ -226,7 +226,7 @@ def test_what_another_optimizer_keeps_begins_at_zero(folder: Path) -> None:
     assert load(folder, wanted, accept=lambda state, name: True, report=report) == {"step": 5}
     assert_same(got, saved)
     assert not any(tensor.any() for tensor in own.values())
-    assert report.zeroed == {"optimizer.momentum"}
+    assert report.zeroed_states == {"optimizer.momentum"}
 
 
 def test_a_part_of_another_model_is_refused(folder: Path) -> None:
@@ -301,7 +301,7 @@ class Overtaking(LocalStorage):
 
 def test_a_look_finds_the_step_that_has_replaced_all_that_were_there(folder: Path) -> None:
     save(folder, 1, whole(logical_state(1)), {}, keep=1)
-    assert [commit.step for commit in survey(Overtaking(folder))[0]] == [2]
+    assert [commit.step for commit in list_commits(Overtaking(folder))[0]] == [2]
 
 
 def _overtaken_group(rank: int, size: int, folder: Path, newer: Path) -> tuple[dict, list[bool]]:
@@ -327,7 +327,7 @@ def test_a_step_that_is_pruned_is_passed_over_by_all_processes(folder: Path, tmp
 def test_tools_do_not_call_a_pruned_step_damaged(folder: Path) -> None:
     storage = open_storage(folder)
     save(folder, 1, whole(logical_state(1)), {}, keep=1)
-    opened = open_whole(folder)
+    opened = open_checkpoint(folder)
 
     def prune(done: int, total: int) -> None:
         if steps(folder) == [1]:
@@ -336,7 +336,7 @@ def test_tools_do_not_call_a_pruned_step_damaged(folder: Path) -> None:
     assert verify(storage, 1, prune, threads=1).removed
     assert not verify(storage, 2).problems
     with pytest.raises(DataError, match="was removed while it was read"):
-        opened.tensor(next(iter(opened.tensors)))
+        opened.read_tensor(next(iter(opened.tensors)))
 
 
 def test_nothing_and_half_written_are_named(folder: Path) -> None:

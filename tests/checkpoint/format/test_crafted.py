@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from megascale.checkpoint import inspect, load, save
-from megascale.checkpoint.complete_checkpoint import open_whole
+from megascale.checkpoint.complete_checkpoint import open_checkpoint
 from megascale.checkpoint.conversion import export_torch
-from megascale.checkpoint.format.step_folders import prune, steps, survey
+from megascale.checkpoint.format.step_folders import list_commits, prune, steps
 from megascale.checkpoint.format.verify import verify
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.cli.main import app
@@ -42,7 +42,7 @@ def test_a_crafted_checkpoint_is_refused_by_all(how: str, sound: Path, tmp_path:
         assert verify(open_storage(run / "checkpoints"), 1).problems
         for read in (
             lambda: load(run / "checkpoints", whole(blank(logical_state()))),
-            lambda: export_torch(open_whole(run), tmp_path / "out.pt", {"optimizer.step": "step"}),
+            lambda: export_torch(open_checkpoint(run), tmp_path / "out.pt", {"optimizer.step": "step"}),
         ):
             with pytest.raises(DataError) as caught:
                 read()
@@ -51,7 +51,7 @@ def test_a_crafted_checkpoint_is_refused_by_all(how: str, sound: Path, tmp_path:
         assert tracemalloc.get_traced_memory()[1] < ROOM
     finally:
         tracemalloc.stop()
-    survey(open_storage(run / "checkpoints"))
+    list_commits(open_storage(run / "checkpoints"))
     prune(run / "checkpoints", 1)
     assert not (tmp_path / "out.pt").exists()
 
@@ -61,7 +61,7 @@ def test_the_sound_one_is_read_by_all(sound: Path, tmp_path: Path) -> None:
     assert not verify(open_storage(sound / "checkpoints"), 1).problems
     got = blank(logical_state())
     assert load(sound / "checkpoints", whole(got)) == {"step": 1}
-    export_torch(open_whole(sound), tmp_path / "out.pt", {"optimizer.step": "step"})
+    export_torch(open_checkpoint(sound), tmp_path / "out.pt", {"optimizer.step": "step"})
     assert torch.load(tmp_path / "out.pt")["step"] == 7
     assert steps(sound / "checkpoints") == [1]
 

@@ -19,9 +19,9 @@ from megascale.resilience.agent.rank_lease import RankLease
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import LIMIT, Order, Refuse, Welcome
 from megascale.resilience.protocol.given import given, given_token
+from megascale.services.conversation import set_peer_timeout
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Message
-from megascale.services.silence import notice_silence
 
 log = logging.getLogger("megascale.agent")
 RETRY = 0.25  # seconds between attempts to reach a driver
@@ -118,7 +118,7 @@ class DriverLink:
         async with asyncio.timeout(5.0):
             reader, writer = await connect(host, port, self._local(host))
             try:
-                notice_silence(writer.get_extra_info("socket"), 2 * job.limits.window)
+                set_peer_timeout(writer.get_extra_info("socket"), 2 * job.limits.window)
                 token = given_token(self._folder)  # read anew: the next driver may have made another one
                 channel = await agent_channel.open_channel(reader, writer, token, driver=False)
                 own = {"epoch": self.epoch, "pid": os.getpid(), "version": agent_channel.VERSION}

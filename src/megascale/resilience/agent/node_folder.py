@@ -17,7 +17,7 @@ from pathlib import Path
 from megascale.errors import ConfigError
 from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.given import JobDescription, give
-from megascale.services.private_folder import make_private
+from megascale.services.host_service import make_private_folder
 
 PROCESS = "agent.json"
 _GONE = 5.0  # seconds for a killed process to be gone
@@ -45,7 +45,7 @@ def prepare(folder: Path, job: JobDescription, token: bytes, marker: str) -> Job
             "that they share"
         )
     folder.parent.mkdir(0o700, parents=True, exist_ok=True)
-    make_private(folder)
+    make_private_folder(folder)
     known = known_epoch(folder)
     if job.epoch < known:
         raise ConfigError(

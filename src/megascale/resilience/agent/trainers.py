@@ -38,7 +38,7 @@ from megascale.resilience.protocol.fork_messages import (
 )
 from megascale.resilience.protocol.heartbeat import TAIL, Worker, fit
 from megascale.services.messages import Message
-from megascale.services.shared_token import derive
+from megascale.services.shared_token import derive_token
 
 log = logging.getLogger("megascale.agent")
 # Imported once by the fork server; by name, as this package does not know the trainer's.
@@ -213,7 +213,7 @@ class Trainers:
         words = ("train", str(settings), *place, *order.words)
         self.trainers = {}
         networks = _networks(address)
-        replicas = os.environ.get(REPLICA_VARIABLE) or derive(token, f"replicas of {order.job}")
+        replicas = os.environ.get(REPLICA_VARIABLE) or derive_token(token, f"replicas of {order.job}")
         for local, rank in enumerate(order.ranks):
             log = logs / f"rank-{rank}.log"
             start = log.stat().st_size if log.exists() else 0

@@ -12,15 +12,15 @@ from megascale.services.messages import (
     Count,
     Facts,
     Finite,
-    Given,
+    Integer,
     Message,
     Name,
+    NonEmptyName,
     Part,
     Path,
     Port,
     Schema,
     Text,
-    Whole,
 )
 
 LIMIT = MAX_BYTES + 1024
@@ -60,8 +60,8 @@ class Hello(Message, frozen=True):
         attempt: of which it holds processes.
     """
 
-    job: Given
-    node: Given
+    job: NonEmptyName
+    node: NonEmptyName
     version: Name
     address: Name
     boot: Name
@@ -80,8 +80,8 @@ class Join(Message, frozen=True):
     Fields as those of `Hello`. The driver answers `Described` or `Refuse` and hangs up.
     """
 
-    job: Given
-    node: Given
+    job: NonEmptyName
+    node: NonEmptyName
     version: Name
     address: Name
     hardware: Facts = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Stopped(Message, frozen=True):
     order: Count
     attempt: Count
     port: Port
-    codes: Annotated[dict[Rank, Whole], _MANY] = field(default_factory=dict)
+    codes: Annotated[dict[Rank, Integer], _MANY] = field(default_factory=dict)
 
 
 class StartFailed(Message, frozen=True, tag="failed"):
@@ -109,7 +109,7 @@ class Diagnosed(Message, frozen=True):
     """Result of the self-checks that order `order` asked for. code: their exit code; report: JSON; said: in words."""
 
     order: Count
-    code: Whole
+    code: Integer
     report: Annotated[str, Meta(max_length=REPORT)] = ""
     said: Text = ""
 
@@ -149,7 +149,7 @@ class FileData(Message, frozen=True):
         whole: the file is replaced by it.
     """
 
-    name: Given
+    name: NonEmptyName
     start: Count
     data: Annotated[bytes, Meta(max_length=PIECE)]
     first: bool = False
@@ -221,7 +221,7 @@ class Start(Message, frozen=True):
 
     epoch: Count
     attempt: Count
-    job: Given
+    job: NonEmptyName
     ranks: Annotated[tuple[Rank, ...], _MANY]
     world: Count
     master: tuple[Name, Port]
@@ -272,7 +272,7 @@ class Kept(Message, frozen=True):
     """The driver has written a file to position `end` of the sender's."""
 
     epoch: Count
-    name: Given
+    name: NonEmptyName
     end: Count
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megascale.checkpoint.format import mapping
-from megascale.checkpoint.format.mapping import Filling, fill_pages, map_shared
+from megascale.checkpoint.background import snapshot_memory
+from megascale.checkpoint.background.snapshot_memory import PageFiller, fill_pages, map_shared
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 
@@ -38,15 +38,15 @@ def resident(mapped: mmap.mmap) -> int:
 @pytest.mark.parametrize("pages", [1, 3, 257])
 @pytest.mark.parametrize("threads", [1, 2, 6])
 def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
-    monkeypatch.setattr(mapping, "_PIECE", 2 * mmap.PAGESIZE)
-    monkeypatch.setattr(mapping, "usable_cores", lambda: threads)
+    monkeypatch.setattr(snapshot_memory, "_PIECE_BYTES", 2 * mmap.PAGESIZE)
+    monkeypatch.setattr(snapshot_memory, "usable_cores", lambda: threads)
     size = pages * mmap.PAGESIZE + 5
     data = os.urandom(size)
     os.write(handle, data)
     told: list[int] = []
     if writable:
         mapped = mmap.mmap(handle, size)
-        fill_pages(mapped, new=True, told=told.append)
+        fill_pages(mapped, new=True, on_progress=told.append)
         assert sum(told) == size
     else:
         mapped = map_shared(handle, size, writable=False)
@@ -62,8 +62,8 @@ def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
 
 
 def test_a_kernel_without_the_advice_maps_it_too(handle, monkeypatch):
-    monkeypatch.setattr(mapping, "_PIECE", mmap.PAGESIZE)
-    monkeypatch.setattr(mapping, "usable_cores", lambda: 4)
+    monkeypatch.setattr(snapshot_memory, "_PIECE_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(snapshot_memory, "usable_cores", lambda: 4)
     asked = []
 
     def refuse(begin: int, length: int, advice: int) -> int:
@@ -71,7 +71,7 @@ def test_a_kernel_without_the_advice_maps_it_too(handle, monkeypatch):
         ctypes.set_errno(errno.EINVAL)
         return -1
 
-    monkeypatch.setattr(mapping, "_madvise", lambda: refuse)
+    monkeypatch.setattr(snapshot_memory, "_find_madvise", lambda: refuse)
     os.ftruncate(handle, 64 * mmap.PAGESIZE)
     mapped = map_shared(handle, 64 * mmap.PAGESIZE)
     assert asked
@@ -85,31 +85,31 @@ def test_pages_that_cannot_be_had_are_told_of(handle):
     os.ftruncate(handle, 8 * mmap.PAGESIZE)
     with pytest.raises(OSError, match="Bad address"):
         fill_pages(whole)
-    filling = Filling(whole)
+    filling = PageFiller(whole)
     with pytest.raises(OSError, match="Bad address"):
         filling.wait(30.0)
-    assert not filling.left
+    assert not filling.remaining_bytes
 
 
 def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
     """What was not touched yet is cleared when somebody touches it."""
-    monkeypatch.setattr(mapping, "_PIECE", mmap.PAGESIZE)
-    monkeypatch.setattr(mapping, "_CLEARING", 1)
-    begun, goes_on, real = threading.Semaphore(0), threading.Semaphore(3), mapping._madvise()
+    monkeypatch.setattr(snapshot_memory, "_PIECE_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(snapshot_memory, "_CLEARING_THREADS", 1)
+    begun, goes_on, real = threading.Semaphore(0), threading.Semaphore(3), snapshot_memory._find_madvise()
 
     def slow(begin: int, length: int, advice: int) -> int:
         begun.release()
         goes_on.acquire()
         return real(begin, length, advice)
 
-    monkeypatch.setattr(mapping, "_madvise", lambda: slow)
+    monkeypatch.setattr(snapshot_memory, "_find_madvise", lambda: slow)
     os.ftruncate(handle, 64 * mmap.PAGESIZE)
     mapped = mmap.mmap(handle, 64 * mmap.PAGESIZE)
-    filling = Filling(mapped)
+    filling = PageFiller(mapped)
     for _ in range(4):
         begun.acquire()
     assert not filling.wait(0.0)
-    assert filling.left == 61 * mmap.PAGESIZE
+    assert filling.remaining_bytes == 61 * mmap.PAGESIZE
     mapped[-1:] = b"x"
     with pytest.raises(BufferError):
         mapped.close()
@@ -120,7 +120,7 @@ def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
         goes_on.release()
         stopper.join(0.01)
     assert filling.wait(0.0)
-    assert not filling.left
+    assert not filling.remaining_bytes
     mapped.close()
     assert os.pread(handle, 1, 64 * mmap.PAGESIZE - 1) == b"x"
 
@@ -136,8 +136,8 @@ def test_one_mapping_is_filled_after_the_other_by_turn(monkeypatch):
         if not stop.is_set():
             goes_on.acquire()
 
-    monkeypatch.setattr(mapping, "fill_pages", fill)
-    fillings = [Filling([number], turn) for number, turn in enumerate((0, 1, 0, 1, 0))]
+    monkeypatch.setattr(snapshot_memory, "fill_pages", fill)
+    fillings = [PageFiller([number], turn) for number, turn in enumerate((0, 1, 0, 1, 0))]
     running.acquire()
     fillings[4].stop()  # while it waits: it need not any more
     running.acquire()
