@@ -19,6 +19,7 @@ from megascale.checkpoint.format.commit import Commit
 from megascale.checkpoint.loader import AcceptState, LoadReport, load, warn
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import save_to_storage
+from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError, TrainingError
@@ -101,14 +102,9 @@ class Checkpointer:
         """
         complete = shards is None
         shards = self.shards if shards is None else shards
-        report = report if report is not None else LoadReport()
+        report = report or LoadReport()
         storage = open_storage(self.folder)
-        newest = None
-        if self.peers.rank == 0:
-            pending_saves.finish_pending(storage)
-            commits = [c for c in folders.list_commits(storage)[0] if step in (None, c.step)]
-            newest = (max((c.sequence for c in commits), default=0), folders.read_identity(storage))
-        sequence, identity = self.peers.broadcast(newest, tuple[int, str | None] | None)
+        sequence, identity = self.peers.compute_once(lambda: _find_newest(storage, step), tuple[int, str])
         damage = None
         if self.config.background and identity:
             state = self._load_from_memory(sequence, identity, step, shards, report, accept, complete)
@@ -116,8 +112,7 @@ class Checkpointer:
                 return state
             damage = state
         # A first save that died half-way leaves nothing to load, as if there were no checkpoint.
-        has_commits = any(folders.list_commits(storage)) if self.peers.rank == 0 else None
-        has_commits = self.peers.broadcast(has_commits, bool | None)
+        has_commits = self.peers.compute_once(lambda: any(folders.list_commits(storage)), bool)
         if not has_commits and step is None:
             if damage:  # parts of it may have been copied into the weights
                 raise DataError(
@@ -222,19 +217,14 @@ class Checkpointer:
 
     def _open_snapshots(self) -> Snapshots:
         if self._snapshots is None:
-            config = self.config
             self._snapshots = Snapshots(
+                self.config,
                 self.folder,
                 self.shards,
                 run=self.run,
-                keep=config.keep,
                 peers=self.peers,
                 base_sequence=self._base_sequence,
-                slots=config.slots or (2 if config.memory_interval else 1),
-                replicas=config.replicas,
-                address=config.replica_address,
                 domain=self.domain,
-                linger=config.linger,
             )
             log.info("staging memory: %s bytes on this process", f"{self._snapshots.memory:,}")
         return self._snapshots
@@ -273,3 +263,13 @@ class Checkpointer:
             self._foreground_outcomes += self._snapshots.finish(goodbye=run_ended)
             self._snapshots = None
         return self.poll()
+
+
+def _find_newest(storage: Storage, step: int | None) -> tuple[int, str]:
+    """Return the number of the newest commit (of `step`), 0 if there is none, and the folder's identity.
+
+    Saves whose committer died are committed first.
+    """
+    pending_saves.finish_pending(storage)
+    commits = [c for c in folders.list_commits(storage)[0] if step in (None, c.step)]
+    return max((c.sequence for c in commits), default=0), folders.read_identity(storage)

@@ -67,8 +67,7 @@ class CompleteCheckpoint:
             chunk_box = self._index.box(row)
             common = intersect_boxes(chunk_box, box)
             if common is not None:
-                target = result[box_slices(box, common)] if common.sizes else result
-                target.copy_(chunk[box_slices(chunk_box, common)] if common.sizes else chunk)
+                result[box_slices(box, common)].copy_(chunk[box_slices(chunk_box, common)])
         return result
 
     def _read_chunk(self, row: int) -> torch.Tensor:

@@ -176,7 +176,7 @@ class _ForeignReader:
             self._last.clear()
             self._last[name] = self._readers[name]()
         slices = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-        return self._last[name][slices] if slices else self._last[name]
+        return self._last[name][slices]
 
 
 def read_foreign_tensors(path: Path, prefix: str) -> Source:
@@ -275,8 +275,9 @@ def _read_distributed(path: Path) -> Iterator[ForeignTensor]:
             state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
             dcp.load(state, storage_reader=Reader(path), no_dist=True)
         except (Exception, CheckpointException) as error:  # the files may hold anything; tensors alone are unpickled
-            failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
-            cause = failures[0][0] if failures else error
+            cause: BaseException = error
+            if isinstance(error, CheckpointException) and error.failures:
+                cause, _ = next(iter(error.failures.values()))
             if isinstance(cause, KeyboardInterrupt):
                 raise cause from None
             raise DataError(

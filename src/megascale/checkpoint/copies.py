@@ -92,9 +92,6 @@ class ShardCopier:
             return
         with torch.no_grad():
             target = shard.tensor.detach()
-        if not common.sizes:
-            self._current_round.append(self._submit(target, tensor))
-            return
         # A copy within one device is too short to be cut.
         parts = [common] if tensor.is_cuda else split_box(common, tensor.element_size(), _PIECE_BYTES)
         for part in parts:

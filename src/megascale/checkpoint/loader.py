@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +177,7 @@ def load(
             if damages and peers.rank == 0:
                 warn(f"{'; '.join(damages)}. Went back to the checkpoint of step {commit.step}")
             return commit.state
-        if peers.broadcast(folders.is_removed(storage, commit) if peers.rank == 0 else None, bool | None):
+        if peers.compute_once(partial(folders.is_removed, storage, commit), bool):
             removed += 1
             if step is not None or removed == _MAX_REMOVED:
                 raise DataError(
@@ -219,7 +220,7 @@ def find_candidates(storage: Storage, step: int | None) -> list[Commit] | str:
 
 def _share_candidates(storage: Storage, step: int | None, peers: Peers) -> list[Commit]:
     """Return the commits to try in order, the same on all processes. Raises DataError if there is none."""
-    candidates = peers.broadcast(find_candidates(storage, step) if peers.rank == 0 else None, list[Commit] | str | None)
+    candidates = peers.compute_once(lambda: find_candidates(storage, step), list[Commit] | str)
     if isinstance(candidates, str):
         raise DataError(candidates)
     return list(candidates)
@@ -264,8 +265,7 @@ def load_commit(
     new_optimizer: bool = False,
 ) -> str | None:
     """Fill shards from one commit; collective. Arguments and result as for `fill_shards`."""
-    opened = _open_commit(storage, commit) if peers.rank == 0 else None
-    index_bytes, damage = peers.broadcast(opened, tuple[bytes, str])
+    index_bytes, damage = peers.compute_once(lambda: _open_commit(storage, commit), tuple[bytes, str])
     if damage:
         return damage
     source = StorageChunks(storage, commit, CheckpointIndex.from_bytes(index_bytes))
@@ -301,7 +301,7 @@ def fill_shards(
     Returns None if every chunk was as written, else a description of the damage, the same on all processes. Raises
     DataError if the checkpoint is of another model.
     """
-    report = report if report is not None else LoadReport()
+    report = report or LoadReport()
     index = source.index
     if new_optimizer:
         shards = _zero_new_state(index, shards, report)
@@ -318,9 +318,9 @@ def fill_shards(
         raise DataError(problem)
     with ShardCopier(shards) as copier:
         _ChunkTransfer(source, shards, requests, peers, copier).run(report)
-    damage = report.damage[:1]
+    damage = next(iter(report.damage), None)
     report.damage = []
-    return peers.first_problem(damage[0] if damage else None)
+    return peers.first_problem(damage)
 
 
 @dataclass(frozen=True)
@@ -328,13 +328,13 @@ class _Round:
     """The chunks that this process has read for one round.
 
     Attributes:
-        own: the parts that this process needs.
+        local: the parts that this process needs.
         outgoing: bytes for the other processes, one after the other; None where no chunk moves in this round.
         counts: bytes of `outgoing` for each process.
         report: its cost and damage.
     """
 
-    own: list[Piece]
+    local: list[Piece]
     outgoing: torch.Tensor | None
     counts: list[int]
     report: LoadReport
@@ -375,7 +375,7 @@ class _ChunkTransfer:
             for number in range(len(self._rounds)):
                 ready = pending.popleft().result()
                 report.add(ready.report)
-                for row, box, tensor in ready.own + self._exchange_round(number, ready):
+                for row, box, tensor in ready.local + self._exchange_round(number, ready):
                     for shard in self._shards[self._index.name(row)]:
                         self._copier.copy_to_shard(box, tensor, shard)
                 self._copier.wait_for_previous_round()
@@ -387,7 +387,7 @@ class _ChunkTransfer:
         rows = self._rounds[number][self._peers.rank]
         report = LoadReport()
         chunks = read_chunks(self._source, rows, report)
-        own: list[Piece] = []
+        local: list[Piece] = []
         outgoing: list[torch.Tensor] = []
         counts = [0] * len(self._requests)
         for rank, request in enumerate(self._requests):
@@ -395,15 +395,15 @@ class _ChunkTransfer:
                 continue
             for row, part in request.select(rows):
                 box = unpack_box(self._index, row, part)
-                piece = chunks[row][box_slices(self._index.box(row), box)] if box.sizes else chunks[row]
+                piece = chunks[row][box_slices(self._index.box(row), box)]
                 if rank == self._peers.rank:
-                    own.append((row, box, piece))
+                    local.append((row, box, piece))
                 else:
                     outgoing.append(piece)
                     counts[rank] += piece.nbytes
         report.sent_bytes = sum(counts)
         joined = self._copier.join_pieces(outgoing, self._device) if self._moves[number] else None
-        return _Round(own, joined, counts, report)
+        return _Round(local, joined, counts, report)
 
     def _exchange_round(self, number: int, ready: _Round) -> list[Piece]:
         """Send the other processes their parts of a round and return the parts that this process needs of theirs."""

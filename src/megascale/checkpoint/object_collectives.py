@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -79,6 +79,10 @@ class Peers:
             data = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, group=self.group, group_src=0)
         return value if self.rank == 0 else decode_value(data.numpy().data, kind)
+
+    def compute_once(self, compute: Callable[[], Any], kind: Any) -> Any:
+        """Return the result of `compute` (of type `kind`), called on the first process only, on every process."""
+        return self.broadcast(compute() if self.rank == 0 else None, kind)
 
     def scatter(self, values: list[Any], kind: Any) -> Any:
         """Return this process's entry of the first process's `values` (of type `kind`); others pass an empty list."""

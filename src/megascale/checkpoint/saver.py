@@ -52,8 +52,7 @@ class ShardChunk:
 
     def view(self) -> torch.Tensor:
         """Return the elements as a view of the shard's memory."""
-        tensor = self.shard.tensor.detach()
-        return tensor[box_slices(self.shard.box, self.box)] if self.box.sizes else tensor
+        return self.shard.tensor.detach()[box_slices(self.shard.box, self.box)]
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def agree_on_plan(peers: Peers, shards: Sequence[TensorShard]) -> tuple[RankPart
 def to_host_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's elements as bytes in host memory, row-major, without a copy where they already are so."""
     flat = tensor.to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy().data)
 
 
 def write_chunk(

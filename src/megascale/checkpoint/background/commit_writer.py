@@ -1,4 +1,4 @@
-"""From a snapshot in memory to a commit in storage: files, part records, the commit, pruning. No torch.
+"""Writing snapshots from memory to storage and committing them: files, part records, commit, pruning. No torch.
 
 This is the part of the checkpoint service that knows storage. A service has one `SaveWriter`, whose methods may be
 called by several threads at once.

@@ -112,8 +112,8 @@ def find_memory_save(service: Conversation | None, peers: Peers, identity: str) 
     facts: dict[str, tuple[int, int]] = {}  # (number of processes, step) of each save
     for member, member_entries in enumerate(peers.all_gather(entries, list[tuple[int, bool, str, int, int]])):
         for rank, is_replica, generation, ranks, step in member_entries:
-            own, replicas = saves.setdefault(generation, {}).setdefault(rank, ([], []))
-            (replicas if is_replica else own).append(member)
+            owners, replicas = saves.setdefault(generation, {}).setdefault(rank, ([], []))
+            (replicas if is_replica else owners).append(member)
             facts[generation] = (ranks, step)
     for generation in sorted(saves, reverse=True):
         snapshots = saves[generation]
@@ -162,7 +162,7 @@ def load_memory_save(
     index = join_indexes([CheckpointIndex.from_bytes(all_parts[rank][0]) for rank in range(len(save.holders))])
     state: dict[str, Any] = json.loads(all_parts[0][1])
     name = f"memory, step {save.step}"
-    new_optimizer = accept(state, name) if accept is not None else False
+    new_optimizer = accept is not None and accept(state, name)
     source = MemoryChunks(name, index, state, save, snapshots)
     damage = fill_shards(source, shards, peers, report, complete=complete, new_optimizer=new_optimizer)
-    return state if damage is None else damage
+    return damage or state

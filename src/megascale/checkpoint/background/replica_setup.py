@@ -59,9 +59,10 @@ def agree_on_token(peers: Peers, location: str, identity: str) -> tuple[str, str
 def _find_token(location: str, make: bool) -> tuple[bytes, str]:
     """Return this process's token and the problem that prevents it ("" if there is none)."""
     token = os.environ.get(REPLICA_VARIABLE, "")
+    if 0 < len(token) < _MIN_CHARACTERS:
+        return b"", f"{REPLICA_VARIABLE} has only {len(token)} characters"
     if token:
-        is_short = len(token) < _MIN_CHARACTERS
-        return token.encode(), f"{REPLICA_VARIABLE} has only {len(token)} characters" if is_short else ""
+        return token.encode(), ""
     if "://" in location:
         return b"", f"{location} is not a folder that keeps a secret, and {REPLICA_VARIABLE} is not set"
     path = Path(location) / TOKEN_FILE

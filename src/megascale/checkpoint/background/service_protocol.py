@@ -162,7 +162,7 @@ class Allocated(Message, frozen=True):
 
 
 class PagesReady(Message, frozen=True):
-    """Whether the pages are in place."""
+    """Report whether the pages are in place."""
 
     ready: bool
 
@@ -231,7 +231,7 @@ class Checksums(Message, frozen=True):
 
 
 class Replicated(Message, frozen=True):
-    """Whether the replica arrived undamaged."""
+    """Report whether the replica arrived undamaged."""
 
     is_complete: bool
 

@@ -55,6 +55,7 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import agree_on_plan, cut_chunks
 from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
+from megascale.config import CheckpointConfig
 from megascale.errors import FitError, TrainingError
 from megascale.services.conversation import Conversation
 
@@ -68,45 +69,35 @@ class Snapshots:
     """Saves in the background for one set of shards. Construction and `start` are collective over the group.
 
     Args:
+        config: the [checkpoint] section.
         folder: folder of the checkpoints, a path or an fsspec URL that all hosts see.
         shards: this process's boxes, views on the live memory that training changes in place.
         run: the run folder; identifies the service of this host.
-        keep: number of committed checkpoints to keep.
         base_sequence: number of the save that was loaded from memory, which new saves must exceed; 0: none.
         peers: the processes that save together.
-        slots: snapshots in host memory; with one, a save is skipped while the last one is being written.
-        replicas: copy each snapshot to a peer host's service.
-        address: address on which this host's service takes replicas.
         domain: fault domain of this host.
-        linger: seconds that the service waits for new trainers.
 
     Raises FitError if the host has not enough memory, TrainingError if the shards do not cover the tensors.
     """
 
     def __init__(
         self,
+        config: CheckpointConfig,
         folder: Path | str,
         shards: Sequence[TensorShard],
         *,
         run: Path,
-        keep: int,
         peers: Peers,
         base_sequence: int = 0,
-        slots: int = 1,
-        replicas: bool = False,
-        address: str = "127.0.0.1",
         domain: str = "",
-        linger: float = 60.0,
     ) -> None:
         self.peers = peers
-        self.keep = keep
-        self.slot_count = slots
+        # With one slot, a save is skipped while the last one is being written.
+        self.slot_count = config.slots or (2 if config.memory_interval else 1)
         self.storage = open_storage(folder)
         self._base_sequence = base_sequence
-        self._replicas = replicas
-        self._address = address
+        self._config = config
         self._domain = domain
-        self._linger = linger
         self._service_folder = service_protocol.private_folder(run)
         self._log_file = run / "logs" / "checkpoint-service.log"
         self.part, plan = agree_on_plan(peers, shards)
@@ -191,7 +182,7 @@ class Snapshots:
             persist=persist,
             storage=self.storage.url,
             required_bytes=self.required_bytes,
-            keep=self.keep,
+            keep=self._config.keep,
             local_ranks=tuple(self._local_ranks),
             leader=self.peers.rank == 0,
             plan=self._plan_name,
@@ -297,7 +288,7 @@ class Snapshots:
     # The service --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> Conversation:
-        return service.connect_checkpoint_service(self._service_folder, self._linger, self._log_file)
+        return service.connect_checkpoint_service(self._service_folder, self._config.linger, self._log_file)
 
     def _open(self) -> str | None:
         """Connect to the service and set up memory, replicas and threads; collective.
@@ -306,7 +297,7 @@ class Snapshots:
         """
         problem = None
         self._token = ""
-        if self._replicas:
+        if self._config.replicas:
             self._token, problem = agree_on_token(self.peers, self.storage.url, self.identity)
             if problem:
                 return problem
@@ -314,7 +305,7 @@ class Snapshots:
         try:
             self._service = self._connect()
             self._service.timeout = _REPLY_TIMEOUT
-            address = resolve_address(self._address)
+            address = resolve_address(self._config.replica_address)
             registered = self._service.request(Register(self._token, address))
             host = (registered.service, address, registered.port, self._domain)
         except (OSError, TrainingError) as error:
@@ -325,9 +316,9 @@ class Snapshots:
             return problem
         hosts = [answer for _, answer in answers]
         self._local_ranks = [rank for rank, (name, *_) in enumerate(hosts) if name == host[0]]
-        if self._replicas and self.peers.rank == 0:
+        if self._config.replicas and self.peers.rank == 0:
             warn_if_reachable([(address, port) for _, address, port, _ in hosts])
-        self._peer = self._find_peer(hosts, host[0]) if self._replicas else None
+        self._peer = self._find_peer(hosts, host[0])
         problem = self._allocate()
         if problem:
             return problem
@@ -340,7 +331,7 @@ class Snapshots:
         return None
 
     def _find_peer(self, hosts: Sequence[tuple[str, str, int, str]], own_name: str) -> tuple[str, int] | None:
-        """Return (address, port) of the service that keeps this host's replicas, None for a single host.
+        """Return (address, port) of the service that keeps this host's replicas, None if there are none.
 
         Args:
             hosts: each process's service: name, address, port and fault domain.
@@ -348,7 +339,7 @@ class Snapshots:
         """
         by_name = {host[0]: host for host in hosts}
         names = list(dict.fromkeys(host[0] for host in hosts))
-        if len(names) == 1:
+        if not self._config.replicas or len(names) == 1:
             return None
         partners = pair_hosts([by_name[name][3] or name for name in names])
         _, address, port, _ = by_name[names[partners[names.index(own_name)]]]

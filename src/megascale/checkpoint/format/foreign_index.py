@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -109,18 +109,18 @@ def _convert_index(root: Any) -> Metadata:
 
     metadata = _check_record(root, "Metadata", "the file")
     entries: dict[str, Any] = {}
-    for key, entry in _check_mapping(metadata.get("state_dict_metadata"), "state_dict_metadata").items():
-        name = _check_text(key, "a tensor's name")
+    for key, entry in _check_type(metadata.get("state_dict_metadata"), dict, "state_dict_metadata").items():
+        name = _check_type(key, str, "a tensor's name")
         is_bytes = type(entry).__name__ == "BytesStorageMetadata"
         entries[name] = BytesStorageMetadata() if is_bytes else _convert_tensor(entry, name)
     storage = {}
-    for key, value in _check_mapping(metadata.get("storage_data"), "storage_data").items():
+    for key, value in _check_type(metadata.get("storage_data"), dict, "storage_data").items():
         location = _check_record(key, "MetadataIndex", "storage_data")
         info = _check_record(value, "_StorageInfo", "storage_data")
-        name = _check_text(location.get("fqn"), "a chunk's name")
+        name = _check_type(location.get("fqn"), str, "a chunk's name")
         offset = location.get("offset")
         sizes = None if offset is None else _check_sizes(offset, f"{name}'s offset")
-        file = _check_text(info.get("relative_path"), f"{name}'s file")
+        file = _check_type(info.get("relative_path"), str, f"{name}'s file")
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\0" in file or not file:
             raise DataError(f"{name} lies in the file {file!r}, which is not inside the checkpoint's folder")
         start, length = _check_sizes((info.get("offset"), info.get("length")), f"{name}'s position")
@@ -164,14 +164,6 @@ def _check_record(value: Any, name: str, label: str) -> _Record:
     if isinstance(value, _Record) and type(value).__name__ == name:
         return value
     raise DataError(f"{label} is of type {type(value).__name__} where {name} is expected")
-
-
-def _check_mapping(value: Any, label: str) -> Mapping[Any, Any]:
-    return _check_type(value, dict, label)
-
-
-def _check_text(value: Any, label: str) -> str:
-    return _check_type(value, str, label)
 
 
 def _check_sizes(value: Any, label: str) -> torch.Size:

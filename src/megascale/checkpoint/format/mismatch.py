@@ -73,7 +73,7 @@ def _guess_keys(
     saved = state.get("config") if isinstance(state.get("config"), Mapping) else {}
     model = (saved or {}).get("model", {})
     layers = _compare_layers(shapes, index)
-    hints = [layers] if layers else []
+    hints = [layers]
     for _, stored, shape in differing:
         for saved_size, size in zip(stored, shape, strict=False):
             keys = _keys_of_size(model, saved_size) if saved_size != size else []
@@ -82,7 +82,9 @@ def _guess_keys(
     prefixes = sorted({".".join(key.split(".")[:2]) for key in missing if "." in key})
     if not layers and any(prefix.startswith("optimizer.") for prefix in prefixes):
         hints.append(f"optimizer.name likely differs (no {', '.join(prefixes)} there)")
-    return list(dict.fromkeys(hints)) or ["compare its configuration with `megascale checkpoint inspect`"]
+    return [hint for hint in dict.fromkeys(hints) if hint] or [
+        "compare its configuration with `megascale checkpoint inspect`"
+    ]
 
 
 def _compare_layers(names: Iterable[str], index: CheckpointIndex) -> str:

@@ -162,7 +162,7 @@ def _stack_offers(offers: Sequence[Offer], tensors: dict[str, TensorInfo]) -> _C
     for r, offer in enumerate(offers):
         stop = start + len(offer.tensor)
         numbers = np.array([number[name] for name in offer.tensors], np.int32)
-        owner[start:stop] = numbers[offer.tensor] if len(numbers) else 0
+        owner[start:stop] = numbers[offer.tensor]
         box[start:stop, :, : offer.box.shape[2]] = offer.box
         rank[start:stop] = r
         local[start:stop] = np.arange(stop - start)
@@ -229,6 +229,6 @@ def _lay_out_files(tensors: dict[str, TensorInfo], table: _ChunkTable, ranks: in
     parts = []
     for r in range(ranks):
         rows = slice(bounds[r], bounds[r + 1])
-        size = int(start[rows][-1] + length[rows][-1]) if rows.stop > rows.start else 0
+        size = int(length[rows].sum())
         parts.append(RankPart(table.number[rows], start[rows], columns["data"][rows], length[rows], size))
     return WritePlan(CheckpointIndex(tensors, [data_file_name(r) for r in writers.tolist()], columns), parts)
