@@ -46,6 +46,7 @@ class Checkpointer:
 
     Attributes:
         loaded_from: source of the loaded state.
+        snapshots: the saves in the background, None before `prepare` or the first save.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class Checkpointer:
         self.peers = Peers(group)
         self.folder: Path | str = config.location or run / "checkpoints"
         self.loaded_from: Literal["nothing", "memory", "a peer's memory", "storage"] = "nothing"
+        self.snapshots: Snapshots | None = None
         self._base_sequence = 0  # number of the save that was loaded from memory
         self._is_only_in_memory = False  # the loaded state is not in storage
-        self._snapshots: Snapshots | None = None
         self._foreground_outcomes: list[SaveOutcome] = []
         self._skipped_commits: list[Commit] = []
 
@@ -210,14 +211,9 @@ class Checkpointer:
             self._is_only_in_memory = False
         return has_begun
 
-    @property
-    def snapshots(self) -> Snapshots | None:
-        """Return the saves in the background, None before the first."""
-        return self._snapshots
-
     def _open_snapshots(self) -> Snapshots:
-        if self._snapshots is None:
-            self._snapshots = Snapshots(
+        if self.snapshots is None:
+            self.snapshots = Snapshots(
                 self.config,
                 self.folder,
                 self.shards,
@@ -226,8 +222,8 @@ class Checkpointer:
                 base_sequence=self._base_sequence,
                 domain=self.domain,
             )
-            log.info("staging memory: %s bytes on this process", f"{self._snapshots.memory:,}")
-        return self._snapshots
+            log.info("staging memory: %s bytes on this process", f"{self.snapshots.memory:,}")
+        return self.snapshots
 
     def prepare(self) -> None:
         """Start the service and allocate its memory before the first save; call it after `load`, if at all."""
@@ -241,16 +237,16 @@ class Checkpointer:
             step: the step that the update completes. If its state is to be saved too, the last snapshot must be at its
                 peer first: a lost host then costs at most the steps between two saves.
         """
-        if self._snapshots is not None:
+        if self.snapshots is not None:
             is_saved = step is not None and self.save_target(step) is not None
-            self._snapshots.before_update(wait_for_replica=is_saved)
+            self.snapshots.before_update(wait_for_replica=is_saved)
 
     def poll(self) -> list[SaveOutcome]:
         """Return the saves that have ended since the last call."""
         outcomes = self._foreground_outcomes
         self._foreground_outcomes = []
-        if self._snapshots is not None:
-            outcomes += self._snapshots.poll()
+        if self.snapshots is not None:
+            outcomes += self.snapshots.poll()
         return outcomes
 
     def finish(self, run_ended: bool = True) -> list[SaveOutcome]:
@@ -259,9 +255,9 @@ class Checkpointer:
         Args:
             run_ended: the run has ended, so the service need not wait for trainers.
         """
-        if self._snapshots is not None:
-            self._foreground_outcomes += self._snapshots.finish(goodbye=run_ended)
-            self._snapshots = None
+        if self.snapshots is not None:
+            self._foreground_outcomes += self.snapshots.finish(goodbye=run_ended)
+            self.snapshots = None
         return self.poll()
 
 

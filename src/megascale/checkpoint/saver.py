@@ -60,30 +60,22 @@ class SaveFailure:
     """An error that kept a process from saving, in a form that can be sent to the others.
 
     Attributes:
-        kind: name of the error's class.
-        text: its message.
-        errno: error number of its system call, 0: none.
+        text: message with cause and remedy.
+        errno: error number of the failed system call, 0: none.
     """
 
-    kind: str
     text: str
-    errno: int = 0
+    errno: int
 
     @classmethod
-    def from_error(cls, error: Exception) -> SaveFailure:
-        """Return the failure that describes an error."""
-        if isinstance(error, OSError):
-            return cls("OSError", error.strerror or str(error), error.errno or 0)
-        if isinstance(error, TrainingError):
-            return cls("TrainingError", str(error), error.errno)
-        return cls("RuntimeError", repr(error))
+    def from_error(cls, error: Exception, storage: Storage, needed: int) -> SaveFailure:
+        """Return the failure that describes an error; `needed`: bytes of the checkpoint."""
+        if not isinstance(error, TrainingError):
+            error = explain_save_error(error, storage, needed)
+        return cls(str(error), error.errno)
 
-    def to_error(self) -> Exception:
-        """Return an equivalent exception."""
-        if self.kind == "OSError":
-            return OSError(self.errno, self.text) if self.errno else OSError(self.text)
-        if self.kind != "TrainingError":
-            return RuntimeError(self.text)
+    def to_error(self) -> TrainingError:
+        """Return the failure as an exception."""
         error = TrainingError(self.text)
         error.errno = self.errno
         return error
@@ -208,14 +200,13 @@ def save_to_storage(
         raise begun.to_error()
     generation, needed = begun
     path = f"{folders.step_name(step)}/{generation}-{data_file_name(peers.rank)}"
-    written = _try_write_rank_file(storage, path, part, cut_chunks(shards))
+    written = _try_write_rank_file(storage, path, part, cut_chunks(shards), needed)
     results = peers.gather(written, WrittenFile | SaveFailure)
     finished = _finish_save(storage, step, generation, plan, results, state, keep) if plan else None
     outcome = peers.broadcast(finished, int | SaveFailure | None)
-    if isinstance(outcome, int):
-        return outcome
-    error = outcome.to_error()
-    raise error if isinstance(error, TrainingError) else explain_save_error(error, storage, needed)
+    if isinstance(outcome, SaveFailure):
+        raise outcome.to_error()
+    return int(outcome)
 
 
 def _begin_save(storage: Storage, state: dict[str, Any], needed: int) -> tuple[str, int] | SaveFailure:
@@ -227,11 +218,11 @@ def _begin_save(storage: Storage, state: dict[str, Any], needed: int) -> tuple[s
             raise OSError(errno.ENOSPC, "No space left on device")
         return folders.new_generation(storage), needed
     except (OSError, DataError) as error:
-        return SaveFailure.from_error(explain_save_error(error, storage, needed))
+        return SaveFailure.from_error(error, storage, needed)
 
 
 def _try_write_rank_file(
-    storage: Storage, path: str, part: RankPart, chunks: Sequence[ShardChunk]
+    storage: Storage, path: str, part: RankPart, chunks: Sequence[ShardChunk], needed: int
 ) -> WrittenFile | SaveFailure:
     """Write this process's file and return its checksums, or the failure.
 
@@ -246,7 +237,7 @@ def _try_write_rank_file(
     except Exception as error:
         if writer is not None:
             writer.abort()
-        return SaveFailure.from_error(error)
+        return SaveFailure.from_error(error, storage, needed)
 
 
 def _finish_save(
@@ -272,7 +263,7 @@ def _finish_save(
             folders.prune(storage, keep)
             return commit.size
         except Exception as error:
-            failure = SaveFailure.from_error(error)
+            failure = SaveFailure.from_error(error, storage, plan.size)
     with contextlib.suppress(OSError):
         folders.withdraw(storage, step, generation)
     return failure

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megascale.checkpoint.format.index import TensorInfo
+from megascale.checkpoint.format.index import TensorInfo, used_dimensions
 from megascale.core.tensors import Box
 
 if TYPE_CHECKING:
@@ -86,11 +86,6 @@ def intersect_boxes(a: Box, b: Box) -> Box | None:
 def box_slices(outer: Box, inner: Box) -> tuple[slice, ...]:
     """Return the slices of `inner` in an array shaped like `outer`."""
     return tuple(slice(i - o, i - o + n) for o, i, n in zip(outer.offsets, inner.offsets, inner.sizes, strict=True))
-
-
-def used_dimensions(tensors: Mapping[str, TensorInfo], dims: int) -> np.ndarray:
-    """Return [tensors, dims] whether each tensor has each dimension."""
-    return np.arange(dims) < np.array([len(info.shape) for info in tensors.values()], np.int64).reshape(-1, 1)
 
 
 def check_coverage(tensors: Mapping[str, TensorInfo], owner: np.ndarray, box: np.ndarray) -> None:

@@ -133,20 +133,13 @@ class CheckpointIndex:
         # Each number is compared with the remainder of the one before, so that no sum exceeds 64 bits.
         if ((start > file_size) | (length > file_size - np.minimum(start, file_size))).any():
             raise ValueError("a chunk reaches outside its file")
-        if ((data < start) | (data - start > length) | (self._element_bytes() > length - (data - start))).any():
+        nbytes = count_box_bytes(self.tensors, self.columns["tensor"], self.columns["box"])
+        if ((data < start) | (data - start > length) | (nbytes > length - (data - start))).any():
             raise ValueError("a chunk's elements reach outside its part of the file")
         order = np.lexsort((start, file))
         same_file = np.diff(file[order]) == 0
         if (same_file & ((start + length)[order][:-1] > start[order][1:])).any():
             raise ValueError("two chunks lie in the same bytes of a file")
-
-    def _element_bytes(self) -> np.ndarray:
-        """Return [rows] the bytes of each chunk's elements."""
-        dims = self.columns["box"].shape[2]
-        used = np.arange(dims) < np.array([len(i.shape) for i in self.tensors.values()], np.int64).reshape(-1, 1)
-        item = np.array([element_size(info.dtype) for info in self.tensors.values()], np.int64)
-        owner = self.columns["tensor"]
-        return np.where(used[owner], self.columns["box"][:, 1], 1).prod(axis=1, dtype=np.int64) * item[owner]
 
     def rows(self, name: str) -> np.ndarray:
         """Return the row numbers of a tensor's chunks."""
@@ -192,6 +185,23 @@ class CheckpointIndex:
 def is_tensor_name(name: str) -> bool:
     """Return whether a logical tensor may have this name: printable text of bounded length."""
     return 0 < len(name) <= _NAME_LENGTH and name.isprintable()
+
+
+def used_dimensions(tensors: Mapping[str, TensorInfo], dims: int) -> np.ndarray:
+    """Return [tensors, dims] whether each tensor has each dimension."""
+    return np.arange(dims) < np.array([len(info.shape) for info in tensors.values()], np.int64).reshape(-1, 1)
+
+
+def count_box_bytes(tensors: Mapping[str, TensorInfo], owner: np.ndarray, box: np.ndarray) -> np.ndarray:
+    """Return [rows] the bytes of each box's elements.
+
+    Args:
+        owner: [rows] number of each box's tensor.
+        box: [rows, 2, dims] offsets and sizes.
+    """
+    item = np.array([element_size(info.dtype) for info in tensors.values()], np.int64)
+    sizes = np.where(used_dimensions(tensors, box.shape[2])[owner], box[:, 1], 1)
+    return sizes.prod(axis=1, dtype=np.int64) * item[owner]
 
 
 def join_indexes(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megascale.checkpoint.format.archive import ALIGNMENT, element_size, head_length, tail_length
-from megascale.checkpoint.format.chunks import check_coverage, split_box, used_dimensions
-from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
+from megascale.checkpoint.format.chunks import check_coverage, split_box
+from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo, count_box_bytes
 from megascale.checkpoint.storage.base import PAGE
 from megascale.core.tensors import Box
 
@@ -167,9 +167,7 @@ def _stack_offers(offers: Sequence[Offer], tensors: dict[str, TensorInfo]) -> _C
         rank[start:stop] = r
         local[start:stop] = np.arange(stop - start)
         start = stop
-    item = np.array([element_size(info.dtype) for info in tensors.values()], np.int64)
-    sizes = np.where(used_dimensions(tensors, dims)[owner], box[:, 1], 1)
-    return _ChunkTable(owner, box, rank, local, sizes.prod(axis=1) * item[owner])
+    return _ChunkTable(owner, box, rank, local, count_box_bytes(tensors, owner, box))
 
 
 def _group_equal_boxes(table: _ChunkTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
