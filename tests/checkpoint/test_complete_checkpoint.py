@@ -11,13 +11,13 @@ from megascale.checkpoint import complete_checkpoint, save
 from megascale.checkpoint.complete_checkpoint import open_checkpoint
 from megascale.core.tensors import Box
 from megascale.errors import DataError
-from tests.checkpoint.conftest import assert_same, logical_state, view, whole
+from tests.checkpoint.conftest import assert_same, full_shards, logical_state, view
 
 
 def test_any_box_of_a_tensor_is_read(folder: Path) -> None:
     state = logical_state()
-    save(folder, 1, whole(state), {"step": 1}, keep=2)
-    save(folder, 3, whole(logical_state(1)), {"step": 3}, keep=2)
+    save(folder, 1, full_shards(state), {"step": 1}, keep=2)
+    save(folder, 3, full_shards(logical_state(1)), {"step": 3}, keep=2)
     checkpoint = open_checkpoint(folder, 1)
     assert checkpoint.state == {"step": 1}
     assert_same({name: checkpoint.read_tensor(name) for name in checkpoint.tensors}, state)
@@ -33,12 +33,12 @@ def test_the_chunks_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyP
     """Three tensors of 400 bytes, and room for two of them."""
     monkeypatch.setattr(complete_checkpoint, "_CACHE_BYTES", 800)
     state = {f"model.{name}": torch.full((100,), float(i)) for i, name in enumerate("abc")}
-    save(folder, 1, whole(state), {}, keep=1)
+    save(folder, 1, full_shards(state), {}, keep=1)
     checkpoint = open_checkpoint(folder)
     fetched: list[int] = []
     fetch = complete_checkpoint.read_chunks
     monkeypatch.setattr(
-        complete_checkpoint, "read_chunks", lambda source, *rest: fetched.append(1) or fetch(source, *rest)
+        complete_checkpoint, "read_chunks", lambda source, *args: fetched.append(1) or fetch(source, *args)
     )
 
     def count_fetches(name: str) -> int:

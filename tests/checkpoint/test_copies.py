@@ -13,7 +13,7 @@ from megascale.checkpoint import TensorShard, copies, load, save
 from megascale.checkpoint.copies import PinnedBuffer, ShardCopier
 from megascale.checkpoint.format.chunks import box_slices, intersect_boxes
 from megascale.core.tensors import Box
-from tests.checkpoint.conftest import blank, logical_state, whole
+from tests.checkpoint.conftest import blank, full_shards, logical_state
 
 TYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.bool]
 HOST = torch.device("cpu")
@@ -44,9 +44,9 @@ def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 @given(st.lists(st.tuples(cuts(), st.sampled_from(TYPES), st.booleans()), max_size=4))
-def test_pieces_are_joined_byte_by_byte_whatever_their_types_and_strides(given_: list) -> None:
+def test_pieces_are_joined_byte_by_byte_whatever_their_types_and_strides(cases: list) -> None:
     pieces = []
-    for (shape, boxes), dtype, turned in given_:
+    for (shape, boxes), dtype, turned in cases:
         tensor = numbered(shape, dtype)
         pieces += [view(tensor, box).mT if turned and len(shape) > 1 else view(tensor, box) for box in boxes]
     with ShardCopier([]) as several:
@@ -78,26 +78,26 @@ def test_staging_holds_a_copy_of_what_fits_whatever_its_strides(cut: tuple, dtyp
     tensor, staging = numbered(shape, dtype), PinnedBuffer(96, page_locked=False)
     for box in boxes:
         piece = view(tensor, box).mT if turned and len(shape) > 1 else view(tensor, box)
-        held = staging.copy_in(piece)
+        copy = staging.copy_in(piece)
         if not 0 < piece.nbytes <= 96 or dtype is torch.complex128:
-            assert held is None
+            assert copy is None
             continue
-        assert held is not None
-        assert held.is_contiguous()
-        assert held.dtype is dtype
-        assert torch.equal(held.double(), piece.double()) if dtype.itemsize < 8 else torch.equal(held, piece)
+        assert copy is not None
+        assert copy.is_contiguous()
+        assert copy.dtype is dtype
+        assert torch.equal(copy.double(), piece.double()) if dtype.itemsize < 8 else torch.equal(copy, piece)
 
 
 def test_a_copy_that_fails_in_its_thread_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1, whole(logical_state()), {}, keep=1)
+    save(tmp_path, 1, full_shards(logical_state()), {}, keep=1)
     failing = iter([False, True])
     real = ShardCopier._copy
 
-    def copy(*given: object) -> None:
+    def copy(*arguments: object) -> None:
         if next(failing, False):
             raise RuntimeError("no memory")
-        real(*given)
+        real(*arguments)
 
     monkeypatch.setattr(ShardCopier, "_copy", copy)
     with pytest.raises(RuntimeError, match="no memory"):
-        load(tmp_path, whole(blank(logical_state())))
+        load(tmp_path, full_shards(blank(logical_state())))

@@ -19,7 +19,7 @@ from megascale.checkpoint.format.read_plan import ChunkRequest, assign_readers, 
 from megascale.checkpoint.format.write_plan import make_offer, make_plan
 from megascale.core.tensors import Box
 from megascale.errors import TrainingError
-from tests.checkpoint.conftest import assert_same, blank, cut, logical_state, run_group, whole
+from tests.checkpoint.conftest import assert_same, blank, cut, full_shards, logical_state, run_group
 
 CUTS = ["rows", "columns", "flat", "replicas"]
 
@@ -31,8 +31,8 @@ def _save_group(rank: int, size: int, folder: Path, how: str) -> str:
 def _load_group(rank: int, size: int, folder: Path, how: str) -> dict:
     expected, got = logical_state(), blank(logical_state())
     state = load(folder, cut(got, how, rank, size))
-    mine, theirs = cut(got, how, rank, size), cut(expected, how, rank, size)
-    for a, b in zip(mine, theirs, strict=True):
+    loaded, theirs = cut(got, how, rank, size), cut(expected, how, rank, size)
+    for a, b in zip(loaded, theirs, strict=True):
         assert torch.equal(a.tensor, b.tensor), a
     return state
 
@@ -42,7 +42,7 @@ def test_saved_by_four_loads_on_three(folder: Path, save_as: str, load_as: str) 
     assert len(set(run_group(4, _save_group, folder, save_as))) == 1
     assert run_group(3, _load_group, folder, load_as) == [{"consumed": 12}] * 3
     got = blank(logical_state())
-    load(folder, whole(got))
+    load(folder, full_shards(got))
     assert_same(got, logical_state())
 
 
@@ -101,7 +101,7 @@ def test_storage_is_read_once_and_evenly(folder: Path, how: str) -> None:
 
 def test_subset_and_other_dtype(folder: Path) -> None:
     tensors = logical_state()
-    save(folder, 1, whole(tensors), {}, keep=1)
+    save(folder, 1, full_shards(tensors), {}, keep=1)
     name = "model.embedding.weight"
     got = torch.zeros(37, 12, dtype=torch.float64)
     load(folder, [TensorShard(name, (37, 12), (0, 0), got)])
@@ -115,7 +115,7 @@ def test_hole_is_refused(folder: Path) -> None:
     with pytest.raises(TrainingError, match="overlap"):
         save(folder, 1, [TensorShard("w", (4, 4), (0, 0), t[:2]), TensorShard("w", (4, 4), (1, 0), t[:2])], {}, keep=1)
     with pytest.raises(TrainingError, match="complex64"):
-        save(folder, 1, whole({"w": torch.zeros(2, dtype=torch.complex64)}), {}, keep=1)
+        save(folder, 1, full_shards({"w": torch.zeros(2, dtype=torch.complex64)}), {}, keep=1)
 
 
 boxes = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=4).map(
@@ -197,11 +197,11 @@ def test_each_chunk_is_read_once_by_someone_who_can(data: st.DataObject) -> None
         holders = {f"f{i}": sorted({int(rng.integers(ranks)) for _ in range(2)}) for i in range(files)}
     reader = assign_readers(index, wants, holders)
     for row in range(count):
-        who = [rank for rank in range(ranks) if row in needs[rank]]
-        if not who:
+        candidates = [rank for rank in range(ranks) if row in needs[rank]]
+        if not candidates:
             assert reader[row] == -1
             continue
-        able = who if holders is None else [r for r in who if r in holders[index.file(row)]]
+        able = candidates if holders is None else [r for r in candidates if r in holders[index.file(row)]]
         assert reader[row] in (able or holders[index.file(row)])
     if holders is None and share == 1.0:
         loads = np.bincount(reader, columns["length"], minlength=ranks)

@@ -189,9 +189,9 @@ def test_seals_hold_in_order_on_their_connection_and_way_only(bodies, data):
     wrong = data.draw(st.integers(0, len(bodies) - 1))
     for body, seal in list(zip(bodies, seals, strict=True))[:wrong]:
         client.check(seal, body)
-    other = data.draw(st.sampled_from([i for i in range(len(bodies)) if i != wrong]))
+    swapped = data.draw(st.sampled_from([i for i in range(len(bodies)) if i != wrong]))
     with pytest.raises(ProtocolError):
-        client.check(seals[other], bodies[other])
+        client.check(seals[swapped], bodies[swapped])
     with pytest.raises(ProtocolError):
         Seal(key, True).check(seals[0], bodies[0])  # its own, come back
     with pytest.raises(ProtocolError):

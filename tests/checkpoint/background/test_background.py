@@ -34,12 +34,12 @@ from megascale.core.failure import errno_of
 from megascale.errors import DataError, FitError
 from megascale.services.host_service import ServiceLocation
 from tests.checkpoint.background.conftest import await_other, background, large_state, service_pid
-from tests.checkpoint.conftest import assert_same, blank, context, cut, logical_state, run_group, whole
+from tests.checkpoint.conftest import assert_same, blank, context, cut, full_shards, logical_state, run_group
 
 
 def test_saves_what_was_there_when_it_began(run: Path) -> None:
     tensors = logical_state(1)
-    checkpointer = Checkpointer(background(), run, whole(tensors))
+    checkpointer = Checkpointer(background(), run, full_shards(tensors))
     assert checkpointer.load() is None
     for step in (1, 2, 3):
         assert checkpointer.save(step, {"step": step}, wait=True)
@@ -50,11 +50,11 @@ def test_saves_what_was_there_when_it_began(run: Path) -> None:
     assert [(o.step, o.committed, o.reason) for o in outcomes] == [(1, True, ""), (2, True, ""), (3, True, "")]
     assert steps(run / "checkpoints") == [2, 3]
     got = blank(tensors)
-    assert load(run / "checkpoints", whole(got)) == {"step": 3}
+    assert load(run / "checkpoints", full_shards(got)) == {"step": 3}
     assert_same(got, logical_state(3))
     # Nothing but what the commit names is left beside it.
-    place = run / "checkpoints" / "step-3"
-    assert sorted(p.name.split("-")[-1] for p in place.iterdir()) == [
+    location = run / "checkpoints" / "step-3"
+    assert sorted(p.name.split("-")[-1] for p in location.iterdir()) == [
         ".metadata",
         "00000.distcp",
         "COMMIT",
@@ -64,10 +64,10 @@ def test_saves_what_was_there_when_it_began(run: Path) -> None:
 
 def _die_when_staged(run: str, step: int) -> None:
     """Save and be killed as soon as the service has the whole image, while it is still being written."""
-    checkpointer = Checkpointer(background(), Path(run), whole(large_state(step)))
+    checkpointer = Checkpointer(background(), Path(run), full_shards(large_state(step)))
     checkpointer.load()
     torch.set_num_threads(1)
-    checkpointer.shards = whole(large_state(step))
+    checkpointer.shards = full_shards(large_state(step))
     checkpointer.save(step, {"step": step})
     sock = service.connect_checkpoint_service(service_protocol.private_folder(run))
     while not any(h.step == step for h in sock.request(ListSnapshots()).snapshots):
@@ -83,10 +83,10 @@ def test_staged_state_is_saved_and_found_after_the_trainer_was_killed(run: Path)
         assert trainer.exitcode == -signal.SIGKILL
         await_other(lambda step=step: latest(run / "checkpoints") == step)
         got = blank(large_state(0))
-        assert load(run / "checkpoints", whole(got)) == {"step": step}
+        assert load(run / "checkpoints", full_shards(got)) == {"step": step}
         assert_same(got, large_state(step))
     got = blank(large_state(0))
-    checkpointer = Checkpointer(background(), run, whole(got))
+    checkpointer = Checkpointer(background(), run, full_shards(got))
     assert checkpointer.load() == {"step": 2}
     assert checkpointer.loaded_from == "memory"
     assert_same(got, large_state(2))
@@ -100,7 +100,7 @@ def _several(step: int) -> dict[str, torch.Tensor]:
 def _die_while_staging(run: str) -> None:
     """Save, then be killed when the service has heard of half of the next save's chunks and begun its file."""
     tensors = _several(1)
-    checkpointer = Checkpointer(background(), Path(run), whole(tensors))
+    checkpointer = Checkpointer(background(), Path(run), full_shards(tensors))
     checkpointer.save(1, {"step": 1})
     checkpointer.before_update()
     await_other(lambda: any(o.committed for o in checkpointer.poll()))
@@ -125,7 +125,7 @@ def test_a_half_staged_state_leaves_nothing(run: Path) -> None:
     assert trainer.exitcode == -signal.SIGKILL
     await_other(lambda: not (run / "checkpoints" / "step-2").exists())
     got = blank(_several(0))
-    checkpointer = Checkpointer(background(), run, whole(got))
+    checkpointer = Checkpointer(background(), run, full_shards(got))
     assert checkpointer.load() == {"step": 1}
     assert_same(got, _several(1))
     assert checkpointer.save(3, {"step": 3}, wait=True)
@@ -158,12 +158,12 @@ def test_memory_loads_on_another_layout(run: Path) -> None:
             path.rmdir()
         else:
             path.unlink()
-    assert Checkpointer(background(), run, whole(blank(logical_state()))).load() is None
+    assert Checkpointer(background(), run, full_shards(blank(logical_state()))).load() is None
 
 
 def test_a_dead_service_is_reported_and_replaced(run: Path) -> None:
     tensors = logical_state(1)
-    checkpointer = Checkpointer(background(), run, whole(tensors))
+    checkpointer = Checkpointer(background(), run, full_shards(tensors))
     checkpointer.save(1, {})
     checkpointer.before_update()
     await_other(lambda: any(o.committed for o in checkpointer.poll()))
@@ -178,9 +178,9 @@ def test_a_dead_service_is_reported_and_replaced(run: Path) -> None:
 
 def test_full_disk_is_an_outcome_and_costs_nothing(run: Path, small_disk: Path) -> None:
     tensors = {"w": torch.zeros(100_000)}
-    checkpointer = Checkpointer(background(location=str(small_disk / "c")), run, whole(tensors))
+    checkpointer = Checkpointer(background(location=str(small_disk / "c")), run, full_shards(tensors))
     checkpointer.save(1, {"step": 1})
-    big = Checkpointer(background(location=str(small_disk / "c")), run, whole({"w": torch.zeros(1 << 20)}))
+    big = Checkpointer(background(location=str(small_disk / "c")), run, full_shards({"w": torch.zeros(1 << 20)}))
     assert [o.committed for o in checkpointer.finish(run_ended=False)] == [True]
     big.save(2, {})
     (outcome,) = big.finish()
@@ -192,7 +192,7 @@ def test_full_disk_is_an_outcome_and_costs_nothing(run: Path, small_disk: Path) 
 def test_a_commit_that_finds_the_disk_full_says_so(run: Path, small_disk: Path) -> None:
     """There is room for the state, and none for the index."""
     tensors = {"w": torch.zeros(1 << 18)}
-    checkpointer = Checkpointer(background(location=str(small_disk / "c")), run, whole(tensors))
+    checkpointer = Checkpointer(background(location=str(small_disk / "c")), run, full_shards(tensors))
     needed = checkpointer.shards[0].tensor.nbytes
     (small_disk / "filler").write_bytes(b"0" * ((2 << 20) - needed - (48 << 10)))
     checkpointer.save(2, {"text": "x" * 20_000})
@@ -292,11 +292,11 @@ def _without_memory(rank: int, size: int, run: Path) -> tuple[str, int]:
 
 
 def test_all_say_which_rank_lacks_memory_and_its_own_error_alone_has_the_number(run: Path) -> None:
-    (text, own), (same, of_it) = run_group(2, _without_memory, run)
-    assert text == same
+    (text, errno_0), (text_1, of_it) = run_group(2, _without_memory, run)
+    assert text == text_1
     assert text.startswith(f"rank 1 on {socket.gethostname()}: staging memory for checkpoints is unavailable (")
     assert "3 of 5 bytes are free" in text
-    assert (own, of_it) == (0, errno.ENOMEM)
+    assert (errno_0, of_it) == (0, errno.ENOMEM)
 
 
 def _parts_only(rank: int, size: int, run: Path) -> None:
@@ -315,7 +315,7 @@ def test_whole_save_without_commit_is_finished_at_the_next_start(run: Path) -> N
     _uncommit(storage)
     assert latest(storage) is None
     got = blank(logical_state())
-    checkpointer = Checkpointer(background(background=False), run, whole(got))
+    checkpointer = Checkpointer(background(background=False), run, full_shards(got))
     assert checkpointer.load() == {"step": 3}
     assert_same(got, logical_state(3))
     assert finish_pending(storage) == []
@@ -323,23 +323,23 @@ def test_whole_save_without_commit_is_finished_at_the_next_start(run: Path) -> N
 
 def test_a_part_that_is_being_put_in_place_does_not_count_yet(run: Path) -> None:
     storage, generation = _saved_not_committed(run)
-    part, place = f"{generation}-part-00001.json", run / "checkpoints" / "step-3"
-    whole = (place / part).read_bytes()
+    part, location = f"{generation}-part-00001.json", run / "checkpoints" / "step-3"
+    part_bytes = (location / part).read_bytes()
     # Seen in the list, and in place under its own name before it is read.
-    (place / part).unlink()
-    (place / f"{part}.0123abcd.part").symlink_to("gone")
+    (location / part).unlink()
+    (location / f"{part}.0123abcd.part").symlink_to("gone")
     assert pending_saves.try_commit(storage, 3, generation) is None
-    (place / part).write_bytes(whole)
+    (location / part).write_bytes(part_bytes)
     assert pending_saves.try_commit(storage, 3, generation) is not None
 
 
 def test_two_may_commit_a_save_at_once(run: Path) -> None:
     _, generation = _saved_not_committed(run)
-    both = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
     class Slow(Disk):
         def replace(self, old: Path, new: Path) -> None:
-            both.wait(timeout=20)  # both have written theirs
+            barrier.wait(timeout=20)  # both have written theirs
             super().replace(old, new)
 
     storages = [LocalStorage(run / "checkpoints", Slow()) for _ in range(2)]
@@ -349,7 +349,7 @@ def test_two_may_commit_a_save_at_once(run: Path) -> None:
     assert done[0] is not None
     folders.withdraw(storages[0], 3, generation)  # one that believes it has failed takes nothing from the other
     got = blank(logical_state())
-    assert load(run / "checkpoints", whole(got)) == {"step": 3}
+    assert load(run / "checkpoints", full_shards(got)) == {"step": 3}
     assert_same(got, logical_state(3))
 
 
@@ -365,7 +365,7 @@ def _saved_not_committed(run: Path) -> tuple[LocalStorage, str]:
 def test_a_first_save_that_died_is_as_none(run: Path) -> None:
     storage = LocalStorage(run / "checkpoints")
     storage.write("step-3/00000001-abcdabcd-00000.distcp", b"half")
-    checkpointer = Checkpointer(background(background=False), run, whole(logical_state(1)))
+    checkpointer = Checkpointer(background(background=False), run, full_shards(logical_state(1)))
     assert checkpointer.load() is None
     checkpointer.save(3, {})
     assert [o.committed for o in checkpointer.poll()] == [True]
@@ -398,7 +398,7 @@ def test_what_killed_services_left_is_swept_and_what_runs_is_not(
 ) -> None:
     """Folders of services under one parent, as those of all runs of a user."""
     monkeypatch.setattr(service, "START_TIMEOUT", 240.0)  # however busy the machine is
-    dead, alive, mine = (tmp_path / name for name in ("dead", "alive", "mine"))
+    dead, alive, current = (tmp_path / name for name in ("dead", "alive", "mine"))
     # A service whose visitor stays does not end, however long the rest takes.
     with contextlib.closing(service.connect_checkpoint_service(alive)) as visitor:
         with contextlib.closing(service.connect_checkpoint_service(dead)) as sock:
@@ -406,8 +406,8 @@ def test_what_killed_services_left_is_swept_and_what_runs_is_not(
             assert sock.sock.recv(1) == b""
         with open(dead / "checkpoint.lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # which the kernel lets go of after its sockets, or before
-        service.serve(mine, linger=-1.0)  # ends at once
-        assert not mine.exists()
+        service.serve(current, linger=-1.0)  # ends at once
+        assert not current.exists()
         assert not dead.exists()
         assert (alive / "checkpoint.sock").exists()
         os.kill(visitor.request(Register()).pid, signal.SIGKILL)
@@ -415,13 +415,13 @@ def test_what_killed_services_left_is_swept_and_what_runs_is_not(
 
 def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:
     """Many start while others end and remove the folder: never two at once."""
-    place, inside, most = ServiceLocation(tmp_path / "place", "checkpoint"), 0, 0
+    location, inside, most = ServiceLocation(tmp_path / "place", "checkpoint"), 0, 0
     guard = threading.Lock()
 
     def come_and_go() -> None:
         nonlocal inside, most
         for _ in range(50):
-            lock = place.acquire_lock(make_folder=True)
+            lock = location.acquire_lock(make_folder=True)
             if lock is None:
                 continue
             with guard:
@@ -429,19 +429,19 @@ def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:
                 most = max(most, inside)
             with guard:
                 inside -= 1
-            place.release(lock)
+            location.release(lock)
 
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(come_and_go) for _ in range(8)]:
             done.result()
     assert most == 1
-    assert not place.folder.exists()
+    assert not location.folder.exists()
 
 
 def test_a_service_that_is_not_to_linger_waits_for_its_first_visitor(tmp_path):
-    place = service_protocol.private_folder(tmp_path / "run")
-    with contextlib.closing(service.connect_checkpoint_service(place, linger=0.0)) as first:
-        with contextlib.closing(service.connect_checkpoint_service(place, linger=0.0)):
+    location = service_protocol.private_folder(tmp_path / "run")
+    with contextlib.closing(service.connect_checkpoint_service(location, linger=0.0)) as first:
+        with contextlib.closing(service.connect_checkpoint_service(location, linger=0.0)):
             pass  # the same one: it is not alone yet
         assert first is not None
 
@@ -449,7 +449,7 @@ def test_a_service_that_is_not_to_linger_waits_for_its_first_visitor(tmp_path):
 def test_a_copy_that_fails_in_any_way_holds_up_no_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update of the next step waits for the copy, so a thread that ended without a word stopped the training."""
     tensors = logical_state(1)
-    checkpointer = Checkpointer(background(), run, whole(tensors))
+    checkpointer = Checkpointer(background(), run, full_shards(tensors))
     copy, failures = StagingSlot.copy_chunks, iter([ValueError("of no kind that was expected")])
 
     def fail_once(staging: StagingSlot) -> Iterator[int]:
@@ -468,13 +468,13 @@ def test_a_copy_that_fails_in_any_way_holds_up_no_step(run: Path, monkeypatch: p
 
 
 def test_a_watcher_that_cannot_reach_the_service_reports_the_save(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpointer = Checkpointer(background(), run, whole(logical_state(1)))
+    checkpointer = Checkpointer(background(), run, full_shards(logical_state(1)))
     connect, failures = service.connect_checkpoint_service, iter([OSError("no descriptor left")])
 
-    def fail_once(*words: object) -> object:
+    def fail_once(*arguments: object) -> object:
         if sys._getframe(2).f_code.co_name == "_watch_commits" and (error := next(failures, None)):
             raise error
-        return connect(*words)
+        return connect(*arguments)
 
     monkeypatch.setattr(service, "connect_checkpoint_service", fail_once)
     assert checkpointer.save(1, {"step": 1})

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without 
 
 @pytest.fixture
 def handle():
-    found = os.memfd_create("megascale-test")
-    yield found
-    os.close(found)
+    descriptor = os.memfd_create("megascale-test")
+    yield descriptor
+    os.close(descriptor)
 
 
 def resident(mapped: mmap.mmap) -> int:
@@ -43,11 +43,11 @@ def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
     size = pages * mmap.PAGESIZE + 5
     data = os.urandom(size)
     os.write(handle, data)
-    told: list[int] = []
+    progress: list[int] = []
     if writable:
         mapped = mmap.mmap(handle, size)
-        fill_pages(mapped, new=True, on_progress=told.append)
-        assert sum(told) == size
+        fill_pages(mapped, new=True, on_progress=progress.append)
+        assert sum(progress) == size
     else:
         mapped = map_shared(handle, size, writable=False)
     assert resident(mapped) == (pages + 1) * mmap.PAGESIZE
@@ -64,28 +64,28 @@ def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
 def test_a_kernel_without_the_advice_maps_it_too(handle, monkeypatch):
     monkeypatch.setattr(snapshot_memory, "_PIECE_BYTES", mmap.PAGESIZE)
     monkeypatch.setattr(snapshot_memory, "usable_cores", lambda: 4)
-    asked = []
+    calls = []
 
     def refuse(begin: int, length: int, advice: int) -> int:
-        asked.append(advice)
+        calls.append(advice)
         ctypes.set_errno(errno.EINVAL)
         return -1
 
     monkeypatch.setattr(snapshot_memory, "_find_madvise", lambda: refuse)
     os.ftruncate(handle, 64 * mmap.PAGESIZE)
     mapped = map_shared(handle, 64 * mmap.PAGESIZE)
-    assert asked
+    assert calls
     assert resident(mapped) == 64 * mmap.PAGESIZE
 
 
 def test_pages_that_cannot_be_had_are_told_of(handle):
     """Not by a signal at the first access."""
     os.ftruncate(handle, 64 * mmap.PAGESIZE)
-    whole = mmap.mmap(handle, 64 * mmap.PAGESIZE)
+    mapped = mmap.mmap(handle, 64 * mmap.PAGESIZE)
     os.ftruncate(handle, 8 * mmap.PAGESIZE)
     with pytest.raises(OSError, match="Bad address"):
-        fill_pages(whole)
-    filling = PageFiller(whole)
+        fill_pages(mapped)
+    filling = PageFiller(mapped)
     with pytest.raises(OSError, match="Bad address"):
         filling.wait(30.0)
     assert not filling.remaining_bytes

@@ -34,7 +34,7 @@ from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.errors import TrainingError
 from megascale.services.conversation import Conversation
 from tests.checkpoint.background.conftest import await_other, background, service_pid
-from tests.checkpoint.conftest import blank, cut, logical_state, run_group, whole
+from tests.checkpoint.conftest import blank, cut, full_shards, logical_state, run_group
 
 
 def _on_two_hosts(rank: int, size: int, run: Path, save_it: bool) -> Any:
@@ -66,7 +66,7 @@ def test_a_lost_host_is_replaced_by_its_peers_copies(run: Path) -> None:
         os.kill(service_pid(run / host), signal.SIGKILL)
     # Both gone: only step 4 was written.
     got = blank(logical_state())
-    checkpointer = Checkpointer(background(location=str(run / "checkpoints")), run / "host-0", whole(got))
+    checkpointer = Checkpointer(background(location=str(run / "checkpoints")), run / "host-0", full_shards(got))
     assert checkpointer.load() == {"step": 4}
     assert checkpointer.loaded_from == "storage"
 
@@ -80,15 +80,15 @@ def _kept_at_each_update(rank: int, size: int, run: Path) -> list[bool]:
     assert checkpointer.snapshots is not None
     checkpointer.snapshots._replica_barrier = ReplicaBarrier(60.0)  # a busy machine is no reason to go on without
     peer = service.connect_checkpoint_service(service_protocol.private_folder(run / f"host-{1 - rank}"))
-    kept = []
+    is_replicated = []
     for step in range(1, 13):
         assert checkpointer.save(step, {"step": step}, persist=False, wait=True)
         checkpointer.before_update(step + 1)
-        held = peer.request(ListSnapshots()).snapshots
-        kept.append(any(each.replica and each.rank == rank and each.step == step for each in held))
+        snapshots = peer.request(ListSnapshots()).snapshots
+        is_replicated.append(any(each.replica and each.rank == rank and each.step == step for each in snapshots))
     peer.close()
     checkpointer.finish(run_ended=False)
-    return kept
+    return is_replicated
 
 
 def test_an_update_waits_for_the_last_snapshot_at_the_peer(run: Path) -> None:
@@ -126,35 +126,35 @@ def _spoken(rank: int, size: int, run: Path, token: str) -> tuple[str, bytes]:
     """(what a start with replicas failed of, all that this process said to the others)."""
     if token:
         os.environ[REPLICA_VARIABLE] = token * (rank + 1)
-    said, dump = bytearray(), object_collectives.encode_value
+    sent, dump = bytearray(), object_collectives.encode_value
 
-    def heard(value: Any) -> bytes:
+    def record(value: Any) -> bytes:
         data = dump(value)
-        said.extend(data)
+        sent.extend(data)
         return data
 
-    object_collectives.encode_value = heard  # type: ignore[assignment]
+    object_collectives.encode_value = record  # type: ignore[assignment]
     config = background(replicas=True, location=str(run / "checkpoints"))
     checkpointer = Checkpointer(config, run / f"host-{rank}", cut(logical_state(1), "flat", rank, size))
     try:
         checkpointer.prepare()
     except TrainingError as error:
-        return str(error), bytes(said)
+        return str(error), bytes(sent)
     checkpointer.finish()
-    return "", bytes(said)
+    return "", bytes(sent)
 
 
 def test_the_replicas_token_is_never_sent_and_must_be_the_same(run: Path) -> None:
     for host in ("host-0", "host-1"):
         (run / host).mkdir()
-    told = run_group(2, _spoken, run, "")
+    messages = run_group(2, _spoken, run, "")
     file = run / "checkpoints" / replica_setup.TOKEN_FILE
     token = file.read_text()
     assert file.stat().st_mode & 0o777 == 0o600
-    assert [error for error, _ in told] == ["", ""]
-    assert all(len(said) > 100 for _, said in told)
+    assert [error for error, _ in messages] == ["", ""]
+    assert all(len(sent) > 100 for _, sent in messages)
     for secret in (token.encode(), bytes.fromhex(token), token.encode().hex().encode()):
-        assert all(secret not in said for _, said in told)
+        assert all(secret not in said for _, said in messages)
     for error, _ in run_group(2, _spoken, run, "x" * 32):
         assert "ranks [1] have another token than rank 0" in error
     file.chmod(0o644)
@@ -167,30 +167,30 @@ def test_addresses_that_other_machines_reach_are_told(caplog: pytest.LogCaptureF
     assert not caplog.records
     replica_setup.warn_if_reachable([(f"10.0.0.{n}", 7) for n in range(6)] * 2)
     (record,) = caplog.records
-    said = record.getMessage()
-    assert "10.0.0.0:7, 10.0.0.1:7, 10.0.0.2:7, 10.0.0.3:7 and 2 more" in said
-    assert "checkpoint.replica_address" in said
-    assert "set checkpoint.replicas=false" in said
+    message = record.getMessage()
+    assert "10.0.0.0:7, 10.0.0.1:7, 10.0.0.2:7, 10.0.0.3:7 and 2 more" in message
+    assert "checkpoint.replica_address" in message
+    assert "set checkpoint.replicas=false" in message
 
 
 def test_the_token_is_asked_for() -> None:
-    here, there = socket.socketpair()
+    left_end, right_end = socket.socketpair()
     errors: list[Exception] = []
 
-    def other(token: bytes) -> None:
+    def answer_peer(token: bytes) -> None:
         try:
-            Conversation(there, COPIES, COPIES).authenticate(token, "replicas", "server")
+            Conversation(right_end, COPIES, COPIES).authenticate(token, "replicas", "server")
         except ConnectionError as error:
             errors.append(error)
 
     for token, good in ((b"right", True), (b"wrong", False)):
-        thread = threading.Thread(target=other, args=(token,))
+        thread = threading.Thread(target=answer_peer, args=(token,))
         thread.start()
         if good:
-            Conversation(here, COPIES, COPIES).authenticate(b"right", "replicas", "client")
+            Conversation(left_end, COPIES, COPIES).authenticate(b"right", "replicas", "client")
         else:
             with pytest.raises(ConnectionError, match="token"):
-                Conversation(here, COPIES, COPIES).authenticate(b"right", "replicas", "client")
+                Conversation(left_end, COPIES, COPIES).authenticate(b"right", "replicas", "client")
         thread.join()
     assert len(errors) == 1
 
@@ -198,13 +198,13 @@ def test_the_token_is_asked_for() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=40))
 def test_partners_are_in_other_domains_where_that_can_be(domains: list[int]) -> None:
-    found = pair_hosts(domains)
-    assert sorted(found) == list(range(len(domains)))
-    assert all(host != other for host, other in enumerate(found))
+    partners = pair_hosts(domains)
+    assert sorted(partners) == list(range(len(domains)))
+    assert all(host != partner for host, partner in enumerate(partners))
     largest = max(domains.count(d) for d in domains)
-    same = sum(domains[host] == domains[other] for host, other in enumerate(found))
+    shared_domains = sum(domains[host] == domains[other] for host, other in enumerate(partners))
     # Of a domain with more than half of the hosts, some must pair among themselves.
-    assert same <= max(0, 2 * largest - len(domains))
+    assert shared_domains <= max(0, 2 * largest - len(domains))
 
 
 @pytest.fixture
@@ -225,8 +225,8 @@ def snapshot() -> Any:
         _staged(3), size=part.size, generation="00000003-a", state="{}", peer=peer, token=token.hex()
     )
     yield slot, staged, copies
-    for one in [slot, *(copy for slots in copies._slots.values() for copy in slots)]:
-        one.memory.close()
+    for item in [slot, *(copy for slots in copies._slots.values() for copy in slots)]:
+        item.memory.close()
 
 
 def test_a_copy_is_sent_while_its_snapshot_is_completed(snapshot: Any) -> None:
@@ -269,8 +269,8 @@ def test_a_copy_that_is_not_as_its_checksums_say_does_not_count(snapshot: Any) -
     slot, staged, copies = snapshot
     crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
     wrong = [*crcs.tolist()[:-1], 1]
-    for said in (wrong, crcs.tolist()[:-1]):
-        assert "arrived damaged" in str(ReplicaSender(staged, 2, slot, progress).finish(said))
+    for checksums in (wrong, crcs.tolist()[:-1]):
+        assert "arrived damaged" in str(ReplicaSender(staged, 2, slot, progress).finish(checksums))
         assert not copies.list_complete()
 
 
