@@ -50,9 +50,9 @@ def test_keeps_newest_and_goes_by_commit_order(folder: Path) -> None:
 @pytest.mark.parametrize("scheme", ["", "file://", "local://"])
 def test_a_linked_step_is_never_emptied(folder: Path, tmp_path: Path, scheme: str) -> None:
     """A checkpoint that was moved to another disk, and linked, survives what saving and pruning remove."""
-    place = f"{scheme}{folder}"
+    location = f"{scheme}{folder}"
     for step in (1, 2):
-        save(place, step, full_shards(logical_state(step)), {"step": step}, keep=2)
+        save(location, step, full_shards(logical_state(step)), {"step": step}, keep=2)
     (folder / "step-2" / "00000001-abcdabcd-00000.distcp").write_bytes(b"of a save that died")
     archived = {}
     for step in (1, 2):
@@ -60,11 +60,11 @@ def test_a_linked_step_is_never_emptied(folder: Path, tmp_path: Path, scheme: st
         (folder / f"step-{step}").symlink_to(tmp_path / f"moved-{step}")
         archived[step] = _contents(tmp_path / f"moved-{step}")
     for step, keep in ((3, 2), (4, 1), (5, 1)):
-        save(place, step, full_shards(logical_state(step)), {"step": step}, keep=keep)
-    assert steps(place) == [1, 2, 5]
+        save(location, step, full_shards(logical_state(step)), {"step": step}, keep=keep)
+    assert steps(location) == [1, 2, 5]
     assert {step: _contents(tmp_path / f"moved-{step}") for step in (1, 2)} == archived
-    assert prune(place, keep=1, remove_links=True) == [1, 2]
-    assert steps(place) == [5]
+    assert prune(location, keep=1, remove_links=True) == [1, 2]
+    assert steps(location) == [5]
     assert {step: _contents(tmp_path / f"moved-{step}") for step in (1, 2)} == archived
 
 
@@ -106,9 +106,9 @@ def test_what_an_earlier_save_left_in_a_kept_step_goes(folder: Path) -> None:
 
 
 def test_damage_is_described_by_what_reads_the_file(folder: Path) -> None:
-    place = save(folder, 1, full_shards(logical_state()), {}, keep=1)
-    for name in (METADATA, next(p.name for p in place.iterdir() if p.name.endswith(".distcp"))):
-        file = place / name
+    location = save(folder, 1, full_shards(logical_state()), {}, keep=1)
+    for name in (METADATA, next(p.name for p in location.iterdir() if p.name.endswith(".distcp"))):
+        file = location / name
         sound = file.read_bytes()
         file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
         problems = verify(open_storage(folder), 1).problems
@@ -145,11 +145,11 @@ def test_names_of_tensors(name: str, allowed: bool) -> None:
 def test_plain_torch_reads_it(folder: Path, tmp_path: Path) -> None:
     tensors = logical_state()
     shards = [s for rank in range(3) for s in cut(tensors, "flat", rank, 3) if s.shape or rank == 0]
-    place = save(folder, 1, shards, {}, keep=1)
+    location = save(folder, 1, shards, {}, keep=1)
     got = blank(tensors)
-    dcp.load(got, checkpoint_id=str(place), no_dist=True)
+    dcp.load(got, checkpoint_id=str(location), no_dist=True)
     assert_same(got, tensors)
-    dcp_to_torch_save(place, tmp_path / "whole.pt")
+    dcp_to_torch_save(location, tmp_path / "whole.pt")
     assert_same(torch.load(tmp_path / "whole.pt"), tensors)
 
 
@@ -168,8 +168,8 @@ def _damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["cut", "gone", "flip"])
 def test_damaged_shard_falls_back(folder: Path, how: str) -> None:
     save(folder, 1, full_shards(logical_state(1)), {"step": 1}, keep=2)
-    place = save(folder, 2, full_shards(logical_state(2)), {"step": 2}, keep=2)
-    _damage(next(place.glob("*.distcp")), how)
+    location = save(folder, 2, full_shards(logical_state(2)), {"step": 2}, keep=2)
+    _damage(next(location.glob("*.distcp")), how)
     with pytest.warns(UserWarning, match=r"step-2.*damaged.*Went back to the checkpoint of step 1"):
         got, state = _load(folder)
     assert state == {"step": 1}
@@ -181,8 +181,8 @@ def test_damaged_shard_falls_back(folder: Path, how: str) -> None:
 @pytest.mark.parametrize("name", ["index", COMMIT])
 def test_damaged_index_or_commit_falls_back(folder: Path, name: str) -> None:
     save(folder, 1, full_shards(logical_state(1)), {"step": 1}, keep=2)
-    place = save(folder, 2, full_shards(logical_state(2)), {"step": 2}, keep=2)
-    path = next(place.glob(f"*{name}*"))
+    location = save(folder, 2, full_shards(logical_state(2)), {"step": 2}, keep=2)
+    path = next(location.glob(f"*{name}*"))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -196,12 +196,12 @@ def test_going_back_to_imported_weights_clears_the_moments(folder: Path) -> None
     tensors = logical_state()
     weights = {name: t for name, t in tensors.items() if name.startswith("model.")}
     save(folder, 0, full_shards(weights), {"step": 0}, keep=2)
-    place = save(folder, 5, full_shards(logical_state(5)), {"step": 5}, keep=2)
+    location = save(folder, 5, full_shards(logical_state(5)), {"step": 5}, keep=2)
     # A weight is damaged: by the time that it is found the moments have been read into place.
     (commit,) = (c for c in list_commits(open_storage(folder))[0] if c.step == 5)
     index = read_index(open_storage(folder), commit)
     (row,) = index.overlapping("model.embedding.weight", Box((0, 0), (37, 12))).tolist()
-    (file,) = place.glob("*.distcp")
+    (file,) = location.glob("*.distcp")
     data = bytearray(file.read_bytes())
     data[int(index.columns["data"][row])] ^= 0xFF
     file.write_bytes(bytes(data))
@@ -219,13 +219,13 @@ def test_what_another_optimizer_keeps_begins_at_zero(folder: Path) -> None:
     save(folder, 5, full_shards(saved), {"step": 5}, keep=1)
     got = {name: torch.ones_like(t) for name, t in saved.items()}
     weight = next(name for name in saved if name.startswith("model."))
-    own = {f"optimizer.momentum.{weight}": torch.ones(3, 4)}
-    wanted, report = full_shards(got | own), LoadReport()
+    momentum = {f"optimizer.momentum.{weight}": torch.ones(3, 4)}
+    expected_shards, report = full_shards(got | momentum), LoadReport()
     with pytest.raises(DataError, match=r"optimizer\.name likely differs"):
-        load(folder, wanted, accept=lambda state, name: False)
-    assert load(folder, wanted, accept=lambda state, name: True, report=report) == {"step": 5}
+        load(folder, expected_shards, accept=lambda state, name: False)
+    assert load(folder, expected_shards, accept=lambda state, name: True, report=report) == {"step": 5}
     assert_same(got, saved)
-    assert not any(tensor.any() for tensor in own.values())
+    assert not any(tensor.any() for tensor in momentum.values())
     assert report.zeroed_states == {"optimizer.momentum"}
 
 
@@ -254,8 +254,8 @@ def _damaged_group(rank: int, size: int, folder: Path) -> dict:
 def test_damage_seen_by_one_process_turns_all_back(folder: Path) -> None:
     save(folder, 1, full_shards(logical_state(1)), {"step": 1}, keep=2)
     tensors = logical_state(2)
-    place = save(folder, 2, [s for r in range(2) for s in cut(tensors, "rows", r, 2) if s.shape or r], {}, keep=2)
-    _damage(next(place.glob("*.distcp")), "flip")
+    location = save(folder, 2, [s for r in range(2) for s in cut(tensors, "rows", r, 2) if s.shape or r], {}, keep=2)
+    _damage(next(location.glob("*.distcp")), "flip")
     assert run_group(2, _damaged_group, folder) == [{"step": 1}] * 2
 
 
@@ -319,9 +319,9 @@ def _overtaken_group(rank: int, size: int, folder: Path, newer: Path) -> tuple[d
 def test_a_step_that_is_pruned_is_passed_over_by_all_processes(folder: Path, tmp_path: Path) -> None:
     save(folder, 1, full_shards(logical_state(1)), {"step": 1}, keep=1)
     save(tmp_path / "newer", 2, full_shards(logical_state(2)), {"step": 2}, keep=1)
-    for state, same in run_group(2, _overtaken_group, folder, tmp_path / "newer"):
+    for state, is_same in run_group(2, _overtaken_group, folder, tmp_path / "newer"):
         assert state == {"step": 2}
-        assert all(same)
+        assert all(is_same)
 
 
 def test_tools_do_not_call_a_pruned_step_damaged(folder: Path) -> None:
@@ -342,8 +342,8 @@ def test_tools_do_not_call_a_pruned_step_damaged(folder: Path) -> None:
 def test_nothing_and_half_written_are_named(folder: Path) -> None:
     with pytest.raises(DataError, match="there is no checkpoint"):
         _load(folder)
-    place = save(folder, 4, full_shards(logical_state()), {}, keep=1)
-    (place / COMMIT).unlink()
+    location = save(folder, 4, full_shards(logical_state()), {}, keep=1)
+    (location / COMMIT).unlink()
     assert steps(folder) == []
     assert not inspect(folder).committed
     with pytest.raises(DataError, match=r"step-4.*half-written"):
@@ -359,9 +359,9 @@ def test_nothing_and_half_written_are_named(folder: Path) -> None:
 def test_other_model_is_refused(folder: Path) -> None:
     saved = {"config": {"model": {"hidden": 12, "layers": 1, "vocab_size": 37, "ffn_hidden": None}}}
     save(folder, 1, full_shards(logical_state()), saved, keep=1)
-    other = TensorShard("model.embedding.weight", (40, 12), (0, 0), torch.zeros(40, 12))
+    mismatched = TensorShard("model.embedding.weight", (40, 12), (0, 0), torch.zeros(40, 12))
     with pytest.raises(DataError, match=r"embedding.weight is \[37, 12\] there and \[40, 12\].*model.vocab_size"):
-        load(folder, [other])
+        load(folder, [mismatched])
     deeper = [TensorShard(f"model.layers.{i}.attention.query.bias", (12,), (0,), torch.zeros(12)) for i in range(2)]
     with pytest.raises(DataError, match=r"no model.layers.1.*model.layers is likely 1 there and 2 here"):
         load(folder, deeper)
@@ -408,10 +408,10 @@ def test_killed_at_random_points_of_saving(folder: Path) -> None:
     """SIGKILL five times: what was reported as saved is there, whole, and nothing else is in the way."""
     random.seed(11)
     for _ in range(5):
-        reports, say = context.Pipe(duplex=False)
-        child = context.Process(target=_save_on_and_on, args=(folder, say))
+        reports, sender = context.Pipe(duplex=False)
+        child = context.Process(target=_save_on_and_on, args=(folder, sender))
         child.start()
-        say.close()
+        sender.close()
         reported = reports.recv()
         time.sleep(random.uniform(0, 0.06))  # not a wait for something: the random point of death
         child.kill()

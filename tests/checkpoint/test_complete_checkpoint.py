@@ -38,7 +38,7 @@ def test_the_chunks_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyP
     fetched: list[int] = []
     fetch = complete_checkpoint.read_chunks
     monkeypatch.setattr(
-        complete_checkpoint, "fetch", lambda index, rows, *rest: fetched.append(1) or fetch(index, rows, *rest)
+        complete_checkpoint, "read_chunks", lambda source, *args: fetched.append(1) or fetch(source, *args)
     )
 
     def count_fetches(name: str) -> int:

@@ -21,7 +21,7 @@ HOST = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_PIECE", 24)
+    monkeypatch.setattr(copies, "_PIECE_BYTES", 24)
 
 
 def numbered(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -44,9 +44,9 @@ def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 @given(st.lists(st.tuples(cuts(), st.sampled_from(TYPES), st.booleans()), max_size=4))
-def test_pieces_are_joined_byte_by_byte_whatever_their_types_and_strides(given_: list) -> None:
+def test_pieces_are_joined_byte_by_byte_whatever_their_types_and_strides(cases: list) -> None:
     pieces = []
-    for (shape, boxes), dtype, turned in given_:
+    for (shape, boxes), dtype, turned in cases:
         tensor = numbered(shape, dtype)
         pieces += [view(tensor, box).mT if turned and len(shape) > 1 else view(tensor, box) for box in boxes]
     with ShardCopier([]) as several:
@@ -78,14 +78,14 @@ def test_staging_holds_a_copy_of_what_fits_whatever_its_strides(cut: tuple, dtyp
     tensor, staging = numbered(shape, dtype), PinnedBuffer(96, page_locked=False)
     for box in boxes:
         piece = view(tensor, box).mT if turned and len(shape) > 1 else view(tensor, box)
-        held = staging.copy_in(piece)
+        copy = staging.copy_in(piece)
         if not 0 < piece.nbytes <= 96 or dtype is torch.complex128:
-            assert held is None
+            assert copy is None
             continue
-        assert held is not None
-        assert held.is_contiguous()
-        assert held.dtype is dtype
-        assert torch.equal(held.double(), piece.double()) if dtype.itemsize < 8 else torch.equal(held, piece)
+        assert copy is not None
+        assert copy.is_contiguous()
+        assert copy.dtype is dtype
+        assert torch.equal(copy.double(), piece.double()) if dtype.itemsize < 8 else torch.equal(copy, piece)
 
 
 def test_a_copy_that_fails_in_its_thread_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +93,10 @@ def test_a_copy_that_fails_in_its_thread_fails_the_load(tmp_path: Path, monkeypa
     failing = iter([False, True])
     real = ShardCopier._copy
 
-    def copy(*given: object) -> None:
+    def copy(*arguments: object) -> None:
         if next(failing, False):
             raise RuntimeError("no memory")
-        real(*given)
+        real(*arguments)
 
     monkeypatch.setattr(ShardCopier, "_copy", copy)
     with pytest.raises(RuntimeError, match="no memory"):

@@ -114,14 +114,14 @@ def test_steps_survive_every_prefix_of_changes(tmp_path: Path) -> None:
 class _Meanwhile(Disk):
     """Before its n-th change, something else happens."""
 
-    def __init__(self, when: int, what: Callable[[], object]) -> None:
-        self.when, self.what, self.count = when, what, 0
+    def __init__(self, when: int, action: Callable[[], object]) -> None:
+        self.when, self.action, self.count = when, action, 0
 
     def __getattribute__(self, name: str) -> object:
         if name in vars(Disk) and not name.startswith("_"):
             self.count += 1
             if self.count == self.when:
-                self.what()
+                self.action()
         return super().__getattribute__(name)
 
 

@@ -31,8 +31,8 @@ def _save_group(rank: int, size: int, folder: Path, how: str) -> str:
 def _load_group(rank: int, size: int, folder: Path, how: str) -> dict:
     expected, got = logical_state(), blank(logical_state())
     state = load(folder, cut(got, how, rank, size))
-    mine, theirs = cut(got, how, rank, size), cut(expected, how, rank, size)
-    for a, b in zip(mine, theirs, strict=True):
+    loaded, theirs = cut(got, how, rank, size), cut(expected, how, rank, size)
+    for a, b in zip(loaded, theirs, strict=True):
         assert torch.equal(a.tensor, b.tensor), a
     return state
 
@@ -197,11 +197,11 @@ def test_each_chunk_is_read_once_by_someone_who_can(data: st.DataObject) -> None
         holders = {f"f{i}": sorted({int(rng.integers(ranks)) for _ in range(2)}) for i in range(files)}
     reader = assign_readers(index, wants, holders)
     for row in range(count):
-        who = [rank for rank in range(ranks) if row in needs[rank]]
-        if not who:
+        candidates = [rank for rank in range(ranks) if row in needs[rank]]
+        if not candidates:
             assert reader[row] == -1
             continue
-        able = who if holders is None else [r for r in who if r in holders[index.file(row)]]
+        able = candidates if holders is None else [r for r in candidates if r in holders[index.file(row)]]
         assert reader[row] in (able or holders[index.file(row)])
     if holders is None and share == 1.0:
         loads = np.bincount(reader, columns["length"], minlength=ranks)

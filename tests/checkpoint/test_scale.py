@@ -51,7 +51,7 @@ def test_torch_unpickles_what_was_meant(tensors: list[tuple[int, int]], start: i
     got = pickle.loads(make_torch_metadata(index))
     assert isinstance(got, Metadata)
     assert list(got.state_dict_metadata) == list(infos)
-    places = {}
+    locations = {}
     for name, info in infos.items():
         entry = got.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
@@ -66,8 +66,8 @@ def test_torch_unpickles_what_was_meant(tensors: list[tuple[int, int]], start: i
         ]
         for i, r in enumerate(rows):
             key = MetadataIndex(name, torch.Size(columns["box"][r, 0, :dims].tolist()), i)
-            places[key] = (f"file-{columns['in_file'][r]}", columns["start"][r], columns["length"][r])
-    assert {k: (v.relative_path, v.offset, v.length) for k, v in got.storage_data.items()} == places
+            locations[key] = (f"file-{columns['in_file'][r]}", columns["start"][r], columns["length"][r])
+    assert {k: (v.relative_path, v.offset, v.length) for k, v in got.storage_data.items()} == locations
     assert all(isinstance(v, _StorageInfo) for v in got.storage_data.values())
     # As torch itself writes it: loading and writing again changes nothing that it can see.
     assert pickle.loads(pickle.dumps(got)) == got
@@ -90,8 +90,8 @@ def test_index_survives_its_file(dims: int) -> None:
         "box": np.array([[[0] * dims, [1] * dims]], np.int64).reshape(1, 2, dims)
     }
     index = CheckpointIndex({"a": TensorInfo((1,) * dims, "float32")}, ["f"], columns)
-    again = CheckpointIndex.from_bytes(index.to_bytes())
-    assert again.tensors == index.tensors
-    assert again.box(0) == index.box(0)
+    second = CheckpointIndex.from_bytes(index.to_bytes())
+    assert second.tensors == index.tensors
+    assert second.box(0) == index.box(0)
     with pytest.raises(ValueError):
         CheckpointIndex.from_bytes(b"PK\x03\x04 not an index")

@@ -19,23 +19,36 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megascale.checkpoint import TensorShard, save
+from megascale.checkpoint.background.snapshot_memory import map_shared
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.archive import crc32
-from megascale.checkpoint.format.mapping import map_shared
-from megascale.checkpoint.loader import LoadReport, fill_shards
+from megascale.checkpoint.format.index import CheckpointIndex
+from megascale.checkpoint.loader import ChunkSource, LoadReport, fill_shards
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.opening import open_storage
 
 WIDTH = 4096
 MATRIX = 100 << 20  # bytes of a tensor: two chunks
 Shards = list[TensorShard]
+
+
+class MappedChunks(ChunkSource):
+    """Chunks in mapped files."""
+
+    def __init__(
+        self, name: str, index: CheckpointIndex, views: dict[str, memoryview], holders: dict[str, list[int]]
+    ) -> None:
+        super().__init__(name, index, {}, holders)
+        self._views = views
+
+    def read(self, file: str, start: int, stop: int) -> memoryview:
+        return self._views[file][start:stop]
 
 
 def main() -> int:
@@ -70,7 +83,6 @@ def main() -> int:
         index = folders.read_index(storage, folders.list_commits(storage)[0][-1])
         place = folder / folders.step_name(1)
         views = {file: memoryview(mapped(place / file)) for file in index.files}
-        read: Callable[[str, int, int], memoryview] = lambda file, start, stop: views[file][start:stop]
         mine = {file: [int(file.removesuffix(".distcp").rsplit("-", 1)[1])] for file in index.files}
         cases = {"own": (rows, mine), "peer": (rows, {file: [0] for file in index.files}), "cut": (columns, mine)}
         for name, (make, holders) in cases.items():
@@ -81,7 +93,7 @@ def main() -> int:
                     shard.tensor.fill_(-1.0)
                 peers.all_true(True)
                 began = time.perf_counter()
-                damage = fill_shards(index, shards, peers, read, name=name, state={}, holders=holders, report=report)
+                damage = fill_shards(MappedChunks(name, index, views, holders), shards, peers, report)
                 peers.all_true(True)
                 took.append(time.perf_counter() - began)
                 bad = [s.name for s in shards if not torch.equal(s.tensor, expected(s))]

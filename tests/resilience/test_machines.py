@@ -131,11 +131,11 @@ def test_agents_are_started_by_ssh_and_what_becomes_of_their_machines_is_seen(ma
 def test_a_connection_to_a_machine_that_is_gone_ends_within_seconds(machines):
     words = """
 import socket, sys, time
-from megascale.services.silence import notice_silence
+from megascale.services.conversation import set_peer_timeout
 listener = socket.create_server((sys.argv[1], 7000))
 print("listening", flush=True)
 sock, _ = listener.accept()
-notice_silence(sock, 2.0)
+set_peer_timeout(sock, 2.0)
 print("met", flush=True)
 began = time.monotonic()
 try:

@@ -19,18 +19,18 @@ class Echo(Message, frozen=True):
 SCHEMA = Schema(Echo, ErrorReply, limit=4096)
 
 
-def talk(who: Conversation) -> None:
+def talk(client: Conversation) -> None:
     """Say back what comes, bytes beside it and open files included."""
     while True:
-        message = who.receive(attached=1 << 20)
-        who.send(message, bytes(who.body), who.files)
+        message = client.receive(attached=1 << 20)
+        client.send(message, bytes(client.body), client.files)
 
 
 def main() -> None:
     """FOLDER LINGER --ready FD, or FOLDER ERROR --ready FD: tell that and end."""
-    folder, word, *rest = sys.argv[1:]
-    handle = int(rest[1]) if rest else None
-    ready = ReadySignal(handle, None) if "--ready" in rest else ReadySignal(None, handle)
+    folder, word, *options = sys.argv[1:]
+    handle = int(options[1]) if options else None
+    ready = ReadySignal(handle, None) if "--ready" in options else ReadySignal(None, handle)
     if not word.replace(".", "").isdigit():
         ready.send(ErrorReply(word, "DataError"))
         raise SystemExit(1)

@@ -23,9 +23,9 @@ SCHEMA = Schema(Note, limit=4096)
 
 @pytest.fixture
 def ends():
-    local, present = socket.socketpair()
-    local.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-    with Conversation(local, SCHEMA, SCHEMA) as sender, Conversation(present, SCHEMA, SCHEMA) as receiver:
+    left_end, right_end = socket.socketpair()
+    left_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    with Conversation(left_end, SCHEMA, SCHEMA) as sender, Conversation(right_end, SCHEMA, SCHEMA) as receiver:
         sender.timeout = LIMIT
         yield sender, receiver
 

@@ -35,7 +35,7 @@ class Application:
 
 
 def serve(limits: ConnectionLimits, work: Callable[[int, Application, LimitedListener], Awaitable[None]]) -> None:
-    async def both() -> None:
+    async def run_both() -> None:
         application = Application()
         config = Config(application, http="h11", ws="none", log_level="critical")
         door = LimitedListener(
@@ -48,7 +48,7 @@ def serve(limits: ConnectionLimits, work: Callable[[int, Application, LimitedLis
             application.release.set()
             await door.close()
 
-    asyncio.run(both())
+    asyncio.run(run_both())
 
 
 async def connect(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -57,7 +57,7 @@ async def connect(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio
     return reader, writer
 
 
-async def rest(reader: asyncio.StreamReader) -> bytes:
+async def read_rest(reader: asyncio.StreamReader) -> bytes:
     """Return what comes until the server ends the connection."""
     try:
         return await reader.read()
@@ -69,7 +69,7 @@ async def rest(reader: asyncio.StreamReader) -> bytes:
 def test_a_head_has_a_deadline(half):
     async def work(port, application, door):
         reader, writer = await connect(port, half)
-        assert await rest(reader) == b""
+        assert await read_rest(reader) == b""
         writer.close()
 
     serve(ConnectionLimits(4, 0.1), work)
@@ -79,7 +79,7 @@ def test_each_head_of_a_connection_has_a_deadline():
     async def work(port, application, door):
         application.release.set()
         reader, writer = await connect(port, HEAD + b"\r\n" + HEAD)  # the second has no end
-        assert (await rest(reader)).startswith(b"HTTP/1.1 200")
+        assert (await read_rest(reader)).startswith(b"HTTP/1.1 200")
         assert application.requests == 1
         writer.close()
 
@@ -108,12 +108,12 @@ def test_who_waits_for_an_answer_keeps_a_place_and_who_is_silent_makes_room():
 def test_a_connection_that_was_answered_makes_room_again():
     async def work(port, application, door):
         application.release.set()
-        kept = [await connect(port, HEAD + b"\r\n") for _ in range(4)]
-        for reader, _ in kept:
+        connections = [await connect(port, HEAD + b"\r\n") for _ in range(4)]
+        for reader, _ in connections:
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         late, late_writer = await connect(port, HEAD + b"\r\n")
         assert (await late.readline()).startswith(b"HTTP/1.1 200")
-        for each in (late_writer, *(writer for _, writer in kept)):
+        for each in (late_writer, *(writer for _, writer in connections)):
             each.close()
 
     serve(ConnectionLimits(4, 60.0), work)

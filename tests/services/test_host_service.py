@@ -17,7 +17,7 @@ import pytest
 
 from megascale.services import conversation as talking
 from megascale.services import host_service, reception
-from megascale.services.conversation import Conversation, authenticate
+from megascale.services.conversation import Conversation
 from megascale.services.framing import HEAD, ProtocolError, make_greeting, make_head
 from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation
 from megascale.services.reception import ConnectionServer
@@ -27,10 +27,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[ServiceLocation]:
-    place = ServiceLocation(tmp_path / "echo", "echo")
-    yield place
-    if pid := place.owner_pid():
+def location(tmp_path: Path) -> Iterator[ServiceLocation]:
+    service = ServiceLocation(tmp_path / "echo", "echo")
+    yield service
+    if pid := service.owner_pid():
         os.kill(pid, signal.SIGKILL)
 
 
@@ -48,94 +48,101 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def launch(place: ServiceLocation, word: str = "60") -> Launch:
+def launch(location: ServiceLocation, word: str = "60") -> Launch:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return Launch(
-        "tests.services.echo_service", [str(place.folder), word], place.folder.parent / "log", {"PYTHONPATH": path}
+        "tests.services.echo_service",
+        [str(location.folder), word],
+        location.folder.parent / "log",
+        {"PYTHONPATH": path},
     )
 
 
-def connect(place: ServiceLocation, word: str = "60", seconds: float = 60.0) -> Conversation:
-    return host_service.connect_service(place, launch(place, word), SCHEMA, SCHEMA, seconds=seconds, make_folder=True)
+def connect(location: ServiceLocation, word: str = "60", seconds: float = 60.0) -> Conversation:
+    return host_service.connect_service(
+        location, launch(location, word), SCHEMA, SCHEMA, seconds=seconds, make_folder=True
+    )
 
 
-def until(found) -> None:
+def wait_until(found) -> None:
     deadline = time.monotonic() + 30
     while not found():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_a_service_is_started_once_found_again_replaced_when_killed_and_gone_at_the_end(place: ServiceLocation) -> None:
-    with connect(place, "0.3") as one, connect(place, "0.3") as two:
-        assert talking.peer_credentials(one.sock)[0] == talking.peer_credentials(two.sock)[0] == place.owner_pid()
-        with open(place.folder / "file", "w+") as file:
-            (place.folder / "file").unlink()
-            one.send(Echo("a"), b"body", [file.fileno()])
-            assert one.receive(attached=10) == Echo("a")
-            assert one.body == b"body"
-            os.write(one.files[0], b"the same file")
-            os.close(one.files[0])
+def test_a_service_is_started_once_found_again_replaced_when_killed_and_gone_at_the_end(
+    location: ServiceLocation,
+) -> None:
+    with connect(location, "0.3") as first, connect(location, "0.3") as two:
+        assert talking.peer_credentials(first.sock)[0] == talking.peer_credentials(two.sock)[0] == location.owner_pid()
+        with open(location.folder / "file", "w+") as file:
+            (location.folder / "file").unlink()
+            first.send(Echo("a"), b"body", [file.fileno()])
+            assert first.receive(attached=10) == Echo("a")
+            assert first.body == b"body"
+            os.write(first.files[0], b"the same file")
+            os.close(first.files[0])
             assert os.pread(file.fileno(), 99, 0) == b"the same file"
-        before = talking.peer_credentials(one.sock)[0]
+        before = talking.peer_credentials(first.sock)[0]
         os.kill(before, signal.SIGKILL)
         with pytest.raises(EOFError):
             two.receive()
-    with connect(place, "0.3") as again:
-        assert again.request(Echo("b")) == Echo("b")
-        assert talking.peer_credentials(again.sock)[0] != before
-    until(lambda: not place.folder.exists())
+    with connect(location, "0.3") as second:
+        assert second.request(Echo("b")) == Echo("b")
+        assert talking.peer_credentials(second.sock)[0] != before
+    wait_until(lambda: not location.folder.exists())
 
 
-def test_what_keeps_a_service_from_starting_is_told(place: ServiceLocation, many_files: None) -> None:
+def test_what_keeps_a_service_from_starting_is_told(location: ServiceLocation, many_files: None) -> None:
     with pytest.raises(ServiceFailed, match="no data") as failed:
-        connect(place, "no data")
+        connect(location, "no data")
     assert failed.value.kind == "DataError"
 
 
 def test_a_folder_of_any_length_holds_a_service(tmp_path: Path) -> None:
     """An AF_UNIX address has at most 107 bytes, and TMPDIR of a batch system may have more."""
-    place = ServiceLocation(tmp_path / ("long-" * 30) / "echo", "echo")
-    place.folder.parent.mkdir()
-    with connect(place, "0.1") as one:
-        assert one.request(Echo("a")) == Echo("a")
-        assert place.owner_pid() == talking.peer_credentials(one.sock)[0]
-        os.kill(place.owner_pid(), signal.SIGKILL)
+    location = ServiceLocation(tmp_path / ("long-" * 30) / "echo", "echo")
+    location.folder.parent.mkdir()
+    with connect(location, "0.1") as first:
+        assert first.request(Echo("a")) == Echo("a")
+        assert location.owner_pid() == talking.peer_credentials(first.sock)[0]
+        os.kill(location.owner_pid(), signal.SIGKILL)
         with pytest.raises(EOFError):
-            one.receive()
-    with connect(place, "0.1") as again:
-        assert again.request(Echo("b")) == Echo("b")
-    until(lambda: not place.folder.exists())
+            first.receive()
+    with connect(location, "0.1") as second:
+        assert second.request(Echo("b")) == Echo("b")
+    wait_until(lambda: not location.folder.exists())
 
 
-def test_a_socket_that_cannot_be_made_is_told_at_once(place: ServiceLocation) -> None:
-    place.address.mkdir(parents=True)
+def test_a_socket_that_cannot_be_made_is_told_at_once(location: ServiceLocation) -> None:
+    location.address.mkdir(parents=True)
     with pytest.raises(ServiceFailed, match=r"the echo service cannot start: .*echo\.sock"):
-        connect(place)
+        connect(location)
 
 
-def test_a_service_that_is_stopped_keeps_nobody_waiting_for_ever(place: ServiceLocation) -> None:
-    connect(place).close()
-    os.kill(place.owner_pid(), signal.SIGSTOP)
+def test_a_service_that_is_stopped_keeps_nobody_waiting_for_ever(location: ServiceLocation) -> None:
+    connect(location).close()
+    os.kill(location.owner_pid(), signal.SIGSTOP)
     with pytest.raises(TimeoutError, match=r"nothing answers|another process"):
-        connect(place, seconds=0.5)
-    os.kill(place.owner_pid(), signal.SIGCONT)
-    with connect(place) as late:
+        connect(location, seconds=0.5)
+    os.kill(location.owner_pid(), signal.SIGCONT)
+    with connect(location) as late:
         assert late.request(Echo("b")) == Echo("b")
 
 
-def test_a_folder_that_is_gone_is_not_made_again_where_it_tells_what_to_serve(place: ServiceLocation) -> None:
+def test_a_folder_that_is_gone_is_not_made_again_where_it_tells_what_to_serve(location: ServiceLocation) -> None:
     with pytest.raises(FileNotFoundError):
-        host_service.connect_service(place, launch(place), SCHEMA, SCHEMA)
+        host_service.connect_service(location, launch(location), SCHEMA, SCHEMA)
 
 
 def test_a_process_of_another_user_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, _ = socket.socketpair()
-    assert talking.peer_credentials(one) == (os.getpid(), os.getuid())
-    talking.check_peer(one)
-    monkeypatch.setattr(talking, "peer", lambda sock: (1, os.getuid() + 1))
+    first, _ = socket.socketpair()
+    assert talking.peer_credentials(first) == (os.getpid(), os.getuid())
+    talking.check_peer(first)
+    monkeypatch.setattr(talking, "peer_credentials", lambda sock: (1, os.getuid() + 1))
     with pytest.raises(ProtocolError, match="user"):
-        talking.check_peer(one)
+        talking.check_peer(first)
 
 
 @pytest.fixture
@@ -144,33 +151,33 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def meet(sock: socket.socket) -> Conversation:
-        who = Conversation(sock, SCHEMA, SCHEMA)
-        with who.time_limit(reception.AUTHENTICATION_TIMEOUT):
-            authenticate(who, b"token", "echo", "server")
-        return who
+        client = Conversation(sock, SCHEMA, SCHEMA)
+        with client.time_limit(reception.AUTHENTICATION_TIMEOUT):
+            client.authenticate(b"token", "echo", "server")
+        return client
 
-    here, ended = ConnectionServer(listener, meet, talk, max_unauthenticated=8), threading.Event()
-    thread = threading.Thread(target=here.serve, args=(ended.is_set,))
+    server, ended = ConnectionServer(listener, meet, talk, max_unauthenticated=8), threading.Event()
+    thread = threading.Thread(target=server.serve, args=(ended.is_set,))
     thread.start()
     yield listener.getsockname()
     ended.set()
-    here.wake()
+    server.wake()
     thread.join()
-    here.stop()
+    server.stop()
 
 
 def friend(where: tuple[str, int], token: bytes = b"token") -> Conversation:
-    who = Conversation(socket.create_connection(where), SCHEMA, SCHEMA)
-    with who.time_limit(20.0):
-        authenticate(who, token, "echo", "client")
-    return who
+    client = Conversation(socket.create_connection(where), SCHEMA, SCHEMA)
+    with client.time_limit(20.0):
+        client.authenticate(token, "echo", "client")
+    return client
 
 
 def test_a_flood_of_silent_strangers_keeps_nobody_out(echo) -> None:
     before = friend(echo)
     silent = [socket.create_connection(echo) for _ in range(100)]
-    with friend(echo) as who:
-        assert who.request(Echo("here")) == Echo("here")
+    with friend(echo) as client:
+        assert client.request(Echo("here")) == Echo("here")
     assert before.request(Echo("still here")) == Echo("still here")
     silent[0].settimeout(20)
     greeted = silent[0].recv(1000)
@@ -180,7 +187,7 @@ def test_a_flood_of_silent_strangers_keeps_nobody_out(echo) -> None:
 
 
 def test_a_stranger_has_one_deadline_however_it_sends(echo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reception, "PROOF_SECONDS", 0.3)
+    monkeypatch.setattr(reception, "AUTHENTICATION_TIMEOUT", 0.3)
     with socket.create_connection(echo) as slow:
         slow.settimeout(20)
         sent, began = 0, time.monotonic()
@@ -206,13 +213,13 @@ def test_what_is_no_greeting_is_not_read_on(echo, first: bytes) -> None:
                 pass
     with pytest.raises((ProtocolError, EOFError, OSError)):
         friend(echo, b"wrong")
-    with friend(echo) as who:
-        assert who.request(Echo("here")) == Echo("here")
+    with friend(echo) as client:
+        assert client.request(Echo("here")) == Echo("here")
 
 
-def test_no_descriptor_left_is_survived(place: ServiceLocation) -> None:
+def test_no_descriptor_left_is_survived(location: ServiceLocation) -> None:
     """The service may open 40 files; 200 connect and say nothing."""
-    with connect(place) as before:
+    with connect(location) as before:
         pid = talking.peer_credentials(before.sock)[0]
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (40, 40))
         silent = []
@@ -220,10 +227,10 @@ def test_no_descriptor_left_is_survived(place: ServiceLocation) -> None:
             sock = socket.socket(socket.AF_UNIX)
             sock.setblocking(False)
             with contextlib.suppress(BlockingIOError):
-                sock.connect(str(place.address))
+                sock.connect(str(location.address))
             silent.append(sock)
         assert before.request(Echo("still here")) == Echo("still here")
-        with connect(place) as late:
+        with connect(location) as late:
             assert talking.peer_credentials(late.sock)[0] == pid
             assert late.request(Echo("here")) == Echo("here")
         for sock in silent:
@@ -233,8 +240,8 @@ def test_no_descriptor_left_is_survived(place: ServiceLocation) -> None:
 def test_a_service_that_ends_without_a_word_is_started_a_few_times_only(tmp_path: Path) -> None:
     module, starts = tmp_path / "silent_service.py", tmp_path / "starts"
     module.write_text(f"open({str(starts)!r}, 'a').write('x')\n")
-    place = ServiceLocation(tmp_path / "silent", "silent")
+    location = ServiceLocation(tmp_path / "silent", "silent")
     launch = Launch("silent_service", [], environment={"PYTHONPATH": str(tmp_path)})
     with pytest.raises(TimeoutError, match="nothing answers"):
-        host_service.connect_service(place, launch, SCHEMA, SCHEMA, seconds=1.0, make_folder=True)
+        host_service.connect_service(location, launch, SCHEMA, SCHEMA, seconds=1.0, make_folder=True)
     assert 1 <= len(starts.read_text()) <= 6  # pauses of 0.02, 0.04, 0.08, ... seconds

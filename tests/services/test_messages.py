@@ -173,7 +173,7 @@ def test_a_greeting_is_read_back_and_nothing_else_is_one():
     nonce = bytes(range(NONCE_BYTES))
     assert read_greeting(make_greeting(nonce)) == nonce
     with pytest.raises(
-        ProtocolError, match=f"form {PROTOCOL_VERSION - 1} of the protocol, this one form {PROTOCOL_VERSION}"
+        ProtocolError, match=f"version {PROTOCOL_VERSION - 1} of the protocol, this one version {PROTOCOL_VERSION}"
     ):
         read_greeting(HEAD.pack(b"MS", PROTOCOL_VERSION - 1, 0, NONCE_BYTES, 0) + nonce)
     with pytest.raises(ProtocolError, match="no greeting"):
@@ -189,9 +189,9 @@ def test_seals_hold_in_order_on_their_connection_and_way_only(bodies, data):
     wrong = data.draw(st.integers(0, len(bodies) - 1))
     for body, seal in list(zip(bodies, seals, strict=True))[:wrong]:
         client.check(seal, body)
-    other = data.draw(st.sampled_from([i for i in range(len(bodies)) if i != wrong]))
+    swapped = data.draw(st.sampled_from([i for i in range(len(bodies)) if i != wrong]))
     with pytest.raises(ProtocolError):
-        client.check(seals[other], bodies[other])
+        client.check(seals[swapped], bodies[swapped])
     with pytest.raises(ProtocolError):
         Seal(key, True).check(seals[0], bodies[0])  # its own, come back
     with pytest.raises(ProtocolError):

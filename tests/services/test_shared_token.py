@@ -10,20 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.errors import DataError, TrainingError
-from megascale.services.private_folder import make_private_folder
+from megascale.services.host_service import make_private_folder
 from megascale.services.shared_token import PROOF_BYTES, TokenProof, make_token, read_token
 
 TOKENS = st.binary(min_size=1, max_size=80)
 
 
-@given(one=TOKENS, two=TOKENS, purposes=st.tuples(st.sampled_from("ab"), st.sampled_from("ab")))
-def test_both_sides_must_know_the_token_and_mean_the_same(one: bytes, two: bytes, purposes: tuple[str, str]) -> None:
-    server, client = TokenProof(one, purposes[0], "server"), TokenProof(two, purposes[1], "client")
+@given(first=TOKENS, two=TOKENS, purposes=st.tuples(st.sampled_from("ab"), st.sampled_from("ab")))
+def test_both_sides_must_know_the_token_and_mean_the_same(first: bytes, two: bytes, purposes: tuple[str, str]) -> None:
+    server, client = TokenProof(first, purposes[0], "server"), TokenProof(two, purposes[1], "client")
     to_client, to_server = server.answer_nonce(client.nonce), client.answer_nonce(server.nonce)
     assert len(to_client) == len(to_server) == PROOF_BYTES
-    alike = one == two and purposes[0] == purposes[1]
+    alike = first == two and purposes[0] == purposes[1]
     # HMAC fills a short key up with zero bytes.
-    if one != two and one.ljust(64, b"\0") == two.ljust(64, b"\0"):
+    if first != two and first.ljust(64, b"\0") == two.ljust(64, b"\0"):
         return
     assert (
         server.accepts(to_server)
@@ -35,12 +35,12 @@ def test_both_sides_must_know_the_token_and_mean_the_same(one: bytes, two: bytes
 
 def test_an_answer_is_of_no_use_elsewhere() -> None:
     server = TokenProof(b"token", "agents", "server")
-    mine = server.answer_nonce(server.nonce)  # somebody who does not know the token sends back all that it is sent
-    assert not server.accepts(mine)
-    client, other = TokenProof(b"token", "agents", "client"), TokenProof(b"token", "agents", "client")
-    server.answer_nonce(other.nonce)
+    reflected = server.answer_nonce(server.nonce)  # somebody who does not know the token sends back all that it is sent
+    assert not server.accepts(reflected)
+    client, second_client = TokenProof(b"token", "agents", "client"), TokenProof(b"token", "agents", "client")
+    server.answer_nonce(second_client.nonce)
     assert not server.accepts(client.answer_nonce(server.nonce))  # made on another connection
-    assert server.accepts(other.answer_nonce(server.nonce))
+    assert server.accepts(second_client.answer_nonce(server.nonce))
     with pytest.raises(ValueError, match="empty"):
         TokenProof(b"", "agents", "server")
 
@@ -58,8 +58,8 @@ def test_a_token_is_made_once_and_its_file_is_checked(tmp_path: Path, monkeypatc
     path.chmod(0o600)
     if os.getuid() == 0:
         os.chown(path, 4321, -1)
-    with monkeypatch.context() as other:
-        other.setattr(os, "geteuid", lambda: 1234)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: 1234)
         with pytest.raises(DataError, match="another user"):
             read_token(path)
     path.write_text("short\n")
@@ -71,15 +71,15 @@ def test_a_token_is_made_once_and_its_file_is_checked(tmp_path: Path, monkeypatc
 
 
 def test_a_private_folder_is_this_users_alone(tmp_path: Path) -> None:
-    place = tmp_path / "own"
-    assert make_private_folder(place) == make_private_folder(place) == place
-    assert place.stat().st_mode & 0o777 == 0o700
-    place.chmod(0o755)
-    make_private_folder(place)
-    assert place.stat().st_mode & 0o777 == 0o700
-    place.chmod(0o777)
+    location = tmp_path / "own"
+    assert make_private_folder(location) == make_private_folder(location) == location
+    assert location.stat().st_mode & 0o777 == 0o700
+    location.chmod(0o755)
+    make_private_folder(location)
+    assert location.stat().st_mode & 0o777 == 0o700
+    location.chmod(0o777)
     with pytest.raises(TrainingError, match="by others"):
-        make_private_folder(place)
+        make_private_folder(location)
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "file").touch()
     for wrong in ("link", "file"):

@@ -1,4 +1,4 @@
-"""Checkpoints: logical tensors with global offsets, committed whole or not at all, loadable by any layout."""
+"""Checkpoints: logical tensors with global offsets, committed completely or not at all, loadable by any layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from megascale.checkpoint.background.staging import SaveOutcome
     from megascale.checkpoint.checkpointer import Checkpointer
     from megascale.checkpoint.format.chunks import TensorShard
-    from megascale.checkpoint.format.step_folders import Summary, inspect, latest, steps
+    from megascale.checkpoint.format.step_folders import latest, steps
+    from megascale.checkpoint.format.verify import Summary, inspect
     from megascale.checkpoint.loader import LoadReport, load
     from megascale.checkpoint.saver import save
 
@@ -26,13 +27,13 @@ __all__ = [
     "steps",
 ]
 
-_HOMES = {
+_MODULES = {
     "Checkpointer": "checkpointer",
     "LoadReport": "loader",
     "SaveOutcome": "background.staging",
     "TensorShard": "format.chunks",
-    "Summary": "format.step_folders",
-    "inspect": "format.step_folders",
+    "Summary": "format.verify",
+    "inspect": "format.verify",
     "latest": "format.step_folders",
     "load": "loader",
     "save": "saver",
@@ -41,7 +42,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are fetched when first used, so that importing the package loads no torch."""
-    if name not in _HOMES:
+    """Import a public name on first use, so that importing the package does not import torch."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run as its configuration asks for them: at once or in the background, from memory or storage."""
+"""Checkpoints of a run as its configuration requires: in the foreground or background, from memory or storage."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megascale.checkpoint.background import pending_saves, service, service_protocol
-from megascale.checkpoint.background.load_from_memory import find_held, load_held
+from megascale.checkpoint.background.load_from_memory import find_memory_save, load_memory_save
 from megascale.checkpoint.background.snapshot import Snapshots
 from megascale.checkpoint.background.staging import SaveOutcome
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import TensorShard
-from megascale.checkpoint.format.step_folders import Commit
-from megascale.checkpoint.loader import AcceptState, LoadReport, load, say
+from megascale.checkpoint.format.commit import Commit
+from megascale.checkpoint.loader import AcceptState, LoadReport, load, warn
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import save_to_storage
+from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError, TrainingError
@@ -30,17 +31,22 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """What a training loop needs; every method but `poll` and `due` is collective over the group.
+    """Saves and loads for a training loop; every method but `poll` and `save_target` is collective over the group.
 
-    The loop: `load` once; each step forward and backward, `before_update`, the optimizer's update, then `save` where
-    `due` says so; `finish` at the end. Outcomes of saves come from `save`, `poll` and `finish`, in order.
+    The loop calls `load` once. Each step it calls `before_update` between the backward pass and the optimizer's update,
+    then `save` where `save_target` says so. It calls `finish` at the end. Outcomes of saves come from `poll` and
+    `finish`, in order.
 
     Args:
         config: the [checkpoint] section.
         run: the run folder.
         shards: this process's boxes, views on live memory.
         group: the processes of the run; None: the default group, or this process alone.
-        domain: this host's fault domain (rack, switch), for replicas; default: each host its own.
+        domain: this host's fault domain (rack, switch), for replicas; "": each host is its own.
+
+    Attributes:
+        loaded_from: source of the loaded state.
+        snapshots: the saves in the background, None before `prepare` or the first save.
     """
 
     def __init__(
@@ -52,22 +58,27 @@ class Checkpointer:
         group: ProcessGroup | None = None,
         domain: str = "",
     ) -> None:
-        self.config, self.run, self.shards, self.domain = config, run, shards, domain
-        self.group, self.peers = group, Peers(group)
+        self.config = config
+        self.run = run
+        self.shards = shards
+        self.domain = domain
+        self.group = group
+        self.peers = Peers(group)
         self.folder: Path | str = config.location or run / "checkpoints"
         self.loaded_from: Literal["nothing", "memory", "a peer's memory", "storage"] = "nothing"
-        self._above = 0
-        self._unsaved = False  # what was loaded is nowhere but in memory
-        self._snapshots: Snapshots | None = None
-        self._ready: list[SaveOutcome] = []
-        self._passed_over: list[Commit] = []
+        self.snapshots: Snapshots | None = None
+        self._base_sequence = 0  # number of the save that was loaded from memory
+        self._is_only_in_memory = False  # the loaded state is not in storage
+        self._foreground_outcomes: list[SaveOutcome] = []
+        self._skipped_commits: list[Commit] = []
 
     def save_target(self, step: int, last: bool = False) -> Literal["storage", "memory"] | None:
-        """What the state after `step` is saved to; `last`: training ends here."""
-        c = self.config
-        if last or self._unsaved or (c.interval and step % c.interval == 0):
+        """Return the target to which the state after `step` is to be saved, if any; `last`: training ends here."""
+        interval = self.config.interval
+        memory_interval = self.config.memory_interval
+        if last or self._is_only_in_memory or (interval and step % interval == 0):
             return "storage"
-        return "memory" if c.memory_interval and step % c.memory_interval == 0 else None
+        return "memory" if memory_interval and step % memory_interval == 0 else None
 
     def load(
         self,
@@ -78,35 +89,36 @@ class Checkpointer:
         report: LoadReport | None = None,
         accept: AcceptState | None = None,
     ) -> dict[str, Any] | None:
-        """Fill the shards (or only `shards`) from the newest state there is (or that of `step`) and return what was
-        saved with it; None if there is none. Own memory comes before a peer's, that before storage, if it is as new.
+        """Fill the shards from the newest state (or that of `step`) and return the saved state, None if there is none.
 
-        `initial`: what to fill instead from a checkpoint of step 0; `accept`: see `loader.Accept`. With all shards, no
-        tensor of the saved model may be without a place. Raises DataError as `loader.load` does.
+        Memory of this host is preferred to a peer's, and that to storage, if it is as new.
+
+        Args:
+            shards: fill these only; None: fill all, and require a shard for every tensor of the saved model.
+            initial: the shards to fill instead from a checkpoint of step 0.
+            report: filled with this process's cost and findings.
+            accept: see `loader.AcceptState`.
+
+        Raises DataError as `loader.load` does.
         """
         complete = shards is None
         shards = self.shards if shards is None else shards
-        report = report if report is not None else LoadReport()
-        held_damage = None
+        report = report or LoadReport()
         storage = open_storage(self.folder)
-        newest = None
-        if self.peers.rank == 0:
-            pending_saves.finish_pending(storage)
-            commits = [c for c in folders.list_commits(storage)[0] if step in (None, c.step)]
-            newest = (max((c.sequence for c in commits), default=0), folders.identity(storage))
-        sequence, identity = self.peers.broadcast(newest, tuple[int, str | None] | None)
+        sequence, identity = self.peers.compute_once(lambda: _find_newest(storage, step), tuple[int, str])
+        damage = None
         if self.config.background and identity:
-            state = self._load_held(sequence, identity, step, shards, report, accept, complete)
+            state = self._load_from_memory(sequence, identity, step, shards, report, accept, complete)
             if isinstance(state, dict):
                 return state
-            held_damage = state
-        # A first save that died half-way leaves nothing to load and nothing lost: as if there were none.
-        there = self.peers.broadcast(any(folders.list_commits(storage)) if self.peers.rank == 0 else None, bool | None)
-        if not there and step is None:
-            if held_damage:  # it may lie in the weights by now
+            damage = state
+        # A first save that died half-way leaves nothing to load, as if there were no checkpoint.
+        has_commits = self.peers.compute_once(lambda: any(folders.list_commits(storage)), bool)
+        if not has_commits and step is None:
+            if damage:  # parts of it may have been copied into the weights
                 raise DataError(
-                    f"{held_damage} and there is no checkpoint in {storage.url!r} to go back to; start over from step "
-                    "0 with --checkpoint.resume=false"
+                    f"{damage} and there is no checkpoint in {storage.url!r} to go back to; start over from step 0 "
+                    "with --checkpoint.resume=false"
                 )
             return None
         state = load(
@@ -119,25 +131,11 @@ class Checkpointer:
             accept=accept,
             complete=complete,
         )
-        self._passed_over = report.passed_over
+        self._skipped_commits = report.skipped_commits
         self.loaded_from = "storage"
         return state
 
-    def confirm_load(self) -> None:
-        """The run goes on from what was loaded: checkpoints that were found damaged count as such from now on.
-
-        If nothing was loaded, snapshots of a run before it in memory never are.
-        """
-        if self.peers.rank == 0:
-            storage = open_storage(self.folder)
-            if self.loaded_from == "nothing":
-                folders.renew_identity(storage)
-            for commit in self._passed_over:
-                with contextlib.suppress(OSError):  # a disk that fails is told of by the next save
-                    folders.mark_damaged(storage, commit)
-        self._passed_over = []
-
-    def _load_held(
+    def _load_from_memory(
         self,
         sequence: int,
         identity: str,
@@ -147,100 +145,127 @@ class Checkpointer:
         accept: AcceptState | None,
         complete: bool,
     ) -> dict[str, Any] | str | None:
-        """The state loaded from memory, None if there is none as new as storage's, or how it is damaged."""
-        sock = None
-        try:
-            with contextlib.suppress(OSError, TrainingError):  # a host without a service has nothing in memory
-                sock = service.connect_checkpoint_service(
-                    service_protocol.private_folder(self.run), self.config.linger, self._log_file
-                )
-            held = find_held(sock, self.peers, identity)
-            if held is None or held.sequence < sequence or step not in (None, held.step):
-                return None
-            result = load_held(sock, held, shards, self.peers, report, accept=accept, complete=complete)
-        finally:
-            if sock is not None:
-                sock.close()
-        if isinstance(result, str):
-            damage = f"the state of step {held.step} in memory is damaged ({result})"
-            if self.peers.rank == 0:
-                say(f"{damage}; loading from storage instead")
-            return damage
-        self.loaded_from = "a peer's memory" if held.copies else "memory"
-        self._above = held.sequence
-        self._unsaved = held.sequence > sequence
-        return result
-
-    @property
-    def _log_file(self) -> Path:
-        return self.run / "logs" / "checkpoint-service.log"
-
-    def save(self, step: int, state: dict[str, Any], *, persist: bool = True, wait: bool = False) -> bool:
-        """Save the state after `step`; False if it was skipped because the last save is still under way.
+        """Return the state loaded from memory, None if none is as new as storage's, or how it is damaged.
 
         Args:
-            state: what else to keep, as JSON; the first process's counts.
-            persist: write it to storage; False: keep it in memory only (background).
-            wait: rather wait than skip; for the last save of a run.
+            sequence: number of the newest commit in storage.
+            identity: identity of the checkpoints folder.
+        """
+        connection = None
+        try:
+            with contextlib.suppress(OSError, TrainingError):  # a host without a service has no snapshots
+                folder = service_protocol.private_folder(self.run)
+                log_file = self.run / "logs" / "checkpoint-service.log"
+                connection = service.connect_checkpoint_service(folder, self.config.linger, log_file)
+            save = find_memory_save(connection, self.peers, identity)
+            if save is None or save.sequence < sequence or step not in (None, save.step):
+                return None
+            result = load_memory_save(connection, save, shards, self.peers, report, accept=accept, complete=complete)
+        finally:
+            if connection is not None:
+                connection.close()
+        if isinstance(result, str):
+            damage = f"the state of step {save.step} in memory is damaged ({result})"
+            if self.peers.rank == 0:
+                warn(f"{damage}; loading from storage instead")
+            return damage
+        self.loaded_from = "a peer's memory" if save.replicas else "memory"
+        self._base_sequence = save.sequence
+        self._is_only_in_memory = save.sequence > sequence
+        return result
 
-        Raises TrainingError at once if saving in the foreground fails; in the background the outcome says so.
+    def confirm_load(self) -> None:
+        """Record that the run continues from the loaded state: commits that were found damaged are marked.
+
+        If nothing was loaded, a previous run's snapshots in memory can no longer be loaded.
+        """
+        if self.peers.rank == 0:
+            storage = open_storage(self.folder)
+            if self.loaded_from == "nothing":
+                folders.renew_identity(storage)
+            for commit in self._skipped_commits:
+                with contextlib.suppress(OSError):  # the next save reports a failing disk
+                    folders.mark_damaged(storage, commit)
+        self._skipped_commits = []
+
+    def save(self, step: int, state: dict[str, Any], *, persist: bool = True, wait: bool = False) -> bool:
+        """Save the state after `step`; return False if it was skipped because the last save is still under way.
+
+        Args:
+            state: further state as JSON; the first process's counts.
+            persist: write it to storage; False: keep it in memory only (background).
+            wait: wait instead of skipping; for the last save of a run.
+
+        Raises TrainingError if saving in the foreground fails; in the background the outcome reports it.
         """
         if not self.config.background:
             begun = time.monotonic()
-            size = save_to_storage(open_storage(self.folder), step, self.shards, state, self.config.keep, self.peers)
-            took = time.monotonic() - begun
-            self._ready.append(SaveOutcome(step, self.peers.rank == 0, bytes=size, stall=took, seconds=took))
+            storage = open_storage(self.folder)
+            size = save_to_storage(storage, step, self.shards, state, self.config.keep, self.peers)
+            seconds = time.monotonic() - begun
+            outcome = SaveOutcome(step, self.peers.rank == 0, bytes=size, stall=seconds, seconds=seconds)
+            self._foreground_outcomes.append(outcome)
             return True
-        begun = self._background().start(step, state, persist=persist, wait=wait)
-        self._unsaved = self._unsaved and not (begun and persist)
-        return begun
+        has_begun = self._open_snapshots().start(step, state, persist=persist, wait=wait)
+        if has_begun and persist:
+            self._is_only_in_memory = False
+        return has_begun
 
-    @property
-    def snapshots(self) -> Snapshots | None:
-        """The background's side of it, once there is one."""
-        return self._snapshots
-
-    def _background(self) -> Snapshots:
-        if self._snapshots is None:
-            c = self.config
-            self._snapshots = Snapshots(
+    def _open_snapshots(self) -> Snapshots:
+        if self.snapshots is None:
+            self.snapshots = Snapshots(
+                self.config,
                 self.folder,
                 self.shards,
                 run=self.run,
-                keep=c.keep,
                 peers=self.peers,
-                above=self._above,
-                slots=c.slots or (2 if c.memory_interval else 1),
-                replicas=c.replicas,
-                address=c.replica_address,
+                base_sequence=self._base_sequence,
                 domain=self.domain,
-                linger=c.linger,
             )
-            log.info("staging memory: %s bytes on this process", f"{self._snapshots.memory:,}")
-        return self._snapshots
+            log.info("staging memory: %s bytes on this process", f"{self.snapshots.memory:,}")
+        return self.snapshots
 
     def prepare(self) -> None:
-        """Start the service and allocate its memory now, so that the first save need not; after `load`, if at all."""
+        """Start the service and allocate its memory before the first save; call it after `load`, if at all."""
         if self.config.background:
-            self._background()
+            self._open_snapshots()
 
     def before_update(self, step: int | None = None) -> None:
-        """Let a copy under way finish before the state changes: call it before each optimizer update.
+        """Let a copy under way finish before the state changes; call it before each optimizer update.
 
-        step: which the update makes. Where its state is to be saved too, the last snapshot must be at its peer first:
-        a lost host costs at most the steps between two of them.
+        Args:
+            step: the step that the update completes. If its state is to be saved too, the last snapshot must be at its
+                peer first: a lost host then costs at most the steps between two saves.
         """
-        if self._snapshots is not None:
-            self._snapshots.before_update(kept=step is not None and self.save_target(step) is not None)
+        if self.snapshots is not None:
+            is_saved = step is not None and self.save_target(step) is not None
+            self.snapshots.before_update(wait_for_replica=is_saved)
 
     def poll(self) -> list[SaveOutcome]:
-        """Saves that have come to an end since the last call."""
-        ready, self._ready = self._ready, []
-        return ready + (self._snapshots.poll() if self._snapshots is not None else [])
+        """Return the saves that have ended since the last call."""
+        outcomes = self._foreground_outcomes
+        self._foreground_outcomes = []
+        if self.snapshots is not None:
+            outcomes += self.snapshots.poll()
+        return outcomes
 
     def finish(self, run_ended: bool = True) -> list[SaveOutcome]:
-        """Wait until everything begun is saved; as `poll`. `over`: the run is, so the service need not wait on."""
-        if self._snapshots is not None:
-            self._ready += self._snapshots.finish(goodbye=run_ended)
-            self._snapshots = None
+        """Wait until every save has ended and return as `poll` does.
+
+        Args:
+            run_ended: the run has ended, so the service need not wait for trainers.
+        """
+        if self.snapshots is not None:
+            self._foreground_outcomes += self.snapshots.finish(goodbye=run_ended)
+            self.snapshots = None
         return self.poll()
+
+
+def _find_newest(storage: Storage, step: int | None) -> tuple[int, str]:
+    """Return the number of the newest commit (of `step`), 0 if there is none, and the folder's identity.
+
+    Saves whose committer died are committed first.
+    """
+    pending_saves.finish_pending(storage)
+    commits = [c for c in folders.list_commits(storage)[0] if step in (None, c.step)]
+    return max((c.sequence for c in commits), default=0), folders.read_identity(storage)

@@ -1,4 +1,4 @@
-"""A checkpoint read tensor by tensor in one process, checked: for export, conversion, generation and tools."""
+"""A checkpoint read tensor by tensor in one process, with checks: for export, conversion, generation and tools."""
 
 from __future__ import annotations
 
@@ -11,103 +11,101 @@ import torch
 
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import box_slices, intersect_boxes
+from megascale.checkpoint.format.commit import Commit, DamagedCheckpoint
 from megascale.checkpoint.format.index import TensorInfo
-from megascale.checkpoint.format.step_folders import Commit, DamagedCheckpoint
-from megascale.checkpoint.loader import LoadReport, read_chunks
+from megascale.checkpoint.loader import LoadReport, StorageChunks, read_chunks
 from megascale.checkpoint.storage.base import Storage
-from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError
 
-# Chunks kept after use, in bytes: neighbouring boxes often share a chunk.
-_CACHE_BYTES = 256 << 20
+_CACHE_BYTES = 256 << 20  # chunks kept after use: neighbouring boxes often share a chunk
 
 
 class CompleteCheckpoint:
-    """One committed checkpoint. Reading raises DataError where what is stored is not what was written.
+    """One committed checkpoint. Reading raises DataError if stored data differs from what was written.
 
     Attributes:
         commit: its commit, with the saved state.
-        tensors: logical name to shape and dtype.
+        tensors: shape and dtype by logical name.
     """
 
     def __init__(self, storage: Storage, commit: Commit) -> None:
-        self.storage, self.commit = storage, commit
-        self.place = folders.step_name(commit.step)
+        self.storage = storage
+        self.commit = commit
+        self._name = f"{storage.url}/{folders.step_name(commit.step)}"
         try:
-            self.index = folders.read_index(storage, commit)
+            self._index = folders.read_index(storage, commit)
             folders.check_sizes(storage, commit)
         except DamagedCheckpoint as damage:
-            raise DataError(self._damaged(str(damage))) from None
-        self.tensors: dict[str, TensorInfo] = self.index.tensors
+            raise self._explain_damage(str(damage)) from None
+        self.tensors: dict[str, TensorInfo] = self._index.tensors
+        self._source = StorageChunks(storage, commit, self._index)
         self._cache: OrderedDict[int, torch.Tensor] = OrderedDict()
-        self._cached = 0
+        self._cached_bytes = 0
 
     @property
     def state(self) -> dict[str, Any]:
-        """What was saved besides tensors."""
+        """Return the saved state besides tensors."""
         return self.commit.state
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """A whole logical tensor in host memory."""
+        """Return a complete logical tensor in host memory."""
         shape = self.tensors[name].shape
         return self.read_box(name, Box((0,) * len(shape), shape))
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
-        """A part of a logical tensor."""
+        """Return a part of a logical tensor in host memory."""
         try:
             result = torch.empty(box.sizes, dtype=getattr(torch, self.tensors[name].dtype))
         except RuntimeError as error:
             raise DataError(
-                f"{name} of the checkpoint '{self.storage.url}/{self.place}' is {list(box.sizes)}, for which this "
-                f"machine has no memory ({str(error).splitlines()[0][:200]})"
+                f"{name} of the checkpoint {self._name!r} is {list(box.sizes)}, for which this machine has no memory "
+                f"({str(error).splitlines()[0][:200]})"
             ) from None
-        for row in self.index.overlapping(name, box).tolist():
-            chunk, held = self._chunk(row), self.index.box(row)
-            common = intersect_boxes(held, box)
+        for row in self._index.overlapping(name, box).tolist():
+            chunk = self._read_chunk(row)
+            chunk_box = self._index.box(row)
+            common = intersect_boxes(chunk_box, box)
             if common is not None:
-                target = result[box_slices(box, common)] if common.sizes else result
-                target.copy_(chunk[box_slices(held, common)] if common.sizes else chunk)
+                result[box_slices(box, common)].copy_(chunk[box_slices(chunk_box, common)])
         return result
 
-    def _chunk(self, row: int) -> torch.Tensor:
+    def _read_chunk(self, row: int) -> torch.Tensor:
         if row in self._cache:
             self._cache.move_to_end(row)
             return self._cache[row]
         report = LoadReport()
-        chunk = read_chunks(self.index, np.array([row]), self._read, report)[row]
+        chunk = read_chunks(self._source, np.array([row]), report)[row]
         if report.damage:
-            raise DataError(self._damaged(report.damage[0]))
+            raise self._explain_damage(report.damage[0])
         self._cache[row] = chunk
-        self._cached += chunk.nbytes
-        while self._cached > _CACHE_BYTES and len(self._cache) > 1:
-            self._cached -= self._cache.popitem(last=False)[1].nbytes
+        self._cached_bytes += chunk.nbytes
+        while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
+            _, oldest = self._cache.popitem(last=False)
+            self._cached_bytes -= oldest.nbytes
         return chunk
 
-    def _read(self, file: str, start: int, stop: int) -> memoryview | bytes | bytearray:
-        return self.storage.read(f"{self.place}/{file}", start, stop - start)
-
-    def _damaged(self, why: str) -> str:
+    def _explain_damage(self, reason: str) -> DataError:
         if folders.is_removed(self.storage, self.commit):
-            return (
-                f"the checkpoint '{self.storage.url}/{self.place}' was removed while it was read: training goes on "
-                "there and keeps checkpoint.keep of them. Try again, or raise checkpoint.keep"
+            return DataError(
+                f"the checkpoint {self._name!r} was removed while it was read: training goes on there and keeps "
+                "checkpoint.keep of them. Try again, or raise checkpoint.keep"
             )
-        return (
-            f"the checkpoint '{self.storage.url}/{self.place}' is damaged: {why}; name another step with --step, or "
-            "see `megascale checkpoint verify`"
+        return DataError(
+            f"the checkpoint {self._name!r} is damaged: {reason}; name another step with --step, or see "
+            "`megascale checkpoint verify`"
         )
 
 
 def open_checkpoint(path: Path | str, step: int | None = None) -> CompleteCheckpoint:
-    """The newest committed checkpoint (or that of `step`) of a run folder, checkpoints folder or step-N folder.
+    """Return the newest committed checkpoint (or that of `step`) of a run, checkpoints or step-N folder.
 
     Raises DataError if there is none.
     """
-    storage, there = folders.find_steps(path)
-    commits = [c for c in folders.list_commits(storage)[0] if c.step in there and step in (None, c.step)]
+    storage, listed = folders.find_steps(path)
+    commits = [c for c in folders.list_commits(storage)[0] if c.step in listed and step in (None, c.step)]
     if not commits:
-        have = sorted(c.step for c in folders.list_commits(storage)[0])
-        asked = f"of step {step} " if step is not None else ""
-        raise DataError(f"there is no committed checkpoint {asked}in {str(path)!r}; committed steps: {have or 'none'}")
-    return CompleteCheckpoint(open_storage(storage), commits[0])
+        committed = sorted(c.step for c in folders.list_commits(storage)[0]) or "none"
+        wanted_step = f"of step {step} " if step is not None else ""
+        raise DataError(f"there is no committed checkpoint {wanted_step}in {str(path)!r}; committed steps: {committed}")
+    return CompleteCheckpoint(storage, commits[0])

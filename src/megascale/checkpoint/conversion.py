@@ -1,6 +1,6 @@
-"""Checkpoints to and from other forms: safetensors, torch files, foreign torch distributed checkpoints, other cuts.
+"""Conversion of checkpoints to and from safetensors, torch files, foreign torch distributed checkpoints, other cuts.
 
-Everything goes tensor by tensor (or chunk by chunk), so memory holds the largest tensor, never the model.
+Conversion proceeds tensor by tensor (or chunk by chunk), so memory holds the largest tensor, never the model.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ import torch
 from megascale.checkpoint.complete_checkpoint import CompleteCheckpoint
 from megascale.checkpoint.format import archive
 from megascale.checkpoint.format import step_folders as folders
-from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.chunks import CHUNK_BYTES, split_box
+from megascale.checkpoint.format.commit import METADATA
 from megascale.checkpoint.format.foreign_index import read_torch_index
 from megascale.checkpoint.format.index import TensorInfo, is_tensor_name
 from megascale.checkpoint.format.torch_index import make_torch_metadata
-from megascale.checkpoint.format.write_plan import data_file, make_offer, make_plan
-from megascale.checkpoint.saver import host_bytes
+from megascale.checkpoint.format.write_plan import data_file_name, make_offer, make_plan
+from megascale.checkpoint.saver import to_host_bytes, write_chunk
 from megascale.checkpoint.storage.base import Storage
 from megascale.core.tensors import Box
 from megascale.errors import ConfigError, DataError
 
-# A source of logical tensors: their shapes and types, and a way to read a box of one.
+# Logical tensors to convert: shapes and dtypes by name, and a function that reads a box of one.
 Source = tuple[Mapping[str, TensorInfo], Callable[[str, Box], torch.Tensor]]
-Told = Callable[[str], None]
-Found = tuple[str, TensorInfo, Callable[[], torch.Tensor]]
+# Called with the name of each file before it is written.
+FileCallback = Callable[[str], None]
+# A tensor of a foreign file: name, shape and dtype, and a function that reads it.
+ForeignTensor = tuple[str, TensorInfo, Callable[[], torch.Tensor]]
 
-_SAFE = {
+_SAFETENSORS_TYPES = {
     "float64": "F64",
     "float32": "F32",
     "bfloat16": "BF16",
@@ -49,160 +51,171 @@ _SAFE = {
 
 
 def write_checkpoint(
-    storage: Storage, step: int, source: Source, state: dict[str, Any], files: int, on_file: Told
+    storage: Storage, step: int, source: Source, state: dict[str, Any], files: int, on_file: FileCallback
 ) -> int:
-    """Commit a step with the tensors of `source` in `files` files of about equal size; its bytes."""
+    """Commit a step with the tensors of `source` in `files` files of about equal size; return its bytes."""
     tensors, read = source
     total = sum(info.nbytes for info in tensors.values())
-    limit = min(CHUNK_BYTES, max(total // (4 * files), 64))  # small enough that files come out about equal
-    pieces = [
+    limit = min(CHUNK_BYTES, max(total // (4 * files), 64))  # small enough for files of about equal size
+    boxes = [
         (name, info.shape, info.dtype, box)
         for name, info in sorted(tensors.items())
         for box in split_box(Box((0,) * len(info.shape), info.shape), archive.element_size(info.dtype), limit)
     ]
-    sizes = np.cumsum([box.count * archive.element_size(dtype) for _, _, dtype, box in pieces])
-    which = np.minimum(sizes * files // max(int(sizes[-1]), 1), files - 1) if len(sizes) else []
+    ends = np.cumsum([box.count * archive.element_size(dtype) for _, _, dtype, box in boxes])
+    file_numbers = np.minimum(ends * files // max(int(ends[-1]), 1), files - 1) if len(ends) else []
     shares: list[list[Any]] = [[] for _ in range(files)]
-    for piece, file in zip(pieces, which, strict=True):
-        shares[int(file)].append(piece)
+    for entry, number in zip(boxes, file_numbers, strict=True):
+        shares[int(number)].append(entry)
     plan = make_plan([make_offer(share) for share in shares])
     generation = folders.new_generation(storage)
-    crcs, names = [], {}
+    crcs = []
+    written = {}
     for rank, (part, share) in enumerate(zip(plan.parts, shares, strict=True)):
         if not part.size:
             continue
-        name = f"{generation}-{data_file(rank)}"
+        name = f"{generation}-{data_file_name(rank)}"
         on_file(name)
-        sink = storage.create(f"{folders.step_name(step)}/{name}")
-        whole = 0
+        writer = storage.create(f"{folders.step_name(step)}/{name}")
+        file_crc = 0
         try:
-            for number, length in zip(part.chunks.tolist(), part.length.tolist(), strict=True):
-                tensor, _, dtype, box = share[number]
-                data = host_bytes(read(tensor, box))
-                crc = crc32(data)
-                head, tail = archive.wrap(dtype, box.sizes, crc, length)
-                for run in (head, data, tail):
-                    sink.write(run)
-                    whole = crc32(run, whole)
+            for chunk, length in zip(part.chunks.tolist(), part.length.tolist(), strict=True):
+                tensor, _, dtype, box = share[chunk]
+                elements = to_host_bytes(read(tensor, box))
+                crc, file_crc = write_chunk(writer, dtype, box.sizes, elements, length, file_crc)
                 crcs.append(crc)
-            sink.finish()
+            writer.finish()
         except BaseException:
-            sink.abort()
+            writer.abort()
             folders.withdraw(storage, step, generation)
             raise
-        names[name] = (part.size, whole)
+        written[name] = (part.size, file_crc)
     index = plan.index.with_generation(generation, np.array(crcs, np.uint32))
-    return folders.commit_save(storage, step, generation, index, names, make_torch_metadata(index), state).size
+    return folders.commit_save(storage, step, generation, index, written, make_torch_metadata(index), state).size
 
 
-def as_source(whole: CompleteCheckpoint) -> Source:
-    """A checkpoint as a source."""
-    return whole.tensors, whole.read_box
+def as_source(checkpoint: CompleteCheckpoint) -> Source:
+    """Return a checkpoint as a source."""
+    return checkpoint.tensors, checkpoint.read_box
 
 
 def export_safetensors(
-    whole: CompleteCheckpoint, folder: Path, names: Mapping[str, str], shard_bytes: int, told: Told
+    checkpoint: CompleteCheckpoint, folder: Path, names: Mapping[str, str], shard_bytes: int, on_file: FileCallback
 ) -> list[Path]:
-    """Write tensors as `.safetensors` files of at most about `shard_bytes`, with an index where there are several.
+    """Write tensors as `.safetensors` files of at most about `shard_bytes`, with an index if there are several.
 
     Args:
-        names: which tensors, and what each is called in the file.
+        names: the tensors to write, and the name of each in the file.
 
-    ConfigError if the folder holds such files already: readers could not tell which set of weights counts.
+    Raises ConfigError if the folder holds such files already: readers could not tell which set of weights is valid.
     """
-    if existing := sorted(file.name for file in folder.glob("*.safetensors*")):
+    existing = sorted(file.name for file in folder.glob("*.safetensors*"))
+    if existing:
         raise ConfigError(f"{str(folder)!r} holds {existing[0]} already; name a new folder or remove those files")
     groups: list[list[str]] = [[]]
-    filled = 0
+    group_bytes = 0
     for name in names:
-        size = whole.tensors[name].nbytes
-        if groups[-1] and filled + size > shard_bytes:
+        size = checkpoint.tensors[name].nbytes
+        if groups[-1] and group_bytes + size > shard_bytes:
             groups.append([])
-            filled = 0
+            group_bytes = 0
         groups[-1].append(name)
-        filled += size
+        group_bytes += size
     folder.mkdir(parents=True, exist_ok=True)
-    many = len(groups) > 1
-    paths, weight_map = [], {}
+    has_index = len(groups) > 1
+    paths = []
+    weight_map = {}
     for number, group in enumerate(groups, 1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if many else "model.safetensors"
-        told(file)
-        _write_safetensors(whole, folder / file, {name: names[name] for name in group})
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if has_index else "model.safetensors"
+        on_file(file)
+        _write_safetensors(checkpoint, folder / file, {name: names[name] for name in group})
         weight_map.update({names[name]: file for name in group})
         paths.append(folder / file)
-    if many:
-        total = sum(whole.tensors[name].nbytes for name in names)
+    if has_index:
+        total = sum(checkpoint.tensors[name].nbytes for name in names)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         paths.append(folder / "model.safetensors.index.json")
         paths[-1].write_text(json.dumps(index, indent=1))
     return paths
 
 
-def _write_safetensors(whole: CompleteCheckpoint, path: Path, names: Mapping[str, str]) -> None:
+def _write_safetensors(checkpoint: CompleteCheckpoint, path: Path, names: Mapping[str, str]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, called in names.items():
-        info = whole.tensors[name]
-        header[called] = {"dtype": _SAFE[info.dtype], "shape": info.shape, "data_offsets": [at, at + info.nbytes]}
-        at += info.nbytes
+    offset = 0
+    for name, exported_name in names.items():
+        info = checkpoint.tensors[name]
+        stop = offset + info.nbytes
+        dtype = _SAFETENSORS_TYPES[info.dtype]
+        header[exported_name] = {"dtype": dtype, "shape": info.shape, "data_offsets": [offset, stop]}
+        offset = stop
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
-            file.write(host_bytes(whole.read_tensor(name)))
+            file.write(to_host_bytes(checkpoint.read_tensor(name)))
 
 
-def export_torch(whole: CompleteCheckpoint, path: Path, names: Mapping[str, str]) -> Path:
-    """Write tensors as one `torch.save` file (a flat dictionary; all of it is held in memory)."""
+def export_torch(checkpoint: CompleteCheckpoint, path: Path, names: Mapping[str, str]) -> Path:
+    """Write tensors as one `torch.save` file: a flat dictionary, which is held in memory as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({called: whole.read_tensor(name) for name, called in names.items()}, path)
+    torch.save({exported_name: checkpoint.read_tensor(name) for name, exported_name in names.items()}, path)
     return path
 
 
-def read_foreign_tensors(path: Path, prefix: str) -> Source:
-    """Tensors of a `.safetensors` file or folder of them, a `torch.save` file, or a torch distributed checkpoint.
+class _ForeignReader:
+    """Reads boxes of foreign tensors; it keeps the last tensor, whose boxes are read one after the other."""
 
-    Nested dictionaries become dotted names; `prefix` is put before each. Nothing but tensors is unpickled. DataError
-    if it is none of these.
+    def __init__(self, readers: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        self._readers = readers
+        self._last: dict[str, torch.Tensor] = {}
+
+    def read_box(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of a tensor."""
+        if name not in self._last:
+            self._last.clear()
+            self._last[name] = self._readers[name]()
+        slices = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+        return self._last[name][slices]
+
+
+def read_foreign_tensors(path: Path, prefix: str) -> Source:
+    """Return the tensors of a `.safetensors` file or folder, a `torch.save` file, or a torch distributed checkpoint.
+
+    Nested dictionaries become dotted names; `prefix` is put before each. Only tensors are unpickled. Raises DataError
+    for any other file.
     """
-    if path.is_dir() and (path / folders.METADATA).is_file():
-        found = _from_distributed(path)
+    if path.is_dir() and (path / METADATA).is_file():
+        foreign = _read_distributed(path)
     elif path.is_dir() or path.suffix == ".safetensors":
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files:
             raise DataError(f"{str(path)!r} holds neither .safetensors files nor a torch distributed checkpoint")
-        found = _from_safetensors(files)
+        foreign = _read_safetensors(files)
     else:
-        found = _from_torch(path)
-    tensors, readers = {}, {}
-    for name, info, reader in found:
-        if not is_tensor_name(prefix + name):
-            raise DataError(f"{str(path)!r}: {name[:200]!r} is no name that a checkpoint can hold")
-        if prefix + name in tensors:
+        foreign = _read_torch_file(path)
+    tensors = {}
+    readers = {}
+    for name, info, reader in foreign:
+        full_name = prefix + name
+        if not is_tensor_name(full_name):
+            raise DataError(f"{str(path)!r}: a checkpoint cannot hold a tensor named {name[:200]!r}")
+        if full_name in tensors:
             raise DataError(
                 f"{str(path)!r} holds {name[:200]!r} more than once, so it is unclear which one counts; name one file, "
                 "or a folder that holds one set of weights"
             )
-        tensors[prefix + name], readers[prefix + name] = info, reader
+        tensors[full_name] = info
+        readers[full_name] = reader
     if not tensors:
         raise DataError(f"{str(path)!r} holds no tensors")
-    held: dict[str, torch.Tensor] = {}
-
-    def read(name: str, box: Box) -> torch.Tensor:
-        if name not in held:
-            held.clear()
-            held[name] = readers[name]()
-        where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-        return held[name][where] if where else held[name]
-
-    return tensors, read
+    return tensors, _ForeignReader(readers).read_box
 
 
-def _from_safetensors(files: list[Path]) -> Iterator[Found]:
+def _read_safetensors(files: list[Path]) -> Iterator[ForeignTensor]:
     from safetensors import SafetensorError, safe_open
 
-    dtypes = {safe: name for name, safe in _SAFE.items()}
+    dtypes = {safe: name for name, safe in _SAFETENSORS_TYPES.items()}
     for file in files:
         try:
             opened = safe_open(file, framework="pt")
@@ -216,25 +229,26 @@ def _from_safetensors(files: list[Path]) -> Iterator[Found]:
             yield name, TensorInfo(tuple(part.get_shape()), dtypes[part.get_dtype()]), partial(opened.get_tensor, name)
 
 
-def _from_torch(path: Path) -> Iterator[Found]:
+def _read_torch_file(path: Path) -> Iterator[ForeignTensor]:
     try:
         tree = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise DataError(f"there is no file {str(path)!r}") from None
-    except Exception as error:  # whatever a file that is something else, or lies, makes of torch's own reader
+    except Exception as error:  # torch's reader can fail in any way on another kind of file or a forged one
         raise DataError(f"{str(path)!r} is not a file of tensors that torch.save wrote: {_first_line(error)}") from None
     try:
-        found = list(_flatten("", tree))
+        entries = list(_flatten("", tree))
     except RecursionError:
-        raise DataError(f"{str(path)!r} holds tables in each other without end; it is no file of tensors") from None
-    for name, tensor in found:
+        raise DataError(f"{str(path)!r} holds dictionaries nested without end; it is not a file of tensors") from None
+    for name, tensor in entries:
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise DataError(f"{str(path)!r}: {name} is a {tensor.layout} tensor, which a checkpoint cannot hold")
-        kind = _dtype(path, name, tensor.dtype)
-        yield name, TensorInfo(tuple(tensor.shape), kind), partial(torch.Tensor.detach, tensor)
+        info = TensorInfo(tuple(tensor.shape), _check_dtype(path, name, tensor.dtype))
+        yield name, info, partial(torch.Tensor.detach, tensor)
 
 
 def _flatten(prefix: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of nested dictionaries and lists by dotted name."""
     if isinstance(tree, torch.Tensor):
         yield prefix.removesuffix("."), tree
     elif isinstance(tree, Mapping):
@@ -245,12 +259,14 @@ def _flatten(prefix: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _flatten(f"{prefix}{i}.", value)
 
 
-def _from_distributed(path: Path) -> Iterator[Found]:
+def _read_distributed(path: Path) -> Iterator[ForeignTensor]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     class Reader(dcp.FileSystemReader):
+        """A reader that uses the checked index instead of unpickling the file's."""
+
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return metadata
 
@@ -258,9 +274,10 @@ def _from_distributed(path: Path) -> Iterator[Found]:
         try:
             state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
             dcp.load(state, storage_reader=Reader(path), no_dist=True)
-        except (Exception, CheckpointException) as error:  # files that may hold anything; tensors alone are unpickled
-            causes = list(error.failures.values()) if isinstance(error, CheckpointException) else []
-            cause = causes[0][0] if causes else error
+        except (Exception, CheckpointException) as error:  # the files may hold anything; tensors alone are unpickled
+            cause: BaseException = error
+            if isinstance(error, CheckpointException) and error.failures:
+                cause, _ = next(iter(error.failures.values()))
             if isinstance(cause, KeyboardInterrupt):
                 raise cause from None
             raise DataError(
@@ -268,21 +285,19 @@ def _from_distributed(path: Path) -> Iterator[Found]:
             ) from None
         return state[name]
 
-    metadata = read_torch_index(path / folders.METADATA)
+    metadata = read_torch_index(path / METADATA)
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            yield (
-                name,
-                TensorInfo(tuple(entry.size), _dtype(path, name, entry.properties.dtype)),
-                partial(read, name, entry),
-            )
+            info = TensorInfo(tuple(entry.size), _check_dtype(path, name, entry.properties.dtype))
+            yield name, info, partial(read, name, entry)
 
 
-def _dtype(path: Path, name: str, dtype: torch.dtype) -> str:
-    kind = str(dtype).removeprefix("torch.")
-    if kind not in archive.DTYPES:
-        raise DataError(f"{str(path)!r}: {name} is of type {kind}, which a checkpoint cannot hold")
-    return kind
+def _check_dtype(path: Path, name: str, dtype: torch.dtype) -> str:
+    """Return a dtype's name. Raises DataError for one that a checkpoint cannot hold."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    if dtype_name not in archive.DTYPES:
+        raise DataError(f"{str(path)!r}: {name} is of type {dtype_name}, which a checkpoint cannot hold")
+    return dtype_name
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,126 +1,145 @@
-"""Small collectives over plain values (plain_values.py), the same for one process alone and for a process group."""
+"""Small collectives over values, the same for a single process and for a process group.
+
+Values travel as MessagePack, and both ends name their type, so nothing received is ever run: numbers, texts, bytes,
+lists, tuples, dictionaries, dataclasses of these, and arrays of numbers.
+"""
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megascale import torch_private
-from megascale.checkpoint.plain_values import decode_value, encode_value
 from megascale.errors import TrainingError
 
-_LIMIT = 8 << 30  # bytes of one value: the index of the largest checkpoint takes some hundred million
+_MAX_BYTES = 8 << 30  # of one value: the index of the largest checkpoint takes some hundred million
+_Array = tuple[str, tuple[int, ...], bytes]  # dtype, shape, contents
 
-_controls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def _control(group: Any) -> Any:
-    """A group of the same processes that works on host memory, made once: talk must not wait for the device."""
-    if "gloo" in str(dist.get_backend_config(group)):
-        return group
-    if group not in _controls:
-        ranks = dist.get_process_group_ranks(group)
-        with torch_private.gloo_loop_shared():
-            _controls[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return _controls[group]
+_gloo_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class Peers:
-    """The processes that save or load together. Every method but the properties is collective."""
+    """The processes that save or load together. Every method is collective.
+
+    Attributes:
+        rank: this process's rank in the group.
+        size: number of processes.
+        is_single: whether this process is the only one.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.alone = not (dist.is_available() and dist.is_initialized())
-        if not self.alone:
-            self.data_group = group or dist.group.WORLD
+        self.rank = 0
+        self.size = 1
+        if dist.is_available() and dist.is_initialized():
             self.size = dist.get_world_size(group)
-            self.alone = self.size == 1
-        self.rank = 0 if self.alone else dist.get_rank(group)
-        self.size = 1 if self.alone else self.size
-        if not self.alone:
-            self.group = _control(self.data_group)
+        self.is_single = self.size == 1
+        if not self.is_single:
+            self.rank = dist.get_rank(group)
+            self.data_group = group or dist.group.WORLD
+            self.group = _gloo_group(self.data_group)
 
     def all_true(self, flag: bool) -> bool:
-        """Whether everyone's flag is set."""
-        return self.each([flag])[0]
+        """Return whether the flag is set on every process."""
+        return self.all_true_each([flag])[0]
 
-    def each(self, flags: Sequence[bool]) -> list[bool]:
-        """Of each flag whether everyone's is set."""
-        if self.alone:
+    def all_true_each(self, flags: Sequence[bool]) -> list[bool]:
+        """Return, for each flag, whether it is set on every process."""
+        if self.is_single:
             return list(flags)
-        words = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(words, dist.ReduceOp.MIN, group=self.group)
-        return [bool(word) for word in words.tolist()]
+        values = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
+        return [bool(value) for value in values.tolist()]
 
     def gather(self, value: Any, kind: Any) -> list[Any]:
-        """Everyone's value (of type `kind`) on the first process, an empty list elsewhere."""
-        if self.alone:
+        """Return every process's value (of type `kind`) on the first process, an empty list on the others."""
+        if self.is_single:
             return [value]
-        mine, sizes = self._sized(encode_value(value))
+        data, sizes = self._exchange_sizes(encode_value(value))
         longest = max(sizes)
         rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes] if self.rank == 0 else None
-        dist.gather(_padded(mine, longest), rows, group=self.group, group_dst=0)
+        dist.gather(_pad(data, longest), rows, group=self.group, group_dst=0)
         return [decode_value(row[:size].numpy().data, kind) for row, size in zip(rows or [], sizes, strict=False)]
 
     def broadcast(self, value: Any, kind: Any) -> Any:
-        """The first process's value (of type `kind`), on everyone."""
-        if self.alone:
+        """Return the first process's value (of type `kind`) on every process."""
+        if self.is_single:
             return value
-        mine = _bytes(encode_value(value)) if self.rank == 0 else None
-        size = torch.tensor([len(mine) if mine is not None else 0])
+        data = _to_tensor(encode_value(value)) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([len(data)])
         dist.broadcast(size, group=self.group, group_src=0)
-        _bounded(int(size))
-        data = mine if mine is not None else torch.empty(int(size), dtype=torch.uint8)
+        _check_size(int(size))
+        if self.rank != 0:
+            data = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, group=self.group, group_src=0)
         return value if self.rank == 0 else decode_value(data.numpy().data, kind)
 
+    def compute_once(self, compute: Callable[[], Any], kind: Any) -> Any:
+        """Return the result of `compute` (of type `kind`), called on the first process only, on every process."""
+        return self.broadcast(compute() if self.rank == 0 else None, kind)
+
     def scatter(self, values: list[Any], kind: Any) -> Any:
-        """The first process hands each its own (of type `kind`); others pass an empty list."""
-        if self.alone:
+        """Return this process's entry of the first process's `values` (of type `kind`); others pass an empty list."""
+        if self.is_single:
             return values[0]
-        parts = [_bytes(encode_value(value)) for value in values] if self.rank == 0 else []
+        parts = [_to_tensor(encode_value(value)) for value in values] if self.rank == 0 else []
         sizes = torch.tensor([len(part) for part in parts] or [0] * self.size)
         dist.broadcast(sizes, group=self.group, group_src=0)
         longest = int(sizes.max())
-        _bounded(longest)
+        _check_size(longest)
         out = torch.empty(longest, dtype=torch.uint8)
-        rows = [_padded(part, longest) for part in parts] if self.rank == 0 else None
+        rows = [_pad(part, longest) for part in parts] if self.rank == 0 else None
         dist.scatter(out, rows, group=self.group, group_src=0)
         return values[0] if self.rank == 0 else decode_value(out[: int(sizes[self.rank])].numpy().data, kind)
 
     def all_gather(self, value: Any, kind: Any) -> list[Any]:
-        """Everyone's value (of type `kind`), on everyone."""
-        if self.alone:
+        """Return every process's value (of type `kind`) on every process."""
+        if self.is_single:
             return [value]
-        mine, sizes = self._sized(encode_value(value))
+        data, sizes = self._exchange_sizes(encode_value(value))
         longest = max(sizes)
         rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(rows, _padded(mine, longest), group=self.group)
+        dist.all_gather(rows, _pad(data, longest), group=self.group)
         return [decode_value(row[:size].numpy().data, kind) for row, size in zip(rows, sizes, strict=True)]
 
-    def _sized(self, data: bytes) -> tuple[torch.Tensor, list[int]]:
-        """Own bytes, and how many each process has."""
+    def first_problem(self, problem: str | None) -> str | None:
+        """Return the first process's problem that is not empty, the same on every process; None if there is none."""
+        return next((text for text in self.all_gather(problem, str | None) if text), None)
+
+    def _exchange_sizes(self, data: bytes) -> tuple[torch.Tensor, list[int]]:
+        """Return this process's bytes as a tensor, and the number of bytes of each process."""
         sizes = torch.empty(self.size, dtype=torch.int64)
         dist.all_gather(list(sizes.split(1)), torch.tensor([len(data)]), group=self.group)
-        _bounded(int(sizes.max()))
-        return _bytes(data), sizes.tolist()
+        _check_size(int(sizes.max()))
+        return _to_tensor(data), sizes.tolist()
 
     @property
-    def wire(self) -> torch.device:
-        """Where `swap` takes bytes from: this process's GPU where the group has NCCL, which is the quick way between
-        GPUs of a host and over fast networks; else host memory."""
-        if not self.alone and "nccl" in str(dist.get_backend_config(self.data_group)):
+    def exchange_device(self) -> torch.device:
+        """Return the device of the bytes that `all_to_all` exchanges.
+
+        It is this process's GPU where the group has NCCL, the fast way between the GPUs of a host and over fast
+        networks; otherwise it is host memory.
+        """
+        if not self.is_single and "nccl" in str(dist.get_backend_config(self.data_group)):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def swap(self, outgoing: torch.Tensor, counts: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Send `counts[i]` bytes of `outgoing` to process i, one after the other, and get `sizes[i]` from it; uint8 on
-        `wire`. They have come when it returns, for other threads and streams too."""
+    def all_to_all(self, outgoing: torch.Tensor, counts: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Exchange bytes (uint8) on `exchange_device` with every process; they are complete on return for any stream.
+
+        Args:
+            outgoing: bytes for the processes, one after the other.
+            counts: bytes of `outgoing` for each process.
+            sizes: bytes expected from each process.
+        """
         incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=outgoing.device)
-        if not self.alone:
+        if not self.is_single:
             group = self.data_group if outgoing.is_cuda else self.group
             dist.all_to_all_single(incoming, outgoing, list(sizes), list(counts), group=group)
             if outgoing.is_cuda:
@@ -128,17 +147,59 @@ class Peers:
         return list(incoming.split(list(sizes)))
 
 
-def _bytes(data: bytes) -> torch.Tensor:
+def _gloo_group(group: Any) -> Any:
+    """Return a gloo group of the same processes, made once, so that collectives on values do not wait for the GPU."""
+    if "gloo" in str(dist.get_backend_config(group)):
+        return group
+    if group not in _gloo_groups:
+        ranks = dist.get_process_group_ranks(group)
+        with torch_private.gloo_loop_shared():
+            _gloo_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _gloo_groups[group]
+
+
+def encode_value(value: Any) -> bytes:
+    """Return a value as bytes. Raises TypeError for a type that cannot travel."""
+    return msgspec.msgpack.encode(value, enc_hook=_encode_array)
+
+
+def decode_value(data: bytes | bytearray | memoryview, kind: Any) -> Any:
+    """Return the value of type `kind`. Raises TrainingError if the bytes are not one."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError, MemoryError) as error:
+        raise TrainingError(f"another process of the group sent a value of an unexpected type: {error}") from None
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot be sent to other processes")
+
+
+def _decode_array(kind: type, value: Any) -> np.ndarray:
+    if kind is not np.ndarray:
+        raise TypeError(f"a {kind.__name__} cannot be received from other processes")
+    name, shape, data = msgspec.convert(value, _Array)
+    dtype = np.dtype(name)
+    if dtype.kind not in "biuf" or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"an array of {name}{list(shape)} in {len(data)} bytes")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def _to_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
-    """Collectives want one length of all."""
+def _pad(data: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the bytes padded with zeros: collectives need equal lengths on all processes."""
     out = torch.zeros(size, dtype=torch.uint8)
     out[: len(data)] = data
     return out
 
 
-def _bounded(size: int) -> None:
-    if not 0 < size <= _LIMIT:
-        raise TrainingError(f"another process of the group announced {size:,} bytes; at most {_LIMIT:,} are taken")
+def _check_size(size: int) -> None:
+    if not 0 < size <= _MAX_BYTES:
+        raise TrainingError(f"another process of the group announced {size:,} bytes; 1 to {_MAX_BYTES:,} are allowed")

@@ -1,8 +1,8 @@
-"""Saving at once: the processes write their files and commit before `save` returns.
+"""Saving in the foreground: the processes write their files and commit before `save` returns.
 
-Order of a save: agree on a plan; check the room on the disk; each process writes one file and makes it last; the
-first writes the index, then COMMIT in one piece; only then older checkpoints go. Death at any point leaves the
-previous commit as the newest.
+Order of a save: agree on a plan; check the free space; each process writes one file durably; the first process writes
+the index, then COMMIT atomically; only then are older checkpoints removed. Death at any point leaves the previous
+commit as the newest.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.chunks import TensorShard, box_slices, split_box
 from megascale.checkpoint.format.index import TensorInfo
 from megascale.checkpoint.format.torch_index import make_torch_metadata
-from megascale.checkpoint.format.write_plan import Offer, RankPart, WritePlan, data_file, make_offer, make_plan
+from megascale.checkpoint.format.write_plan import Offer, RankPart, WritePlan, data_file_name, make_offer, make_plan
 from megascale.checkpoint.object_collectives import Peers
-from megascale.checkpoint.storage.base import Storage, StorageWriter
+from megascale.checkpoint.storage.base import Storage, StorageWriter, explain_save_error
 from megascale.checkpoint.storage.opening import open_storage
-from megascale.checkpoint.storage.save_errors import explain
 from megascale.errors import DataError, TrainingError
 
 if TYPE_CHECKING:
@@ -36,10 +35,11 @@ if TYPE_CHECKING:
     from megascale.core.tensors import Box
 
 Folder = TypeVar("Folder", Path, str)
+WrittenFile = tuple[np.ndarray, int]  # CRC-32 of each chunk in file order, and of the file
 
 
 @dataclass(frozen=True)
-class Slice:
+class ShardChunk:
     """A chunk in memory: a box of a shard."""
 
     shard: TensorShard
@@ -47,49 +47,74 @@ class Slice:
 
     @property
     def info(self) -> TensorInfo:
-        """The logical tensor."""
+        """Return shape and dtype of the logical tensor."""
         return TensorInfo(tuple(self.shard.shape), dtype_name(self.shard.tensor))
 
     def view(self) -> torch.Tensor:
-        """The elements, a view on the shard's memory."""
-        tensor = self.shard.tensor.detach()
-        return tensor[box_slices(self.shard.box, self.box)] if self.box.sizes else tensor
+        """Return the elements as a view of the shard's memory."""
+        return self.shard.tensor.detach()[box_slices(self.shard.box, self.box)]
+
+
+@dataclass(frozen=True)
+class SaveFailure:
+    """An error that kept a process from saving, in a form that can be sent to the others.
+
+    Attributes:
+        text: message with cause and remedy.
+        errno: error number of the failed system call, 0: none.
+    """
+
+    text: str
+    errno: int
+
+    @classmethod
+    def from_error(cls, error: Exception, storage: Storage, needed: int) -> SaveFailure:
+        """Return the failure that describes an error; `needed`: bytes of the checkpoint."""
+        if not isinstance(error, TrainingError):
+            error = explain_save_error(error, storage, needed)
+        return cls(str(error), error.errno)
+
+    def to_error(self) -> TrainingError:
+        """Return the failure as an exception."""
+        error = TrainingError(self.text)
+        error.errno = self.errno
+        return error
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """A tensor's dtype as the index names it; TrainingError for one that the format does not have."""
+    """Return a tensor's dtype as the index names it. Raises TrainingError for one that the format does not have."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in archive.DTYPES:
         raise TrainingError(f"a checkpoint cannot hold {name} tensors; it holds {', '.join(archive.DTYPES)}")
     return name
 
 
-def cut(shards: Sequence[TensorShard]) -> list[Slice]:
-    """The chunks of some shards, numbered as `make_offer` numbers them."""
+def cut_chunks(shards: Sequence[TensorShard]) -> list[ShardChunk]:
+    """Return the chunks of some shards, numbered as `make_offer` numbers them."""
     result = []
     for shard in shards:
         item = archive.element_size(dtype_name(shard.tensor))
-        result += [Slice(shard, box) for box in split_box(shard.box, item) if box.count or 0 in shard.shape]
+        result += [ShardChunk(shard, box) for box in split_box(shard.box, item) if box.count or 0 in shard.shape]
     return result
 
 
-def agree(peers: Peers, shards: Sequence[TensorShard]) -> tuple[RankPart, WritePlan | None]:
-    """This process's part of the save, and on the first process the whole plan; collective.
+def agree_on_plan(peers: Peers, shards: Sequence[TensorShard]) -> tuple[RankPart, WritePlan | None]:
+    """Return this process's part of a save, and on the first process the plan; collective.
 
-    Raises TrainingError on all alike if the shards do not cover each logical tensor.
+    Raises TrainingError on all processes if the shards do not cover each logical tensor.
     """
-    answers: list[Any] = []
-    plan = None
     try:
         offer: Any = make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)
     except (ValueError, TrainingError) as error:
         offer = str(error)
     offers = peers.gather(offer, Offer | str)
+    plan = None
+    answers: list[Any] = []
     if peers.rank == 0:
         try:
-            wrong = next((o for o in offers if isinstance(o, str)), None)
-            if wrong is not None:
-                raise ValueError(wrong)
+            problem = next((answer for answer in offers if isinstance(answer, str)), None)
+            if problem is not None:
+                raise ValueError(problem)
             plan = make_plan(offers)
             answers = plan.parts
         except ValueError as error:
@@ -100,26 +125,41 @@ def agree(peers: Peers, shards: Sequence[TensorShard]) -> tuple[RankPart, WriteP
     return part, plan
 
 
-def write_part(sink: StorageWriter, part: RankPart, chunks: Sequence[Slice]) -> tuple[np.ndarray, int]:
-    """Write one process's file; CRC-32 of each chunk, in file order, and of the whole file."""
+def to_host_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's elements as bytes in host memory, row-major, without a copy where they already are so."""
+    flat = tensor.to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data)
+
+
+def write_chunk(
+    writer: StorageWriter, dtype: str, sizes: tuple[int, ...], elements: memoryview, length: int, file_crc: int
+) -> tuple[int, int]:
+    """Append a chunk's archive to a data file.
+
+    Args:
+        length: bytes of the archive.
+        file_crc: CRC-32 of the file before the chunk.
+
+    Returns the CRC-32 of the chunk and of the file.
+    """
+    crc = crc32(elements)
+    head, tail = archive.build_archive_frame(dtype, sizes, crc, length)
+    for data, data_crc in ((head, crc32(head)), (elements, crc), (tail, crc32(tail))):
+        writer.write(data)
+        file_crc = archive.combine_crc32(file_crc, data_crc, len(data))
+    return crc, file_crc
+
+
+def write_rank_file(writer: StorageWriter, part: RankPart, chunks: Sequence[ShardChunk]) -> WrittenFile:
+    """Write one process's file durably and return its checksums."""
     crcs = np.zeros(len(part.chunks), np.uint32)
-    whole = 0
+    file_crc = 0
     for row, (number, length) in enumerate(zip(part.chunks.tolist(), part.length.tolist(), strict=True)):
         chunk = chunks[number]
-        data = host_bytes(chunk.view())
-        crcs[row] = crc = crc32(data)
-        head, tail = archive.wrap(chunk.info.dtype, chunk.box.sizes, crc, length)
-        for piece, piece_crc in ((head, crc32(head)), (data, crc), (tail, crc32(tail))):
-            sink.write(piece)
-            whole = archive.combine_crc32(whole, piece_crc, len(piece))
-    sink.finish()
-    return crcs, whole
-
-
-def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's elements as bytes, row-major, in host memory; no copy where they already lie so."""
-    flat = tensor.to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+        elements = to_host_bytes(chunk.view())
+        crcs[row], file_crc = write_chunk(writer, chunk.info.dtype, chunk.box.sizes, elements, length, file_crc)
+    writer.finish()
+    return crcs, file_crc
 
 
 def save(
@@ -138,8 +178,8 @@ def save(
         step: optimizer steps done.
         shards: this process's boxes. Over the group they must cover each logical tensor; equal boxes on several
             processes are written once.
-        state: what else to keep, as JSON (taken from the group's first process).
-        keep: committed checkpoints to leave, this one included.
+        state: further state as JSON, taken from the group's first process.
+        keep: number of committed checkpoints to keep, this one included.
         group: the processes that save together; None: the default group, or this process alone.
 
     Returns the committed folder. Raises TrainingError, on all processes alike, if the disk is full or fails (the
@@ -152,55 +192,25 @@ def save(
 def save_to_storage(
     storage: Storage, step: int, shards: Sequence[TensorShard], state: dict[str, Any], keep: int, peers: Peers
 ) -> int:
-    """As `save`; the checkpoint's bytes, the same on all."""
-    part, plan = agree(peers, shards)
-    start = peers.broadcast(_begin(storage, state, plan.size) if plan else None, tuple[str, int] | SaveFailure | None)
-    if isinstance(start, SaveFailure):
-        raise start.error()
-    generation, needed = start
-    result = _write_mine(storage, f"{folders.step_name(step)}/{generation}-{data_file(peers.rank)}", part, cut(shards))
-    results = peers.gather(result, Written | SaveFailure)
-    finished = _finish(storage, step, generation, plan, results, state, keep) if plan else None
+    """Save and commit as `save` does; return the checkpoint's bytes, the same on all processes."""
+    part, plan = agree_on_plan(peers, shards)
+    begun = _begin_save(storage, state, plan.size) if plan else None
+    begun = peers.broadcast(begun, tuple[str, int] | SaveFailure | None)
+    if isinstance(begun, SaveFailure):
+        raise begun.to_error()
+    generation, needed = begun
+    path = f"{folders.step_name(step)}/{generation}-{data_file_name(peers.rank)}"
+    written = _try_write_rank_file(storage, path, part, cut_chunks(shards), needed)
+    results = peers.gather(written, WrittenFile | SaveFailure)
+    finished = _finish_save(storage, step, generation, plan, results, state, keep) if plan else None
     outcome = peers.broadcast(finished, int | SaveFailure | None)
-    if isinstance(outcome, int):
-        return outcome
-    failed = outcome.error()
-    raise failed if isinstance(failed, TrainingError) else explain(failed, storage, needed)
+    if isinstance(outcome, SaveFailure):
+        raise outcome.to_error()
+    return int(outcome)
 
 
-Written = tuple[np.ndarray, int]  # checksums of the chunks of a file, and of the file
-
-
-@dataclass(frozen=True)
-class SaveFailure:
-    """What kept a process from saving, for the others. kind: class of the error; errno: of its system call, 0: none."""
-
-    kind: str
-    text: str
-    errno: int = 0
-
-    @classmethod
-    def of(cls, error: Exception) -> SaveFailure:
-        """As plain data."""
-        if isinstance(error, OSError):
-            return cls("OSError", error.strerror or str(error), error.errno or 0)
-        if isinstance(error, TrainingError):
-            return cls("TrainingError", str(error), error.errno)
-        return cls("RuntimeError", repr(error))
-
-    def error(self) -> Exception:
-        """As the exception again."""
-        if self.kind == "OSError":
-            return OSError(self.errno, self.text) if self.errno else OSError(self.text)
-        if self.kind != "TrainingError":
-            return RuntimeError(self.text)
-        failed = TrainingError(self.text)
-        failed.errno = self.errno
-        return failed
-
-
-def _begin(storage: Storage, state: dict[str, Any], needed: int) -> tuple[str, int] | SaveFailure:
-    """The save's generation and bytes, or why it cannot begin."""
+def _begin_save(storage: Storage, state: dict[str, Any], needed: int) -> tuple[str, int] | SaveFailure:
+    """Return the save's generation and bytes, or why it cannot begin."""
     try:
         folders.check_owner(storage, state)
         free = storage.free()
@@ -208,27 +218,29 @@ def _begin(storage: Storage, state: dict[str, Any], needed: int) -> tuple[str, i
             raise OSError(errno.ENOSPC, "No space left on device")
         return folders.new_generation(storage), needed
     except (OSError, DataError) as error:
-        return SaveFailure.of(explain(error, storage, needed))
+        return SaveFailure.from_error(error, storage, needed)
 
 
-def _write_mine(
-    storage: Storage, path: str, part: RankPart, chunks: Sequence[Slice]
-) -> tuple[np.ndarray, int] | SaveFailure:
-    """(checksums, checksum of the file), or what went wrong: told to all, since a process that fails alone would leave
-    the others waiting."""
+def _try_write_rank_file(
+    storage: Storage, path: str, part: RankPart, chunks: Sequence[ShardChunk], needed: int
+) -> WrittenFile | SaveFailure:
+    """Write this process's file and return its checksums, or the failure.
+
+    The failure is returned because a process that raised alone would leave the others waiting in a collective.
+    """
     if not part.size:
         return np.zeros(0, np.uint32), 0
-    sink = None
+    writer = None
     try:
-        sink = storage.create(path)
-        return write_part(sink, part, chunks)
+        writer = storage.create(path)
+        return write_rank_file(writer, part, chunks)
     except Exception as error:
-        if sink is not None:
-            sink.abort()
-        return SaveFailure.of(error)
+        if writer is not None:
+            writer.abort()
+        return SaveFailure.from_error(error, storage, needed)
 
 
-def _finish(
+def _finish_save(
     storage: Storage,
     step: int,
     generation: str,
@@ -237,13 +249,13 @@ def _finish(
     state: dict[str, Any],
     keep: int,
 ) -> SaveFailure | int:
-    """Commit and prune on the first process; the checkpoint's bytes, or what went wrong, what was written removed."""
-    failure = next((r for r in results if isinstance(r, SaveFailure)), None)
+    """Commit and prune on the first process; return the checkpoint's bytes, or the failure after removing its files."""
+    failure = next((result for result in results if isinstance(result, SaveFailure)), None)
     if failure is None:
         try:
             index = plan.index.with_generation(generation, np.concatenate([crcs for crcs, _ in results]))
             files = {
-                f"{generation}-{data_file(rank)}": (part.size, crc)
+                f"{generation}-{data_file_name(rank)}": (part.size, crc)
                 for rank, (part, (_, crc)) in enumerate(zip(plan.parts, results, strict=True))
                 if part.size
             }
@@ -251,7 +263,7 @@ def _finish(
             folders.prune(storage, keep)
             return commit.size
         except Exception as error:
-            failure = SaveFailure.of(error)
+            failure = SaveFailure.from_error(error, storage, plan.size)
     with contextlib.suppress(OSError):
         folders.withdraw(storage, step, generation)
     return failure

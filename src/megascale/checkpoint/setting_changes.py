@@ -1,8 +1,9 @@
-"""Which settings differ between a checkpoint and the start that would go on from it, and which of them may. No torch.
+"""The settings that differ between a checkpoint and the start that resumes it, and which of them may differ. No torch.
 
-The model, the tokenizer and the meaning of the data make the run: another model is another run. What decides which
-samples are trained, or how, may change where a person says so (`checkpoint.accept_changes`). Layout, number of steps,
-learning rate, batch sizes and all else are free: samples are counted, not steps, so none is trained twice or never.
+The model, the tokenizer and the meaning of the data identify the run: another model is another run. Settings that
+decide which samples are trained, or how, may change if the user accepts it (`checkpoint.accept_changes`). Layout,
+number of steps, learning rate, batch sizes and all other settings are free: samples are counted, not steps, so no
+sample is trained twice or skipped.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from megascale.config import ACCEPTABLE, Config, ModelConfig, OptimizerConfig, S
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.errors import ConfigError
 
-# Of the model, but without influence on one that has its weights.
-_FREE_OF_MODEL = ("init_std", "vocab_multiple", "preset")
-_OF_THIS_START = "checkpoint.accept_changes"
-_BY_CONTENTS = ("data.tokenizer", "data.train")  # by whoever reads files: they may lie elsewhere
-_ONLY_TEXT = ("data.text_key", "data.shuffle_tokens")
-# After a change of these a sample's number means other tokens than before. A run or files are compared by contents.
+Kind = Literal["refused", "asked", "free"]
+
+# Model settings without influence on a model whose weights exist.
+_FREE_MODEL_KEYS = ("init_std", "vocab_multiple", "preset")
+_ACCEPTANCE_KEY = "checkpoint.accept_changes"
+_COMPARED_BY_CONTENTS = ("data.tokenizer", "data.train")  # compared where the files are read: they may have moved
+_TEXT_ONLY_KEYS = ("data.text_key", "data.shuffle_tokens")
+# After a change of these, a sample's number refers to other tokens. Runs and files are compared by contents.
 SAMPLE_ORDER_KEYS = frozenset(
     {"data.weights", "data.shuffle", "data.shuffle_tokens", "model.sequence_length", "train.seed"}
 )
@@ -34,23 +37,24 @@ class Change:
 
     Attributes:
         key: section.key.
-        saved, present: values.
-        kind: `refused`: never; `asked`: only if it is accepted by name; `free`.
+        saved: value in the checkpoint.
+        present: value of this start.
+        kind: `refused`: never allowed; `asked`: allowed if it is accepted by name; `free`: allowed.
     """
 
     key: str
     saved: Any
     present: Any
-    kind: Literal["refused", "asked", "free"]
+    kind: Kind
 
     def __str__(self) -> str:
-        return f"{self.key} was {_shown(self.saved)} and is {_shown(self.present)}"
+        return f"{self.key} was {_format_value(self.saved)} and is {_format_value(self.present)}"
 
 
 def read_saved_config(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """A saved configuration as this version understands it, and the keys that it does not know.
+    """Return a saved configuration and its keys that this release does not know.
 
-    It is not judged: a value that is no longer allowed stands as it was saved.
+    The values are not validated: a value that is no longer allowed is returned as it was saved.
     """
     try:
         return from_tree(tree), []
@@ -59,47 +63,55 @@ def read_saved_config(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
     sections: dict[str, Section] = {}
     unknown = [name for name in tree if name not in Config.model_fields]
     for name, field in Config.model_fields.items():
-        kind: Any = field.annotation
+        section_type: Any = field.annotation
         table = tree.get(name)
-        table = table if isinstance(table, Mapping) else {}
-        unknown += [f"{name}.{key}" for key in table if key not in kind.model_fields]
-        known = {key: value for key, value in table.items() if key in kind.model_fields}
+        if not isinstance(table, Mapping):
+            table = {}
+        unknown += [f"{name}.{key}" for key in table if key not in section_type.model_fields]
+        values = {key: value for key, value in table.items() if key in section_type.model_fields}
         try:
-            sections[name] = kind.model_validate(known)
+            sections[name] = section_type.model_validate(values)
         except ValidationError:
-            sections[name] = kind.model_construct(**known)
+            sections[name] = section_type.model_construct(**values)
     return Config.model_construct(**sections), unknown  # type: ignore[arg-type]
 
 
 def find_changes(saved: Config, present: Config, *, begun: bool, text: bool = True) -> list[Change]:
-    """Settings that differ, in the order of the configuration; those that amount to the same are free.
+    """Return the settings that differ, in the order of the configuration; equivalent values are free.
 
     Args:
-        saved, present: resolved, both.
-        begun: samples have been trained already; before the first only the model counts.
-        text: data.train has text that is tokenised on the fly.
+        saved: the checkpoint's configuration, resolved.
+        present: this start's configuration, resolved.
+        begun: whether samples have been trained already; before the first sample only the model matters.
+        text: whether data.train has text that is tokenised on the fly.
     """
-    there, here = _flat(saved), _flat(present)
-    there_amounts, here_amounts = there | _amounts(saved), here | _amounts(present)
+    saved_values = _flatten(saved)
+    saved_effects = saved_values | _effective_values(saved)
+    present_values = _flatten(present)
+    present_effects = present_values | _effective_values(present)
+    has_other_optimizer = saved.optimizer.name != present.optimizer.name
+    optimizer_keys = _optimizer_specific_keys()
     changes = []
-    for key, value in here.items():
-        before = there.get(key)
-        if before == value or key == _OF_THIS_START:
+    for key, value in present_values.items():
+        saved_value = saved_values.get(key)
+        if saved_value == value or key == _ACCEPTANCE_KEY:
             continue
-        kind = _kind(key, present, begun)
-        if here_amounts[key] == there_amounts.get(key) or key in _BY_CONTENTS or (key in _ONLY_TEXT and not text):
-            kind = "free"
-        if saved.optimizer.name != present.optimizer.name and key.removeprefix("optimizer.") in _of_one_optimizer():
-            kind = "free"  # it comes and goes with the name
-        changes.append(Change(key, before, value, kind))
+        is_free = (
+            present_effects[key] == saved_effects.get(key)
+            or key in _COMPARED_BY_CONTENTS
+            or (key in _TEXT_ONLY_KEYS and not text)
+            or (has_other_optimizer and key.removeprefix("optimizer.") in optimizer_keys)
+        )
+        kind: Kind = "free" if is_free else _classify_change(key, present, begun)
+        changes.append(Change(key, saved_value, value, kind))
     return changes
 
 
-def _kind(key: str, present: Config, begun: bool) -> Literal["refused", "asked", "free"]:
+def _classify_change(key: str, present: Config, begun: bool) -> Kind:
     section, _, name = key.partition(".")
     if key == "model.sequence_length" and present.model.positions == "learned":
-        return "refused"  # the table of positions is of that length
-    if section == "model" and key not in ACCEPTABLE and name not in _FREE_OF_MODEL:
+        return "refused"  # the table of positions has that length
+    if section == "model" and key not in ACCEPTABLE and name not in _FREE_MODEL_KEYS:
         return "refused"
     if not begun:
         return "free"
@@ -108,79 +120,84 @@ def _kind(key: str, present: Config, begun: bool) -> Literal["refused", "asked",
     return "asked" if key in ACCEPTABLE else "free"
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def _flatten(config: Config) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, table in config.model_dump().items() for key, value in table.items()}
 
 
-def _amounts(config: Config) -> dict[str, Any]:
-    """What some keys amount to, by key; None where one has no influence."""
-    found = {f"model.{key}": value for key, value in _model(config.model).items()}
-    return found | {f"optimizer.{key}": value for key, value in _optimizer(config.optimizer).items()}
+def _effective_values(config: Config) -> dict[str, Any]:
+    """Return the effective values of some keys; None for a key without influence."""
+    values = {f"model.{key}": value for key, value in _effective_model(config.model).items()}
+    return values | {f"optimizer.{key}": None for key in _unused_optimizer_keys(config.optimizer)}
 
 
-def _model(model: ModelConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _effective_model(model: ModelConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {
         "kv_heads": model.kv,
         "head_dim": model.head_size,
         "ffn_hidden": model.ffn,
         "attention_out_bias": model.out_bias,
     }
     if model.block != "parallel":
-        found["parallel_norms"] = None
+        values["parallel_norms"] = None
     if model.positions != "rotary":
-        found |= {"rotary_fraction": None, "rotary_base": None, "rotary_interleaved": None}
+        values |= {"rotary_fraction": None, "rotary_base": None, "rotary_interleaved": None}
     if model.window is None:
-        found["window_pattern"] = None
-    return found
+        values["window_pattern"] = None
+    return values
 
 
-def _optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
-    own = OPTIMIZERS[optimizer.name].settings if optimizer.name in OPTIMIZERS else ()
-    return {key: None for key in _of_one_optimizer() if key not in own}
+def _unused_optimizer_keys(optimizer: OptimizerConfig) -> list[str]:
+    used = OPTIMIZERS[optimizer.name].settings if optimizer.name in OPTIMIZERS else ()
+    return [key for key in _optimizer_specific_keys() if key not in used]
 
 
-def _of_one_optimizer() -> list[str]:
-    """Keys that only one optimizer reads."""
+def _optimizer_specific_keys() -> list[str]:
+    """Return the keys that only one optimizer reads."""
     return [key for name in OPTIMIZERS.names() for key in OPTIMIZERS[name].settings]
 
 
 def explain_changes(name: str, changes: Sequence[Change], accepted: Sequence[str]) -> str | None:
-    """One paragraph if some changes are not allowed, else None. `name`: what to call the checkpoint."""
+    """Return one paragraph if some changes are not allowed, else None.
+
+    Args:
+        name: the checkpoint's name in the message.
+        accepted: keys that the user accepts.
+    """
     refused = [change for change in changes if change.kind == "refused"]
     if refused:
         return (
             f"the checkpoint {name!r} is of another model: {'; '.join(map(str, refused))}. "
-            f"Set {_options(refused)} to go on with it, or train the other model under another --train.name"
+            f"Set {_format_options(refused)} to go on with it, or train the other model under another --train.name"
         )
-    asked = [change for change in changes if change.kind == "asked" and change.key not in accepted]
-    if asked:
-        keys = ",".join([*accepted, *(change.key for change in asked)])
+    open_changes = [change for change in changes if change.kind == "asked" and change.key not in accepted]
+    if open_changes:
+        keys = ",".join([*accepted, *(change.key for change in open_changes)])
         return (
-            f"this start would not go on as the checkpoint {name!r} was trained: {'; '.join(map(str, asked))}. Samples "
-            f"could be trained twice, never or otherwise than before. Set {_options(asked)} to go on as before, or "
-            f"accept it with --checkpoint.accept_changes={keys}"
+            f"this start would not go on as the checkpoint {name!r} was trained: "
+            f"{'; '.join(map(str, open_changes))}. Samples could be trained twice, never or otherwise than before. Set "
+            f"{_format_options(open_changes)} to go on as before, or accept it with --checkpoint.accept_changes={keys}"
         )
     return None
 
 
-def _options(changes: Sequence[Change]) -> str:
-    given = [c for c in changes if c.saved is not None]
-    words = [f"--{c.key}={_shown(c.saved)}" for c in given]
-    words += [f"no {c.key}" for c in changes if c.saved is None]
-    return ", ".join(words)
+def format_changes(changes: Sequence[Change], step: int) -> str:
+    """Return the changes as one line for the terminal."""
+    parts = [f"{c.key} {_format_value(c.saved)} -> {_format_value(c.present)}" for c in changes]
+    return f"settings changed after step {step}: {'; '.join(parts)}"
 
 
-def _shown(value: Any) -> str:
+def _format_options(changes: Sequence[Change]) -> str:
+    """Return the command-line options that restore the saved values."""
+    options = [f"--{c.key}={_format_value(c.saved)}" for c in changes if c.saved is not None]
+    options += [f"no {c.key}" for c in changes if c.saved is None]
+    return ", ".join(options)
+
+
+def _format_value(value: Any) -> str:
     if value is None:
         return "not set"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list):
-        return ",".join(map(_shown, value))
+        return ",".join(map(_format_value, value))
     return str(value)
-
-
-def format_changes(changes: Sequence[Change], step: int) -> str:
-    """The changes as one line for the terminal."""
-    told = [f"{c.key} {_shown(c.saved)} -> {_shown(c.present)}" for c in changes]
-    return f"settings changed after step {step}: {'; '.join(told)}"

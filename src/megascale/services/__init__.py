@@ -1,1 +1,1 @@
-"""What every service of a host and the agents of a job share: one form of message, one way to start, meet and end."""
+"""Messages between a job's processes, and the life cycle of a host's services."""

@@ -1,6 +1,6 @@
-"""Takes connections from strangers on an event loop: few at once, each with a deadline, and no flood keeps others out.
+"""Connections from untrusted clients on an event loop: few at once, each with a deadline, robust against floods.
 
-A connection that comes while all places are taken ends the one that has waited longest without proving itself.
+A connection that arrives while all slots are in use replaces the one that has been unauthenticated for longest.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from megascale.core.background import keep_running, log_failure
 
 log = logging.getLogger("megascale.services")
 
-_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What connections may cost.
+    """Limits on the cost of connections.
 
     Attributes:
-        connections: at once, proved or not.
-        head_seconds: from the connection, TLS included, to a request that proves itself.
-        backlog: connections that the kernel holds until they are taken.
-        pace: seconds between two connections that are taken, so that a flood leaves the loop to its other work.
+        connections: open at once, authenticated or not.
+        head_seconds: from the connection, TLS included, to a request that authenticates itself.
+        backlog: connections that the kernel queues until they are accepted.
+        pace: seconds between two accepted connections, so that a flood leaves the loop time for other work.
     """
 
     connections: int
@@ -39,56 +39,60 @@ class ConnectionLimits:
 
 
 class Connection:
-    """One connection, which is aborted when its time is over.
+    """One connection, which is aborted when its deadline passes.
 
     Attributes:
-        proved: whether its request may be answered at leisure; such a connection makes no room for others.
+        is_authenticated: whether its request was let in; such a connection is never dropped for another one.
     """
 
-    def __init__(self, door: LimitedListener, sock: socket.socket) -> None:
-        self.proved = False
-        self._door, self._loop = door, asyncio.get_running_loop()
+    def __init__(self, listener: LimitedListener, sock: socket.socket) -> None:
+        self.is_authenticated = False
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
         self._transport: asyncio.BaseTransport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._expire_after(door.limits.head_seconds)
-        self._task = self._loop.create_task(self._begin(sock))
-        log_failure(self._task, "the begin of a connection", log)
+        self._expire_after(listener.limits.head_seconds)
+        self._task = self._loop.create_task(self._open(sock))
+        log_failure(self._task, "accepting a connection", log)
 
-    async def _begin(self, sock: socket.socket) -> None:
-        context, seconds = self._door.context, self._door.limits.head_seconds
-        secure = {"ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": 1.0} if context else {}
+    async def _open(self, sock: socket.socket) -> None:
+        context = self._listener.context
+        seconds = self._listener.limits.head_seconds
+        timeouts = {"ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": 1.0} if context else {}
         try:
-            await self._loop.connect_accepted_socket(lambda: self._door.protocol(self), sock, ssl=context, **secure)
+            await self._loop.connect_accepted_socket(
+                lambda: self._listener.make_protocol(self), sock, ssl=context, **timeouts
+            )
         except (OSError, TimeoutError, asyncio.CancelledError):
             sock.close()
             self.detach()
 
     def attach(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport: the connection stands, and with TLS the other side speaks it."""
+        """Store the transport of the established connection, TLS handshake included."""
         self._transport = transport
 
     def detach(self) -> None:
-        """Forget the connection, which is over."""
+        """Forget the connection, which has ended."""
         self._expire_after(None)
-        self._door.forget(self)
+        self._listener.remove(self)
 
     def let_in(self, seconds: float | None) -> None:
-        """Mark the connection as proved; its answer may take `seconds`, None: any time."""
-        self.proved = True
+        """Mark the connection as authenticated; its response may take `seconds`, None: any time."""
+        self.is_authenticated = True
         self._expire_after(seconds)
 
     def allow(self, seconds: float) -> None:
-        """Give the answer `seconds`, though nothing was proved: the connection still makes room for others."""
+        """Give the response of an unauthenticated request `seconds`; the connection may still be dropped."""
         self._expire_after(seconds)
 
-    def answered(self) -> None:
-        """Start over: the next request on the connection has to prove itself like the first."""
-        self.proved = False
-        self._expire_after(self._door.limits.head_seconds)
-        self._door.move_to_end(self)
+    def restart_deadline(self) -> None:
+        """Require the next request on the connection to authenticate itself like the first."""
+        self.is_authenticated = False
+        self._expire_after(self._listener.limits.head_seconds)
+        self._listener.move_to_end(self)
 
     def abort(self) -> None:
-        """End the connection now, whatever is under way."""
+        """End the connection immediately."""
         if isinstance(self._transport, asyncio.Transport):
             self._transport.abort()
         else:
@@ -101,85 +105,87 @@ class Connection:
 
 
 class LimitedListener:
-    """Takes the connections of listening sockets.
+    """Accepts the connections of listening sockets within limits.
 
     Args:
-        listeners: bound; `close` closes them.
-        protocol: makes the protocol of a connection, which calls `made`, `lost` and, when a request proved itself,
-            `let_in`.
-        context: for TLS; None: without.
+        listeners: bound sockets; `close` closes them.
+        make_protocol: makes the protocol of a connection, which calls its `attach`, `detach` and, when a request has
+            authenticated itself, `let_in`.
+        context: TLS context; None: no TLS.
     """
 
     def __init__(
         self,
         listeners: Sequence[socket.socket],
-        protocol: Callable[[Connection], asyncio.Protocol],
+        make_protocol: Callable[[Connection], asyncio.Protocol],
         limits: ConnectionLimits,
         context: ssl.SSLContext | None = None,
     ) -> None:
-        self.protocol, self.limits, self.context = protocol, limits, context
+        self.make_protocol = make_protocol
+        self.limits = limits
+        self.context = context
         self._listeners = listeners
-        self._open: dict[Connection, None] = {}  # the one that has waited longest first
+        self._connections: dict[Connection, None] = {}  # ordered by waiting time, longest first
         for listener in listeners:
             listener.setblocking(False)
             listener.listen(limits.backlog)
         loop = asyncio.get_running_loop()
         self._tasks = [
-            loop.create_task(keep_running(partial(self._take, listener), "a listening socket", log))
+            loop.create_task(keep_running(partial(self._accept, listener), "a listening socket", log))
             for listener in listeners
         ]
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._connections)
 
     @property
     def ports(self) -> list[int]:
-        """Return the ports on which it listens."""
+        """Return the ports of the listening sockets."""
         return [listener.getsockname()[1] for listener in self._listeners]
 
-    def forget(self, connection: Connection) -> None:
-        """Free the place of a connection that is over."""
-        self._open.pop(connection, None)
+    def remove(self, connection: Connection) -> None:
+        """Free the slot of a connection that has ended."""
+        self._connections.pop(connection, None)
 
     def move_to_end(self, connection: Connection) -> None:
-        """Have a connection that was just answered make room last."""
-        if connection in self._open:
-            del self._open[connection]
-            self._open[connection] = None
+        """Make a connection that was just served the last one to be dropped."""
+        if connection in self._connections:
+            del self._connections[connection]
+            self._connections[connection] = None
 
     async def close(self) -> None:
-        """Take no more connections, and end those that have not proved themselves."""
+        """Accept no more connections, and end those that are not authenticated."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for listener in self._listeners:
             listener.close()
-        for connection in list(self._open):
-            if not connection.proved:
+        for connection in list(self._connections):
+            if not connection.is_authenticated:
                 connection.abort()
 
-    async def _take(self, listener: socket.socket) -> None:
+    async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:
-                # A connection that is gone again; or no descriptor is left, so that one must make room.
-                if error.errno in _FULL:
-                    self._make_room()
+                # Either the client has already disconnected, or file descriptors ran out and one must be freed.
+                if error.errno in _OUT_OF_RESOURCES:
+                    self._drop_oldest()
                     await asyncio.sleep(0.1)
                 continue
-            if len(self._open) < self.limits.connections or self._make_room():
-                self._open[Connection(self, sock)] = None
+            if len(self._connections) < self.limits.connections or self._drop_oldest():
+                self._connections[Connection(self, sock)] = None
             else:
                 sock.close()
             await asyncio.sleep(self.limits.pace)
 
-    def _make_room(self) -> bool:
-        """End the unproved connection that has waited longest; return whether there was one."""
-        oldest = next((connection for connection in self._open if not connection.proved), None)
+    def _drop_oldest(self) -> bool:
+        """End the connection that has been unauthenticated for longest; return whether there was one."""
+        oldest = next((connection for connection in self._connections if not connection.is_authenticated), None)
         if oldest is None:
             return False
-        self.forget(oldest)
+        self.remove(oldest)
         oldest.abort()
         return True

@@ -1,8 +1,9 @@
-"""The life of a service of a host: one a folder, started by whoever needs it first, gone when nobody does.
+"""The life cycle of a host's services: one process per private folder, started on demand, ended when unused.
 
-A service owns a folder that only its user may enter. Whoever holds the folder's lock serves; its socket lies beside the
-lock. `connect` (whoever needs it) finds it or starts it; `own` (the service) takes the lock, listens, says that it is
-ready, and removes what it had when it ends. A lock is the kernel's: nothing that was killed keeps anybody out.
+A service owns a folder that only its user may enter. The process that holds the folder's lock serves, and its socket
+lies next to the lock. `connect_service` (the client) finds the service or starts it. `claim_service` (the service)
+takes the lock, listens and reports that it is ready; `ServiceLocation.release` removes its files at the end. The kernel
+releases the lock of a killed process, so a killed service never blocks the next one.
 """
 
 from __future__ import annotations
@@ -16,69 +17,114 @@ import resource
 import select
 import signal
 import socket
+import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megascale.core.python_command import module_command
+from megascale.errors import TrainingError
 from megascale.services.conversation import Conversation, Done, ErrorReply, check_peer, peer_credentials
-from megascale.services.framing import HEAD, ProtocolError, make_head, read_head
-from megascale.services.messages import Count, Message, Name, Schema
+from megascale.services.framing import ProtocolError
+from megascale.services.messages import Count, FrameReader, Message, Name, Schema
 from megascale.services.reception import AUTHENTICATION_TIMEOUT, ConnectionServer
 
-_LONGEST_ADDRESS = 107  # bytes of a path in an AF_UNIX address
-COME_UP = 60.0  # seconds that a service has from its start to its first answer
+_MAX_ADDRESS_BYTES = 107  # of a path in an AF_UNIX address
+START_TIMEOUT = 60.0  # seconds that a service has from its start to its first reply
 
 
-class Come(Message, frozen=True):
-    """Somebody needs a service."""
+class ConnectRequest(Message, frozen=True):
+    """Ask for a service by name."""
 
     service: Name
 
 
-class Here(Message, frozen=True):
-    """It is here: its process id."""
+class ConnectReply(Message, frozen=True):
+    """Accept a client; `pid` is the service's process id."""
 
     pid: Count
 
 
-GREETINGS = Schema(Come, Here, Done, ErrorReply, limit=16384)
+GREETINGS = Schema(ConnectRequest, ConnectReply, Done, ErrorReply, limit=16384)
 
 
 class ServiceFailed(Exception):
-    """A service could not start; `kind` is the class of its error, the message its words."""
+    """A service could not start.
+
+    Attributes:
+        kind: name of its error's class; the message is its error's.
+    """
 
     def __init__(self, error: str, kind: str) -> None:
         super().__init__(error)
         self.kind = kind
 
 
+# Private folders --------------------------------------------------------------------------------------------------
+
+
+def private_base_folder() -> Path:
+    """Return this user's private folder within the machine's temporary folder (see `make_private_folder`)."""
+    return make_private_folder(Path(tempfile.gettempdir()) / f"megascale-{os.getuid()}")
+
+
+def make_private_folder(path: Path) -> Path:
+    """Return a folder of this user that no other user may enter; create it if it is missing.
+
+    Sockets in it need no token: every process that can reach them is trusted. Raises TrainingError if the path belongs
+    to another user, is not a folder, or can be written by other users.
+    """
+    info = _make_folder(path)
+    if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
+        raise TrainingError(f"{path} is not a folder of this user; remove it or set TMPDIR to a folder of your own")
+    if stat.S_IMODE(info.st_mode) & 0o022:
+        raise TrainingError(f"{path} can be written by others; remove it or set TMPDIR to a folder of your own")
+    if stat.S_IMODE(info.st_mode) & 0o077:
+        path.chmod(0o700)
+    return path
+
+
+def _make_folder(path: Path) -> os.stat_result:
+    """Make a folder if it is missing and return its status; retry, since a service that ends may remove it."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        with contextlib.suppress(FileNotFoundError):
+            return path.lstat()
+
+
 @dataclass(frozen=True)
 class ServiceLocation:
-    """Where a service lives: a private folder (private_folder.py) and the service's name."""
+    """The private folder and the name of a service."""
 
     folder: Path
     name: str
 
     @property
     def address(self) -> Path:
-        """Its socket."""
+        """Return the path of its socket."""
         return self.folder / f"{self.name}.sock"
 
     @property
     def lock(self) -> Path:
-        """Held by the process that serves."""
+        """Return the path of the lock that the serving process holds."""
         return self.folder / f"{self.name}.lock"
 
     @property
     def starting(self) -> Path:
-        """Held by who starts a service, until it answers."""
+        """Return the path of the lock that a starting process holds until the service replies."""
         return self.folder / f"{self.name}.starting"
 
     def acquire_lock(self, make: bool = True, make_folder: bool = False) -> int | None:
-        """The lock, None if a process has it (or there is none and it is not to be made)."""
+        """Return the lock's file descriptor, or None if another process holds it.
+
+        Args:
+            make: create the lock if it is missing; False: return None then.
+            make_folder: create the folder if it is missing.
+        """
         while True:
             if make_folder:
                 with contextlib.suppress(FileExistsError):
@@ -98,38 +144,38 @@ class ServiceLocation:
                 return None
             except FileNotFoundError:
                 pass
-            # Its holder has ended between our two calls, and removed it: what we hold keeps nobody out.
+            # The holder ended between `open` and `flock` and removed the file, so this lock excludes no process.
             os.close(lock)
 
     def release(self, lock: int) -> None:
-        """Remove what a service leaves, while nobody else can come, and let go."""
+        """Remove the service's files while no process can connect, then release the lock."""
         for path in (self.address, self.starting, self.lock):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # there is more in it, or somebody comes just now
+        with contextlib.suppress(OSError):  # it holds other files, or a client is just connecting
             self.folder.rmdir()
         os.close(lock)
 
     @contextlib.contextmanager
     def _short_address(self) -> Iterator[str]:
-        """Yield a path of the socket that fits an AF_UNIX address, whatever the length of the folder's path.
+        """Yield a path of the socket that fits an AF_UNIX address, however long the folder's path is.
 
         Raises OSError where the folder cannot be opened or the system has no /proc.
         """
         path = str(self.address)
-        if len(os.fsencode(path)) <= _LONGEST_ADDRESS:
+        if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
             yield path
             return
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             if not os.path.isdir(f"/proc/self/fd/{folder}"):
-                text = f"the path of a socket is longer than {_LONGEST_ADDRESS} bytes; set TMPDIR to a shorter folder"
+                text = f"the path of a socket is longer than {_MAX_ADDRESS_BYTES} bytes; set TMPDIR to a shorter folder"
                 raise OSError(errno.ENAMETOOLONG, text, path)
             yield f"/proc/self/fd/{folder}/{self.address.name}"
         finally:
             os.close(folder)
 
     def listen(self) -> socket.socket:
-        """Return a listening socket at the address, in place of one that a killed service has left."""
+        """Return a listening socket at the address; it replaces the socket file of a killed service."""
         self.address.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -141,8 +187,8 @@ class ServiceLocation:
             raise
         return listener
 
-    def reach(self) -> socket.socket | None:
-        """A connection to the process that listens, None if none does. It may be about to end."""
+    def open_socket(self) -> socket.socket | None:
+        """Return a connection to the listening process, None if no process listens. It may be about to end."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with self._short_address() as path:
@@ -153,27 +199,29 @@ class ServiceLocation:
             return None
 
     def owner_pid(self) -> int | None:
-        """Process id of the service, None if none listens."""
-        if (sock := self.reach()) is None:
+        """Return the process id of the service, None if no process listens."""
+        sock = self.open_socket()
+        if sock is None:
             return None
         with sock:
             return peer_credentials(sock)[0]
 
-    def meet(self, out: Schema, into: Schema, seconds: float) -> Conversation | None:
-        """A conversation with the service, None if there is none that answers within `seconds`.
+    def open_conversation(self, outgoing: Schema, incoming: Schema, seconds: float) -> Conversation | None:
+        """Return a conversation with the service, None if no service replies within `seconds`.
 
-        ProtocolError if what answers is another user's or speaks another form of the protocol.
+        Raises ProtocolError if the process belongs to another user or speaks another version of the protocol.
         """
-        if (sock := self.reach()) is None:
+        sock = self.open_socket()
+        if sock is None:
             return None
         greeting = Conversation(sock, GREETINGS, GREETINGS)
         try:
             check_peer(sock)
             with greeting.time_limit(seconds):
-                # One that is just ending, or was killed, may still take connections: only an answer counts.
-                if isinstance(greeting.request(Come(self.name)), Here):
-                    return Conversation(sock, out, into)
-            raise ProtocolError(f"what answers on {str(self.address)!r} is no {self.name} service")
+                # A service that is ending, or was killed, may still accept connections: only a reply counts.
+                if isinstance(greeting.request(ConnectRequest(self.name)), ConnectReply):
+                    return Conversation(sock, outgoing, incoming)
+            raise ProtocolError(f"the process that listens on {str(self.address)!r} is not a {self.name} service")
         except ProtocolError:
             sock.close()
             raise
@@ -182,30 +230,41 @@ class ServiceLocation:
             return None
 
     def remove_leftovers(self) -> None:
-        """Remove what killed services of this name have left in the folders beside this one."""
-        for other in self.folder.parent.glob(f"*/{self.lock.name}"):
-            place = ServiceLocation(other.parent, self.name)
+        """Remove the files of killed services of this name in the neighbouring folders."""
+        for lock_path in self.folder.parent.glob(f"*/{self.lock.name}"):
+            location = ServiceLocation(lock_path.parent, self.name)
             with contextlib.suppress(OSError):
-                if (lock := place.acquire_lock(make=False)) is not None:
-                    place.release(lock)
+                lock = location.acquire_lock(make=False)
+                if lock is not None:
+                    location.release(lock)
+
+
+# The client's side ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a service: a module that calls `own`, its arguments, its log and what to add to its environment."""
+    """The command that starts a service: a module that calls `claim_service`.
+
+    Attributes:
+        module: name of the module.
+        arguments: its command-line arguments.
+        log: file for its output.
+        environment: variables added to its environment.
+    """
 
     module: str
     arguments: Sequence[str]
     log: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def spawn(self, *words: str, files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-        """In a session of its own: a terminal's interrupt is for trainers, and some services outlive them."""
+    def spawn(self, *extra_arguments: str, files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+        """Start the process in its own session: a terminal's interrupt must not end it with the trainers."""
         if self.log is not None:
             self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log or os.devnull, "ab") as out:
             return subprocess.Popen(
-                module_command(self.module, *self.arguments, *words),
+                module_command(self.module, *self.arguments, *extra_arguments),
                 pass_fds=tuple(files),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -215,76 +274,81 @@ class Launch:
             )
 
 
-def start_service(place: ServiceLocation, launch: Launch) -> subprocess.Popen[bytes]:
-    """Start a service without waiting for it; who connects meanwhile does wait, and starts no other."""
-    with open(place.starting, "ab") as lock:
-        # The child inherits the lock and drops it when it is ready.
+def start_service(location: ServiceLocation, launch: Launch) -> subprocess.Popen[bytes]:
+    """Start a service and return at once; a client that connects meanwhile waits for it and starts no second one."""
+    with open(location.starting, "ab") as lock:
+        # The child inherits the lock and closes it when it is ready.
         fcntl.flock(lock, fcntl.LOCK_EX)
         return launch.spawn("--starting", str(lock.fileno()), files=[lock.fileno()])
 
 
 def connect_service(
-    place: ServiceLocation,
+    location: ServiceLocation,
     launch: Launch,
-    out: Schema,
-    into: Schema,
+    outgoing: Schema,
+    incoming: Schema,
     *,
-    seconds: float = COME_UP,
+    seconds: float = START_TIMEOUT,
     make_folder: bool = False,
 ) -> Conversation:
-    """A conversation with the service of `place`, which is started if none runs.
+    """Return a conversation with the service at `location`; start it if it is not running.
 
-    make_folder: make the folder if it is not there; else that is a FileNotFoundError.
+    Args:
+        make_folder: create the folder if it is missing; False: raise FileNotFoundError then.
 
-    Raises ServiceFailed with what kept it from starting, TimeoutError if it does not come up in time.
+    Raises ServiceFailed with the error that kept it from starting, TimeoutError if it does not reply in time.
     """
-    deadline, pause = time.monotonic() + seconds, 0.02
-    while (left := deadline - time.monotonic()) > 0:
+    deadline = time.monotonic() + seconds
+    pause = 0.02
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            with _locked(place.starting, left):
-                # Within a second, for one that is stopped; the next look then takes what is left.
-                if (conversation := place.meet(out, into, left)) is not None:
+            with _hold_lock(location.starting, remaining):
+                conversation = location.open_conversation(outgoing, incoming, remaining)
+                if conversation is not None:
                     return conversation
                 _start_and_wait(launch, deadline)
-                if (conversation := place.meet(out, into, max(0.1, deadline - time.monotonic()))) is not None:
+                remaining = max(0.1, deadline - time.monotonic())
+                conversation = location.open_conversation(outgoing, incoming, remaining)
+                if conversation is not None:
                     return conversation
         except FileNotFoundError:  # a service that ends removes its folder
             if not make_folder:
                 raise
             with contextlib.suppress(FileExistsError):
-                os.mkdir(place.folder, 0o700)
+                os.mkdir(location.folder, 0o700)
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-        pause = min(2 * pause, 2.0)  # what ends without a word at every start is not started a thousand times
-    raise TimeoutError(f"nothing answers on {str(place.address)!r} within {seconds:g} s")
+        pause = min(2 * pause, 2.0)  # so that a service that fails silently is not started a thousand times
+    raise TimeoutError(f"nothing answers on {str(location.address)!r} within {seconds:g} s")
 
 
 def _start_and_wait(launch: Launch, deadline: float) -> None:
-    """Returns when the child is ready or has ended; ServiceFailed with its words if it says why."""
-    told, tell = os.pipe2(os.O_CLOEXEC)
+    """Start a service and return when it is ready or has ended. Raises ServiceFailed with the error it reports."""
+    receive_end, send_end = os.pipe2(os.O_CLOEXEC)
     try:
         try:
-            child = launch.spawn("--ready", str(tell), files=[tell])
+            child = launch.spawn("--ready", str(send_end), files=[send_end])
         finally:
-            os.close(tell)
+            os.close(send_end)
         data = b""
-        poller = select.poll()  # select() takes no descriptor above 1,023
-        poller.register(told, select.POLLIN)
-        while poller.poll(max(0.0, deadline - time.monotonic()) * 1000) and (got := os.read(told, 65536)):
-            data += got
+        poller = select.poll()  # select() accepts no descriptor above 1,023
+        poller.register(receive_end, select.POLLIN)
+        while poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            received = os.read(receive_end, 65536)
+            if not received:
+                break
+            data += received
         child.poll()
     finally:
-        os.close(told)
-    if len(data) > HEAD.size:
-        read_head(data[: HEAD.size], GREETINGS.limit)
-        word = GREETINGS.decode(data[HEAD.size :])
-        if isinstance(word, ErrorReply):
+        os.close(receive_end)
+    for message in FrameReader(GREETINGS).feed(data):
+        if isinstance(message, ErrorReply):
             child.wait()
-            raise ServiceFailed(word.error, word.kind)
+            raise ServiceFailed(message.error, message.kind)
 
 
 @contextlib.contextmanager
-def _locked(path: Path, seconds: float) -> Iterator[None]:
-    """Hold the lock at `path`; TimeoutError if another does for longer."""
+def _hold_lock(path: Path, seconds: float) -> Iterator[None]:
+    """Hold the lock at `path` in the body. Raises TimeoutError if another process holds it for longer."""
     deadline = time.monotonic() + seconds
     with open(path, "ab") as file:
         while True:
@@ -298,87 +362,111 @@ def _locked(path: Path, seconds: float) -> Iterator[None]:
         yield
 
 
-# the service's side -----------------------------------------------------------------------------------------------
+# The service's side -----------------------------------------------------------------------------------------------
 
 
 class ReadySignal:
-    """How a service tells who started it that it is ready, or what keeps it from starting.
+    """Reports to the starting process that a service is ready, or why it cannot start.
 
     Args:
-        ready: a pipe of who waits, `starting`: the lock of `start`; None where there is none.
+        pipe: file descriptor of the pipe that `connect_service` reads, None if there is none.
+        lock: file descriptor of the lock that `start_service` took, None if there is none.
     """
 
-    def __init__(self, ready: int | None, starting: int | None) -> None:
-        self._pipe, self._lock = ready, starting
+    def __init__(self, pipe: int | None, lock: int | None) -> None:
+        self._pipe = pipe
+        self._lock = lock
 
     def send(self, message: Message | None = None) -> None:
-        """Once: ready, or ErrorReply."""
-        data = GREETINGS.encode(message or Done())
+        """Report readiness, or the ErrorReply `message`; call it once."""
+        frame = GREETINGS.encode_frame(message or Done())
         if self._pipe is not None:
-            with contextlib.suppress(OSError):  # who started this has died meanwhile
-                os.write(self._pipe, make_head(len(data)) + data)
+            with contextlib.suppress(OSError):  # the starting process may have died
+                os.write(self._pipe, frame)
         for handle in (self._pipe, self._lock):
             if handle is not None:
                 os.close(handle)
-        self._pipe = self._lock = None
-
-
-def claim_service(
-    place: ServiceLocation,
-    begin: Callable[[], Callable[[Conversation], None]],
-    schemas: tuple[Schema, Schema],
-    ready: ReadySignal,
-    *,
-    make_folder: bool = False,
-) -> Owned | None:
-    """Take the place of a service: its lock and its socket. None if another process has it.
-
-    Args:
-        begin: called with the lock held; returns what talks with each who comes.
-        schemas: what this end says, and accepts.
-        ready: told when connections are taken.
-        make_folder: make the folder if it is not there.
-    """
-    lock = place.acquire_lock(make_folder=make_folder)
-    if lock is None:
-        return None
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(most, 65536)), most))
-    try:
-        talk = begin()
-        listener = place.listen()
-    except OSError as error:  # without the reason, the process that waits would start this service again and again
-        ready.send(ErrorReply(f"the {place.name} service cannot start: {error}"[:2000], "TrainingError"))
-        raise
-
-    def meet(sock: socket.socket) -> Conversation:
-        check_peer(sock)
-        greeting = Conversation(sock, GREETINGS, GREETINGS)
-        with greeting.time_limit(AUTHENTICATION_TIMEOUT):
-            come = greeting.receive()
-            if not isinstance(come, Come) or come.service != place.name:
-                greeting.send(ErrorReply(f"this is the {place.name} service", "ProtocolError"))
-                raise ProtocolError("it asked for another service")
-            greeting.send(Here(os.getpid()))
-        return Conversation(sock, *schemas)
-
-    reception = ConnectionServer(listener, meet, talk)
-    ready.send()
-    return Owned(place, lock, reception)
+        self._pipe = None
+        self._lock = None
 
 
 @dataclass(frozen=True)
-class Owned:
-    """A place that this process serves."""
+class ClaimedService:
+    """A service that this process runs.
+
+    Attributes:
+        location: its folder and name.
+        lock: file descriptor of its lock.
+        reception: serves its clients.
+    """
 
     location: ServiceLocation
     lock: int
     reception: ConnectionServer
 
 
+def claim_service(
+    location: ServiceLocation,
+    begin: Callable[[], Callable[[Conversation], None]],
+    schemas: tuple[Schema, Schema],
+    ready: ReadySignal,
+    *,
+    make_folder: bool = False,
+) -> ClaimedService | None:
+    """Take the lock and the socket of a service. Returns None if another process has the lock.
+
+    Args:
+        begin: called once the lock is held; returns the function that serves a client's conversation.
+        schemas: messages that the service sends, and those that it accepts.
+        ready: signalled when clients can connect.
+        make_folder: create the folder if it is missing.
+    """
+    lock = location.acquire_lock(make_folder=make_folder)
+    if lock is None:
+        return None
+    _raise_file_limit()
+    try:
+        handle = begin()
+        listener = location.listen()
+    except OSError as error:  # without the reason, the waiting process would start this service again and again
+        ready.send(ErrorReply(f"the {location.name} service cannot start: {error}"[:2000], "TrainingError"))
+        raise
+    greeter = _Greeter(location.name, schemas)
+    reception = ConnectionServer(listener, greeter.greet, handle)
+    ready.send()
+    return ClaimedService(location, lock, reception)
+
+
+@dataclass(frozen=True)
+class _Greeter:
+    """Accepts clients of this user that ask for the service by its name."""
+
+    service: str
+    schemas: tuple[Schema, Schema]
+
+    def greet(self, sock: socket.socket) -> Conversation:
+        """Check a client and return the conversation with it. Raises ProtocolError for any other client."""
+        check_peer(sock)
+        greeting = Conversation(sock, GREETINGS, GREETINGS)
+        with greeting.time_limit(AUTHENTICATION_TIMEOUT):
+            request = greeting.receive()
+            if not isinstance(request, ConnectRequest) or request.service != self.service:
+                greeting.send(ErrorReply(f"this is the {self.service} service", "ProtocolError"))
+                raise ProtocolError("the client asked for another service")
+            greeting.send(ConnectReply(os.getpid()))
+        outgoing, incoming = self.schemas
+        return Conversation(sock, outgoing, incoming)
+
+
+def _raise_file_limit() -> None:
+    """Raise the soft limit of open files towards the hard limit, to at most 65,536."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
+
+
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends; end now if it is gone already (Linux)."""
+    """Have the kernel kill this process when `parent` ends; end now if it has ended already (Linux)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)

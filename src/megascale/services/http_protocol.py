@@ -1,4 +1,4 @@
-"""HTTP by uvicorn on the connections of a Door."""
+"""HTTP by uvicorn on the connections of a LimitedListener."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from megascale.services.door import Connection
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's protocol, which tells its Connection what becomes of it."""
+    """uvicorn's protocol, which reports its state to the Connection in `app_state`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.app_state["connection"].made(transport)
+        self.app_state["connection"].attach(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.app_state["connection"].lost()
+        self.app_state["connection"].detach()
 
     def on_response_complete(self) -> None:
         if not self.transport.is_closing():
-            self.app_state["connection"].answered()
+            self.app_state["connection"].restart_deadline()
         super().on_response_complete()
 
 
 def make_http_protocol(config: Config, state: ServerState) -> Callable[[Connection], asyncio.Protocol]:
-    """Return what makes the protocol of a connection; the application finds it in `scope["state"]["connection"]`."""
+    """Return a factory of protocols; the application finds its connection in `scope["state"]["connection"]`."""
 
-    def make(connection: Connection) -> asyncio.Protocol:
+    def make_protocol(connection: Connection) -> asyncio.Protocol:
         return _Protocol(config=config, server_state=state, app_state={"connection": connection})
 
-    return make
+    return make_protocol

@@ -1,131 +1,165 @@
-"""Messages with a schema: plain records in MessagePack, every field's type, range and length checked when it is read.
+"""Messages with a schema: records in MessagePack whose fields are checked for type, range and length when decoded.
 
-A message is a subclass of `Message` whose fields are of the types below (or records of them): nothing else is read, no
-unknown field, no number that is none, nothing longer than its type says. A `Schema` is what one end accepts.
+A message is a subclass of `Message` with fields of the types below, or records of them. A `Schema` lists the messages
+of one direction; it refuses unknown fields, non-finite numbers and values longer than their type allows. A protocol
+between two processes is thus a module of `Message` classes and one `Schema` per direction:
+
+    class Attach(Message, frozen=True):
+        rank: Count
+
+    TO_SERVICE = Schema(Attach, limit=1 << 14)
+    FROM_SERVICE = Schema(Done, ErrorReply, limit=1 << 14)
+
+A `Conversation` sends and receives them; on a plain pipe `Schema.encode_frame` and `FrameReader` do.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from megascale.services.framing import ProtocolError
+from megascale.services.framing import HEAD, ProtocolError, make_head, read_head
 
-_BIG = 1 << 63
-_FLOAT = sys.float_info.max
+_INT64_LIMIT = 1 << 63
+_MAX_FLOAT = sys.float_info.max
 
-Integer = Annotated[int, Meta(ge=-_BIG, le=_BIG - 1)]
-Count = Annotated[int, Meta(ge=0, le=_BIG - 1)]
+Integer = Annotated[int, Meta(ge=-_INT64_LIMIT, le=_INT64_LIMIT - 1)]
+Count = Annotated[int, Meta(ge=0, le=_INT64_LIMIT - 1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Finite = Annotated[float, Meta(ge=-_FLOAT, le=_FLOAT)]  # no comparison holds for NaN
-Name = Annotated[str, Meta(max_length=200)]  # said again and again by thousands: kept once (see `Schema`)
-NonEmptyName = Annotated[str, Meta(min_length=1, max_length=200)]  # a name that there must be
+Finite = Annotated[float, Meta(ge=-_MAX_FLOAT, le=_MAX_FLOAT)]  # the comparisons also refuse NaN
+Name = Annotated[str, Meta(max_length=200)]  # interned when decoded (see `Schema`)
+NonEmptyName = Annotated[str, Meta(min_length=1, max_length=200)]
 Text = Annotated[str, Meta(max_length=2000)]
 Path = Annotated[str, Meta(max_length=4096)]
 Facts = Annotated[dict[Name, Name], Meta(max_length=256)]
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """A part of a message."""
+    """A record within a message."""
 
 
 class Message(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag=str.lower
 ):
-    """Something that one process says to another; `do` names its kind."""
+    """A message between two processes; `do` names its kind: the class name in lower case."""
 
     @property
     def do(self) -> str:
-        """The kind of message, as it is written."""
+        """Return the kind of message as it is encoded."""
         return str(self.__struct_config__.tag)
 
 
 class Schema:
-    """The kinds of message that go one way.
+    """The kinds of message of one direction.
 
-    Names (fields of the types `Name` and `Given`) are kept once, however often they are read: a driver that keeps the
-    last minute of 1,536 nodes would hold "train" and "mlx5_0" a million times.
+    Names (fields of the types `Name` and `NonEmptyName`) are interned when decoded: a driver that keeps the last
+    minute of 1,536 nodes would otherwise hold "train" and "mlx5_0" a million times.
 
     Args:
-        kinds: subclasses of `Message`.
-        limit: bytes of the longest that is written or read.
+        message_types: subclasses of `Message`.
+        limit: bytes of the longest message that is encoded or decoded.
     """
 
-    def __init__(self, *kinds: type[Message], limit: int) -> None:
+    def __init__(self, *message_types: type[Message], limit: int) -> None:
         self.limit = limit
-        self._kinds = {str(kind.__struct_config__.tag): kind for kind in kinds}
-        self._decoder = msgspec.msgpack.Decoder(_union(kinds))
+        self.types = {str(kind.__struct_config__.tag): kind for kind in message_types}
+        self._decoder = msgspec.msgpack.Decoder(functools.reduce(operator.or_, message_types))
         self._encoder = msgspec.msgpack.Encoder()
-        self._names = {kind: _names(kind) for kind in kinds}
+        self._name_fields = {kind: _find_name_fields(kind) for kind in message_types}
 
     def build(self, do: str, fields: dict[str, Any]) -> Message:
-        """The message of a kind; ValueError if there is none such or its fields do not fit it."""
-        if do not in self._kinds:
-            raise ValueError(f"there is no message {do!r}; there are {', '.join(sorted(self._kinds))}")
+        """Return the message of kind `do`. Raises ValueError for an unknown kind or unsuitable fields."""
+        if do not in self.types:
+            raise ValueError(f"there is no message {do!r}; there are {', '.join(sorted(self.types))}")
         try:
-            return self._kinds[do](**fields)
+            return self.types[do](**fields)
         except TypeError as error:
             raise ValueError(f"{do}: {error}") from None
 
     def encode(self, message: Message) -> bytes:
-        """As bytes; ValueError if the other side would refuse it."""
+        """Return the message as bytes. Raises ValueError if the other end would refuse it."""
         data = self._encoder.encode(message)
         try:
-            self._read(data)
+            self._decode(data)
         except ProtocolError as error:
             raise ValueError(f"{message.do}: {error}") from None
         return data
 
+    def encode_frame(self, message: Message) -> bytes:
+        """Return the message with its head, for a stream without attachments. Raises ValueError as `encode`."""
+        data = self.encode(message)
+        return make_head(len(data)) + data
+
     def decode(self, data: bytes | bytearray | memoryview) -> Any:
-        """The message; ProtocolError with the reason for anything else."""
-        message = self._read(data)
-        _intern(message, self._names[type(message)])
+        """Return the message. Raises ProtocolError, with the reason, for any other data."""
+        message = self._decode(data)
+        _intern_names(message, self._name_fields[type(message)])
         return message
 
-    def _read(self, data: bytes | bytearray | memoryview) -> Any:
+    def _decode(self, data: bytes | bytearray | memoryview) -> Any:
         if len(data) > self.limit:
-            raise ProtocolError(f"a message of {len(data)} bytes is over the {self.limit} allowed")
+            raise ProtocolError(f"a message has {len(data)} bytes; at most {self.limit} are allowed")
         try:
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, MemoryError) as error:
-            raise ProtocolError(f"a message that is not as it should be: {error}") from None
+            raise ProtocolError(f"a message is malformed: {error}") from None
 
 
-def _union(kinds: tuple[type[Message], ...]) -> Any:
-    union: Any = kinds[0]
-    for kind in kinds[1:]:
-        union = union | kind
-    return union
+class FrameReader:
+    """Decodes the messages of a byte stream as they arrive; the counterpart of `Schema.encode_frame`."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Yield the messages that `data` completes. Raises ProtocolError for any other data."""
+        self._buffer += data
+        while len(self._buffer) >= HEAD.size:
+            size, _, files = read_head(self._buffer[: HEAD.size], self._schema.limit)
+            if files:
+                raise ProtocolError("a stream cannot carry open files")
+            stop = HEAD.size + size
+            if len(self._buffer) < stop:
+                return
+            message = self._schema.decode(bytes(self._buffer[HEAD.size : stop]))
+            del self._buffer[:stop]
+            yield message
 
 
-# (fields that hold a name, (field that holds records, its plan) ...)
-_Plan = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
+# (fields that hold a name, ((field that holds a tuple of records, the records' name fields), ...))
+_NameFields = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
 
 
-def _names(kind: type[msgspec.Struct]) -> _Plan:
-    """Where a kind of record has names."""
+def _find_name_fields(kind: type[msgspec.Struct]) -> _NameFields:
+    """Return the fields of a record, and of the records in it, that hold names."""
     fields = msgspec.structs.fields(kind)
-    parts = tuple((f.name, _names(part)) for f in fields if (part := _part(f.type)) is not None)
-    return tuple(f.name for f in fields if f.type in (Name, NonEmptyName)), parts
+    names = tuple(field.name for field in fields if field.type in (Name, NonEmptyName))
+    parts = [(field.name, _find_part_type(field.type)) for field in fields]
+    return names, tuple((name, _find_name_fields(part)) for name, part in parts if part is not None)
 
 
-def _part(kind: Any) -> type[Part] | None:
-    """The class of which a field holds a tuple."""
+def _find_part_type(kind: Any) -> type[Part] | None:
+    """Return the record class of a field that holds a tuple of records."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     part = get_args(kind)[0] if get_origin(kind) is tuple else None
     return part if isinstance(part, type) and issubclass(part, Part) else None
 
 
-def _intern(record: Any, plan: _Plan) -> None:
-    names, parts = plan
+def _intern_names(record: Any, name_fields: _NameFields) -> None:
+    names, parts = name_fields
     for name in names:
-        if value := getattr(record, name):
+        value = getattr(record, name)
+        if value:
             force_setattr(record, name, sys.intern(value))
-    for field, of_part in parts:
+    for field, part_fields in parts:
         for item in getattr(record, field):
-            _intern(item, of_part)
+            _intern_names(item, part_fields)

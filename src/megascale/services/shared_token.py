@@ -1,8 +1,8 @@
-"""The token that processes of one job share: made once, read where nobody else may read it, proved without being sent.
+"""The secret token that processes of one job share: created once, private to the user, and proved without being sent.
 
-It is kept in a file of mode 600 (the driver's) or handed on in memory (the checkpoint services'). Over TCP each side
-of a connection sends a nonce, then an HMAC of both nonces, and checks the other's: `TokenProof` holds one side's part
-and leaves the sending to its caller. Over HTTP the token itself is sent, to the loopback or the job's own network.
+The token is stored in a file of mode 600 (the driver's) or passed on in memory (the checkpoint services'). On TCP each
+end sends a nonce and then an HMAC of both nonces, and checks the other end's HMAC. `TokenProof` computes one end's part
+and leaves the sending to its caller. On HTTP the token itself is sent, to loopback or within the job's own network.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from megascale.errors import DataError
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-_LEAST = 32  # characters of a token
+_MIN_CHARACTERS = 32
 
 
 def generate_token() -> str:
-    """A fresh one: 64 hexadecimal digits."""
+    """Return a new random token of 64 hexadecimal digits."""
     return secrets.token_hex(32)
 
 
 def make_token(path: Path) -> bytes:
-    """The token kept at `path`, made if there is none; only this user may read it. DataError as `read_token`."""
+    """Return the token stored at `path`, which only this user may read; create it if there is none.
+
+    Raises DataError as `read_token` does.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -38,66 +41,74 @@ def make_token(path: Path) -> bytes:
 
 
 def read_token(path: Path) -> bytes:
-    """The token kept at `path`. DataError if there is none, if it is another user's, or if others may read it."""
+    """Return the token stored at `path`.
+
+    Raises DataError if the file is missing, belongs to another user, or is readable by other users.
+    """
     try:
         with open(path) as file:
-            about, token = os.fstat(file.fileno()), file.read().strip()
+            info = os.fstat(file.fileno())
+            token = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"the token {path} cannot be read: {getattr(error, 'strerror', error)}") from None
-    # Root may be somebody else on a network file system, and is let in anywhere else.
-    if os.geteuid() != 0 and about.st_uid not in (0, os.geteuid()):
+    # On a network file system root may be another machine's root; elsewhere root can read every file in any case.
+    if os.geteuid() != 0 and info.st_uid not in (0, os.geteuid()):
         raise DataError(f"the token {path} belongs to another user, who knows it; delete it for a new one")
-    if about.st_mode & 0o077:
+    if info.st_mode & 0o077:
         raise DataError(f"the token {path} can be read by others; run `chmod 600 {path}` or delete it for a new one")
-    if len(token) < _LEAST:
-        raise DataError(f"the token {path} is too short to be one; delete it and start the driver again")
+    if len(token) < _MIN_CHARACTERS:
+        raise DataError(
+            f"the token {path} is too short: it has {len(token)} characters, at least {_MIN_CHARACTERS} are needed; "
+            "delete it and start the driver again"
+        )
     return token.encode()
 
 
 def derive_token(token: bytes, purpose: str) -> str:
-    """Another token for those who know this one, 64 hexadecimal digits; it tells nothing of `token`."""
+    """Return another token of 64 hexadecimal digits that holders of `token` can compute; it does not reveal `token`."""
     return hmac.digest(token, f"token of {purpose}".encode(), "sha256").hex()
 
 
-def secrets_equal(given: bytes, expected: bytes) -> bool:
-    """Whether two secrets are equal, in a time that does not tell how much of them is."""
-    return hmac.compare_digest(given, expected)
+def secrets_equal(secret: bytes, expected: bytes) -> bool:
+    """Return whether two secrets are equal, in constant time."""
+    return hmac.compare_digest(secret, expected)
 
 
 class TokenProof:
-    """One side's part in showing that both ends of a connection know a token.
+    """One end's part in proving that both ends of a connection know a token.
 
-    Send `nonce`, give the other side's to `answer` and send what that returns; then `accepts` says whether the other
-    side's answer is right. Nothing of a proof is of use on another connection, for another purpose or to the side that
-    it came from.
+    Send `nonce`, pass the other end's nonce to `answer_nonce` and send the result; `accepts` then checks the other
+    end's answer. A proof is useless on another connection, for another purpose, or when reflected to its sender.
 
     Args:
-        token: shared by both sides; ValueError if it is empty, which everybody knows.
-        purpose: what the connection is for.
-        role: of this side; one is the server, the other the client.
+        token: shared by both ends. Raises ValueError if it is empty, which every process knows.
+        purpose: purpose of the connection.
+        role: of this end; one end is the server, the other the client.
     """
 
     def __init__(self, token: bytes, purpose: str, role: Literal["server", "client"]) -> None:
         if not token:
             raise ValueError("an empty token proves nothing")
-        self._token, self._purpose, self._server = token, purpose.encode(), role == "server"
         self.nonce = secrets.token_bytes(NONCE_BYTES)
-        self._both = b""
+        self._token = token
+        self._purpose = purpose.encode()
+        self._is_server = role == "server"
+        self._nonces = b""  # the server's, then the client's
 
-    def answer_nonce(self, theirs: bytes) -> bytes:
-        """PROOF_BYTES that show the token, for the other side's nonce."""
-        self._both = self.nonce + theirs if self._server else theirs + self.nonce
-        return self._digest(b"server" if self._server else b"client")
+    def answer_nonce(self, peer_nonce: bytes) -> bytes:
+        """Return the PROOF_BYTES that answer the other end's nonce."""
+        self._nonces = self.nonce + peer_nonce if self._is_server else peer_nonce + self.nonce
+        return self._digest(b"server" if self._is_server else b"client")
 
     def accepts(self, answer: bytes) -> bool:
-        """Whether the other side's answer shows that it knows the token; after `answer`."""
-        assert self._both, "no nonce of the other side yet"
-        return secrets_equal(answer, self._digest(b"client" if self._server else b"server"))
+        """Return whether the other end's answer proves the token; call it after `answer_nonce`."""
+        assert self._nonces, "the other side's nonce has not been answered yet"
+        return secrets_equal(answer, self._digest(b"client" if self._is_server else b"server"))
 
     def connection_key(self) -> bytes:
-        """A key for this connection only, the same on both sides; after `answer`."""
-        assert self._both, "no nonce of the other side yet"
+        """Return a key for this connection only, the same at both ends; call it after `answer_nonce`."""
+        assert self._nonces, "the other side's nonce has not been answered yet"
         return self._digest(b"key")
 
-    def _digest(self, what: bytes) -> bytes:
-        return hmac.digest(self._token, b" ".join((self._purpose, what, self._both)), "sha256")
+    def _digest(self, label: bytes) -> bytes:
+        return hmac.digest(self._token, b" ".join((self._purpose, label, self._nonces)), "sha256")

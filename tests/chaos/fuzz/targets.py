@@ -304,7 +304,7 @@ def _frames(folder: Path) -> Feed:
     modules = (agent_messages, fork_messages, host_plan, service_protocol, host_service)
     schemas = [value for module in modules for value in vars(module).values() if isinstance(value, Schema)]
     whole = make_greeting(bytes(32))
-    kinds = [(schema, do, kind) for schema in schemas for do, kind in schema._kinds.items()]
+    kinds = [(schema, do, kind) for schema in schemas for do, kind in schema.types.items()]
     values = (*(value for value in _ODD if value not in (2**64, 10**30, 10**400, "\ud800", -(2**63))), b"", b"a" * 64)
 
     def feed(rng: random.Random) -> None:

@@ -53,8 +53,8 @@ def test_saves_what_was_there_when_it_began(run: Path) -> None:
     assert load(run / "checkpoints", full_shards(got)) == {"step": 3}
     assert_same(got, logical_state(3))
     # Nothing but what the commit names is left beside it.
-    place = run / "checkpoints" / "step-3"
-    assert sorted(p.name.split("-")[-1] for p in place.iterdir()) == [
+    location = run / "checkpoints" / "step-3"
+    assert sorted(p.name.split("-")[-1] for p in location.iterdir()) == [
         ".metadata",
         "00000.distcp",
         "COMMIT",
@@ -70,7 +70,7 @@ def _die_when_staged(run: str, step: int) -> None:
     checkpointer.shards = full_shards(large_state(step))
     checkpointer.save(step, {"step": step})
     sock = service.connect_checkpoint_service(service_protocol.private_folder(run))
-    while not any(h.step == step for h in sock.request(ListSnapshots()).held):
+    while not any(h.step == step for h in sock.request(ListSnapshots()).snapshots):
         pass
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -171,7 +171,7 @@ def test_a_dead_service_is_reported_and_replaced(run: Path) -> None:
     checkpointer.save(2, {}, wait=True)
     checkpointer.before_update()
     failed = await_other(checkpointer.poll)
-    assert "ended" in failed[0].why or "pipe" in failed[0].why
+    assert "ended" in failed[0].reason or "pipe" in failed[0].reason
     assert checkpointer.save(3, {}, wait=True)
     assert [(o.step, o.committed) for o in checkpointer.finish()] == [(3, True)]
 
@@ -225,7 +225,7 @@ def _save_after_the_first_failed(rank: int, size: int, run: Path, disk: Path, ho
         (outcome,) = await_other(checkpointer.poll)
         failed.touch()
     checkpointer.finish(run_ended=False)
-    return outcome.why
+    return outcome.reason
 
 
 @pytest.mark.parametrize("hosts", [[0, 1], [0, 0], [0, 1, 1, 0]])
@@ -270,10 +270,10 @@ def _fail_on_a_full_disk(rank: int, size: int, run: Path, disk: Path, filler: Pa
             await_other(failed.exists)
             filler.unlink()
             (outcome,) = await_other(checkpointer.poll)
-            assert "is full" in outcome.why
+            assert "is full" in outcome.reason
         else:
             (outcome,) = await_other(checkpointer.poll)
-            assert "is full" in outcome.why
+            assert "is full" in outcome.reason
             failed.touch()
     checkpointer.finish(run_ended=False)
 
@@ -283,7 +283,7 @@ def _without_memory(rank: int, size: int, run: Path) -> tuple[str, int]:
         raise OSError(errno.ENOMEM, "3 of 5 bytes are free")
 
     checkpointer = Checkpointer(background(), run, cut(logical_state(3), "rows", rank, size))
-    with mock.patch.object(snapshot, "Staging", lacking) if rank == 1 else contextlib.nullcontext():
+    with mock.patch.object(snapshot, "StagingSlot", lacking) if rank == 1 else contextlib.nullcontext():
         try:
             checkpointer.save(3, {})
         except FitError as error:
@@ -292,11 +292,11 @@ def _without_memory(rank: int, size: int, run: Path) -> tuple[str, int]:
 
 
 def test_all_say_which_rank_lacks_memory_and_its_own_error_alone_has_the_number(run: Path) -> None:
-    (text, own), (same, of_it) = run_group(2, _without_memory, run)
-    assert text == same
-    assert text.startswith(f"rank 1 on {socket.gethostname()}: staging memory for checkpoints could not be had (")
+    (text, errno_0), (text_1, of_it) = run_group(2, _without_memory, run)
+    assert text == text_1
+    assert text.startswith(f"rank 1 on {socket.gethostname()}: staging memory for checkpoints is unavailable (")
     assert "3 of 5 bytes are free" in text
-    assert (own, of_it) == (0, errno.ENOMEM)
+    assert (errno_0, of_it) == (0, errno.ENOMEM)
 
 
 def _parts_only(rank: int, size: int, run: Path) -> None:
@@ -323,23 +323,23 @@ def test_whole_save_without_commit_is_finished_at_the_next_start(run: Path) -> N
 
 def test_a_part_that_is_being_put_in_place_does_not_count_yet(run: Path) -> None:
     storage, generation = _saved_not_committed(run)
-    part, place = f"{generation}-part-00001.json", run / "checkpoints" / "step-3"
-    whole = (place / part).read_bytes()
+    part, location = f"{generation}-part-00001.json", run / "checkpoints" / "step-3"
+    part_bytes = (location / part).read_bytes()
     # Seen in the list, and in place under its own name before it is read.
-    (place / part).unlink()
-    (place / f"{part}.0123abcd.part").symlink_to("gone")
+    (location / part).unlink()
+    (location / f"{part}.0123abcd.part").symlink_to("gone")
     assert pending_saves.try_commit(storage, 3, generation) is None
-    (place / part).write_bytes(whole)
+    (location / part).write_bytes(part_bytes)
     assert pending_saves.try_commit(storage, 3, generation) is not None
 
 
 def test_two_may_commit_a_save_at_once(run: Path) -> None:
     _, generation = _saved_not_committed(run)
-    both = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
     class Slow(Disk):
         def replace(self, old: Path, new: Path) -> None:
-            both.wait(timeout=20)  # both have written theirs
+            barrier.wait(timeout=20)  # both have written theirs
             super().replace(old, new)
 
     storages = [LocalStorage(run / "checkpoints", Slow()) for _ in range(2)]
@@ -397,8 +397,8 @@ def test_what_killed_services_left_is_swept_and_what_runs_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Folders of services under one parent, as those of all runs of a user."""
-    monkeypatch.setattr(service, "_COME_UP", 240.0)  # however busy the machine is
-    dead, alive, mine = (tmp_path / name for name in ("dead", "alive", "mine"))
+    monkeypatch.setattr(service, "START_TIMEOUT", 240.0)  # however busy the machine is
+    dead, alive, current = (tmp_path / name for name in ("dead", "alive", "mine"))
     # A service whose visitor stays does not end, however long the rest takes.
     with contextlib.closing(service.connect_checkpoint_service(alive)) as visitor:
         with contextlib.closing(service.connect_checkpoint_service(dead)) as sock:
@@ -406,8 +406,8 @@ def test_what_killed_services_left_is_swept_and_what_runs_is_not(
             assert sock.sock.recv(1) == b""
         with open(dead / "checkpoint.lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # which the kernel lets go of after its sockets, or before
-        service.serve(mine, linger=-1.0)  # ends at once
-        assert not mine.exists()
+        service.serve(current, linger=-1.0)  # ends at once
+        assert not current.exists()
         assert not dead.exists()
         assert (alive / "checkpoint.sock").exists()
         os.kill(visitor.request(Register()).pid, signal.SIGKILL)
@@ -415,13 +415,13 @@ def test_what_killed_services_left_is_swept_and_what_runs_is_not(
 
 def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:
     """Many start while others end and remove the folder: never two at once."""
-    place, inside, most = ServiceLocation(tmp_path / "place", "checkpoint"), 0, 0
+    location, inside, most = ServiceLocation(tmp_path / "place", "checkpoint"), 0, 0
     guard = threading.Lock()
 
     def come_and_go() -> None:
         nonlocal inside, most
         for _ in range(50):
-            lock = place.acquire_lock(make_folder=True)
+            lock = location.acquire_lock(make_folder=True)
             if lock is None:
                 continue
             with guard:
@@ -429,19 +429,19 @@ def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:
                 most = max(most, inside)
             with guard:
                 inside -= 1
-            place.release(lock)
+            location.release(lock)
 
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(come_and_go) for _ in range(8)]:
             done.result()
     assert most == 1
-    assert not place.folder.exists()
+    assert not location.folder.exists()
 
 
 def test_a_service_that_is_not_to_linger_waits_for_its_first_visitor(tmp_path):
-    place = service_protocol.private_folder(tmp_path / "run")
-    with contextlib.closing(service.connect_checkpoint_service(place, linger=0.0)) as first:
-        with contextlib.closing(service.connect_checkpoint_service(place, linger=0.0)):
+    location = service_protocol.private_folder(tmp_path / "run")
+    with contextlib.closing(service.connect_checkpoint_service(location, linger=0.0)) as first:
+        with contextlib.closing(service.connect_checkpoint_service(location, linger=0.0)):
             pass  # the same one: it is not alone yet
         assert first is not None
 
@@ -457,7 +457,7 @@ def test_a_copy_that_fails_in_any_way_holds_up_no_step(run: Path, monkeypatch: p
             raise error
         return copy(staging)
 
-    monkeypatch.setattr(StagingSlot, "copy", fail_once)
+    monkeypatch.setattr(StagingSlot, "copy_chunks", fail_once)
     assert checkpointer.save(1, {"step": 1})
     checkpointer.before_update()
     outcomes: list[snapshot.SaveOutcome] = []
@@ -471,12 +471,12 @@ def test_a_watcher_that_cannot_reach_the_service_reports_the_save(run: Path, mon
     checkpointer = Checkpointer(background(), run, full_shards(logical_state(1)))
     connect, failures = service.connect_checkpoint_service, iter([OSError("no descriptor left")])
 
-    def fail_once(*words: object) -> object:
-        if sys._getframe(1).f_code.co_name == "_watch" and (error := next(failures, None)):
+    def fail_once(*arguments: object) -> object:
+        if sys._getframe(2).f_code.co_name == "_watch_commits" and (error := next(failures, None)):
             raise error
-        return connect(*words)
+        return connect(*arguments)
 
-    monkeypatch.setattr(service, "connect", fail_once)
+    monkeypatch.setattr(service, "connect_checkpoint_service", fail_once)
     assert checkpointer.save(1, {"step": 1})
     checkpointer.before_update()
     outcomes: list[snapshot.SaveOutcome] = []

@@ -18,22 +18,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.checkpoint import Checkpointer, object_collectives
-from megascale.checkpoint.background import replica_address, replica_token, service, service_protocol
-from megascale.checkpoint.background.last_snapshot import ReplicaBarrier
+from megascale.checkpoint.background import replica_setup, service, service_protocol
 from megascale.checkpoint.background.replica import Replicas, ReplicaSender, pair_hosts
 from megascale.checkpoint.background.service_protocol import (
     COPIES,
     ListSnapshots,
     StageSnapshot,
 )
-from megascale.checkpoint.background.staging import SaveOutcome, SnapshotCopy, make_rank_index
+from megascale.checkpoint.background.snapshot_memory import Progress, frame_chunks, make_slots
+from megascale.checkpoint.background.staging import ReplicaBarrier, SaveOutcome, SnapshotCopy, make_rank_index
 from megascale.checkpoint.format.chunks import TensorShard
-from megascale.checkpoint.format.staged_file import Progress, frame_chunks, make_slots
 from megascale.checkpoint.format.write_plan import make_offer, make_plan
 from megascale.checkpoint.saver import dtype_name
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.errors import TrainingError
-from megascale.services.conversation import Conversation, authenticate
+from megascale.services.conversation import Conversation
 from tests.checkpoint.background.conftest import await_other, background, service_pid
 from tests.checkpoint.conftest import blank, cut, full_shards, logical_state, run_group
 
@@ -81,15 +80,15 @@ def _kept_at_each_update(rank: int, size: int, run: Path) -> list[bool]:
     assert checkpointer.snapshots is not None
     checkpointer.snapshots._replica_barrier = ReplicaBarrier(60.0)  # a busy machine is no reason to go on without
     peer = service.connect_checkpoint_service(service_protocol.private_folder(run / f"host-{1 - rank}"))
-    kept = []
+    is_replicated = []
     for step in range(1, 13):
         assert checkpointer.save(step, {"step": step}, persist=False, wait=True)
         checkpointer.before_update(step + 1)
-        held = peer.request(ListSnapshots()).held
-        kept.append(any(each.replica and each.rank == rank and each.step == step for each in held))
+        snapshots = peer.request(ListSnapshots()).snapshots
+        is_replicated.append(any(each.replica and each.rank == rank and each.step == step for each in snapshots))
     peer.close()
     checkpointer.finish(run_ended=False)
-    return kept
+    return is_replicated
 
 
 def test_an_update_waits_for_the_last_snapshot_at_the_peer(run: Path) -> None:
@@ -118,7 +117,8 @@ def test_a_peer_that_does_not_answer_is_waited_for_once(caplog: pytest.LogCaptur
 def _staged(step: int) -> StageSnapshot:
     return StageSnapshot(
         rank=0, slot=0, step=step, generation="", identity="", state="", ranks=1, size=0, persist=False, storage="",
-        required_bytes=0, keep=1, base_sequence=0, local_ranks=(0,), leader=True, plan="", peer=("10.0.0.1", 1), token="",
+        required_bytes=0, keep=1, base_sequence=0, local_ranks=(0,), leader=True, plan="", peer=("10.0.0.1", 1),
+        token="",
     )  # fmt: skip
 
 
@@ -126,35 +126,35 @@ def _spoken(rank: int, size: int, run: Path, token: str) -> tuple[str, bytes]:
     """(what a start with replicas failed of, all that this process said to the others)."""
     if token:
         os.environ[REPLICA_VARIABLE] = token * (rank + 1)
-    said, dump = bytearray(), object_collectives.encode_value
+    sent, dump = bytearray(), object_collectives.encode_value
 
-    def heard(value: Any) -> bytes:
+    def record(value: Any) -> bytes:
         data = dump(value)
-        said.extend(data)
+        sent.extend(data)
         return data
 
-    object_collectives.encode_value = heard  # type: ignore[assignment]
+    object_collectives.encode_value = record  # type: ignore[assignment]
     config = background(replicas=True, location=str(run / "checkpoints"))
     checkpointer = Checkpointer(config, run / f"host-{rank}", cut(logical_state(1), "flat", rank, size))
     try:
         checkpointer.prepare()
     except TrainingError as error:
-        return str(error), bytes(said)
+        return str(error), bytes(sent)
     checkpointer.finish()
-    return "", bytes(said)
+    return "", bytes(sent)
 
 
 def test_the_replicas_token_is_never_sent_and_must_be_the_same(run: Path) -> None:
     for host in ("host-0", "host-1"):
         (run / host).mkdir()
-    told = run_group(2, _spoken, run, "")
-    file = run / "checkpoints" / replica_token.TOKEN_FILE
+    messages = run_group(2, _spoken, run, "")
+    file = run / "checkpoints" / replica_setup.TOKEN_FILE
     token = file.read_text()
     assert file.stat().st_mode & 0o777 == 0o600
-    assert [error for error, _ in told] == ["", ""]
-    assert all(len(said) > 100 for _, said in told)
+    assert [error for error, _ in messages] == ["", ""]
+    assert all(len(sent) > 100 for _, sent in messages)
     for secret in (token.encode(), bytes.fromhex(token), token.encode().hex().encode()):
-        assert all(secret not in said for _, said in told)
+        assert all(secret not in said for _, said in messages)
     for error, _ in run_group(2, _spoken, run, "x" * 32):
         assert "ranks [1] have another token than rank 0" in error
     file.chmod(0o644)
@@ -163,34 +163,34 @@ def test_the_replicas_token_is_never_sent_and_must_be_the_same(run: Path) -> Non
 
 
 def test_addresses_that_other_machines_reach_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    replica_address.warn_if_reachable([("127.0.0.1", 1), ("::1", 2)])
+    replica_setup.warn_if_reachable([("127.0.0.1", 1), ("::1", 2)])
     assert not caplog.records
-    replica_address.warn_if_reachable([(f"10.0.0.{n}", 7) for n in range(6)] * 2)
+    replica_setup.warn_if_reachable([(f"10.0.0.{n}", 7) for n in range(6)] * 2)
     (record,) = caplog.records
-    said = record.getMessage()
-    assert "10.0.0.0:7, 10.0.0.1:7, 10.0.0.2:7, 10.0.0.3:7 and 2 more" in said
-    assert "checkpoint.replica_address" in said
-    assert "set checkpoint.replicas=false" in said
+    message = record.getMessage()
+    assert "10.0.0.0:7, 10.0.0.1:7, 10.0.0.2:7, 10.0.0.3:7 and 2 more" in message
+    assert "checkpoint.replica_address" in message
+    assert "set checkpoint.replicas=false" in message
 
 
 def test_the_token_is_asked_for() -> None:
-    here, there = socket.socketpair()
+    left_end, right_end = socket.socketpair()
     errors: list[Exception] = []
 
-    def other(token: bytes) -> None:
+    def answer_peer(token: bytes) -> None:
         try:
-            authenticate(Conversation(there, COPIES, COPIES), token, "replicas", "server")
+            Conversation(right_end, COPIES, COPIES).authenticate(token, "replicas", "server")
         except ConnectionError as error:
             errors.append(error)
 
     for token, good in ((b"right", True), (b"wrong", False)):
-        thread = threading.Thread(target=other, args=(token,))
+        thread = threading.Thread(target=answer_peer, args=(token,))
         thread.start()
         if good:
-            authenticate(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
+            Conversation(left_end, COPIES, COPIES).authenticate(b"right", "replicas", "client")
         else:
             with pytest.raises(ConnectionError, match="token"):
-                authenticate(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
+                Conversation(left_end, COPIES, COPIES).authenticate(b"right", "replicas", "client")
         thread.join()
     assert len(errors) == 1
 
@@ -198,13 +198,13 @@ def test_the_token_is_asked_for() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=40))
 def test_partners_are_in_other_domains_where_that_can_be(domains: list[int]) -> None:
-    found = pair_hosts(domains)
-    assert sorted(found) == list(range(len(domains)))
-    assert all(host != other for host, other in enumerate(found))
+    partners = pair_hosts(domains)
+    assert sorted(partners) == list(range(len(domains)))
+    assert all(host != partner for host, partner in enumerate(partners))
     largest = max(domains.count(d) for d in domains)
-    same = sum(domains[host] == domains[other] for host, other in enumerate(found))
+    shared_domains = sum(domains[host] == domains[other] for host, other in enumerate(partners))
     # Of a domain with more than half of the hosts, some must pair among themselves.
-    assert same <= max(0, 2 * largest - len(domains))
+    assert shared_domains <= max(0, 2 * largest - len(domains))
 
 
 @pytest.fixture
@@ -225,8 +225,8 @@ def snapshot() -> Any:
         _staged(3), size=part.size, generation="00000003-a", state="{}", peer=peer, token=token.hex()
     )
     yield slot, staged, copies
-    for one in [slot, *(copy for slots in copies._slots.values() for copy in slots)]:
-        one.memory.close()
+    for item in [slot, *(copy for slots in copies._slots.values() for copy in slots)]:
+        item.memory.close()
 
 
 def test_a_copy_is_sent_while_its_snapshot_is_completed(snapshot: Any) -> None:
@@ -239,13 +239,13 @@ def test_a_copy_is_sent_while_its_snapshot_is_completed(snapshot: Any) -> None:
         yield 2
         end = int(slot.index.columns["start"][2])
         await_other(lambda: copies._slots.get(0) and bytes(copies._slots[0][0].memory.view[:end]) == bytes(view[:end]))
-        assert not copies.held()
+        assert not copies.list_complete()
         yield 4
 
     crcs, _ = frame_chunks(view[: staged.size], slot.index, rows(), progress)
     assert copying.finish(crcs.tolist()) is None
     assert copying.finish(None) is None  # as a service says it in any case
-    ((rank, copy),) = copies.held()
+    ((rank, copy),) = copies.list_complete()
     assert (rank, copy.step, copy.generation, copy.crcs) == (0, 3, "00000003-a", crcs.tolist())
     assert bytes(copy.memory.view[: staged.size]) == bytes(view[: staged.size])
 
@@ -258,20 +258,20 @@ def test_a_snapshot_that_is_never_completed_leaves_no_copy(snapshot: Any) -> Non
     progress.advance(int(slot.index.columns["start"][2]))
     assert "ended before its state was copied" in str(copying.finish(None))
     await_other(lambda: not copies._slots[0][0].busy.locked())
-    assert not copies.held()
+    assert not copies.list_complete()
     # The memory is free for the next.
     crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
     assert ReplicaSender(staged, 2, slot, progress).finish(crcs.tolist()) is None
-    assert len(copies.held()) == 1
+    assert len(copies.list_complete()) == 1
 
 
 def test_a_copy_that_is_not_as_its_checksums_say_does_not_count(snapshot: Any) -> None:
     slot, staged, copies = snapshot
     crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
     wrong = [*crcs.tolist()[:-1], 1]
-    for said in (wrong, crcs.tolist()[:-1]):
-        assert "arrived damaged" in str(ReplicaSender(staged, 2, slot, progress).finish(said))
-        assert not copies.held()
+    for checksums in (wrong, crcs.tolist()[:-1]):
+        assert "arrived damaged" in str(ReplicaSender(staged, 2, slot, progress).finish(checksums))
+        assert not copies.list_complete()
 
 
 @pytest.mark.parametrize("token", ["", "74" * 16, "no hexadecimal"])
@@ -289,14 +289,14 @@ def test_a_copy_that_cannot_be_sent_is_a_problem_whatever_the_reason(snapshot: A
 def test_a_peer_that_takes_nothing_does_not_hold_up_a_snapshot_that_is_given_up(snapshot: Any) -> None:
     """Whoever starts in the place of a trainer that died waits for its memory."""
     slot, staged, copies = snapshot
-    begun, ended, real = threading.Event(), threading.Event(), copies._room
+    begun, ended, real = threading.Event(), threading.Event(), copies._reserve_slot
 
     def room(*arguments: Any) -> Any:
         begun.set()
         ended.wait(60)
         return real(*arguments)
 
-    copies._room = room
+    copies._reserve_slot = room
     progress = Progress()
     progress.advance(staged.size)
     copying = ReplicaSender(staged, 2, slot, progress)

@@ -35,30 +35,30 @@ def test_a_save_is_skipped_while_memory_is_in_use(run: Path) -> None:
 
 def test_memory_comes_into_place_under_the_first_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stays in memory is left out till then, what is to be written waits; the end does not."""
-    there, real = threading.Event(), StagingSlot.prepare
+    is_ready, real = threading.Event(), StagingSlot.prepare
 
     def prepare(slot: StagingSlot, sock: Conversation, question: AwaitPages, stop: threading.Event) -> None:
-        while not there.wait(0.01) and not stop.is_set():
+        while not is_ready.wait(0.01) and not stop.is_set():
             pass
         real(slot, sock, question, stop)
 
     monkeypatch.setattr(StagingSlot, "prepare", prepare)
-    monkeypatch.setattr("megascale.checkpoint.background.snapshot._AT_ONCE", 0)
+    monkeypatch.setattr("megascale.checkpoint.background.snapshot._WAIT_AT_START_BYTES", 0)
     config = background(memory_interval=1)
     checkpointer = Checkpointer(config, run, full_shards(logical_state(1)))
     assert not checkpointer.save(1, {"step": 1}, persist=False)
-    timer = threading.Timer(0.1, there.set)
+    timer = threading.Timer(0.1, is_ready.set)
     timer.start()
     assert checkpointer.save(2, {"step": 2})
-    assert there.is_set()
+    assert is_ready.is_set()
     checkpointer.before_update()
     assert checkpointer.save(3, {"step": 3}, persist=False, wait=True)
     assert [o.reason for o in checkpointer.finish(run_ended=False)] == [""] * 2
-    there.clear()
-    again = Checkpointer(config, run, full_shards(logical_state(2)))
-    assert again.load() == {"step": 3}
-    again.prepare()
-    assert not again.finish()  # at once, with nothing in place
+    is_ready.clear()
+    second = Checkpointer(config, run, full_shards(logical_state(2)))
+    assert second.load() == {"step": 3}
+    second.prepare()
+    assert not second.finish()  # at once, with nothing in place
 
 
 def test_memory_that_does_not_come_into_place_is_asked_for_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_memory_that_does_not_come_into_place_is_asked_for_again(run: Path, monk
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     for at_once in (1 << 30, 0):
-        monkeypatch.setattr("megascale.checkpoint.background.snapshot._AT_ONCE", at_once)
+        monkeypatch.setattr("megascale.checkpoint.background.snapshot._WAIT_AT_START_BYTES", at_once)
         checkpointer = Checkpointer(background(), run, full_shards(logical_state(1)))
         with monkeypatch.context() as patched:
             patched.setattr(StagingSlot, "prepare", prepare)
@@ -107,9 +107,9 @@ def test_an_image_that_is_not_whole_everywhere_is_overwritten_first(run: Path) -
     # Killed while step 3 came into the first slot: a new trainer must not touch the second, which has step 2.
     sock = service.connect_checkpoint_service(service_protocol.private_folder(run))
     sock.request(InvalidateSlot(0, 0))
-    again = Checkpointer(background(memory_interval=1), run, full_shards(logical_state(2)))
-    assert again.load() == {"step": 2}
-    again.prepare()
-    assert again.snapshots is not None
-    assert again.snapshots._choose_slot(wait=False) == 0
-    again.finish(run_ended=False)
+    second = Checkpointer(background(memory_interval=1), run, full_shards(logical_state(2)))
+    assert second.load() == {"step": 2}
+    second.prepare()
+    assert second.snapshots is not None
+    assert second.snapshots._choose_slot(wait=False) == 0
+    second.finish(run_ended=False)

@@ -76,16 +76,16 @@ def test_the_bomb_is_small(sound: Path, tmp_path: Path) -> None:
 
 def test_what_a_checkpoint_says_drives_no_terminal(sound: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(sound, tmp_path / "run"))
-    place = run / "checkpoints" / "step-1"
-    said = {"a": "[/red]\x1b]0;owned\x07", "[/]": "\\", "config": {"model": 5, "train": {"[/b]": "\x1b[2J"}}}
-    edit_commit(place, lambda record: {**record, "state": said})
-    edit_index(place, lambda header, columns: _rename(header, "[/red]"))
+    location = run / "checkpoints" / "step-1"
+    state = {"a": "[/red]\x1b]0;owned\x07", "[/]": "\\", "config": {"model": 5, "train": {"[/b]": "\x1b[2J"}}}
+    edit_commit(location, lambda record: {**record, "state": state})
+    edit_index(location, lambda header, columns: _rename(header, "[/red]"))
     (run / "config.toml").write_text("[train]\nsteps = 1\n")
     result = CliRunner().invoke(app, ["checkpoint", "inspect", str(run)])
     assert result.exit_code == 0, result.output
     assert "\x1b]" not in result.output
     assert "\x1b[2J" not in result.output
     assert "[/red]" in result.output
-    edit_commit(place, lambda record: {**record, "generation": "[/red]"})
+    edit_commit(location, lambda record: {**record, "generation": "[/red]"})
     result = CliRunner().invoke(app, ["checkpoint", "inspect", str(run)])
     assert result.exit_code == 0, result.output

@@ -78,17 +78,17 @@ _NAMES = st.one_of(
 
 @given(_NAMES)
 def test_nothing_outside_the_list_is_resolved(pair: tuple[str, str]) -> None:
-    known = foreign_index._stand_ins()
+    classes = foreign_index._make_classes()
     try:
         data = b"\x80\x04" + _by_name(*pair) + b"."
-        found = foreign_index._Unpickler(data).load()
+        loaded = foreign_index._Unpickler(data).load()
     except (DataError, pickle.UnpicklingError, UnicodeDecodeError):
-        assert pair not in known
+        assert pair not in classes
         return
-    assert pair in known
+    assert pair in classes
     # A record of ours, a type of numbers, or a container: no function, and no class that anything else uses.
-    harmless = isinstance(found, torch.dtype) or found in (tuple, foreign_index.OrderedDict)
-    assert harmless or issubclass(found, foreign_index._Record)
+    harmless = isinstance(loaded, torch.dtype) or loaded in (tuple, foreign_index.OrderedDict)
+    assert harmless or issubclass(loaded, foreign_index._Record)
 
 
 def test_a_class_cannot_be_changed(tmp_path: Path) -> None:
@@ -138,30 +138,30 @@ def test_an_index_by_an_early_python_3_11_is_read(saved: Path, tmp_path: Path) -
         def reducer_override(self, value: Any) -> Any:
             return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
 
-    whole = pickle.loads((saved / ".metadata").read_bytes())
+    original = pickle.loads((saved / ".metadata").read_bytes())
     with (tmp_path / ".metadata").open("wb") as file:
-        Early(file).dump(whole)
+        Early(file).dump(original)
     assert b"getattr" in (tmp_path / ".metadata").read_bytes()
     ours = read_torch_index(tmp_path / ".metadata")
-    assert ours.state_dict_metadata == whole.state_dict_metadata
-    assert ours.storage_data == whole.storage_data
+    assert ours.state_dict_metadata == original.state_dict_metadata
+    assert ours.storage_data == original.storage_data
 
 
 def test_a_checkpoint_of_torch_is_read(saved: Path) -> None:
     torch.manual_seed(0)
-    wanted = _tensors()
+    expected = _tensors()
     infos, read = read_foreign_tensors(saved, "x.")
     assert set(infos) == {"x.a", "x.b.c", "x.b.d.0", "x.scalar"}
-    whole = lambda name: read(name, Box((0,) * len(infos[name].shape), infos[name].shape))
-    assert torch.equal(whole("x.a"), wanted["a"])
-    assert torch.equal(whole("x.b.d.0"), wanted["b"]["d"][0])
-    assert torch.equal(whole("x.scalar"), wanted["scalar"])
+    read_whole = lambda name: read(name, Box((0,) * len(infos[name].shape), infos[name].shape))
+    assert torch.equal(read_whole("x.a"), expected["a"])
+    assert torch.equal(read_whole("x.b.d.0"), expected["b"]["d"][0])
+    assert torch.equal(read_whole("x.scalar"), expected["scalar"])
 
 
 def _changed(saved: Path, target: Path, change: Callable[[Metadata], object]) -> Path:
     index = pickle.loads((saved / ".metadata").read_bytes())
-    made = change(index)
-    return _folder(target, pickle.dumps(index if made is None else made))
+    changed_index = change(index)
+    return _folder(target, pickle.dumps(index if changed_index is None else changed_index))
 
 
 def _outside(index: Any) -> None:
@@ -192,7 +192,7 @@ def _no_table(index: Any) -> None:
         (lambda index: torch.Size([1]), "of type tuple where Metadata"),
         (_outside, "not inside the checkpoint's folder"),
         (_no_list, "a has no list of chunks"),
-        (_below_zero, "not whole numbers from 0"),
+        (_below_zero, "not integers from 0"),
         (_hole, "leave a part of it out"),
         (_no_table, "storage_data is of type list"),
     ],

@@ -71,15 +71,15 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(params=["local", "file", "memory", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A new folder on each kind of storage."""
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')}/{tmp_path.name}"
     return {"local": str(tmp_path), "file": f"file://{tmp_path}", "memory": f"memory://{tmp_path.name}"}[request.param]
 
 
-def test_storage_keeps_its_promises(place: str) -> None:
-    storage: Storage = open_storage(place)
+def test_storage_keeps_its_promises(location: str) -> None:
+    storage: Storage = open_storage(location)
     assert storage.list() == []
     assert storage.size("a/b") is None
     with pytest.raises(FileNotFoundError):
@@ -124,31 +124,31 @@ def test_storage_keeps_its_promises(place: str) -> None:
     assert storage.list() == []
 
 
-def test_checkpoints_on_any_storage(place: str) -> None:
+def test_checkpoints_on_any_storage(location: str) -> None:
     for step in (1, 2, 3):
-        save(place, step, full_shards(logical_state(step)), {"step": step}, keep=2)
-    assert (steps(place), latest(place)) == ([2, 3], 3)
-    assert inspect(place).committed
+        save(location, step, full_shards(logical_state(step)), {"step": step}, keep=2)
+    assert (steps(location), latest(location)) == ([2, 3], 3)
+    assert inspect(location).committed
     got = blank(logical_state())
-    assert load(place, full_shards(got)) == {"step": 3}
+    assert load(location, full_shards(got)) == {"step": 3}
     assert_same(got, logical_state(3))
-    storage = open_storage(place)
+    storage = open_storage(location)
     assert verify(storage, 3).problems == []
     file = next(name for name in storage.list("step-3") if name.endswith(".distcp"))
     storage.write(f"step-3/{file}", bytes(storage.read(f"step-3/{file}"))[:-1000])
     with pytest.warns(UserWarning, match=r"step-3.*damaged"):
-        assert load(place, full_shards(got)) == {"step": 2}
+        assert load(location, full_shards(got)) == {"step": 2}
     storage.remove("step-2/COMMIT")
     with pytest.raises(DataError, match="No other"):
-        load(place, full_shards(got))
+        load(location, full_shards(got))
 
 
-def _save_and_load(rank: int, size: int, place: str) -> int:
+def _save_and_load(rank: int, size: int, location: str) -> int:
     tensors = {"w": torch.arange(1000.0).reshape(100, 10)}
     rows = slice(100 * rank // size, 100 * (rank + 1) // size)
-    save(place, 1, [TensorShard("w", (100, 10), (rows.start, 0), tensors["w"][rows])], {"step": 1}, keep=1)
+    save(location, 1, [TensorShard("w", (100, 10), (rows.start, 0), tensors["w"][rows])], {"step": 1}, keep=1)
     got = torch.zeros(100, 10)
-    load(place, [TensorShard("w", (100, 10), (0, 0), got)])
+    load(location, [TensorShard("w", (100, 10), (0, 0), got)])
     assert torch.equal(got, tensors["w"])
     return rank
 
@@ -168,9 +168,9 @@ def test_the_service_writes_to_s3(s3: str, tmp_path: Path) -> None:
     assert_same(got, logical_state(4))
 
 
-def test_of_two_runs_that_start_at_the_same_moment_one_gets_the_location(place: str) -> None:
+def test_of_two_runs_that_start_at_the_same_moment_one_gets_the_location(location: str) -> None:
     """Both have seen that it belongs to none."""
-    storage = open_storage(place)
+    storage = open_storage(location)
     assert read_owner(storage) == ""
     assert claim_folder(storage, "first", previous="")
     assert not claim_folder(storage, "second", previous="")
@@ -195,7 +195,7 @@ def test_where_storage_does_not_keep_two_apart_each_reads_whose_it_is(tmp_path: 
     storage.write("RUN", b"")  # what both have seen
     claims = {name: claim_folder(storage, name, previous="") for name in ("first", "second")}
     assert claims == {"first": True, "second": False}
-    with mock.patch(f"{step_folders.__name__}.owner", side_effect=["", "second"]):
+    with mock.patch(f"{step_folders.__name__}.read_owner", side_effect=["", "second"]):
         assert not claim_folder(storage, "first", previous="")
 
 
@@ -210,16 +210,16 @@ def test_a_run_whose_location_was_given_to_another_saves_no_more(tmp_path: Path,
     storage = open_storage(location)
     storage.write("RUN", b"second")
     save(location, 2, tensors, {"run": {"id": "second"}}, keep=2)
-    held = {name: storage.list(name) for name in storage.list() if name.startswith("step-")}
-    says = r"was given to another run \(identity second, this run's is first\)"
+    files = {name: storage.list(name) for name in storage.list() if name.startswith("step-")}
+    pattern = r"was given to another run \(identity second, this run's is first\)"
     if background:
         first.save(3, {"run": {"id": "first"}}, wait=True)
         (outcome,) = first.finish()
-        assert re.search(says, outcome.reason)
+        assert re.search(pattern, outcome.reason)
     else:
-        with pytest.raises(TrainingError, match=says):
+        with pytest.raises(TrainingError, match=pattern):
             first.save(3, {"run": {"id": "first"}})
-    assert {name: storage.list(name) for name in storage.list() if name.startswith("step-")} == held
+    assert {name: storage.list(name) for name in storage.list() if name.startswith("step-")} == files
 
 
 # Python that has a start wait, once it is judged, until the other is judged too.
@@ -241,17 +241,24 @@ Origin.accept = accept_together
 """
 
 
-@pytest.mark.parametrize("words", [[], ["--checkpoint.resume=false"]])
-def test_two_trainings_that_start_at_the_same_moment_on_one_url(s3: str, tiny: Path, tmp_path: Path, words) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--checkpoint.resume=false"]])
+def test_two_trainings_that_start_at_the_same_moment_on_one_url(s3: str, tiny: Path, tmp_path: Path, arguments) -> None:
     location = f"{s3}/{tmp_path.name}"
-    command = ["train", tiny, "--train.steps=2", f"--checkpoint.location={location}", "--train.eval_samples=1", *words]
+    command = [
+        "train",
+        tiny,
+        "--train.steps=2",
+        f"--checkpoint.location={location}",
+        "--train.eval_samples=1",
+        *arguments,
+    ]
     before = OVERLAP.format(folder=str(tmp_path))
     started = {name: Forked([*command, f"--train.name={name}"], before=before) for name in ("one", "two")}
-    said = {name: process.communicate(timeout=200)[0] for name, process in started.items()}
+    outputs = {name: process.communicate(timeout=200)[0] for name, process in started.items()}
     codes = {name: process.wait() for name, process in started.items()}
-    assert sorted(codes.values()) == [0, 4], said
+    assert sorted(codes.values()) == [0, 4], outputs
     (refused,) = [name for name, code in codes.items() if code]
-    assert "belongs to another run (started at the same moment)" in " ".join(said[refused].split())
+    assert "is of another run (started at the same moment)" in " ".join(outputs[refused].split())
     assert not (tmp_path / "runs" / refused / "config.toml").exists()
     assert steps(location) == [2]
     assert inspect(location).state["run"]["name"] != refused

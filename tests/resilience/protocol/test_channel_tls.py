@@ -130,7 +130,7 @@ def test_a_stranger_who_has_not_proved_the_secret_gets_no_handshake():
         await until(lambda: heard.refusals)
 
     heard = scene(play, agents_tls(OPEN, None, None))
-    assert "no frame of MegaScale's protocol" in heard.refusals[0]
+    assert "does not speak MegaScale's protocol" in heard.refusals[0]
 
 
 def test_the_fingerprint_is_the_certificates_own(tmp_path):

@@ -1,1 +1,1 @@
-"""Saving in the background: a snapshot in host memory, the service that owns it, copies on other hosts."""
+"""Saving in the background: snapshots in host memory, the service that owns them, and replicas on other hosts."""

@@ -1,7 +1,7 @@
-"""From a snapshot in memory to a commit in storage: files, part records, the commit, what is superfluous. No torch.
+"""Writing snapshots from memory to storage and committing them: files, part records, commit, pruning. No torch.
 
-The half of the checkpoint service that knows storage. One `Writer` a service; all its methods may be called by several
-threads at once.
+This is the part of the checkpoint service that knows storage. A service has one `SaveWriter`, whose methods may be
+called by several threads at once.
 """
 
 from __future__ import annotations
@@ -12,33 +12,84 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from megascale.checkpoint.background import pending_saves
-from megascale.checkpoint.background.pending_saves import Failed, WrittenFile
-from megascale.checkpoint.background.service_protocol import Outcome, StageSnapshot
+from megascale.checkpoint.background.pending_saves import SaveFailed, WrittenFile
+from megascale.checkpoint.background.service_protocol import SaveResult, StageSnapshot
+from megascale.checkpoint.background.snapshot_memory import Progress, Slot
 from megascale.checkpoint.format import step_folders as folders
-from megascale.checkpoint.format.staged_file import Progress, Slot
-from megascale.checkpoint.format.step_folders import Commit, step_name
-from megascale.checkpoint.format.write_plan import data_file
-from megascale.checkpoint.storage.base import Storage
+from megascale.checkpoint.format.commit import Commit
+from megascale.checkpoint.format.write_plan import data_file_name
+from megascale.checkpoint.storage.base import Storage, explain_save_error
 from megascale.checkpoint.storage.opening import open_storage
-from megascale.checkpoint.storage.save_errors import explain
 from megascale.errors import TrainingError
+from megascale.services.reception import ConnectionServer
 
 log = logging.getLogger("megascale.checkpoint.background.service")
 
-_POLL = 0.02  # seconds between looks for other services' parts, growing to _POLL_MAX
-_POLL_MAX = 1.0
-_SWEEP_MAX = 10.0  # seconds between looks for what others still write of a save that was given up
-_RUN = 64 << 20  # bytes that are written at once while a snapshot is completed
+START_TIMEOUT = 30.0  # seconds from the service's start to its first trainer
+_MIN_POLL = 0.02  # seconds between two looks for other services' parts, growing to _MAX_POLL
+_MAX_POLL = 1.0
+_MAX_SWEEP_POLL = 10.0  # seconds between two removals of files that other services still write of a withdrawn save
+_WRITE_BYTES = 64 << 20  # written at once while a snapshot is being staged
+
+
+class ServiceLifetime:
+    """Decides when the service ends: work keeps it alive, and so does the time in which trainers may return.
+
+    Args:
+        linger: seconds to wait for trainers.
+
+    Attributes:
+        reception: serves the trainers.
+        goodbye: whether the trainers have reported the end of the run.
+    """
+
+    reception: ConnectionServer
+
+    def __init__(self, linger: float) -> None:
+        self.goodbye = False
+        self._linger = linger
+        self._working = 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def work(self) -> Iterator[None]:
+        """Keep the service alive in the body."""
+        with self._lock:
+            self._working += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._working -= 1
+            self.reception.record_activity()
+
+    def is_deserted(self) -> bool:
+        """Return whether no trainer has been connected for longer than the service waits for one."""
+        # The first trainer may need a while, however short the service is to wait afterwards.
+        has_started = self.reception.has_had_clients or self._linger < 0
+        return self.reception.is_idle(self._linger if has_started else max(self._linger, START_TIMEOUT))
+
+    def is_done(self) -> bool:
+        """Return whether to end: no work is left, and trainers have said goodbye or been away for long enough."""
+        with self._lock:
+            is_unused = not self.reception.client_count and not self._working
+            return is_unused and (self.goodbye or self.is_deserted())
 
 
 @dataclass
-class Saving:
-    """A save under way on this host: of its processes `local`, those that have written and those that have ended."""
+class HostSave:
+    """The part of one save that this host writes.
+
+    Attributes:
+        local: processes of this host.
+        written: files of processes that have written theirs.
+        ended: processes that have written their file or failed.
+    """
 
     local: set[int]
     written: dict[int, WrittenFile] = field(default_factory=dict)
@@ -46,90 +97,97 @@ class Saving:
 
     @property
     def is_over(self) -> bool:
-        """Whether all of them have ended."""
+        """Return whether all processes have ended."""
         return self.ended >= self.local
 
 
-class Writer:
-    """Saves under way on this host and what became of those before.
+class SaveWriter:
+    """Writes snapshots to storage and commits them.
 
-    Args:
-        work: a context that keeps the service alive.
-        given_up: whether nobody is left who could bring what a commit still lacks.
+    Attributes:
+        plans: index and torch's form of it, by name of the plan.
     """
 
-    def __init__(
-        self, work: Callable[[], contextlib.AbstractContextManager[None]], given_up: Callable[[], bool]
-    ) -> None:
-        self._work, self._given_up = work, given_up
+    def __init__(self, lifetime: ServiceLifetime) -> None:
         self.plans: dict[str, tuple[bytes, bytes]] = {}
-        self._saving: dict[str, Saving] = {}
-        self._results: dict[str, Outcome] = {}
+        self._lifetime = lifetime
+        self._saves: dict[str, HostSave] = {}  # under way, by generation
+        self._results: dict[str, SaveResult] = {}  # by generation
         self._changed = threading.Condition()
         self._pruning = threading.Lock()
 
-    def start(self, message: StageSnapshot, slot: Slot) -> Writing:
-        """Begin to write a process's file, as far as its snapshot is complete."""
-        return Writing(self, message, slot)
+    def wait_for_pruning(self) -> None:
+        """Wait until the checkpoints that a commit made superfluous are removed."""
+        with self._pruning:
+            pass
 
-    def pruned(self) -> contextlib.AbstractContextManager[Any]:
-        """Entered when the checkpoints that a commit made superfluous are gone."""
-        return self._pruning
+    def wait_for_result(self, generation: str, is_connected: Callable[[], bool]) -> SaveResult:
+        """Return the result of a save once it is committed or given up.
 
-    def wait(self, generation: str, alive: Callable[[], bool]) -> Outcome:
-        """What became of a save, once it is committed or given up; EOFError if the one who asks has gone."""
+        Raises EOFError if the client is no longer connected.
+        """
         with self._changed:
             while not self._changed.wait_for(lambda: generation in self._results, timeout=1.0):
-                if not alive():
+                if not is_connected():
                     raise EOFError
         return self._results[generation]
 
-    def write(self, message: StageSnapshot, slot: Slot, progress: Progress) -> None:
-        """Write one process's file as far as the snapshot is complete, until it is complete and durable."""
-        rank, step, generation, size = message.rank, message.step, message.generation, message.size
+    def write_file(self, message: StageSnapshot, slot: Slot, progress: Progress) -> None:
+        """Write one process's file as far as its snapshot is complete, until the file is complete and durable."""
+        size = message.size
         storage = open_storage(message.storage)
         if message.leader:
-            self._begin(storage, message)
-        if size:
-            sink = storage.create(f"{step_name(step)}/{generation}-{data_file(rank)}")
-            try:
-                at = 0
-                while at < size:
-                    ready = progress.wait(min(at + _RUN, size))
-                    # Whole runs: what begins on a page goes to the disk from where it lies.
-                    stop = ready if ready == size else ready - ready % _RUN
-                    sink.write(slot.memory.view[at:stop])
-                    at = stop
-                sink.finish()
-            except BaseException:
-                sink.abort()
-                raise
+            self._begin_save(storage, message)
+        if not size:
+            return
+        name = f"{message.generation}-{data_file_name(message.rank)}"
+        writer = storage.create(f"{folders.step_name(message.step)}/{name}")
+        try:
+            written = 0
+            while written < size:
+                ready = progress.wait(min(written + _WRITE_BYTES, size))
+                # Data that begins on a page is written without a copy, so all but the last write end on one.
+                stop = ready if ready == size else ready - ready % _WRITE_BYTES
+                writer.write(slot.memory.view[written:stop])
+                written = stop
+            writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
 
-    def close(self, message: StageSnapshot, slot: Slot, crc: int | None, error: OSError | None) -> None:
-        """What follows when a process's file is written, or was not (then without a checksum or with an error)."""
+    def finish_file(self, message: StageSnapshot, slot: Slot, crc: int | None, error: OSError | None) -> None:
+        """Record that a process's file is written, or failed, and commit the save or give it up.
+
+        Args:
+            crc: CRC-32 of the file, None if its snapshot never became complete.
+            error: why the file could not be written.
+
+        Raises TrainingError with the reason if there is no file.
+        """
         storage = open_storage(message.storage)
-        failed = error is not None or crc is None
-        written = None if failed or crc is None else WrittenFile(message.size, crc, slot.crcs)
-        saving = self._end(message, written)
+        written = None
+        if error is None and crc is not None:
+            written = WrittenFile(message.size, crc, slot.crcs)
+        save = self._record_end(message, written)
         try:
             if written is None:
                 raise error or OSError("its state could not be completed")
-            if saving.is_over:
-                pending_saves.add_part(storage, message.step, message.generation, saving.written)
-        except OSError as error:
-            why = str(explain(error, storage, message.required_bytes))
+            if save.is_over:
+                pending_saves.add_part(storage, message.step, message.generation, save.written)
+        except OSError as failure:
+            reason = str(explain_save_error(failure, storage, message.required_bytes))
             if message.leader:
-                self._forget(message, saving)
-                self._finish(storage, message, Outcome(False, why=why[:2000]), withdraw=True)
+                self._forget_save(message, save)
+                self._give_up(storage, message, reason)
             else:
-                self._spawn(self._tell_failure, storage, message, saving, why)
-            raise TrainingError(why) from None
-        self._forget(message, saving)
+                _start_thread(self._report_failure, storage, message, save, reason)
+            raise TrainingError(reason) from None
+        self._forget_save(message, save)
         if message.leader:
-            self._spawn(self._commit, storage, message)
+            _start_thread(self._commit_when_complete, storage, message)
 
-    def _begin(self, storage: Storage, message: StageSnapshot) -> None:
-        with self._pruning:  # what is being removed counts as free
+    def _begin_save(self, storage: Storage, message: StageSnapshot) -> None:
+        with self._pruning:  # the space of checkpoints that are being removed counts as free
             free = storage.free()
         if free is not None and free < message.required_bytes:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -140,146 +198,147 @@ class Writer:
             storage,
             message.step,
             message.generation,
-            message.ranks,
-            message.keep,
-            state,
-            plan,
-            metadata,
+            ranks=message.ranks,
+            keep=message.keep,
+            state=state,
+            plan=plan,
+            metadata=metadata,
         )
 
-    def _end(self, message: StageSnapshot, written: WrittenFile | None) -> Saving:
-        """Note that a process's file is written, or will not be; return what is known of its host's since."""
+    def _record_end(self, message: StageSnapshot, written: WrittenFile | None) -> HostSave:
+        """Record that a process's file is written, or failed; return a copy of the host's part of the save."""
         with self._changed:
-            saving = self._saving.setdefault(message.generation, Saving(set(message.local_ranks)))
-            saving.ended.add(message.rank)
+            save = self._saves.setdefault(message.generation, HostSave(set(message.local_ranks)))
+            save.ended.add(message.rank)
             if written is not None:
-                saving.written[message.rank] = written
-            return Saving(saving.local, dict(saving.written), set(saving.ended))
+                save.written[message.rank] = written
+            return HostSave(save.local, dict(save.written), set(save.ended))
 
-    def _forget(self, message: StageSnapshot, saving: Saving) -> None:
+    def _forget_save(self, message: StageSnapshot, save: HostSave) -> None:
         """Forget a save of which this host writes nothing more, its records included."""
-        if saving.is_over:
+        if save.is_over:
             with self._changed:
-                self._saving.pop(message.generation, None)
+                self._saves.pop(message.generation, None)
 
-    def _spawn(self, function: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=function, args=args, daemon=True).start()
-
-    def _tell_failure(self, storage: Storage, message: StageSnapshot, saving: Saving, why: str) -> None:
-        """Tell the first process's service that this part will not come, as soon as the disk has room for the word."""
-        pause = _POLL
-        with self._work():
+    def _report_failure(self, storage: Storage, message: StageSnapshot, save: HostSave, reason: str) -> None:
+        """Write a failure record for the first process's service as soon as the disk has room for it."""
+        pause = _MIN_POLL
+        with self._lifetime.work():
             while True:
                 try:
                     pending_saves.add_failure(
-                        storage, message.step, message.generation, message.rank, why, ended=saving.ended
+                        storage, message.step, message.generation, message.rank, reason, ended=save.ended
                     )
                     break
                 except OSError:
-                    if self._given_up():
+                    if self._lifetime.is_deserted():
                         break
                     time.sleep(pause)
-                    pause = min(pause * 1.5, _POLL_MAX)
-            self._forget(message, saving)
+                    pause = min(pause * 1.5, _MAX_POLL)
+            self._forget_save(message, save)
 
-    def _commit(self, storage: Storage, message: StageSnapshot) -> None:
-        """Commit once all services' parts are there; give up when one failed or a later save has overtaken it."""
-        step, generation = message.step, message.generation
-        pause = _POLL
-        with self._work():
+    def _commit_when_complete(self, storage: Storage, message: StageSnapshot) -> None:
+        """Commit once all services' parts exist; give up when one failed or a later save was committed."""
+        step = message.step
+        generation = message.generation
+        pause = _MIN_POLL
+        with self._lifetime.work():
             while True:
                 try:
-                    with self._pruning:  # an older commit of this step may just be on its way out
-                        found = pending_saves.try_commit(storage, step, generation)
-                    if found is not None:
-                        return self._committed(storage, message, *found)
-                except Exception as error:  # whoever waits for the outcome must be told one
-                    why = self._explain_failure(error, storage, message)
-                    return self._finish(storage, message, Outcome(False, why=why[:2000]), withdraw=True)
+                    with self._pruning:  # an older commit of this step may just be being removed
+                        committed = pending_saves.try_commit(storage, step, generation)
+                except Exception as error:  # the trainer waits for a result in any case
+                    return self._give_up(storage, message, self._explain_failure(error, storage, message))
+                if committed is not None:
+                    return self._finish_commit(storage, message, *committed)
                 if self._is_overtaken(generation):
-                    result = Outcome(False, why="a later save was committed first")
-                    return self._finish(storage, message, result, withdraw=True)
-                if self._given_up():
-                    # What is there stays: the next start commits it if the rest has come by then.
-                    result = Outcome(False, why="other hosts' parts did not come")
-                    return self._finish(storage, message, result, withdraw=False)
+                    return self._give_up(storage, message, "a later save was committed first")
+                if self._lifetime.is_deserted():
+                    # The files stay: the next start commits them if the other parts exist by then.
+                    return self._set_result(message, SaveResult(False, reason="other hosts' parts did not come"))
                 time.sleep(pause)
-                pause = min(pause * 1.5, _POLL_MAX)
+                pause = min(pause * 1.5, _MAX_POLL)
 
     def _is_overtaken(self, generation: str) -> bool:
         """Return whether a later save was committed."""
         return max((g for g, r in list(self._results.items()) if r.committed), default="") > generation
 
-    def _committed(self, storage: Storage, message: StageSnapshot, commit: Commit, keep: int) -> None:
-        """Say so, then remove older checkpoints: that takes a while, and nobody need wait for it."""
+    def _finish_commit(self, storage: Storage, message: StageSnapshot, commit: Commit, keep: int) -> None:
+        """Publish the result, then remove older checkpoints: that takes a while, and the trainer need not wait."""
         with self._pruning:
-            result = Outcome(True, bytes=commit.size)
-            self._finish(storage, message, result, withdraw=False)
+            self._set_result(message, SaveResult(True, bytes=commit.size))
             try:
                 folders.prune(storage, keep)
             except Exception as error:
                 log.warning("older checkpoints could not be removed: %s", error or repr(error))
 
     def _explain_failure(self, error: Exception, storage: Storage, message: StageSnapshot) -> str:
-        """Return why a commit failed, for the ranks; log the traceback of a failure that is not expected."""
-        if isinstance(error, Failed):
+        """Return why a commit failed; log the traceback of an unexpected failure."""
+        if isinstance(error, SaveFailed):
             return str(error)
         if isinstance(error, OSError):
-            return str(explain(error, storage, message.required_bytes))
+            return str(explain_save_error(error, storage, message.required_bytes))
         if not isinstance(error, ValueError):
             log.exception("the commit of step %d failed", message.step)
         return f"the commit failed: {error or repr(error)}"
 
-    def _finish(self, storage: Storage, message: StageSnapshot, result: Outcome, withdraw: bool) -> None:
-        if withdraw:
-            writing = set(range(message.ranks)) - set(message.local_ranks)
-            with contextlib.suppress(OSError, ValueError):
-                writing -= pending_saves.ended_ranks(storage, message.step, message.generation)
-            try:
-                folders.withdraw(storage, message.step, message.generation)
-            except Exception as error:
-                log.warning("the files of step %d could not be removed: %s", message.step, error or repr(error))
-            self._spawn(self._sweep, storage, message, writing)
+    def _give_up(self, storage: Storage, message: StageSnapshot, reason: str) -> None:
+        """Remove the files of a save that will not be committed, and publish the result."""
+        writing = set(range(message.ranks)) - set(message.local_ranks)
+        with contextlib.suppress(OSError, ValueError):
+            writing -= pending_saves.ended_ranks(storage, message.step, message.generation)
+        try:
+            folders.withdraw(storage, message.step, message.generation)
+        except Exception as error:
+            log.warning("the files of step %d could not be removed: %s", message.step, error or repr(error))
+        _start_thread(self._sweep, storage, message, writing)
+        self._set_result(message, SaveResult(False, reason=reason[:2000]))
+
+    def _set_result(self, message: StageSnapshot, result: SaveResult) -> None:
         with self._changed:
             self._results[message.generation] = result
             self._changed.notify_all()
 
     def _sweep(self, storage: Storage, message: StageSnapshot, writing: set[int]) -> None:
-        """Remove what others still write of a save that was withdrawn, until all have ended.
+        """Remove the files that other processes still write of a withdrawn save, until all have ended.
 
-        Else a half of it would fill the disk until the next commit, for which there may be no room then.
+        Otherwise an incomplete save would occupy the disk until the next commit, for which there may be no room then.
 
         Args:
-            writing: processes of other hosts that have not ended; those of this host are in `_saving`.
+            writing: processes of other hosts that have not ended; those of this host are in `_saves`.
         """
-        step, generation = message.step, message.generation
-        pause = _POLL
-        with self._work():
+        step = message.step
+        generation = message.generation
+        pause = _MIN_POLL
+        with self._lifetime.work():
             while True:
-                has_local = generation in self._saving  # what ends from here on is removed by the next pass
+                has_local = generation in self._saves  # files completed from here on are removed in the next pass
                 with contextlib.suppress(OSError, ValueError):
                     writing -= pending_saves.ended_ranks(storage, step, generation)
                     folders.withdraw(storage, step, generation, late=True)
-                # What is older than a commit goes with the next pruning.
-                if not (writing or has_local) or self._given_up() or self._is_overtaken(generation):
+                # After a later commit, pruning removes the files.
+                is_over = not (writing or has_local)
+                if is_over or self._lifetime.is_deserted() or self._is_overtaken(generation):
                     return
                 time.sleep(pause)
-                pause = min(pause * 1.5, _SWEEP_MAX)
+                pause = min(pause * 1.5, _MAX_SWEEP_POLL)
 
 
-class Writing:
-    """A file that is written while its snapshot is completed: `progress` says how far it is."""
+class FileWriting:
+    """A file that a thread writes while its snapshot is being staged, as far as `progress` says."""
 
-    def __init__(self, writer: Writer, message: StageSnapshot, slot: Slot) -> None:
+    def __init__(self, writer: SaveWriter, message: StageSnapshot, slot: Slot) -> None:
         self.progress = Progress()
-        self._writer, self._message, self._slot = writer, message, slot
+        self._writer = writer
+        self._message = message
+        self._slot = slot
         self._error: OSError | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._writer.write(self._message, self._slot, self.progress)
+            self._writer.write_file(self._message, self._slot, self.progress)
         except OSError as error:
             self._error = error
         except Exception as error:
@@ -287,10 +346,17 @@ class Writing:
             self._error = OSError(repr(error))
 
     def finish(self, crc: int | None) -> None:
-        """Wait for the file, then note it, or (also where there is no checksum of its snapshot) that there is none.
+        """Wait for the file and record it, or that there is none.
 
-        Raises TrainingError with the reason if there is none.
+        Args:
+            crc: CRC-32 of the file, None if its snapshot never became complete.
+
+        Raises TrainingError with the reason if there is no file.
         """
         self.progress.fail()
         self._thread.join()
-        self._writer.close(self._message, self._slot, crc, self._error)
+        self._writer.finish_file(self._message, self._slot, crc, self._error)
+
+
+def _start_thread(function: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=function, args=args, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Loading from staged snapshots that services still hold in memory: this host's own, else a copy on a peer's host."""
+"""Loading from snapshots that services still hold in memory: this host's own, otherwise a replica on a peer's host."""
 
 from __future__ import annotations
 
@@ -12,63 +12,121 @@ from typing import Any
 
 import numpy as np
 
-from megascale.checkpoint.background.service_protocol import ListSnapshots, Open, Opened
+from megascale.checkpoint.background.service_protocol import ListSnapshots, OpenedSnapshot, OpenSnapshot
+from megascale.checkpoint.background.snapshot_memory import map_shared
 from megascale.checkpoint.format.chunks import TensorShard
-from megascale.checkpoint.format.index import CheckpointIndex, join
-from megascale.checkpoint.format.mapping import map_shared
-from megascale.checkpoint.format.write_plan import data_file
-from megascale.checkpoint.loader import AcceptState, LoadReport, fill_shards
+from megascale.checkpoint.format.index import CheckpointIndex, join_indexes
+from megascale.checkpoint.format.write_plan import data_file_name
+from megascale.checkpoint.loader import AcceptState, ChunkSource, LoadReport, fill_shards
 from megascale.checkpoint.object_collectives import Peers
 from megascale.services.conversation import Conversation
 
 
 @dataclass(frozen=True)
-class Held:
-    """A save that is complete in the memory of the hosts of a group.
+class MemorySave:
+    """A save that is complete in the memory of a group's hosts.
 
     Attributes:
-        step, generation: which.
+        step: step of the saved state.
+        generation: generation of the save.
         holders: for each process that saved, the processes of this group whose host has its snapshot.
-        copies: how many of the snapshots only a peer's copy can give.
+        replicas: number of snapshots of which only a peer's replica is left.
     """
 
     step: int
     generation: str
     holders: list[list[int]]
-    copies: int
+    replicas: int
 
     @property
     def sequence(self) -> int:
-        """Number of the save in its folder."""
+        """Return the number of the save in its folder."""
         return int(self.generation[:8])
 
 
-def find_held(sock: Conversation | None, peers: Peers, identity: str) -> Held | None:
-    """The newest save whose snapshots are all in memory somewhere; collective. None for a host without a service."""
-    mine = []
-    if sock is not None:
+@dataclass(frozen=True)
+class _OpenSnapshot:
+    """A snapshot that is mapped into this process: its memory, its description and its index as bytes."""
+
+    memory: memoryview
+    message: OpenedSnapshot
+    index: bytes
+
+
+class MemorySnapshots:
+    """The snapshots of one save that this host's service holds, mapped on first use.
+
+    Args:
+        service: conversation with the host's service, None if there is none.
+    """
+
+    def __init__(self, service: Conversation | None, generation: str) -> None:
+        self._service = service
+        self._generation = generation
+        self._opened: dict[int, _OpenSnapshot] = {}
+        self._lock = threading.Lock()  # several rounds are read at once
+
+    def open(self, rank: int) -> _OpenSnapshot:
+        """Return the snapshot of a process. Raises OSError if the service cannot give it."""
+        with self._lock:
+            if rank not in self._opened:
+                assert self._service is not None, "a process without a service holds no snapshot"
+                message = self._service.request(OpenSnapshot(rank, self._generation))
+                index = bytes(self._service.body)
+                (handle,) = self._service.files
+                memory = memoryview(map_shared(handle, message.size, writable=False))
+                os.close(handle)
+                self._opened[rank] = _OpenSnapshot(memory, message, index)
+            return self._opened[rank]
+
+
+class MemoryChunks(ChunkSource):
+    """The chunks of a save in memory; each snapshot is one data file."""
+
+    def __init__(
+        self, name: str, index: CheckpointIndex, state: dict[str, Any], save: MemorySave, snapshots: MemorySnapshots
+    ) -> None:
+        file_holders = {f"-{data_file_name(rank)}": holders for rank, holders in enumerate(save.holders)}
+        super().__init__(name, index, state, {file: file_holders[file] for file in index.files})
+        self._snapshots = snapshots
+
+    def read(self, file: str, start: int, stop: int) -> memoryview:
+        rank = int(file.removeprefix("-").split(".")[0])
+        return self._snapshots.open(rank).memory[start:stop]
+
+
+def find_memory_save(service: Conversation | None, peers: Peers, identity: str) -> MemorySave | None:
+    """Return the newest save whose snapshots are all in some host's memory, None if there is none; collective.
+
+    Args:
+        service: conversation with the host's service, None if there is none.
+        identity: identity of the checkpoints folder.
+    """
+    entries = []
+    if service is not None:
         with contextlib.suppress(OSError):
-            answer = sock.request(ListSnapshots())
-            mine = [(h.rank, h.replica, h.generation, h.ranks, h.step) for h in answer.held if h.identity == identity]
-    saves: dict[str, dict[int, tuple[list[int], list[int]]]] = {}
-    ranks: dict[str, tuple[int, int]] = {}
-    for member, held in enumerate(peers.all_gather(mine, list[tuple[int, bool, str, int, int]])):
-        for rank, replica, generation, count, step in held:
-            own, copies = saves.setdefault(generation, {}).setdefault(rank, ([], []))
-            (copies if replica else own).append(member)
-            ranks[generation] = (count, step)
+            for s in service.request(ListSnapshots()).snapshots:
+                if s.identity == identity:
+                    entries.append((s.rank, s.replica, s.generation, s.ranks, s.step))
+    saves: dict[str, dict[int, tuple[list[int], list[int]]]] = {}  # holders of each snapshot and of its replica
+    facts: dict[str, tuple[int, int]] = {}  # (number of processes, step) of each save
+    for member, member_entries in enumerate(peers.all_gather(entries, list[tuple[int, bool, str, int, int]])):
+        for rank, is_replica, generation, ranks, step in member_entries:
+            owners, replicas = saves.setdefault(generation, {}).setdefault(rank, ([], []))
+            (replicas if is_replica else owners).append(member)
+            facts[generation] = (ranks, step)
     for generation in sorted(saves, reverse=True):
         snapshots = saves[generation]
-        count, step = ranks[generation]
-        if len(snapshots) == count:
-            holders = [snapshots[r][0] or snapshots[r][1] for r in range(count)]
-            return Held(step, generation, holders, sum(not snapshots[r][0] for r in range(count)))
+        ranks, step = facts[generation]
+        if len(snapshots) == ranks:
+            holders = [snapshots[rank][0] or snapshots[rank][1] for rank in range(ranks)]
+            return MemorySave(step, generation, holders, sum(not snapshots[rank][0] for rank in range(ranks)))
     return None
 
 
-def load_held(
-    sock: Conversation | None,
-    held: Held,
+def load_memory_save(
+    service: Conversation | None,
+    save: MemorySave,
     shards: Sequence[TensorShard],
     peers: Peers,
     report: LoadReport | None = None,
@@ -76,60 +134,35 @@ def load_held(
     accept: AcceptState | None = None,
     complete: bool = False,
 ) -> dict[str, Any] | str:
-    """Fill shards from memory; the saved state, or what is damaged (the same on all). Collective.
+    """Fill shards from memory; collective.
 
-    `accept`, `complete`: as for `loader.load`.
+    Args:
+        accept: as for `loader.load`.
+        complete: as for `loader.load`.
+
+    Returns the saved state, or a description of the damage, the same on all processes.
     """
-    snapshots: dict[int, tuple[memoryview, Opened, bytes]] = {}
-    opening = threading.Lock()  # several rounds are read at a time
-
-    def open_image(rank: int) -> tuple[memoryview, Opened, bytes]:
-        with opening:
-            if rank not in snapshots:
-                assert sock is not None, "a process without a service holds no snapshot"
-                message = sock.request(Open(rank, held.generation))
-                (handle,), index = sock.files, bytes(sock.body)
-                view = memoryview(map_shared(handle, message.size, writable=False))
-                os.close(handle)
-                snapshots[rank] = (view, message, index)
-            return snapshots[rank]
-
-    problem, parts, state = None, {}, "{}"
+    snapshots = MemorySnapshots(service, save.generation)
+    problem = None
+    parts = {}
     try:
-        for rank, members in enumerate(held.holders):
-            if members[0] == peers.rank:
-                _, message, table = open_image(rank)
-                index = CheckpointIndex.from_bytes(table).with_generation("", np.array(message.crcs, np.uint32))
-                parts[rank] = (index.to_bytes(), message.state if rank == 0 else "")
+        for rank, holders in enumerate(save.holders):
+            if holders[0] == peers.rank:
+                snapshot = snapshots.open(rank)
+                crcs = np.array(snapshot.message.crcs, np.uint32)
+                index = CheckpointIndex.from_bytes(snapshot.index).with_generation("", crcs)
+                parts[rank] = (index.to_bytes(), snapshot.message.state if rank == 0 else "")
     except OSError as error:
         problem = str(error)
     answers = peers.all_gather((problem, parts), tuple[str | None, dict[int, tuple[bytes, str]]])
-    wrong = next((p for p, _ in answers if p), None)
-    if wrong:
-        return wrong
-    found = {rank: part for _, offered in answers for rank, part in offered.items()}
-    state = found[0][1]
-    whole = join([CheckpointIndex.from_bytes(found[rank][0]) for rank in range(len(held.holders))])
-    holders = {f"-{data_file(rank)}": members for rank, members in enumerate(held.holders)}
-
-    def read(file: str, start: int, stop: int) -> memoryview:
-        view, _, _ = open_image(int(file.removeprefix("-").split(".")[0]))
-        return view[start:stop]
-
-    name = f"memory, step {held.step}"
-    record = json.loads(state)
-    new_optimizer = accept(record, name) if accept is not None else False
-    holders = {name: members for name, members in holders.items() if name in whole.files}
-    damage = fill_shards(
-        whole,
-        shards,
-        peers,
-        read,
-        name=name,
-        state=record,
-        holders=holders,
-        report=report,
-        complete=complete,
-        new_optimizer=new_optimizer,
-    )
-    return record if damage is None else damage
+    problem = next((text for text, _ in answers if text), None)
+    if problem:
+        return problem
+    all_parts = {rank: part for _, member_parts in answers for rank, part in member_parts.items()}
+    index = join_indexes([CheckpointIndex.from_bytes(all_parts[rank][0]) for rank in range(len(save.holders))])
+    state: dict[str, Any] = json.loads(all_parts[0][1])
+    name = f"memory, step {save.step}"
+    new_optimizer = accept is not None and accept(state, name)
+    source = MemoryChunks(name, index, state, save, snapshots)
+    damage = fill_shards(source, shards, peers, report, complete=complete, new_optimizer=new_optimizer)
+    return damage or state

@@ -1,8 +1,8 @@
-"""Saves that several services finish together, without the trainers and without talking to each other. No torch.
+"""Saves that several services complete together without the trainers and without talking to each other. No torch.
 
-Each service writes the files of its own processes and then one small part record. The save counts as soon as all
-parts are there: the first process's service looks for them and commits, but anyone may, also after a crash, since
-all that a commit needs lies in the step's folder (begin record, plan, parts).
+Each service writes the files of its own processes and then one small part record. The save is complete as soon as all
+parts exist: the first process's service waits for them and commits. Any other process can commit too, also after a
+crash, since the step's folder holds everything that a commit needs (begin record, plan, parts).
 """
 
 from __future__ import annotations
@@ -16,22 +16,28 @@ import numpy as np
 
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.archive import crc32
+from megascale.checkpoint.format.commit import Commit
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.step_folders import Commit
-from megascale.checkpoint.format.write_plan import data_file
+from megascale.checkpoint.format.write_plan import data_file_name
 from megascale.checkpoint.storage.base import UNFINISHED, Storage
 
-# Stands for the generation in a plan's torch metadata; a generation has the same length.
+# Placeholder for the generation in a plan's torch metadata, of the same length.
 BLANK = "00000000-00000000"
 
 
-class Failed(Exception):
-    """A part of the save could not be written: why."""
+class SaveFailed(Exception):
+    """A part of the save could not be written; the message says why."""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One process's file: its bytes (0: none) and checksum, the checksums of its chunks in file order."""
+    """One process's file.
+
+    Attributes:
+        size: bytes, 0 if there is no file.
+        crc: CRC-32 of the file.
+        chunks: CRC-32 of its chunks in file order.
+    """
 
     size: int
     crc: int
@@ -48,110 +54,122 @@ def begin_save(
     plan: bytes,
     metadata: bytes,
 ) -> None:
-    """Write what a commit will need besides the parts.
+    """Write the records that a commit needs besides the parts.
 
     Args:
-        ranks: processes that save.
-        plan: the plan's index (no generation, no checksums).
+        ranks: number of processes that save.
+        keep: number of checkpoints to keep.
+        plan: the plan's index, without generation and checksums.
         metadata: torch's form of it, with BLANK for the generation.
     """
     base = f"{folders.step_name(step)}/{generation}"
     storage.write(f"{base}-plan.npz", plan)
     storage.write(f"{base}-metadata", metadata)
     record = {"step": step, "ranks": ranks, "keep": keep, "state": state}
-    storage.write(f"{base}-begin.json", _sealed(record))
+    storage.write(f"{base}-begin.json", _encode_record(record))
 
 
 def add_part(storage: Storage, step: int, generation: str, written: dict[int, WrittenFile]) -> None:
-    """Say that the files of some processes are written and lasting."""
-    record = {str(rank): [w.size, w.crc, w.chunks] for rank, w in written.items()}
-    storage.write(f"{folders.step_name(step)}/{generation}-part-{min(written):05d}.json", _sealed(record))
+    """Record that the files of some processes are written and durable."""
+    record = {str(rank): [file.size, file.crc, file.chunks] for rank, file in written.items()}
+    name = f"{generation}-part-{min(written):05d}.json"
+    storage.write(f"{folders.step_name(step)}/{name}", _encode_record(record))
 
 
-def add_failure(storage: Storage, step: int, generation: str, rank: int, why: str, ended: Iterable[int] = ()) -> None:
-    """Say that a process's file could not be written, so that nobody waits for it.
+def add_failure(
+    storage: Storage, step: int, generation: str, rank: int, reason: str, ended: Iterable[int] = ()
+) -> None:
+    """Record that a process's file could not be written, so that no service waits for it.
 
     Args:
         ended: processes of its host that write nothing more of this save.
     """
-    record = {"why": why, "ended": sorted({rank, *ended})}
-    storage.write(f"{folders.step_name(step)}/{generation}-failed-{rank:05d}.json", _sealed(record))
+    record = {"why": reason, "ended": sorted({rank, *ended})}
+    name = f"{generation}-failed-{rank:05d}.json"
+    storage.write(f"{folders.step_name(step)}/{name}", _encode_record(record))
 
 
 def ended_ranks(storage: Storage, step: int, generation: str) -> set[int]:
-    """Return the processes that write nothing more of a save, as part and failure records tell."""
-    place = folders.step_name(step)
+    """Return the processes that write nothing more of a save, according to part and failure records."""
+    folder = folders.step_name(step)
     ended: set[int] = set()
-    for name in storage.list(place):
-        if not name.startswith(generation) or name.endswith(UNFINISHED):
-            continue
+    for name in _list_records(storage, step, generation):
         if "-failed-" in name or "-part-" in name:
-            record = _opened(bytes(storage.read(f"{place}/{name}"))) or {}
+            record = _read_record(storage, f"{folder}/{name}") or {}
             ended.update(int(rank) for rank in record.get("ended", record))
     return ended
 
 
-def _sealed(record: dict[str, Any]) -> bytes:
-    body = json.dumps(record).encode()
-    return body + b"\n" + f"{crc32(body):08x}".encode()
-
-
-def _opened(data: bytes) -> dict[str, Any] | None:
-    body, _, checksum = data.partition(b"\n")
-    return json.loads(body) if checksum.strip() == f"{crc32(body):08x}".encode() else None
-
-
 def try_commit(storage: Storage, step: int, generation: str) -> tuple[Commit, int] | None:
-    """Commit a save if all its parts are there; None if some are missing. Failed if one never will be.
+    """Commit a save if all its parts exist; return the commit and the number of checkpoints to keep.
 
-    Returns the commit and how many the save wants to be kept: pruning is the caller's.
-
-    Safe to call by several at once: they write the same COMMIT.
+    Returns None if parts are missing; raises SaveFailed if one will never exist. Pruning is left to the caller. Several
+    processes may call it at once: they write the same COMMIT.
     """
-    place = folders.step_name(step)
-    # A record that is just being put in place lies there under another ending, and may be gone when it is read.
-    names = [n for n in storage.list(place) if n.startswith(generation) and not n.endswith(UNFINISHED)]
+    folder = folders.step_name(step)
+    names = _list_records(storage, step, generation)
     for name in names:
         if "-failed-" in name:
-            record = _opened(bytes(storage.read(f"{place}/{name}")))
-            raise Failed(record["why"] if record else "a process failed to write its part")
+            record = _read_record(storage, f"{folder}/{name}")
+            raise SaveFailed(record["why"] if record else "a process failed to write its part")
     if f"{generation}-begin.json" not in names:
         return None
-    start = _opened(bytes(storage.read(f"{place}/{generation}-begin.json")))
-    if start is None:
+    begin = _read_record(storage, f"{folder}/{generation}-begin.json")
+    if begin is None:
         return None
     written: dict[int, WrittenFile] = {}
     for name in names:
         if "-part-" in name:
-            for rank, values in (_opened(bytes(storage.read(f"{place}/{name}"))) or {}).items():
-                written[int(rank)] = WrittenFile(*values)
-    if len(written) < start["ranks"]:
+            part = _read_record(storage, f"{folder}/{name}") or {}
+            written |= {int(rank): WrittenFile(*values) for rank, values in part.items()}
+    if len(written) < begin["ranks"]:
         return None
-    plan = CheckpointIndex.from_bytes(bytes(storage.read(f"{place}/{generation}-plan.npz")))
-    chunks = [w.chunks for _, w in sorted(written.items())]
-    index = plan.with_generation(generation, np.array([crc for part in chunks for crc in part], np.uint32))
-    files = {f"{generation}-{data_file(rank)}": (w.size, w.crc) for rank, w in sorted(written.items()) if w.size}
-    template = bytes(storage.read(f"{place}/{generation}-metadata"))
+    files = sorted(written.items())
+    plan = CheckpointIndex.from_bytes(bytes(storage.read(f"{folder}/{generation}-plan.npz")))
+    crcs = np.array([crc for _, file in files for crc in file.chunks], np.uint32)
+    index = plan.with_generation(generation, crcs)
+    data_files = {f"{generation}-{data_file_name(rank)}": (file.size, file.crc) for rank, file in files if file.size}
+    template = bytes(storage.read(f"{folder}/{generation}-metadata"))
     metadata = template.replace(BLANK.encode(), generation.encode())
-    commit = folders.commit_save(storage, step, generation, index, files, metadata, start["state"])
-    return commit, start["keep"]
+    commit = folders.commit_save(storage, step, generation, index, data_files, metadata, begin["state"])
+    return commit, begin["keep"]
 
 
 def finish_pending(storage: Storage) -> list[int]:
-    """Commit saves that were written whole but whose committer died; the steps.
+    """Commit the completely written saves whose committer died, and return their steps.
 
-    Only saves newer than the newest commit: an older one was given up.
+    Only saves newer than the newest commit count: an older one was given up.
     """
     newest = max((commit.sequence for commit in folders.list_commits(storage)[0]), default=0)
-    done = []
+    committed = []
     for step in folders.list_steps(storage):
         for name in storage.list(folders.step_name(step)):
             generation = name.removesuffix("-begin.json")
-            if generation != name and int(generation[:8]) > newest:
-                try:
-                    if (found := try_commit(storage, step, generation)) is not None:
-                        done.append(step)
-                        folders.prune(storage, found[1])
-                except (Failed, OSError, ValueError, KeyError):
-                    continue
-    return done
+            if generation == name or int(generation[:8]) <= newest:
+                continue
+            try:
+                result = try_commit(storage, step, generation)
+                if result is not None:
+                    committed.append(step)
+                    folders.prune(storage, result[1])
+            except (SaveFailed, OSError, ValueError, KeyError):
+                continue
+    return committed
+
+
+def _list_records(storage: Storage, step: int, generation: str) -> list[str]:
+    """Return the complete files of a save in its step's folder."""
+    # A file that is being written has another suffix, and may be renamed before it could be read.
+    names = storage.list(folders.step_name(step))
+    return [name for name in names if name.startswith(generation) and not name.endswith(UNFINISHED)]
+
+
+def _encode_record(record: dict[str, Any]) -> bytes:
+    body = json.dumps(record).encode()
+    return body + b"\n" + f"{crc32(body):08x}".encode()
+
+
+def _read_record(storage: Storage, path: str) -> dict[str, Any] | None:
+    """Return a record, None if it does not match its checksum."""
+    body, _, checksum = bytes(storage.read(path)).partition(b"\n")
+    return json.loads(body) if checksum.strip() == f"{crc32(body):08x}".encode() else None

@@ -1,8 +1,8 @@
-"""Copies of staged snapshots in another host's memory, over TCP with a shared token. No torch.
+"""Replicas of snapshots in another host's memory, sent over TCP with a shared token. No torch.
 
-A copy is received into memory of its own and counts only when all of it is there and its checksums hold, so a sender
-that dies in the middle leaves nothing that could be taken for a checkpoint. It is sent while its snapshot is completed,
-and checked while it comes.
+A replica is received into memory of its own and counts only once it is complete and its checksums match, so a sender
+that dies leaves nothing that could be mistaken for a checkpoint. It is sent while its snapshot is being staged, and
+checked while it arrives.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from megascale.checkpoint.background.service_protocol import (
     Checksums,
     Replicate,
     Replicated,
+    SnapshotMessage,
     StageSnapshot,
 )
+from megascale.checkpoint.background.snapshot_memory import Progress, Slot, make_slots
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.staged_file import Progress, Slot, make_slots
 from megascale.core.background import PAUSE, FailureLog
-from megascale.services.conversation import Conversation, authenticate
+from megascale.services.conversation import Conversation, set_peer_timeout
 from megascale.services.reception import AUTHENTICATION_TIMEOUT, ConnectionServer
-from megascale.services.silence import set_peer_timeout
 
 log = logging.getLogger("megascale.checkpoint.background.replica")
 
 _TIMEOUT = 60.0
-# A peer that acknowledges nothing for so long is gone. Whoever starts in its place waits for the memory that is being
-# copied, and a driver takes as long to call a node lost.
-_SILENCE = 5.0
-_ENDED = "the process ended before its state was copied"
-_RUN = 32 << 20  # bytes that are sent, and that have come, before the other thread hears of it
+# A peer that acknowledges nothing for this long counts as lost. The process that replaces it waits for the memory that
+# is being copied, and a driver needs as long to declare a node lost.
+_PEER_TIMEOUT = 5.0
+_SNAPSHOT_ABANDONED = "the process ended before its state was copied"
+_TRANSFER_BYTES = 32 << 20  # sent or received before the other thread is notified
 
 
 def pair_hosts(domains: Sequence[Any]) -> list[int]:
-    """For each host the host that keeps its copy: each keeps one, in another fault domain wherever that can be.
+    """Return, for each host, the host that keeps its replica, in another fault domain wherever that is possible.
+
+    Hosts are arranged domain after domain on a ring, largest domain first. Each is paired with the host half the ring
+    (at least the largest domain) further on, so no host meets its own domain unless one domain holds more than half of
+    all hosts. Each host keeps one replica; a single host is paired with itself.
 
     Args:
         domains: each host's fault domain (rack, switch, power feed); hosts of one domain tend to fail together.
-
-    Hosts are laid out domain after domain on a ring, largest domain first, and each is paired with the one half the
-    ring (at least the largest domain) further on, so no host meets its own domain unless one domain holds more than
-    half of all hosts. A single host has no partner but itself.
     """
     groups: dict[Any, list[int]] = {}
     for host, domain in enumerate(domains):
         groups.setdefault(domain, []).append(host)
     ring = [host for group in sorted(groups.values(), key=lambda g: (-len(g), g)) for host in group]
     shift = max(len(group) for group in groups.values()) if len(groups) > 1 else 1
-    result = [0] * len(ring)
-    for place, host in enumerate(ring):
-        result[host] = ring[(place + shift) % len(ring)]
-    return result
+    partners = [0] * len(ring)
+    for position, host in enumerate(ring):
+        partners[host] = ring[(position + shift) % len(ring)]
+    return partners
 
 
 class Replicas:
-    """Other hosts' snapshots kept here."""
+    """The replicas of other hosts' snapshots in this service."""
 
     def __init__(self) -> None:
         self._slots: dict[int, list[Slot]] = {}
@@ -73,63 +73,54 @@ class Replicas:
         self._token = b""
 
     def list_complete(self) -> list[tuple[int, Slot]]:
-        """(process, snapshot) of all copies that are complete."""
+        """Return (process, snapshot) of all complete replicas."""
         with self._lock:
             return [(rank, slot) for rank, slots in self._slots.items() for slot in slots if slot.generation]
 
     def listen(self, address: str, token: bytes) -> int:
-        """Take copies from those who know `token`; the port. Later calls change the token only."""
+        """Take replicas from holders of `token` and return the port. Later calls change the token only."""
         with self._lock:
             self._token = token
             if self._listener is None:
                 self._listener = socket.create_server((address, 0))
-                reception = ConnectionServer(self._listener, self._meet, self._take)
-                threading.Thread(target=self._receive, args=(reception,), daemon=True).start()
+                server = ConnectionServer(self._listener, self._authenticate, self._receive_replica)
+                threading.Thread(target=_serve_forever, args=(server,), daemon=True).start()
             return int(self._listener.getsockname()[1])
 
-    @staticmethod
-    def _receive(reception: ConnectionServer) -> None:
-        """Take connections for as long as the process lives."""
-        failures = FailureLog(log, "taking in copies of other hosts")
-        while True:
-            try:
-                reception.serve(lambda: False)
-            except Exception as error:
-                failures.note(error, f"it starts again in {PAUSE:g} s")
-            time.sleep(PAUSE)
-
-    def _meet(self, sock: socket.socket) -> Conversation:
-        set_peer_timeout(sock, _SILENCE)
+    def _authenticate(self, sock: socket.socket) -> Conversation:
+        set_peer_timeout(sock, _PEER_TIMEOUT)
         sender = Conversation(sock, COPIES, COPIES)
         with sender.time_limit(AUTHENTICATION_TIMEOUT):
-            authenticate(sender, self._token, "replicas", "server")
+            sender.authenticate(self._token, "replicas", "server")
         sender.timeout = _TIMEOUT
         return sender
 
-    def _take(self, sender: Conversation) -> None:
+    def _receive_replica(self, sender: Conversation) -> None:
         with contextlib.suppress(ValueError, KeyError):
             message = sender.receive(attached=INDEX)
             if not isinstance(message, Replicate):
                 return
             slot = self._reserve_slot(message, CheckpointIndex.from_bytes(bytes(sender.body)))
             try:
-                crcs = _receive(sender, slot, message.size)
-                told = sender.receive()
-                whole = isinstance(told, Checksums) and list(told.crcs) == crcs
-                if whole:
-                    slot.become(message, crcs)
+                crcs = _receive_chunks(sender, slot, message.size)
+                checksums = sender.receive()
+                is_complete = isinstance(checksums, Checksums) and list(checksums.crcs) == crcs
+                if is_complete:
+                    slot.complete(message, crcs)
             finally:
                 slot.busy.release()
-            sender.send(Replicated(whole))
+            sender.send(Replicated(is_complete))
 
     def _reserve_slot(self, message: Replicate, index: CheckpointIndex) -> Slot:
-        """Memory for a copy, its lock held.
+        """Return the memory for a replica with its lock held.
 
-        Each slot of a process has its own copy, so that a copy is given up only where the snapshot is; of a single slot
-        there are two, the older of which is overwritten. What a run began from stays until it has made one itself.
-        OSError while another copy comes into that memory, of a sender that has died.
+        Each slot of a process has its own replica, so that a replica is overwritten only with its snapshot. A process
+        with a single slot has two replicas, of which the older is overwritten. The snapshot that a run began from stays
+        until the run has made a new one. Raises OSError while another replica arrives in that memory, whose sender has
+        died.
         """
-        size, count, number = max(message.size, 1), max(2, message.slots), message.slot
+        size = max(message.size, 1)
+        count = max(2, message.slots)
         with self._lock:
             slots = self._slots.setdefault(message.rank, [])
             if [slot.memory.size for slot in slots] != [size] * count:
@@ -137,67 +128,93 @@ class Replicas:
                     slot.memory.close()
                 slots.clear()
                 slots += make_slots(count, size, index)
+            number = message.slot
             if message.slots == 1:
                 number = min(range(count), key=lambda i: slots[i].generation)
-            begun = any(slot.generation[9:] == message.generation[9:] for slot in slots)
-            origin = not begun and slots[number].generation.startswith(f"{message.above:08d}-")
-            place = (number + 1) % count if origin else number
-            slot = slots[place]
+            # Swap the replica that the run began from with its neighbour, so that the neighbour is overwritten.
+            has_own = any(slot.generation[9:] == message.generation[9:] for slot in slots)
+            is_origin = not has_own and slots[number].generation.startswith(f"{message.base_sequence:08d}-")
+            chosen = (number + 1) % count if is_origin else number
+            slot = slots[chosen]
             if not slot.busy.acquire(blocking=False):
                 raise BlockingIOError("another copy of this process is on its way")
-            slots[place], slots[number] = slots[number], slot
-            slot.generation, slot.index = "", index
+            slots[chosen] = slots[number]
+            slots[number] = slot
+            slot.generation = ""
+            slot.index = index
             return slot
 
 
-def _receive(sender: Conversation, slot: Slot, size: int) -> list[int]:
-    """Fill a slot with what comes; the checksum of each chunk."""
+def _serve_forever(server: ConnectionServer) -> None:
+    """Accept connections for as long as the process lives."""
+    failures = FailureLog(log, "receiving replicas of other hosts")
+    while True:
+        try:
+            server.serve(lambda: False)
+        except Exception as error:
+            failures.note(error, f"it starts again in {PAUSE:g} s")
+        time.sleep(PAUSE)
+
+
+def _receive_chunks(sender: Conversation, slot: Slot, size: int) -> list[int]:
+    """Fill a slot with the arriving bytes and return the CRC-32 of each chunk."""
     arrived = Progress()
     with ThreadPoolExecutor(1) as pool:
-        checking = pool.submit(_checksums, slot, arrived)
+        checksums = pool.submit(_compute_checksums, slot, arrived)
         try:
-            for start in range(0, size, _RUN):
-                sender.receive_into(slot.memory.view[start : min(start + _RUN, size)])
-                arrived.advance(min(start + _RUN, size))
+            for start in range(0, size, _TRANSFER_BYTES):
+                stop = min(start + _TRANSFER_BYTES, size)
+                sender.receive_into(slot.memory.view[start:stop])
+                arrived.advance(stop)
         finally:
             arrived.fail()
-        return checking.result()
+        return checksums.result()
 
 
-def _checksums(slot: Slot, arrived: Progress) -> list[int]:
-    index, view, found = slot.index, slot.memory.view, []
+def _compute_checksums(slot: Slot, arrived: Progress) -> list[int]:
+    index = slot.index
+    crcs = []
     for row in range(len(index)):
         start = int(index.columns["data"][row])
-        end = start + index.nbytes(row)
-        arrived.wait(end)
-        found.append(crc32(view[start:end]))
-    return found
+        stop = start + index.nbytes(row)
+        arrived.wait(stop)
+        crcs.append(crc32(slot.memory.view[start:stop]))
+    return crcs
 
 
 class ReplicaSender:
-    """A snapshot on its way to its process's peer, sent as far as it is complete; `progress` says how far that is.
+    """Sends a snapshot to its process's peer in a thread, as far as `progress` says that it is complete.
 
-    staged: where it lies in this host's service; slots: how many its process has there.
+    Args:
+        staged: description of the snapshot.
+        slots: number of slots of its process.
+        slot: the snapshot's memory.
     """
 
     def __init__(self, staged: StageSnapshot, slots: int, slot: Slot, progress: Progress) -> None:
-        self._staged, self._slots, self._slot, self._progress = staged, slots, slot, progress
+        self._staged = staged
+        self._slots = slots
+        self._slot = slot
+        self._progress = progress
         self._crcs: tuple[int, ...] | None = None
-        self._problem: str | None = "it did not come to an end"
+        self._problem: str | None = "the transfer did not end"
         self._peer: Conversation | None = None
-        self._told = threading.Event()
+        self._finished = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def finish(self, crcs: Sequence[int] | None) -> str | None:
-        """Wait until it is there; what went wrong, None if nothing did. crcs: of each chunk, None where the snapshot
-        will never be complete. What is said first counts."""
-        if not self._told.is_set():
+        """Wait for the end of the transfer and return its problem, None if there was none. The first call counts.
+
+        Args:
+            crcs: CRC-32 of each chunk, None if the snapshot will never be complete.
+        """
+        if not self._finished.is_set():
             self._crcs = None if crcs is None else tuple(crcs)
-            self._told.set()
-            self._progress.fail()  # harmless where all is complete
+            self._finished.set()
+            self._progress.fail()  # no effect if the snapshot is complete
             if crcs is None and self._peer is not None:
-                self._peer.shut_down()  # it may be slow to take what is of no use any more
+                self._peer.shut_down()  # the peer may be slow to take bytes that are useless now
         self._thread.join()
         return self._problem
 
@@ -205,54 +222,44 @@ class ReplicaSender:
         assert self._staged.peer is not None
         host, port = self._staged.peer
         try:
-            with Conversation(socket.create_connection((host, port), timeout=_SILENCE), COPIES, COPIES) as self._peer:
+            sock = socket.create_connection((host, port), timeout=_PEER_TIMEOUT)
+            with Conversation(sock, COPIES, COPIES) as self._peer:
                 self._send(self._peer)
             self._problem = None
             return
         except EOFError:
-            why = "the peer hung up"
+            reason = "the peer hung up"
         except OSError as error:
-            why = str(error)
+            reason = str(error)
         except Exception as error:
             log.exception("copying failed")
-            why = repr(error)
-        if self._given_up():
-            why = _ENDED
-        log.warning("the copy of process %s to %s:%s failed: %s", self._staged.rank, host, port, why)
-        self._problem = f"{host}:{port}: {why}"[:2000]
+            reason = repr(error)
+        if self._is_abandoned():
+            reason = _SNAPSHOT_ABANDONED
+        log.warning("the copy of process %s to %s:%s failed: %s", self._staged.rank, host, port, reason)
+        self._problem = f"{host}:{port}: {reason}"[:2000]
 
-    def _given_up(self) -> bool:
-        return self._told.is_set() and self._crcs is None
+    def _is_abandoned(self) -> bool:
+        return self._finished.is_set() and self._crcs is None
 
     def _send(self, peer: Conversation) -> None:
-        """OSError or EOFError if it did not arrive complete."""
-        staged, slot = self._staged, self._slot
-        set_peer_timeout(peer.sock, _SILENCE)
+        """Send the snapshot. Raises OSError or EOFError if it did not arrive complete."""
+        staged = self._staged
+        set_peer_timeout(peer.sock, _PEER_TIMEOUT)
         peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.timeout = _TIMEOUT
-        authenticate(peer, bytes.fromhex(staged.token), "replicas", "client")
-        message = Replicate(
-            staged.rank,
-            staged.slot,
-            self._slots,
-            staged.size,
-            staged.base_sequence,
-            staged.step,
-            staged.generation,
-            staged.identity,
-            staged.state,
-            staged.ranks,
-        )
-        peer.send(message, slot.index.to_bytes())
-        at = 0
-        while at < staged.size and not self._given_up():
-            stop = min(self._progress.wait(at + 1), at + _RUN)
-            peer.send_bytes(slot.memory.view[at:stop])
-            at = stop
-        self._told.wait()
+        peer.authenticate(bytes.fromhex(staged.token), "replicas", "client")
+        snapshot = {name: getattr(staged, name) for name in SnapshotMessage.__struct_fields__}
+        peer.send(Replicate(**snapshot, slots=self._slots), self._slot.index.to_bytes())
+        sent = 0
+        while sent < staged.size and not self._is_abandoned():
+            stop = min(self._progress.wait(sent + 1), sent + _TRANSFER_BYTES)
+            peer.send_bytes(self._slot.memory.view[sent:stop])
+            sent = stop
+        self._finished.wait()
         if self._crcs is None:
-            raise OSError(_ENDED)
+            raise OSError(_SNAPSHOT_ABANDONED)
         peer.send(Checksums(self._crcs))
         answer = peer.receive_reply(attached=0)
-        if not isinstance(answer, Replicated) or not answer.whole:
+        if not isinstance(answer, Replicated) or not answer.is_complete:
             raise ConnectionError("the copy arrived damaged")

@@ -1,10 +1,10 @@
 """The checkpoint service of a host: owns the staging memory, outlives the trainers, writes what they staged. No torch.
 
-A trainer asks for memory, fills it under the next forward and backward pass, says so, and goes on; writing, copying
-to a peer host and committing happen here. If trainers die, what was staged is still saved, and new trainers find it
-in memory. The service ends by itself once nobody has talked to it for a while.
+A trainer asks for memory, fills it during the next forward and backward pass, reports it, and goes on; this process
+writes it, sends it to a peer host and commits. If trainers die, staged snapshots are still saved, and new trainers find
+them in memory. The service ends once no trainer has been connected for a while.
 
-Run as `python -m megascale.checkpoint.background.service FOLDER`; `connect` starts it where none runs.
+Run as `python -m megascale.checkpoint.background.service FOLDER`; `connect_checkpoint_service` starts it if needed.
 """
 
 from __future__ import annotations
@@ -16,266 +16,269 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megascale.checkpoint.background import replica, service_protocol
-from megascale.checkpoint.background.commit_writer import Writer
-from megascale.checkpoint.background.pending_saves import Failed
+from megascale.checkpoint.background.commit_writer import START_TIMEOUT, FileWriting, SaveWriter, ServiceLifetime
+from megascale.checkpoint.background.pending_saves import SaveFailed
+from megascale.checkpoint.background.replica import Replicas, ReplicaSender
 from megascale.checkpoint.background.service_protocol import (
     FROM_SERVICE,
     TO_SERVICE,
     Allocate,
     Allocated,
+    AwaitCommit,
     AwaitPages,
+    AwaitPruning,
     Goodbye,
-    HeldSnapshot,
-    HeldSnapshots,
     InvalidateSlot,
     ListSnapshots,
-    Open,
-    Opened,
+    OpenedSnapshot,
+    OpenSnapshot,
     PagesReady,
-    Plan,
-    Pruned,
     Register,
     Registered,
     Released,
+    SnapshotInfo,
+    SnapshotList,
     StageSnapshot,
-    Wait,
+    StorePlan,
+    locate_service,
 )
+from megascale.checkpoint.background.snapshot_memory import Progress, Slot, frame_chunks, make_slots
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.staged_file import Progress, Slot, frame_chunks, make_slots
 from megascale.errors import TrainingError
-from megascale.services import host_service
 from megascale.services.conversation import Conversation, Done, ErrorReply
-from megascale.services.host_service import Launch, ReadySignal, ServiceFailed
-from megascale.services.reception import ConnectionServer
+from megascale.services.host_service import Launch, ReadySignal, ServiceFailed, claim_service, connect_service
+from megascale.services.messages import Message
 
 log = logging.getLogger("megascale.checkpoint.background.service")
 
-_COME_UP = 30.0  # seconds
-_A_MOMENT = 0.5
+_PAGES_TIMEOUT = 0.5  # seconds until an `AwaitPages` is answered in any case
 
 
 class CheckpointService:
-    """State shared by the connections. One lock guards the tables; slots have their own."""
+    """The state shared by the connections of trainers. One lock guards the tables; each slot has its own.
 
-    reception: ConnectionServer
+    Attributes:
+        name: random name of this process.
+        lifetime: decides when the service ends.
+        slots: the slots of each local process.
+        layouts: the index of each local process's file.
+    """
 
     def __init__(self, linger: float) -> None:
         self.name = os.urandom(8).hex()
-        self.linger = linger
+        self.lifetime = ServiceLifetime(linger)
         self.slots: dict[int, list[Slot]] = {}
-        self.replicas = replica.Replicas()
         self.layouts: dict[int, CheckpointIndex] = {}
-        self.writer = Writer(self._work, self._deserted)
-        self.changed = threading.Condition()
-        self.working = 0
-        self.goodbye = False
+        self._lock = threading.Lock()
+        self._replicas = Replicas()
+        self._writer = SaveWriter(self.lifetime)
+        self._handlers: dict[type[Message], Callable[[Conversation, Any], None]] = {
+            Register: self.on_register,
+            Goodbye: self.on_goodbye,
+            Allocate: self.on_allocate,
+            AwaitPages: self.on_await_pages,
+            InvalidateSlot: self.on_invalidate_slot,
+            StageSnapshot: self.on_stage_snapshot,
+            StorePlan: self.on_store_plan,
+            AwaitPruning: self.on_await_pruning,
+            AwaitCommit: self.on_await_commit,
+            ListSnapshots: self.on_list_snapshots,
+            OpenSnapshot: self.on_open_snapshot,
+        }
 
-    def done(self) -> bool:
-        """Whether to end: nobody connected for a while (or all said goodbye) and nothing left to do."""
-        with self.changed:
-            idle = not self.reception.client_count and not self.working
-            return idle and (self.goodbye or self._deserted())
-
-    def _deserted(self) -> bool:
-        """Whether no trainer has been here for longer than the service waits for one."""
-        # Whoever started it may take a while to come for the first time, however short it is to wait later.
-        known = self.reception.has_had_clients or self.linger < 0
-        return self.reception.is_idle(self.linger if known else max(self.linger, _COME_UP))
-
-    def talk(self, sock: Conversation) -> None:
-        """Serve one trainer until it leaves."""
-        with self.changed:
-            self.goodbye = False
+    def handle_trainer(self, trainer: Conversation) -> None:
+        """Serve one trainer until it disconnects."""
+        self.lifetime.goodbye = False
         while True:
-            message = sock.receive(attached=1 << 40)
+            message = trainer.receive(attached=1 << 40)
             try:
-                getattr(self, f"on_{message.do}")(sock, message)
+                self._handlers[type(message)](trainer, message)
             except EOFError:
                 raise
-            except (OSError, Failed, TrainingError, ValueError, KeyError, IndexError) as error:
+            except (OSError, SaveFailed, TrainingError, ValueError, KeyError, IndexError) as error:
                 log.exception("%s failed", message.do)
-                sock.send(ErrorReply(str(error)[:2000], type(error).__name__))
+                trainer.send(ErrorReply(str(error)[:2000], type(error).__name__))
 
-    def on_register(self, sock: Conversation, message: Register) -> None:
-        """Who this is, and the port where it takes replicas."""
+    def on_register(self, trainer: Conversation, message: Register) -> None:
+        """Reply with this process's name and id, and the port on which it takes replicas."""
         token = bytes.fromhex(message.token)
-        port = self.replicas.listen(message.listen, token) if token else 0
-        sock.send(Registered(self.name, os.getpid(), port))
+        port = self._replicas.listen(message.listen, token) if token else 0
+        trainer.send(Registered(self.name, os.getpid(), port))
 
-    def on_goodbye(self, sock: Conversation, message: Goodbye) -> None:
-        """The run is over: end as soon as the work is done."""
-        with self.changed:
-            self.goodbye = True
-        sock.send(Done())
+    def on_goodbye(self, trainer: Conversation, message: Goodbye) -> None:
+        """End the service as soon as its work is done."""
+        self.lifetime.goodbye = True
+        trainer.send(Done())
 
-    def on_allocate(self, sock: Conversation, message: Allocate) -> None:
-        """Memory for one process's snapshots; the same memory again if it came into place and has that size."""
-        rank, size, count = message.rank, message.size, message.slots
-        index = CheckpointIndex.from_bytes(bytes(sock.body))
-        with self.changed:
+    def on_allocate(self, trainer: Conversation, message: Allocate) -> None:
+        """Reply with memory for one process's snapshots: its previous memory if that has the size and is intact."""
+        rank = message.rank
+        index = CheckpointIndex.from_bytes(bytes(trainer.body))
+        with self._lock:
             slots = self.slots.get(rank, [])
         for slot in slots:
-            slot.busy.acquire()  # a dead trainer's snapshot may still be on its way to the disk
+            slot.busy.acquire()  # a dead trainer's snapshot may still be being written
             slot.busy.release()
-        lacking = any(slot.memory.page_filler.problem for slot in slots)
-        if lacking or [slot.memory.size for slot in slots] != [size] * count:
-            with self.changed:
+        has_problem = any(slot.memory.page_filler.problem for slot in slots)
+        if has_problem or [slot.memory.size for slot in slots] != [message.size] * message.slots:
+            with self._lock:
                 self.slots.pop(rank, None)
             for slot in slots:
                 slot.memory.close()
-            slots = make_slots(count, size, index)
-        with self.changed:
-            self.slots[rank], self.layouts[rank] = slots, index
-        sock.send(Allocated(tuple(s.generation for s in slots)), files=[slot.memory.handle for slot in slots])
+            slots = make_slots(message.slots, message.size, index)
+        with self._lock:
+            self.slots[rank] = slots
+            self.layouts[rank] = index
+        generations = tuple(slot.generation for slot in slots)
+        trainer.send(Allocated(generations), files=[slot.memory.handle for slot in slots])
 
-    def on_awaitpages(self, sock: Conversation, message: AwaitPages) -> None:
-        """Whether a slot's pages are in place; until then whoever touched them would clear them, one by one."""
-        with self.changed:
+    def on_await_pages(self, trainer: Conversation, message: AwaitPages) -> None:
+        """Reply whether a slot's pages are in place; before that, the trainer's access would clear them one by one."""
+        with self._lock:
             memory = self.slots[message.rank][message.slot].memory
-        sock.send(PagesReady(memory.page_filler.wait(_A_MOMENT)))
+        trainer.send(PagesReady(memory.page_filler.wait(_PAGES_TIMEOUT)))
 
-    def on_fill(self, sock: Conversation, message: InvalidateSlot) -> None:
-        """The trainer is about to overwrite a slot: from here on its snapshot is not complete."""
-        slot = self.slots[message.rank][message.slot]
-        slot.generation = ""
-        sock.send(Done())
+    def on_invalidate_slot(self, trainer: Conversation, message: InvalidateSlot) -> None:
+        """Mark a slot's snapshot as incomplete: the trainer is about to overwrite it."""
+        self.slots[message.rank][message.slot].generation = ""
+        trainer.send(Done())
 
-    def on_staged(self, sock: Conversation, message: StageSnapshot) -> None:
-        """A slot is filled, or with "follow" is being filled: complete it, copy it to the peer, write it meanwhile.
+    def on_stage_snapshot(self, trainer: Conversation, message: StageSnapshot) -> None:
+        """Complete a staged snapshot, and meanwhile send it to the peer and write it to storage.
 
-        Answers when the snapshot is complete here and at the peer, and again when the slot may be filled anew.
+        The first reply says that the snapshot is complete here and at the peer, the second that the slot may be
+        overwritten.
         """
         started = time.monotonic()
-        rank = message.rank
-        slot = self.slots[rank][message.slot]
-        with self._work(), slot.busy:
-            slot.index = self.layouts[rank]
-            staged = _staged(sock, len(slot.index), message.follow)
-            writing = self.writer.start(message, slot) if message.persist else None
+        slots = self.slots[message.rank]
+        slot = slots[message.slot]
+        with self.lifetime.work(), slot.busy:
+            slot.index = self.layouts[message.rank]
+            staged = _receive_staged_counts(trainer, len(slot.index), message.follow)
+            writing = FileWriting(self._writer, message, slot) if message.persist else None
             progress = writing.progress if writing else Progress()
-            copying = replica.ReplicaSender(message, len(self.slots[rank]), slot, progress) if message.peer else None
-            crc = problem = None
+            sender = ReplicaSender(message, len(slots), slot, progress) if message.peer else None
+            crc = None
+            problem = None
             try:
                 try:
                     crcs, crc = frame_chunks(slot.memory.view[: message.size], slot.index, staged, progress)
                 finally:
-                    for _ in staged:  # the trainer's next question comes after these
+                    for _ in staged:  # the trainer's next message comes after these
                         pass
-                slot.become(message, crcs.tolist())
-                if copying:
-                    problem = copying.finish(slot.crcs)
-                with contextlib.suppress(OSError):  # copies and files are made without the trainer too
-                    sock.send(Done())
+                slot.complete(message, crcs.tolist())
+                if sender:
+                    problem = sender.finish(slot.crcs)
+                with contextlib.suppress(OSError):  # the replica and the file are completed without the trainer too
+                    trainer.send(Done())
             finally:
-                if copying:
-                    copying.finish(None)  # where it has not ended
+                if sender:
+                    sender.finish(None)  # no effect if it has finished
                 if writing:
                     writing.finish(crc)
-        sock.send(Released(time.monotonic() - started, problem))
+        trainer.send(Released(time.monotonic() - started, problem))
 
-    def on_plan(self, sock: Conversation, message: Plan) -> None:
-        """The whole plan and torch's form of it, from the first process: sent once, used for every save."""
+    def on_store_plan(self, trainer: Conversation, message: StorePlan) -> None:
+        """Keep the first process's plan and torch's form of it: sent once, used for every save."""
         size = message.index_bytes
-        self.writer.plans = {message.plan: (bytes(sock.body[:size]), bytes(sock.body[size:]))}
-        sock.send(Done())
+        self._writer.plans = {message.plan: (bytes(trainer.body[:size]), bytes(trainer.body[size:]))}
+        trainer.send(Done())
 
-    def on_pruned(self, sock: Conversation, message: Pruned) -> None:
-        """Answer when the checkpoints that a commit made superfluous are gone."""
-        with self.writer.pruned():
-            sock.send(Done())
+    def on_await_pruning(self, trainer: Conversation, message: AwaitPruning) -> None:
+        """Reply once the checkpoints that a commit made superfluous are removed."""
+        self._writer.wait_for_pruning()
+        trainer.send(Done())
 
-    def on_wait(self, sock: Conversation, message: Wait) -> None:
-        """Answer when a save is committed or given up."""
-        sock.send(self.writer.wait(message.generation, sock.is_connected))
+    def on_await_commit(self, trainer: Conversation, message: AwaitCommit) -> None:
+        """Reply once a save is committed or given up."""
+        trainer.send(self._writer.wait_for_result(message.generation, trainer.is_connected))
 
-    def on_listheld(self, sock: Conversation, message: ListSnapshots) -> None:
-        """What lies in memory here: own snapshots and replicas of other hosts'."""
-        with self.changed:
-            own = [(rank, slot) for rank, slots in self.slots.items() for slot in slots]
-        found = tuple(
-            HeldSnapshot(rank, copy, s.step, s.generation, s.identity, s.ranks)
-            for copy, items in ((False, own), (True, self.replicas.list_complete()))
-            for rank, s in items
-            if s.generation
+    def on_list_snapshots(self, trainer: Conversation, message: ListSnapshots) -> None:
+        """Reply with the complete snapshots of local processes and the replicas of other hosts."""
+        with self._lock:
+            entries = [(False, rank, slot) for rank, slots in self.slots.items() for slot in slots]
+        entries += [(True, rank, slot) for rank, slot in self._replicas.list_complete()]
+        snapshots = tuple(
+            SnapshotInfo(rank, is_replica, slot.step, slot.generation, slot.identity, slot.ranks)
+            for is_replica, rank, slot in entries
+            if slot.generation
         )
-        sock.send(HeldSnapshots(found, self.name))
+        trainer.send(SnapshotList(snapshots, self.name))
 
-    def on_open(self, sock: Conversation, message: Open) -> None:
-        """One snapshot: its memory, its chunks with their checksums, the state saved with it."""
-        with self.changed:
-            own = list(self.slots.get(message.rank, []))
-        copies = [slot for rank, slot in self.replicas.list_complete() if rank == message.rank]
-        for slot in own + copies:
+    def on_open_snapshot(self, trainer: Conversation, message: OpenSnapshot) -> None:
+        """Reply with one snapshot: its memory, its chunks with their checksums, the state saved with it."""
+        with self._lock:
+            slots = list(self.slots.get(message.rank, []))
+        slots += [slot for rank, slot in self._replicas.list_complete() if rank == message.rank]
+        for slot in slots:
             if slot.generation == message.generation:
-                opened = Opened(slot.state, tuple(slot.crcs), slot.step, slot.memory.size)
-                sock.send(opened, slot.index.to_bytes(), [slot.memory.handle])
+                opened = OpenedSnapshot(slot.state, tuple(slot.crcs), slot.step, slot.memory.size)
+                trainer.send(opened, slot.index.to_bytes(), [slot.memory.handle])
                 return
         raise KeyError(f"no snapshot of process {message.rank} and {message.generation}")
 
-    @contextlib.contextmanager
-    def _work(self) -> Any:
-        with self.changed:
-            self.working += 1
-        try:
-            yield
-        finally:
-            with self.changed:
-                self.working -= 1
-            self.reception.record_activity()
 
+def _receive_staged_counts(trainer: Conversation, count: int, follow: bool) -> Iterator[int]:
+    """Yield the number of chunks whose elements are in place, finally all `count`.
 
-def _staged(sock: Conversation, count: int, follow: bool) -> Iterator[int]:
-    """How many chunks of a snapshot have their elements, as the trainer tells it; EOFError if it ends before."""
-    rows = count if not follow else -1
-    while rows < count:
-        rows = sock.receive().rows
-        yield rows
+    Args:
+        follow: the trainer is still copying and reports its progress. Raises EOFError if it disconnects before the end.
+    """
     if not follow:
         yield count
+        return
+    rows = -1
+    while rows < count:
+        rows = trainer.receive().rows
+        yield rows
 
 
 def serve(folder: Path, linger: float, ready: ReadySignal | None = None) -> None:
-    """Serve until there is nothing left to do. Returns at once if another service already has the folder."""
+    """Serve until the service is no longer needed. Returns at once if another process already serves the folder."""
     service = CheckpointService(linger)
-    place = service_protocol.locate_service(folder)
-    schemas, ready = (FROM_SERVICE, TO_SERVICE), ready or ReadySignal(None, None)
-    owned = host_service.claim_service(place, lambda: service.talk, schemas, ready, make_folder=True)
-    if owned is None:
+    location = locate_service(folder)
+    claimed = claim_service(
+        location,
+        lambda: service.handle_trainer,
+        (FROM_SERVICE, TO_SERVICE),
+        ready or ReadySignal(None, None),
+        make_folder=True,
+    )
+    if claimed is None:
         return
-    service.reception = owned.reception
-    owned.reception.serve(service.done)
-    place.release(owned.lock)
-    owned.reception.stop()
-    place.remove_leftovers()
+    service.lifetime.reception = claimed.reception
+    claimed.reception.serve(service.lifetime.is_done)
+    location.release(claimed.lock)
+    claimed.reception.stop()
+    location.remove_leftovers()
 
 
 def connect_checkpoint_service(folder: Path, linger: float = 60.0, log_file: Path | None = None) -> Conversation:
-    """A conversation with the service of `folder` (see service_protocol.private_folder), started if none runs.
+    """Return a conversation with the service of `folder` (see service_protocol.private_folder); start it if needed.
 
-    Raises TrainingError if it does not come up.
+    Raises TrainingError if it does not start.
     """
-    place = service_protocol.locate_service(folder)
+    location = locate_service(folder)
     launch = Launch("megascale.checkpoint.background.service", [str(folder), "--linger", str(linger)], log_file)
     try:
-        return host_service.connect_service(place, launch, TO_SERVICE, FROM_SERVICE, seconds=_COME_UP, make_folder=True)
+        return connect_service(location, launch, TO_SERVICE, FROM_SERVICE, seconds=START_TIMEOUT, make_folder=True)
     except (OSError, ServiceFailed) as error:
         raise TrainingError(
-            f"the checkpoint service does not answer on {str(place.address)!r} ({error}); "
+            f"the checkpoint service does not answer on {str(location.address)!r} ({error}); "
             f"look into {str(log_file or folder)!r}, or set checkpoint.background=false"
         ) from None
 
 
 def main() -> None:
-    """Command line of the service; started by `connect`, not by people."""
+    """Run the service's command line; `connect_checkpoint_service` starts it, not a person."""
     parser = argparse.ArgumentParser(description="Checkpoint service of one host.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--linger", type=float, default=60.0, help="seconds to wait for trainers before ending")
-    parser.add_argument("--ready", type=int, help="open file to tell when ready")
+    parser.add_argument("--ready", type=int, help="file descriptor on which to report readiness")
     arguments = parser.parse_args()
     # Slurm sends SIGTERM to all processes of a job that is to end, and a login manager SIGHUP to all processes of a
     # session that closes. Their trainers then save through this service.

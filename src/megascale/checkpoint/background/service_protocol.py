@@ -1,8 +1,8 @@
-"""What trainers and checkpoint services say to each other, and where a host's service is found. No torch.
+"""The messages between trainers and checkpoint services, and the location of a host's service. No torch.
 
-Local: a Unix socket in a folder that only this user may enter. Between hosts: TCP, where both sides prove that they
-know the run's token before anything else is said (services/conversation.py; the token itself never travels there).
-Contents are checked by checksum, not encrypted.
+Within a host: a Unix socket in a folder that only its user may enter. Between hosts: TCP, where both ends prove that
+they know the run's token before any other message (services/conversation.py); the token itself is never sent. Contents
+are checked by checksum, not encrypted.
 """
 
 from __future__ import annotations
@@ -16,67 +16,28 @@ from msgspec import Meta
 
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import PROTOCOL_VERSION
-from megascale.services.host_service import ServiceLocation
+from megascale.services.host_service import ServiceLocation, make_private_folder, private_base_folder
 from megascale.services.messages import Count, Message, Name, Part, Path, Port, Schema, Text
-from megascale.services.private_folder import make_private_folder, private_base_folder
 
 NAME = "checkpoint"
 LIMIT = 64 << 20  # bytes of a message: a snapshot's checksums, the state saved with it
-INDEX = 1 << 30  # bytes of a snapshot's index, from another host
+INDEX = 1 << 30  # bytes of a snapshot's index from another host
 State = Annotated[str, Meta(max_length=LIMIT // 2)]
 Crcs = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=LIMIT // 8)]
-_Token = Annotated[str, Meta(max_length=256)]
-_Ranks = Annotated[tuple[Count, ...], Meta(max_length=4096)]
+SlotCount = Annotated[int, Meta(ge=1, le=64)]
+Token = Annotated[str, Meta(max_length=256)]
+Ranks = Annotated[tuple[Count, ...], Meta(max_length=4096)]
 
 
-# A trainer's questions --------------------------------------------------------------------------------------------
-
-
-class Register(Message, frozen=True):
-    """Who are you? With a token: take copies from those who know it, at the address `listen`."""
-
-    token: _Token = ""
-    listen: Name = "127.0.0.1"
-
-
-class Goodbye(Message, frozen=True):
-    """The run is over: end as soon as the work is done."""
-
-
-class Allocate(Message, frozen=True):
-    """Memory for `slots` snapshots of `size` bytes of one process. Beside it: the index of its file."""
-
-    rank: Count
-    size: Count
-    slots: Annotated[int, Meta(ge=1, le=64)]
-
-
-class AwaitPages(Message, frozen=True):
-    """Are the pages of a slot's memory in place? Answered at once if so, else after a moment."""
-
-    rank: Count
-    slot: Count
-
-
-class InvalidateSlot(Message, frozen=True):
-    """The trainer is about to overwrite a slot."""
-
-    rank: Count
-    slot: Count
-
-
-class StageSnapshot(Message, frozen=True):
-    """A slot is filled, or with `follow` is being filled, of which `Rows` tell.
+class SnapshotMessage(Message, frozen=True):
+    """The fields that identify one process's snapshot (see snapshot_memory.py::Slot).
 
     Attributes:
-        step, generation, identity, state, ranks: what the snapshot is (see format/staged_file.py::Slot).
+        rank: process.
+        slot: number of its slot.
+        ranks: processes of the save.
         size: bytes of the file.
-        persist: also write it to `storage`, where it needs `needed` bytes, and leave `keep` checkpoints.
-        above: number of the save that the run began from, 0: none.
-        local: processes of this host.
-        leader: this process's host commits.
-        plan: name of the plan (`Plan`).
-        peer: where the copy goes, None: nowhere; to those who know `token`.
+        base_sequence: number of the save that the run began from, 0: none.
     """
 
     rank: Count
@@ -87,58 +48,107 @@ class StageSnapshot(Message, frozen=True):
     state: State
     ranks: Count
     size: Count
+    base_sequence: Count
+
+
+# Requests of a trainer --------------------------------------------------------------------------------------------
+
+
+class Register(Message, frozen=True):
+    """Ask for the service's identity. With a token: take replicas from holders of it, at the address `listen`."""
+
+    token: Token = ""
+    listen: Name = "127.0.0.1"
+
+
+class Goodbye(Message, frozen=True):
+    """Report the end of the run: the service may end as soon as its work is done."""
+
+
+class Allocate(Message, frozen=True):
+    """Ask for memory for `slots` snapshots of `size` bytes of one process. Attached: the index of its file."""
+
+    rank: Count
+    size: Count
+    slots: SlotCount
+
+
+class AwaitPages(Message, frozen=True):
+    """Ask whether the pages of a slot's memory are in place; the reply comes when they are, or after a moment."""
+
+    rank: Count
+    slot: Count
+
+
+class InvalidateSlot(Message, frozen=True):
+    """Announce that the trainer is about to overwrite a slot."""
+
+    rank: Count
+    slot: Count
+
+
+class StageSnapshot(SnapshotMessage, frozen=True):
+    """Announce that a slot is filled, or with `follow` is being filled, as `StagedChunks` then report.
+
+    Attributes:
+        persist: also write the snapshot to `storage`, which needs `required_bytes`, and keep `keep` checkpoints.
+        local_ranks: processes of this host.
+        leader: this process's host commits.
+        plan: name of the plan (`StorePlan`).
+        peer: address of the service that keeps the replica, None: no replica; it knows `token`.
+    """
+
     persist: bool
     storage: Path
     required_bytes: Count
     keep: Count
-    base_sequence: Count
-    local_ranks: _Ranks
+    local_ranks: Ranks
     leader: bool
     plan: Name
     peer: tuple[Name, Port] | None = None
-    token: _Token = ""
+    token: Token = ""
     follow: bool = False
 
 
-class Rows(Message, frozen=True):
-    """So many chunks have their elements."""
+class StagedChunks(Message, frozen=True):
+    """Report the number of chunks whose elements are in place."""
 
     rows: Count
 
 
-class Plan(Message, frozen=True):
-    """The whole plan by this name. Beside it: `index_bytes` of the index, then torch's form of it."""
+class StorePlan(Message, frozen=True):
+    """Hand over the plan of this name. Attached: `index_bytes` of the index, then torch's form of it."""
 
     plan: Name
     index_bytes: Count
 
 
-class Pruned(Message, frozen=True):
-    """Answer when the checkpoints that a commit made superfluous are gone."""
+class AwaitPruning(Message, frozen=True):
+    """Ask for a reply once the checkpoints that a commit made superfluous are removed."""
 
 
-class Wait(Message, frozen=True):
-    """Answer when a save is committed or given up."""
+class AwaitCommit(Message, frozen=True):
+    """Ask for a reply once a save is committed or given up."""
 
     generation: Name
 
 
 class ListSnapshots(Message, frozen=True):
-    """What lies in memory there?"""
+    """Ask for the snapshots in memory."""
 
 
-class Open(Message, frozen=True):
-    """One snapshot: its memory, its chunks, the state saved with it."""
+class OpenSnapshot(Message, frozen=True):
+    """Ask for one snapshot: its memory, its chunks, the state saved with it."""
 
     rank: Count
     generation: Name
 
 
-# The service's answers --------------------------------------------------------------------------------------------
+# Replies of the service -------------------------------------------------------------------------------------------
 
 
 class Registered(Message, frozen=True):
-    """The service's name, its process id, and the port where it takes copies (0: none)."""
+    """The service's name, its process id, and the port on which it takes replicas (0: none)."""
 
     service: Name
     pid: Count
@@ -146,34 +156,34 @@ class Registered(Message, frozen=True):
 
 
 class Allocated(Message, frozen=True):
-    """What each slot holds. Beside it: the slots' memory, as open files."""
+    """The generation of the snapshot in each slot. Attached: the slots' memory, as open files."""
 
-    held: Annotated[tuple[Name, ...], Meta(max_length=64)]
+    generations: Annotated[tuple[Name, ...], Meta(max_length=64)]
 
 
 class PagesReady(Message, frozen=True):
-    """Whether they are."""
+    """Report whether the pages are in place."""
 
     ready: bool
 
 
 class Released(Message, frozen=True):
-    """The slot may be filled anew. replica: what went wrong with the copy."""
+    """Report that a slot may be overwritten; `replica` is the error of its replica."""
 
     seconds: float
     replica: Text | None = None
 
 
-class Outcome(Message, frozen=True):
-    """What became of a save."""
+class SaveResult(Message, frozen=True):
+    """The result of a save; `reason` says why it is not committed."""
 
     committed: bool
     bytes: Count = 0
-    why: Text = ""
+    reason: Text = ""
 
 
-class HeldSnapshot(Part, frozen=True):
-    """A snapshot in memory; replica: another host's."""
+class SnapshotInfo(Part, frozen=True):
+    """A snapshot in memory; `replica`: it is another host's."""
 
     rank: Count
     replica: bool
@@ -183,15 +193,15 @@ class HeldSnapshot(Part, frozen=True):
     ranks: Count
 
 
-class HeldSnapshots(Message, frozen=True):
-    """All of them."""
+class SnapshotList(Message, frozen=True):
+    """All complete snapshots of a service."""
 
-    held: Annotated[tuple[HeldSnapshot, ...], Meta(max_length=1 << 16)]
+    snapshots: Annotated[tuple[SnapshotInfo, ...], Meta(max_length=1 << 16)]
     service: Name
 
 
-class Opened(Message, frozen=True):
-    """A snapshot. Beside it: its index, and its memory as an open file."""
+class OpenedSnapshot(Message, frozen=True):
+    """A snapshot. Attached: its index, and its memory as an open file."""
 
     state: State
     crcs: Crcs
@@ -202,32 +212,28 @@ class Opened(Message, frozen=True):
 # Between services -------------------------------------------------------------------------------------------------
 
 
-class Replicate(Message, frozen=True):
-    """A copy of a snapshot comes: beside this its index, after it `size` bytes, which may still be completed while they
-    are sent, and `Checksums`. slots: how many its process has."""
+class Replicate(SnapshotMessage, frozen=True):
+    """Announce a replica of a snapshot. Attached: its index.
 
-    rank: Count
-    slot: Count
-    slots: Annotated[int, Meta(ge=1, le=64)]
-    size: Count
-    above: Count
-    step: Count
-    generation: Name
-    identity: Name
-    state: State
-    ranks: Count
+    Its `size` bytes follow, some of which may still be staged meanwhile, and then `Checksums`.
+
+    Attributes:
+        slots: number of slots of its process.
+    """
+
+    slots: SlotCount
 
 
 class Checksums(Message, frozen=True):
-    """Of each chunk of a copy, once all of it is sent."""
+    """CRC-32 of each chunk of a replica, once all of it is sent."""
 
     crcs: Crcs
 
 
 class Replicated(Message, frozen=True):
-    """Whether it arrived undamaged."""
+    """Report whether the replica arrived undamaged."""
 
-    whole: bool
+    is_complete: bool
 
 
 TO_SERVICE = Schema(
@@ -237,32 +243,44 @@ TO_SERVICE = Schema(
     AwaitPages,
     InvalidateSlot,
     StageSnapshot,
-    Rows,
-    Plan,
-    Pruned,
-    Wait,
+    StagedChunks,
+    StorePlan,
+    AwaitPruning,
+    AwaitCommit,
     ListSnapshots,
-    Open,
+    OpenSnapshot,
     limit=LIMIT,
 )
 FROM_SERVICE = Schema(
-    Done, ErrorReply, Registered, Allocated, PagesReady, Released, Outcome, HeldSnapshots, Opened, limit=LIMIT
+    Done,
+    ErrorReply,
+    Registered,
+    Allocated,
+    PagesReady,
+    Released,
+    SaveResult,
+    SnapshotList,
+    OpenedSnapshot,
+    limit=LIMIT,
 )
 COPIES = Schema(Replicate, Checksums, Replicated, limit=LIMIT)
 
 
 def private_folder(run: pathlib.Path | str, node: str | None = None) -> pathlib.Path:
-    """A folder of this user and host for the sockets of one run (see make_private).
+    """Return this user's and host's folder for the sockets of one run (see make_private_folder).
 
-    node: its name where a launcher plays several nodes on one host, each a host of its own; default: this process's.
+    Args:
+        node: name of the node where a launcher runs several nodes on one host, each a host of its own; None: this
+            process's node.
     """
-    node = os.environ.get("MEGASCALE_NODE", "") if node is None else node
-    # A service that lingers from a version with another form of the protocol is not talked to.
+    if node is None:
+        node = os.environ.get("MEGASCALE_NODE", "")
+    # The version keeps this process from a lingering service that speaks another version of the protocol.
     identity = f"{pathlib.Path(run).absolute()}\0{node}\0{PROTOCOL_VERSION}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return make_private_folder(private_base_folder() / name)
 
 
 def locate_service(folder: pathlib.Path) -> ServiceLocation:
-    """The place of the service in `private_folder`."""
+    """Return the location of the service in `private_folder`."""
     return ServiceLocation(folder, NAME)

@@ -1,7 +1,10 @@
-"""The trainer's side of saving in the background: copy the state to host memory under the next step, then go on.
+"""The trainer's side of saving in the background: copy the state to host memory during the next step, then go on.
 
-The weights do not change between one optimizer update and the next, so the copy runs beside forward and backward:
-`start` begins it, `before_update` lets the update wait for what is left of it. Writing is the service's work.
+The weights do not change between two optimizer updates, so the copy runs during forward and backward. `start` begins
+it, and `before_update` makes the update wait for its remainder. A save takes this way: `Snapshots.start` queues a
+SnapshotCopy, `Snapshots._serve_slot` (a thread per slot) copies it and sends `StageSnapshot`, and
+`CheckpointService.on_stage_snapshot` completes, replicates and writes it. On the first process
+`Snapshots._watch_commits` learns of the commit.
 """
 
 from __future__ import annotations
@@ -14,95 +17,96 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from megascale.checkpoint.background import replica, replica_token, service, service_protocol
-from megascale.checkpoint.background.last_snapshot import ReplicaBarrier
+from megascale.checkpoint.background import service, service_protocol
 from megascale.checkpoint.background.pending_saves import BLANK
-from megascale.checkpoint.background.replica_address import own_address, warn_if_reachable
+from megascale.checkpoint.background.replica import pair_hosts
+from megascale.checkpoint.background.replica_setup import agree_on_token, resolve_address, warn_if_reachable
 from megascale.checkpoint.background.service_protocol import (
     Allocate,
+    AwaitCommit,
     AwaitPages,
+    AwaitPruning,
     Goodbye,
     InvalidateSlot,
-    Plan,
-    Pruned,
     Register,
-    Rows,
+    StagedChunks,
     StageSnapshot,
-    Wait,
+    StorePlan,
 )
-from megascale.checkpoint.background.staging import SaveOutcome, SnapshotCopy, StagingSlot, choose_slot, make_rank_index
+from megascale.checkpoint.background.staging import (
+    ReplicaBarrier,
+    SaveOutcome,
+    SnapshotCopy,
+    StagingSlot,
+    choose_slot,
+    make_rank_index,
+)
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.torch_index import make_torch_metadata
 from megascale.checkpoint.object_collectives import Peers
-from megascale.checkpoint.saver import agree, cut
+from megascale.checkpoint.saver import agree_on_plan, cut_chunks
 from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
+from megascale.config import CheckpointConfig
 from megascale.errors import FitError, TrainingError
 from megascale.services.conversation import Conversation
 
 log = logging.getLogger(__name__)
-_GRACE_PERIOD = 30.0  # seconds within which the service answers short questions; else it counts as gone
-_GRACE_PERIOD_PER_GB = 3.0  # more of all processes' memory: a dead trainer's snapshot may be on its way to the disk
-_AT_ONCE = 256 << 20  # bytes of a process that are waited for at the start; more come into place beside the first steps
+_REPLY_TIMEOUT = 30.0  # seconds within which the service answers short requests; otherwise it counts as lost
+_REPLY_TIMEOUT_PER_GB = 3.0  # additional, per GB of all local processes: a dead trainer's snapshot may be being written
+_WAIT_AT_START_BYTES = 256 << 20  # memory of a process up to which the start waits for it; more is put in place later
 
 
 class Snapshots:
     """Saves in the background for one set of shards. Construction and `start` are collective over the group.
 
     Args:
-        folder: where checkpoints go, a path or an fsspec URL that all hosts see.
+        config: the [checkpoint] section.
+        folder: folder of the checkpoints, a path or an fsspec URL that all hosts see.
         shards: this process's boxes, views on the live memory that training changes in place.
-        run: the run folder; names the service of this host.
-        keep: committed checkpoints to leave.
-        above: number that saves must come after (of a state loaded from memory).
+        run: the run folder; identifies the service of this host.
+        base_sequence: number of the save that was loaded from memory, which new saves must exceed; 0: none.
         peers: the processes that save together.
-        slots: snapshots in host memory; with one, a save that comes while the last is being written is skipped.
-        replicas: copy each snapshot to a peer host's service.
-        address: where this host's service takes copies.
         domain: fault domain of this host.
-        linger: seconds the service waits for new trainers.
 
     Raises FitError if the host has not enough memory, TrainingError if the shards do not cover the tensors.
     """
 
     def __init__(
         self,
+        config: CheckpointConfig,
         folder: Path | str,
         shards: Sequence[TensorShard],
         *,
         run: Path,
-        keep: int,
         peers: Peers,
-        above: int = 0,
-        slots: int = 1,
-        replicas: bool = False,
-        address: str = "127.0.0.1",
+        base_sequence: int = 0,
         domain: str = "",
-        linger: float = 60.0,
     ) -> None:
-        self.peers, self.keep, self.slots_wanted, self._above = peers, keep, slots, above
+        self.peers = peers
+        # With one slot, a save is skipped while the last one is being written.
+        self.slot_count = config.slots or (2 if config.memory_interval else 1)
         self.storage = open_storage(folder)
-        self._linger, self._place = linger, service_protocol.private_folder(run)
-        self._log = run / "logs" / "checkpoint-service.log"
-        self._outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
-        self._current: SnapshotCopy | None = None
-        self._replica_barrier = ReplicaBarrier()
-        self._broken = False
-        self.part, plan = agree(peers, shards)
+        self._base_sequence = base_sequence
+        self._config = config
+        self._domain = domain
+        self._service_folder = service_protocol.private_folder(run)
+        self._log_file = run / "logs" / "checkpoint-service.log"
+        self.part, plan = agree_on_plan(peers, shards)
         start = None
         if plan is not None:
-            name = folders.identity(self.storage, create=True)
-            start = (folders.new_generation(self.storage, above), name, plan.size)
-        self.generation, self.identity, self.needed = peers.broadcast(start, tuple[str, str, int] | None)
-        chunks = cut(shards)
+            identity = folders.read_identity(self.storage, create=True)
+            start = (folders.new_generation(self.storage, base_sequence), identity, plan.size)
+        self.generation, self.identity, self.required_bytes = peers.broadcast(start, tuple[str, str, int] | None)
+        chunks = cut_chunks(shards)
         self._chunks = [chunks[i] for i in self.part.chunks.tolist()]
         self._index = make_rank_index(shards, self.part, peers.rank)
         self._plan: tuple[bytes, bytes] | None = None
@@ -111,51 +115,59 @@ class Snapshots:
             self._plan = (plan.index.to_bytes(), make_torch_metadata(blank))
         self._device = next((s.tensor.device for s in shards if s.tensor.is_cuda), torch.device("cpu"))
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._replicas, self._listen, self._domain = replicas, address, domain
-        self._watches: queue.SimpleQueue[tuple[SnapshotCopy, str] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
+        self._current: SnapshotCopy | None = None
+        self._replica_barrier = ReplicaBarrier()
+        self._is_broken = False  # the service of this host is lost
         self._closing = threading.Event()
-        self._watcher: threading.Thread | None = None
         self._slots: list[StagingSlot] = []
-        self._lacking: OSError | None = None  # what this process itself could not have, and not another
-        if problem := self._open():
-            raise (FitError(problem) if "memory" in problem else TrainingError(problem)) from self._lacking
+        self._slot_threads: list[threading.Thread] = []
+        self._watcher: threading.Thread | None = None
+        self._saves_to_watch: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
+        self._allocation_error: OSError | None = None  # of this process, not of another one
+        problem = self._open()
+        if problem:
+            raise (FitError(problem) if "memory" in problem else TrainingError(problem)) from self._allocation_error
 
     @property
     def memory(self) -> int:
-        """Bytes of host memory this process stages into, allocated once."""
-        return max(self.part.size, PAGE) * self.slots_wanted
+        """Return the bytes of host memory into which this process stages, allocated once."""
+        return max(self.part.size, PAGE) * self.slot_count
 
     def wait_for_memory(self) -> bool:
-        """Wait until all memory is in place; whether it is page-locked, so that a device copies into it by itself."""
-        locked = [slot.prepared.wait() and slot.page_lock() for slot in self._slots]
-        return all(locked)
+        """Wait until all memory is in place; return whether it is page-locked, so that a device copies into it."""
+        page_locked = [slot.prepared.wait() and slot.page_lock() for slot in self._slots]
+        return all(page_locked)
+
+    # Saving -------------------------------------------------------------------------------------------------------
 
     def start(self, step: int, state: dict[str, Any], *, persist: bool = True, wait: bool = False) -> bool:
-        """Begin a save of the shards as they are now; False if it was skipped because memory is still in use.
+        """Begin a save of the shards' current values; return False if it was skipped because memory is in use.
 
-        The shards must not change before `before_update` has returned. Collective: all start or all skip.
+        The shards must not change before `before_update` has returned. Collective: all processes start or all skip.
 
         Args:
-            persist: also write it to storage, waiting for memory that is not in place yet; else it stays in memory.
-            wait: wait for memory to come free instead of skipping.
+            persist: also write the snapshot to storage, waiting for memory that is not in place yet.
+            wait: wait for free memory instead of skipping.
         """
         begun = time.monotonic()
         self.before_update()
-        if not self.peers.all_true(not self._broken) and (problem := self._reopen()):
-            self._broken = True
-            self._outcomes.put(SaveOutcome(step, reason=problem, stall=time.monotonic() - begun))
-            return False
+        if not self.peers.all_true(not self._is_broken):
+            problem = self._reopen()
+            if problem:
+                self._is_broken = True
+                self._outcomes.put(SaveOutcome(step, reason=problem, stall=time.monotonic() - begun))
+                return False
         number = self._choose_slot(wait, persist)
         if number is None:
             return False
         slot = self._slots[number]
         slot.page_lock()
-        slot.whole = False
+        slot.complete = False
         try:
-            self._sock.request(InvalidateSlot(self.peers.rank, number))
+            self._service.request(InvalidateSlot(self.peers.rank, number))
         except OSError:
-            self._broken = True  # found by the slot's thread too, which reports it
+            self._is_broken = True  # the slot's thread finds it too and reports it
         self.generation = folders.next_generation(self.generation)
         message = StageSnapshot(
             rank=self.peers.rank,
@@ -166,248 +178,310 @@ class Snapshots:
             state=json.dumps(state),
             ranks=self.peers.size,
             size=self.part.size,
+            base_sequence=self._base_sequence,
             persist=persist,
             storage=self.storage.url,
-            required_bytes=self.needed,
-            keep=self.keep,
-            base_sequence=self._above,
-            local_ranks=tuple(self._local),
+            required_bytes=self.required_bytes,
+            keep=self._config.keep,
+            local_ranks=tuple(self._local_ranks),
             leader=self.peers.rank == 0,
             plan=self._plan_name,
             peer=self._peer,
             token=self._token,
         )
-        copy = SnapshotCopy(SaveOutcome(step, bytes=self.needed), message, begun)
+        copy = SnapshotCopy(SaveOutcome(step, bytes=self.required_bytes), message, begun)
         slot.free.clear()
-        slot.filled = self.generation
+        slot.generation = self.generation
         self._replica_barrier.track(copy)
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                for target, source in slot.pairs:
-                    target.copy_(source, non_blocking=True)
-                copy.event = torch.cuda.Event(blocking=True)  # whoever waits for it leaves the core to others
-                copy.event.record(self._stream)
+            copy.event = self._copy_from_device(slot, self._stream)
         self._current = copy
         slot.work.put(copy)
         copy.outcome.stall += time.monotonic() - begun
         return True
 
+    def _copy_from_device(self, slot: StagingSlot, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Begin to copy all chunks on a stream of their own; return the event of their end."""
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for target, source in slot.pairs:
+                target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)  # so that the thread that waits for it leaves the core to others
+            event.record(stream)
+        return event
+
     def _choose_slot(self, wait: bool, persist: bool = False) -> int | None:
-        """The slot of the next snapshot, the same on all; None if memory is in use. `wait`: until it is not."""
+        """Return the slot of the next snapshot, the same on all processes; None if memory is in use.
+
+        Args:
+            wait: wait until memory is free.
+            persist: wait until memory is in place: the next save to storage may be many steps away.
+        """
         for slot in self._slots:
-            if wait or persist:  # what is to be written may not come again for many steps
+            if wait or persist:
                 slot.prepared.wait()
             if wait and not slot.failed:
                 slot.free.wait()
-        slots, origin = self._slots, f"{self._above:08d}-"
-        free, whole = [s.free.is_set() for s in slots], [s.whole for s in slots]
-        flags = self.peers.each([*free, *whole, *(not (s.whole and s.filled.startswith(origin)) for s in slots)])
-        count = len(slots)
-        free, whole, other = flags[:count], flags[count : 2 * count], flags[2 * count :]
-        return choose_slot(free, whole, [s.filled for s in slots], [not flag for flag in other], self._above > 0)
+        prefix = f"{self._base_sequence:08d}-"
+        free = [slot.free.is_set() for slot in self._slots]
+        complete = [slot.complete for slot in self._slots]
+        is_not_origin = [not (slot.complete and slot.generation.startswith(prefix)) for slot in self._slots]
+        flags = self.peers.all_true_each(free + complete + is_not_origin)
+        count = len(self._slots)
+        return choose_slot(
+            free=flags[:count],
+            complete=flags[count : 2 * count],
+            generations=[slot.generation for slot in self._slots],
+            origin=[not flag for flag in flags[2 * count :]],
+            resumed=self._base_sequence > 0,
+        )
 
-    def before_update(self, kept: bool = False) -> None:
-        """Let the copy under way finish before the shards change: call it before each optimizer update.
+    def before_update(self, wait_for_replica: bool = False) -> None:
+        """Let the copy under way finish before the shards change; call it before each optimizer update.
 
-        On CUDA the current stream waits, not the host. kept: the host also waits until the last snapshot is complete in
-        the peer's memory too; for a few seconds, since a peer that is gone must not hold up training.
+        On CUDA the current stream waits, not the host.
+
+        Args:
+            wait_for_replica: also let the host wait until the last snapshot is complete in the peer's memory, but only
+                for a few seconds, since a lost peer must not stop training.
         """
-        if kept:
+        if wait_for_replica:
             self._replica_barrier.wait()
-        copy, self._current = self._current, None
+        copy = self._current
+        self._current = None
         if copy is None:
             return
         begun = time.monotonic()
         if copy.event is not None:
-            first, second = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             stream = torch.cuda.current_stream(self._device)
-            first.record(stream)
+            before = torch.cuda.Event(enable_timing=True)
+            after = torch.cuda.Event(enable_timing=True)
+            before.record(stream)
             stream.wait_event(copy.event)
-            second.record(stream)
-            copy.waits = (first, second)
+            after.record(stream)
+            copy.waits = (before, after)
         else:
             copy.copied.wait()
         copy.outcome.stall += time.monotonic() - begun
 
     def poll(self) -> list[SaveOutcome]:
-        """Saves that have come to an end since the last call."""
-        found = []
+        """Return the saves that have ended since the last call."""
+        outcomes = []
         while not self._outcomes.empty():
-            found.append(self._outcomes.get())
-        return found
+            outcomes.append(self._outcomes.get())
+        return outcomes
 
     def finish(self, goodbye: bool = True) -> list[SaveOutcome]:
-        """Wait until all saves have come to an end; with `goodbye` the service may end. Returns as `poll`."""
+        """Wait until all saves have ended and return as `poll` does.
+
+        Args:
+            goodbye: the run has ended, so the service may end.
+        """
         self.before_update()
-        self._join()
-        for slot in self._slots:
-            slot.close()
-        if goodbye and not self._broken:
+        self._close()
+        if goodbye and not self._is_broken:
             with contextlib.suppress(OSError):  # it has ended already
-                self._sock.request(Goodbye())
-        self._sock.close()
+                self._service.request(Goodbye())
+        self._service.close()
         return self.poll()
 
+    # The service --------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> Conversation:
+        return service.connect_checkpoint_service(self._service_folder, self._config.linger, self._log_file)
+
     def _open(self) -> str | None:
-        """Get in touch with the service: memory, neighbours, the plan. Collective; what went wrong, the same on all."""
-        me, problem, token = ("", "", 0, ""), None, ""
-        if self._replicas:
-            token, problem = replica_token.agree(self.peers, self.storage.url, self.identity)
+        """Connect to the service and set up memory, replicas and threads; collective.
+
+        Returns a problem, the same on all processes, or None.
+        """
+        problem = None
+        self._token = ""
+        if self._config.replicas:
+            self._token, problem = agree_on_token(self.peers, self.storage.url, self.identity)
             if problem:
                 return problem
+        host = ("", "", 0, "")  # name, address and port of the service, and its fault domain
         try:
-            self._sock = service.connect_checkpoint_service(self._place, self._linger, self._log)
-            self._sock.timeout = _GRACE_PERIOD
-            told = self._sock.request(Register(token, own_address(self._listen)))
-            me = (told.service, own_address(self._listen), told.port, self._domain)
+            self._service = self._connect()
+            self._service.timeout = _REPLY_TIMEOUT
+            address = resolve_address(self._config.replica_address)
+            registered = self._service.request(Register(self._token, address))
+            host = (registered.service, address, registered.port, self._domain)
         except (OSError, TrainingError) as error:
             problem = f"the checkpoint service of a host cannot be reached: {error}"
-        answers = self.peers.all_gather((problem, me), tuple[str | None, tuple[str, str, int, str]])
-        if problem := next((p for p, _ in answers if p), None):
+        answers = self.peers.all_gather((problem, host), tuple[str | None, tuple[str, str, int, str]])
+        problem = next((text for text, _ in answers if text), None)
+        if problem:
             return problem
-        everyone = [other for _, other in answers]
-        hosts = list(dict.fromkeys(name for name, *_ in everyone))
-        if self._replicas and self.peers.rank == 0:
-            warn_if_reachable([(address, port) for _, address, port, _ in everyone])
-        self._local = [rank for rank, other in enumerate(everyone) if other[0] == me[0]]
-        self._peer, self._token = None, token
-        if self._replicas and len(hosts) > 1:
-            by_host = {other[0]: other for other in everyone}
-            partner = replica.pair_hosts([by_host[name][3] or name for name in hosts])[hosts.index(me[0])]
-            _, address, port, _ = by_host[hosts[partner]]
-            self._peer = (address, port)
-        if problem := self._allocate():
+        hosts = [answer for _, answer in answers]
+        self._local_ranks = [rank for rank, (name, *_) in enumerate(hosts) if name == host[0]]
+        if self._config.replicas and self.peers.rank == 0:
+            warn_if_reachable([(address, port) for _, address, port, _ in hosts])
+        self._peer = self._find_peer(hosts, host[0])
+        problem = self._allocate()
+        if problem:
             return problem
         self._closing.clear()
-        self._broken = False
-        self._threads = [self._spawn(self._look_after, number, slot) for number, slot in enumerate(self._slots)]
-        if self.memory <= _AT_ONCE:
+        self._is_broken = False
+        self._slot_threads = [_start_thread(self._serve_slot, number, slot) for number, slot in enumerate(self._slots)]
+        if self.memory <= _WAIT_AT_START_BYTES:
             self.wait_for_memory()
-        self._watcher = self._spawn(self._watch) if self.peers.rank == 0 else None
+        self._watcher = _start_thread(self._watch_commits) if self.peers.rank == 0 else None
         return None
 
+    def _find_peer(self, hosts: Sequence[tuple[str, str, int, str]], own_name: str) -> tuple[str, int] | None:
+        """Return (address, port) of the service that keeps this host's replicas, None if there are none.
+
+        Args:
+            hosts: each process's service: name, address, port and fault domain.
+            own_name: name of this process's service.
+        """
+        by_name = {host[0]: host for host in hosts}
+        names = list(dict.fromkeys(host[0] for host in hosts))
+        if not self._config.replicas or len(names) == 1:
+            return None
+        partners = pair_hosts([by_name[name][3] or name for name in names])
+        _, address, port, _ = by_name[names[partners[names.index(own_name)]]]
+        return address, port
+
     def _allocate(self) -> str | None:
-        """Memory for this process's snapshots, and on the first process the plan's way to the service."""
+        """Get memory for this process's snapshots, and hand over the first process's plan; collective.
+
+        Returns a problem, the same on all processes, or None.
+        """
         size = max(self.part.size, PAGE)
         self._plan_name = secrets.token_hex(4)
         problem = None
         try:
             if self._plan is not None:
-                plan, metadata = self._plan
-                self._sock.request(Plan(self._plan_name, len(plan)), plan + metadata)
-            self._sock.timeout = _GRACE_PERIOD + _GRACE_PERIOD_PER_GB * self.memory * len(self._local) / 1e9
-            answer = self._sock.request(Allocate(self.peers.rank, size, self.slots_wanted), self._index.to_bytes())
-            self._sock.timeout = _GRACE_PERIOD
+                index, metadata = self._plan
+                self._service.request(StorePlan(self._plan_name, len(index)), index + metadata)
+            gigabytes = self.memory * len(self._local_ranks) / 1e9
+            self._service.timeout = _REPLY_TIMEOUT + _REPLY_TIMEOUT_PER_GB * gigabytes
+            request = Allocate(self.peers.rank, size, self.slot_count)
+            allocated = self._service.request(request, self._index.to_bytes())
+            self._service.timeout = _REPLY_TIMEOUT
             self._slots = [
-                StagingSlot(handle, self.part.size, self._index, self._chunks, self._device, held)
-                for handle, held in zip(self._sock.files, answer.held, strict=True)
+                StagingSlot(handle, self.part.size, self._index, self._chunks, self._device, generation)
+                for handle, generation in zip(self._service.files, allocated.generations, strict=True)
             ]
         except OSError as error:
-            self._lacking = error
+            self._allocation_error = error
             problem = (
-                f"rank {self.peers.rank} on {socket.gethostname()}: staging memory for checkpoints could not be had "
+                f"rank {self.peers.rank} on {socket.gethostname()}: staging memory for checkpoints is unavailable "
                 f"({error}): each process there needs checkpoint.slots x {size:,} bytes of host memory. Lower "
-                f"checkpoint.slots={self.slots_wanted}, or set checkpoint.background=false"
+                f"checkpoint.slots={self.slot_count}, or set checkpoint.background=false"
             )
-        return next((p for p in self.peers.all_gather(problem, str | None) if p), None)
+        return self.peers.first_problem(problem)
 
     def _reopen(self) -> str | None:
-        """The service is gone on some host: begin anew on all."""
-        self._join()
-        for slot in self._slots:
-            slot.close()
+        """Set everything up again on all processes, since some host has lost its service."""
+        self._close()
         self._slots = []
-        self._sock.close()
+        self._service.close()
         return self._open()
 
-    def _join(self) -> None:
-        """Let the threads end: first those of the slots, which hand saves on to the one that watches."""
+    def _close(self) -> None:
+        """End the threads and release the memory. The slots' threads end first: they hand saves to the watcher."""
         self._closing.set()
         for slot in self._slots:
             slot.work.put(None)
-        for thread in self._threads:
+        for thread in self._slot_threads:
             thread.join()
         if self._watcher is not None:
-            self._watches.put(None)
+            self._saves_to_watch.put(None)
             self._watcher.join()
-        self._threads, self._watcher = [], None
+        self._slot_threads = []
+        self._watcher = None
+        for slot in self._slots:
+            slot.close()
 
-    def _spawn(self, function: Any, *args: Any) -> threading.Thread:
-        thread = threading.Thread(target=function, args=args, daemon=True)
-        thread.start()
-        return thread
+    # Threads ------------------------------------------------------------------------------------------------------
 
-    def _look_after(self, number: int, slot: StagingSlot) -> None:
-        """Prepare it; copy (on the CPU), then tell the service and wait until it has done with the slot."""
-        sock: Conversation | None = None
+    def _serve_slot(self, number: int, slot: StagingSlot) -> None:
+        """Prepare a slot; then, for each copy, stage it with the service and wait until the slot is free."""
+        connection: Conversation | None = None
         try:
-            sock = service.connect_checkpoint_service(self._place, self._linger, self._log)
-            slot.prepare(sock, AwaitPages(self.peers.rank, number), self._closing)
+            connection = self._connect()
+            slot.prepare(connection, AwaitPages(self.peers.rank, number), self._closing)
         except Exception as error:
             log.warning("staging memory for checkpoints could not be prepared: %s", error or repr(error))
-            self._broken = slot.failed = True
-        slot.is_prepared()
+            self._is_broken = True
+            slot.failed = True
+        slot.mark_prepared()
         while (copy := slot.work.get()) is not None:
             try:
-                if sock is None:
-                    sock = service.connect_checkpoint_service(self._place, self._linger, self._log)
-                if copy.event is not None:
-                    copy.event.synchronize()
-                    sock.send(copy.message)
-                else:
-                    # The service may begin with what is there.
-                    sock.send(msgspec.structs.replace(copy.message, follow=True))
-                    for rows in slot.copy_chunks():
-                        sock.send(Rows(rows))
-                copy.copied.set()
-                sock.receive_reply()
-                slot.whole = True
-                copy.replicated.set()
-                copy.outcome.replica = sock.receive_reply().replica
-            except Exception as error:  # the update of the next step waits for this copy
+                if connection is None:
+                    connection = self._connect()
+                self._stage_copy(connection, slot, copy)
+            except Exception as error:  # the next step's update waits for this copy in any case
                 copy.outcome.reason = str(error) or repr(error)
-                known = isinstance(error, OSError | TrainingError)
-                if not known:
+                is_expected = isinstance(error, OSError | TrainingError)
+                if not is_expected:
                     log.exception("the copy of step %d failed", copy.outcome.step)
-                self._broken = self._broken or not known or isinstance(error, ConnectionError | TrainingError)
+                if not is_expected or isinstance(error, ConnectionError | TrainingError):
+                    self._is_broken = True
             copy.copied.set()
             copy.replicated.set()
             slot.free.set()
             if copy.message.persist and self.peers.rank == 0 and not copy.outcome.reason:
-                self._watches.put((copy, copy.message.generation))
+                self._saves_to_watch.put(copy)
             else:
                 self._report(copy)
-        if sock is not None:
-            sock.close()
+        if connection is not None:
+            connection.close()
 
-    def _watch(self) -> None:
-        """On the first process: learn what became of each save."""
-        sock: Conversation | None = None
-        while (item := self._watches.get()) is not None:
-            copy, generation = item
+    def _stage_copy(self, connection: Conversation, slot: StagingSlot, copy: SnapshotCopy) -> None:
+        """Copy the state, unless the device does, and wait until the service no longer needs the slot."""
+        if copy.event is not None:
+            copy.event.synchronize()
+            connection.send(copy.message)
+        else:
+            # The service begins with the chunks that are in place.
+            connection.send(msgspec.structs.replace(copy.message, follow=True))
+            for rows in slot.copy_chunks():
+                connection.send(StagedChunks(rows))
+        copy.copied.set()
+        connection.receive_reply()
+        slot.complete = True
+        copy.replicated.set()
+        copy.outcome.replica = connection.receive_reply().replica
+
+    def _watch_commits(self) -> None:
+        """Learn the result of each save, on the first process."""
+        connection: Conversation | None = None
+        while (copy := self._saves_to_watch.get()) is not None:
             try:
-                if sock is None:
-                    sock = service.connect_checkpoint_service(self._place, self._linger, self._log)
-                answer = sock.request(Wait(generation))
-                copy.outcome.committed = answer.committed
-                copy.outcome.bytes = answer.bytes or copy.outcome.bytes
-                copy.outcome.reason = answer.why
+                if connection is None:
+                    connection = self._connect()
+                result = connection.request(AwaitCommit(copy.message.generation))
+                copy.outcome.committed = result.committed
+                copy.outcome.bytes = result.bytes or copy.outcome.bytes
+                copy.outcome.reason = result.reason
             except Exception as error:
                 copy.outcome.reason = copy.outcome.reason or str(error) or repr(error)
             self._report(copy)
-            if sock is not None:
+            if connection is not None:
                 with contextlib.suppress(OSError):
-                    sock.request(Pruned())
-        if sock is not None:
-            sock.close()
+                    connection.request(AwaitPruning())
+        if connection is not None:
+            connection.close()
 
     def _report(self, copy: SnapshotCopy) -> None:
+        """Add the times of a save that has ended, and pass its outcome to `poll`."""
         if copy.waits is not None:
+            before, after = copy.waits
             try:
-                copy.waits[1].synchronize()
-                copy.outcome.stall += copy.waits[0].elapsed_time(copy.waits[1]) / 1e3
-            except RuntimeError as error:  # the device has failed, and every later call of it does
-                log.warning("how long step %d waited for its copy is unknown: %s", copy.outcome.step, error)
+                after.synchronize()
+                copy.outcome.stall += before.elapsed_time(after) / 1e3
+            except RuntimeError as error:  # the device has failed, and every later call fails too
+                log.warning("the time that step %d waited for its copy is unknown: %s", copy.outcome.step, error)
         copy.outcome.seconds = time.monotonic() - copy.started
         self._outcomes.put(copy.outcome)
+
+
+def _start_thread(function: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread

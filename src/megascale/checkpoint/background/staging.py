@@ -1,4 +1,4 @@
-"""Staging memory as a trainer sees it: shared with the service, page-locked where there is a device to copy from."""
+"""Staging memory as a trainer uses it: shared with the service, and page-locked if a device copies into it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import mmap
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,33 +17,34 @@ import numpy as np
 import torch
 
 from megascale.checkpoint.background.service_protocol import AwaitPages, StageSnapshot
+from megascale.checkpoint.background.snapshot_memory import fill_pages
 from megascale.checkpoint.format.archive import element_size
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.mapping import fill_pages
-from megascale.checkpoint.format.write_plan import RankPart, data_file, make_offer
-from megascale.checkpoint.saver import Slice, dtype_name
+from megascale.checkpoint.format.write_plan import RankPart, data_file_name, make_offer
+from megascale.checkpoint.saver import ShardChunk, dtype_name
 from megascale.checkpoint.storage.base import PAGE
 from megascale.services.conversation import Conversation
 
 log = logging.getLogger(__name__)
 
-_TELL = 32 << 20  # bytes after which the service hears how far a copy is
+_REPORT_BYTES = 32 << 20  # copied between two progress reports to the service
+_REPLICA_TIMEOUT = 5.0  # seconds of waiting for one replica, after which a silent peer counts as lost
 
 
 @dataclass
 class SaveOutcome:
-    """What became of a save.
+    """The outcome of a save.
 
     Attributes:
-        step: which.
-        committed: it stands in storage, whole. Only the first process learns of it; on others, and for copies that
-            stay in memory, it is False with an empty `why`.
-        why: what went wrong, "" if nothing did.
+        step: step of the saved state.
+        committed: the checkpoint is complete in storage. Only the first process learns of it; on other processes, and
+            for snapshots that stay in memory, it is False with an empty `reason`.
+        reason: why the save failed, "" if it did not.
         bytes: size of the checkpoint.
-        stall: seconds that training stood still for it on this process, copy included.
+        stall: seconds that training waited for it on this process, copy included.
         seconds: from the start of the copy to the end of the service's work (to the commit where that is known).
-        replica: what went wrong with the copy to a peer, None if nothing did.
+        replica: error of the replica on a peer, None if there was none.
     """
 
     step: int
@@ -56,10 +58,16 @@ class SaveOutcome:
 
 @dataclass
 class SnapshotCopy:
-    """A copy under way.
+    """A copy of the state to host memory that is under way.
 
     Attributes:
-        copied: set once all is in host memory; kept: once it is complete there and at the peer, or has failed.
+        outcome: filled in while the save proceeds.
+        message: description of the snapshot for the service.
+        started: monotonic time of the start.
+        copied: set once all of it is in host memory.
+        replicated: set once it is complete there and at the peer, or has failed.
+        event: recorded after the device's copies.
+        waits: device events before and after the wait of the training stream.
     """
 
     outcome: SaveOutcome
@@ -71,14 +79,63 @@ class SnapshotCopy:
     waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
 
-class StagingSlot:
-    """One snapshot in shared memory, seen from the trainer, with the thread that looks after it.
+class ReplicaBarrier:
+    """Delays optimizer updates until the last snapshot is in the peer's memory, so that a lost host costs one step.
 
-    held: generation of a complete snapshot that is in it already.
+    The weights of step n+1 exist only once the snapshot of step n no longer depends on its host. Where the network is
+    slower than a step, the step becomes as long as the replica's copy. Where the peer does not reply, training goes on.
+
+    Args:
+        timeout: seconds to wait for one replica.
+    """
+
+    def __init__(self, timeout: float = _REPLICA_TIMEOUT) -> None:
+        self._timeout = timeout
+        self._last: SnapshotCopy | None = None
+        self._late: SnapshotCopy | None = None
+
+    def track(self, copy: SnapshotCopy) -> None:
+        """Make `copy` the last snapshot."""
+        self._last = copy
+
+    def wait(self) -> None:
+        """Wait for the last snapshot's replica, up to the timeout; do not wait while an earlier replica is late."""
+        copy = self._last
+        if copy is None or copy.message.peer is None:
+            return
+        if self._late is not None and not self._late.replicated.is_set():
+            return
+        self._late = None
+        begun = time.monotonic()
+        if not copy.replicated.wait(self._timeout):
+            self._late = copy
+            log.warning(
+                "the snapshot of step %s is not at the peer after %g s; training goes on, and a host that is lost now "
+                "costs more than one step (checkpoint.memory_interval, or a faster network)",
+                copy.message.step,
+                self._timeout,
+            )
+        copy.outcome.stall += time.monotonic() - begun
+
+
+class StagingSlot:
+    """One snapshot in shared memory on the trainer's side, with the queue of the thread that copies into it.
+
+    Args:
+        handle: file descriptor of the memory.
+        size: bytes.
+        index: the chunks of this process's file.
+        chunks: their elements in live memory.
+        device: device of the live memory.
+        generation: generation of a complete snapshot that the memory already holds, "" if none.
 
     Attributes:
-        prepared: set once `prepare` is over; failed: it did not succeed.
-        free: nobody works on it.
+        generation: generation of the snapshot.
+        complete: whether the service has all of it.
+        prepared: set once `prepare` has ended.
+        failed: whether `prepare` failed.
+        free: set while no thread or service works on the slot.
+        work: copies for the slot's thread; None ends it.
     """
 
     def __init__(
@@ -86,102 +143,118 @@ class StagingSlot:
         handle: int,
         size: int,
         index: CheckpointIndex,
-        chunks: Sequence[Slice],
+        chunks: Sequence[ShardChunk],
         device: torch.device,
-        held: str = "",
+        generation: str = "",
     ) -> None:
         self.map = mmap.mmap(handle, max(size, PAGE), mmap.MAP_SHARED)
         os.close(handle)
-        self._device, self.pinned, self._tried = device, False, False
-        self.prepared, self.failed = threading.Event(), False
-        memory = torch.frombuffer(self.map, dtype=torch.uint8)
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for row, chunk in enumerate(chunks):
-            at, info = int(index.columns["data"][row]), chunk.info
-            count = chunk.box.count * element_size(info.dtype)
-            target = memory[at : at + count].view(getattr(torch, info.dtype)).reshape(chunk.box.sizes)
-            self.pairs.append((target, chunk.view()))
+        self.generation = generation
+        self.complete = bool(generation)
+        self.prepared = threading.Event()
+        self.failed = False
         self.free = threading.Event()
-        self.filled = held  # generation of the snapshot
-        self.whole = bool(held)  # whether the service has all of it
         self.work: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # (staging memory, live memory) of each chunk
+        self._device = device
+        self._pinned = False
+        self._tried_pinning = False
+        memory = torch.frombuffer(self.map, dtype=torch.uint8)
+        for row, chunk in enumerate(chunks):
+            start = int(index.columns["data"][row])
+            stop = start + chunk.box.count * element_size(chunk.info.dtype)
+            target = memory[start:stop].view(getattr(torch, chunk.info.dtype)).reshape(chunk.box.sizes)
+            self.pairs.append((target, chunk.view()))
 
     def prepare(self, service: Conversation, question: AwaitPages, stop: threading.Event) -> None:
-        """Once the service has cleared the pages, map them; of tens of gigabytes this takes many seconds, beside
-        training. Raises OSError where memory lacks."""
+        """Map the pages once the service has cleared them. Raises OSError if memory is insufficient.
+
+        With tens of gigabytes this takes many seconds, during which training goes on.
+        """
         while not stop.is_set() and not service.request(question).ready:
             pass
         fill_pages(self.map, stop=stop)
 
-    def is_prepared(self) -> None:
-        """From now on it may be filled, unless that failed."""
+    def mark_prepared(self) -> None:
+        """Allow the slot to be filled, unless `prepare` failed."""
         if not self.failed:
             self.free.set()
         self.prepared.set()
 
     def page_lock(self) -> bool:
-        """Whether it is, for a device's copies; tried once. The driver launches nothing meanwhile, and ranks wait for
-        each other's kernels: they do it together between steps."""
-        if self._device.type == "cuda" and not self._tried:
-            self.pinned, self._tried = _pin(self.map, len(self.map)), True
-        return self.pinned
+        """Page-lock the memory if it serves a device, at the first call; return whether it is page-locked.
+
+        The driver launches no kernels meanwhile, and ranks wait for each other's kernels, so all ranks do it at once
+        between steps.
+        """
+        if self._device.type == "cuda" and not self._tried_pinning:
+            self._pinned = _page_lock(self.map)
+            self._tried_pinning = True
+        return self._pinned
 
     def copy_chunks(self) -> Iterator[int]:
-        """Copy all chunks, in file order; now and then, and at last, how many are in place."""
-        since = 0
+        """Copy all chunks in file order; yield the number of copied chunks from time to time and at the end."""
+        copied_bytes = 0
         for row, (target, source) in enumerate(self.pairs):
             target.copy_(source)
-            since += target.nbytes
-            if since >= _TELL and row + 1 < len(self.pairs):
+            copied_bytes += target.nbytes
+            if copied_bytes >= _REPORT_BYTES and row + 1 < len(self.pairs):
                 yield row + 1
-                since = 0
+                copied_bytes = 0
         yield len(self.pairs)
 
     def close(self) -> None:
-        """Give the memory back to the service alone."""
-        if self.pinned:
+        """Release the memory in this process."""
+        if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(ctypes.c_char.from_buffer(self.map)))
-            self.pinned = False
+            self._pinned = False
         self.pairs.clear()
-        with contextlib.suppress(BufferError):  # a tensor still looks at it; then it goes with that
+        with contextlib.suppress(BufferError):  # a tensor still uses it, with which it is released
             self.map.close()
 
 
 def choose_slot(
-    free: Sequence[bool], whole: Sequence[bool], filled: Sequence[str], origin: Sequence[bool], resumed: bool
+    free: Sequence[bool], complete: Sequence[bool], generations: Sequence[str], origin: Sequence[bool], resumed: bool
 ) -> int | None:
-    """Which slot the next snapshot goes to, None if none may be given up yet.
+    """Return the slot of the next snapshot, None if no slot may be overwritten yet.
 
-    Each process must take the same one, and a snapshot that is complete everywhere must stay until another is: else a
-    kill could leave each process with a snapshot of another step.
+    Each process must choose the same slot, and a snapshot that is complete everywhere must stay until another one is:
+    otherwise a kill could leave each process with a snapshot of another step.
 
     Args:
-        free, whole: of each slot whether on every process nobody works on it, and whether its snapshot is complete.
-        filled: generation of each slot's snapshot, as this process has it; the same on all where it is complete on all.
-        origin: of each slot whether some process has in it what the run began from (others may have it from a peer).
-        resumed: the run began from memory. As long as nothing newer is complete everywhere, one is made at a time.
+        free: for each slot, whether it is free on every process.
+        complete: for each slot, whether its snapshot is complete on every process.
+        generations: generation of each slot's snapshot on this process; where complete, the same on all.
+        origin: for each slot, whether some process has in it the snapshot that the run began from. Other processes may
+            have that from a peer.
+        resumed: the run began from memory. Until a newer snapshot is complete everywhere, one is made at a time.
     """
-    if resumed and not any(whole) and not all(free):
+    if resumed and not any(complete) and not all(free):
         return None
-    slots = range(len(free))
-    worth = [a or b for a, b in zip(whole, origin, strict=True)]
-    usable = [i for i in slots if free[i] and (not worth[i] or len(free) == 1 or any(whole[:i]) or any(whole[i + 1 :]))]
-    # What is worth nothing goes first, then the oldest.
-    return min(usable, key=lambda i: (worth[i], filled[i] if whole[i] else ""), default=None)
+    is_valuable = [a or b for a, b in zip(complete, origin, strict=True)]
+    usable = []
+    for i in range(len(free)):
+        has_alternative = len(free) == 1 or any(complete[:i]) or any(complete[i + 1 :])
+        if free[i] and (not is_valuable[i] or has_alternative):
+            usable.append(i)
+    # Slots without a valuable snapshot are overwritten first, then the oldest snapshot.
+    return min(usable, key=lambda i: (is_valuable[i], generations[i] if complete[i] else ""), default=None)
 
 
-def _pin(memory: mmap.mmap, size: int) -> bool:
-    """Page-lock shared memory for copies from the device; False (and a line in the log) where that is refused."""
+def _page_lock(memory: mmap.mmap) -> bool:
+    """Page-lock shared memory for copies from the device; log a warning and return False if that is refused."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    code = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+    code = torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
     if int(code) != 0:
-        log.warning("%s bytes of staging memory could not be page-locked (CUDA error %s): slow copies", size, code)
+        log.warning(
+            "%s bytes of staging memory could not be page-locked (CUDA error %s): slow copies", len(memory), code
+        )
         return False
     return True
 
 
 def make_rank_index(shards: Sequence[TensorShard], part: RankPart, rank: int) -> CheckpointIndex:
-    """The chunks that this process writes, in file order."""
+    """Return the index of the chunks that this process writes, in file order."""
     offer = make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)
     columns = {
         "tensor": offer.tensor[part.chunks],
@@ -192,4 +265,4 @@ def make_rank_index(shards: Sequence[TensorShard], part: RankPart, rank: int) ->
         "crc": np.zeros(len(part.chunks), np.uint32),
         "box": offer.box[part.chunks],
     }
-    return CheckpointIndex(offer.tensors, [data_file(rank)], columns)
+    return CheckpointIndex(offer.tensors, [data_file_name(rank)], columns)

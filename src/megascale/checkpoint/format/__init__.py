@@ -1,1 +1,1 @@
-"""What a checkpoint consists of: files, chunks, index, commit; who writes and who reads which part."""
+"""The file format of checkpoints: chunks, their index, the commit, and the plans of who writes and reads which."""

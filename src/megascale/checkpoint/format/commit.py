@@ -1,6 +1,6 @@
-"""What COMMIT says, and what it may say: it is read first of a checkpoint, which may be anybody's. No torch.
+"""The COMMIT record of a checkpoint and its checks. It is the first file read, and its writer is not trusted. No torch.
 
-A checksum finds what a disk has done to it, not what a person has: every field is checked before it leads anywhere.
+A checksum detects disk errors but not a forged file, so every field is checked before it is used.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from megascale.core.untrusted_files import is_plain_name
 COMMIT = "COMMIT"
 FORMAT = 1
 METADATA = ".metadata"
-COMMIT_BYTES = 16 << 20  # most of a COMMIT: a hundred thousand files take ten
+COMMIT_BYTES = 16 << 20  # upper limit of a COMMIT: a hundred thousand files need ten
 GENERATION = re.compile(r"([0-9]{8})-[0-9a-f]{8}")
-_MOST_BYTES = 1 << 62  # of all files: sums of it stay whole numbers of 64 bits
+_MAX_BYTES = 1 << 62  # of all files: sums of it fit into 64 bits
 _KEYS = {"format", "step", "generation", "files", "state"}
 
 
 class DamagedCheckpoint(Exception):
-    """A committed checkpoint that is not what was written: the message says which file and how."""
+    """A committed checkpoint differs from what was written; the message names the file and the difference."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What COMMIT says.
+    """The contents of COMMIT.
 
     Attributes:
         step: optimizer steps done.
-        generation: number of this save in its folder and a random part; begins the names of its files.
-        files: name to (bytes, CRC-32) of every file that belongs to it.
-        state: what the trainer gave besides tensors.
+        generation: number of the save in its folder and a random part; its files' names begin with it.
+        files: (bytes, CRC-32) by name of every file of the checkpoint.
+        state: the trainer's saved state besides tensors.
     """
 
     step: int
@@ -45,60 +45,60 @@ class Commit:
 
     @property
     def sequence(self) -> int:
-        """Number of this save in its folder."""
+        """Return the number of the save in its folder."""
         return int(self.generation[:8])
 
     @property
     def index_file(self) -> str:
-        """Name of the index."""
+        """Return the name of the index file."""
         return f"{self.generation}-index.npz"
 
     @property
     def size(self) -> int:
-        """Bytes of all its files."""
+        """Return the bytes of all files."""
         return sum(size for size, _ in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """COMMIT's text: one JSON object, then its checksum."""
+        """Return COMMIT's text: one JSON object, then its checksum."""
         body = json.dumps({"format": FORMAT, **self.__dict__}, sort_keys=True).encode()
         return body + b"\n" + f"{crc32(body):08x}\n".encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Commit:
-        """The inverse; Damaged if the text was altered or cut, or says what no COMMIT does."""
+        """Parse COMMIT's text. Raises DamagedCheckpoint if it was altered or cut, or if a field is invalid."""
         body, _, checksum = data.partition(b"\n")
         if checksum.strip() != f"{crc32(body):08x}".encode():
             raise DamagedCheckpoint("COMMIT does not match its own checksum")
         try:
             record = strict_json.loads(body, COMMIT_BYTES)
         except ValueError as error:
-            raise DamagedCheckpoint(f"COMMIT is no JSON that can be read: {error}") from None
+            raise DamagedCheckpoint(f"COMMIT is not readable JSON: {error}") from None
         if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise DamagedCheckpoint("COMMIT is of a format that this version does not know")
+            raise DamagedCheckpoint(f"COMMIT is not of format {FORMAT}, the only one that this release reads")
         if record.keys() != _KEYS:
-            raise DamagedCheckpoint(
-                f"COMMIT has the keys {', '.join(sorted(record))[:200]}, not {', '.join(sorted(_KEYS))}"
-            )
-        step, generation, state = record["step"], record["generation"], record["state"]
-        if type(step) is not int or not 0 <= step < _MOST_BYTES:
-            raise DamagedCheckpoint(f"COMMIT says step {str(step)[:50]}")
+            keys = ", ".join(sorted(record))[:200]
+            raise DamagedCheckpoint(f"COMMIT has the keys {keys}, not {', '.join(sorted(_KEYS))}")
+        step = record["step"]
+        if type(step) is not int or not 0 <= step < _MAX_BYTES:
+            raise DamagedCheckpoint(f"COMMIT has the invalid step {str(step)[:50]}")
+        generation = record["generation"]
         if not isinstance(generation, str) or not GENERATION.fullmatch(generation):
-            raise DamagedCheckpoint(f"COMMIT says generation {str(generation)[:50]!r}")
-        if not isinstance(state, dict):
-            raise DamagedCheckpoint("COMMIT holds no state of a trainer")
-        return cls(step, generation, _files(record["files"]), state)
+            raise DamagedCheckpoint(f"COMMIT has the invalid generation {str(generation)[:50]!r}")
+        if not isinstance(record["state"], dict):
+            raise DamagedCheckpoint("COMMIT holds no trainer state")
+        return cls(step, generation, _parse_files(record["files"]), record["state"])
 
 
-def _files(found: Any) -> dict[str, tuple[int, int]]:
-    if not isinstance(found, dict):
+def _parse_files(record: Any) -> dict[str, tuple[int, int]]:
+    if not isinstance(record, dict):
         raise DamagedCheckpoint("COMMIT names no files")
     files = {}
-    for name, about in found.items():
+    for name, entry in record.items():
         if not is_plain_name(name):
-            raise DamagedCheckpoint(f"COMMIT names the file {name[:200]!r}, which is not one of its folder")
-        if not isinstance(about, list) or len(about) != 2 or any(type(n) is not int or n < 0 for n in about):
-            raise DamagedCheckpoint(f"COMMIT does not say how long {name} is")
-        files[name] = (about[0], about[1])
-    if sum(size for size, _ in files.values()) > _MOST_BYTES:
-        raise DamagedCheckpoint("COMMIT says that its files are larger than any storage")
+            raise DamagedCheckpoint(f"COMMIT names the file {name[:200]!r}, which is not a plain name in its folder")
+        if not isinstance(entry, list) or len(entry) != 2 or any(type(n) is not int or n < 0 for n in entry):
+            raise DamagedCheckpoint(f"COMMIT does not give the size and checksum of {name}")
+        files[name] = (entry[0], entry[1])
+    if sum(size for size, _ in files.values()) > _MAX_BYTES:
+        raise DamagedCheckpoint(f"COMMIT gives its files more than {_MAX_BYTES:,} bytes")
     return files

@@ -1,8 +1,8 @@
-"""The index (`.metadata`) of somebody else's torch distributed checkpoint: a pickle, read so that nothing of it runs.
+"""The index (`.metadata`) of a foreign torch distributed checkpoint: a pickle, read without running anything in it.
 
-Each exact pair of module and name that such an index consists of stands for a record of ours, made anew for every
-file. No module is looked into and no name is followed, so a pickle cannot reach a function, and cannot change a class
-either. What comes out is checked, and only then put into torch's own terms.
+Each (module, name) pair that such an index may contain maps to a record class of this module, created anew for every
+file. No module is imported and no attribute is looked up, so a pickle can neither reach a function nor change a class.
+The result is checked before it is converted to torch's own types.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -25,29 +25,35 @@ from megascale.errors import DataError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-_MOST_BYTES = 4 << 30  # of an index: ten million chunks
+_MAX_BYTES = 4 << 30  # of an index: ten million chunks
 _TORCH = "torch.distributed.checkpoint"
-_DTYPES = (
-    *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
-    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
-)
+_FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128")
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")
 _RECORDS = (
-    *((f"{_TORCH}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((f"{_TORCH}.metadata", f"{kind}StorageMetadata") for kind in ("Chunk", "Tensor", "Bytes")),
+    (f"{_TORCH}.metadata", "Metadata"),
+    (f"{_TORCH}.metadata", "MetadataIndex"),
+    (f"{_TORCH}.metadata", "StorageMeta"),
+    (f"{_TORCH}.metadata", "TensorProperties"),
+    (f"{_TORCH}.metadata", "ChunkStorageMetadata"),
+    (f"{_TORCH}.metadata", "TensorStorageMetadata"),
+    (f"{_TORCH}.metadata", "BytesStorageMetadata"),
     (f"{_TORCH}.metadata", "_MEM_FORMAT_ENCODING"),
-    # Python 3.11 before 3.11.4 writes an enum's member as getattr(class, name): a record as well, which gets nothing.
+    # Python 3.11 before 3.11.4 writes an enum's member as getattr(class, name). The record looks up nothing.
     ("builtins", "getattr"),
     (f"{_TORCH}.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
-    # Where older versions of torch have the first, and newer ones of Python the last two.
+    # Modules in which older releases of torch have the properties, and older and newer ones of Python the paths.
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "PurePosixPath"),
 )
 
 
 class _Record:
-    """What an object of the index was made of; it never does anything with it."""
+    """The arguments and the state from which an object of the index would be created. It performs no action."""
 
     state: Any = None
 
@@ -58,122 +64,117 @@ class _Record:
         self.state = state
 
     def get(self, key: str, default: Any = None) -> Any:
-        """An attribute of the object that the record stands for."""
+        """Return an attribute of the object that the record represents."""
         return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
-def _stand_ins() -> dict[tuple[str, str], Any]:
-    """What each pair of module and name becomes; the records are classes made anew, named as what they stand for."""
-    made: dict[tuple[str, str], Any] = {pair: type(pair[1], (_Record,), {}) for pair in _RECORDS}
-    made |= {("torch", name): getattr(torch, name) for name in _DTYPES}
-    return made | {("torch", "Size"): tuple, ("collections", "OrderedDict"): OrderedDict}
+def _make_classes() -> dict[tuple[str, str], Any]:
+    """Return the class or value for each (module, name) pair; records are new classes, named after the original."""
+    classes: dict[tuple[str, str], Any] = {pair: type(pair[1], (_Record,), {}) for pair in _RECORDS}
+    classes |= {("torch", name): getattr(torch, name) for name in _FLOATS + _INTEGERS}
+    return classes | {("torch", "Size"): tuple, ("collections", "OrderedDict"): OrderedDict}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows exactly the pairs above: any other name, dotted or not, is refused before anything is looked up."""
+    """Resolves exactly the pairs above and refuses any other name, dotted or not, before a lookup."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
-        self._known = _stand_ins()
+        self._classes = _make_classes()
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._known:
-            return self._known[module, name]
+        if (module, name) in self._classes:
+            return self._classes[module, name]
         raise DataError(f"it names {module}.{name}, which an index has no use for; nothing of it was loaded")
 
 
 def read_torch_index(path: Path) -> Metadata:
-    """The index of a checkpoint's folder; DataError if the file holds anything else than that."""
+    """Return the index of a checkpoint's folder. Raises DataError if the file holds anything else."""
     try:
-        data = read_bounded(path, _MOST_BYTES)
+        data = read_bounded(path, _MAX_BYTES)
         check_pickle(data)
-        return _index(_Unpickler(data).load())
+        return _convert_index(_Unpickler(data).load())
     except DataError as error:
         raise DataError(f"{str(path)!r} is not a torch distributed checkpoint's index: {error}") from None
-    except Exception as error:  # a pickle that lies fails in any way it likes
-        first = (str(error).splitlines() or [""])[0]
+    except Exception as error:  # a forged pickle can fail in any way
+        reason = (str(error).splitlines() or [""])[0]
         raise DataError(
             f"{str(path)!r} is not a torch distributed checkpoint's index that can be read "
-            f"({type(error).__name__}: {first}); it is damaged, or of another kind"
+            f"({type(error).__name__}: {reason}); it is damaged, or of another kind"
         ) from None
 
 
-def _index(root: Any) -> Metadata:
+def _convert_index(root: Any) -> Metadata:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-    made = _is(root, "Metadata", "the file")
-    entries = {
-        _text(name, "a tensor's name"): BytesStorageMetadata()
-        if type(entry).__name__ == "BytesStorageMetadata"
-        else _tensor(entry, name)
-        for name, entry in _mapping(made.get("state_dict_metadata"), "state_dict_metadata").items()
-    }
+    metadata = _check_record(root, "Metadata", "the file")
+    entries: dict[str, Any] = {}
+    for key, entry in _check_type(metadata.get("state_dict_metadata"), dict, "state_dict_metadata").items():
+        name = _check_type(key, str, "a tensor's name")
+        is_bytes = type(entry).__name__ == "BytesStorageMetadata"
+        entries[name] = BytesStorageMetadata() if is_bytes else _convert_tensor(entry, name)
     storage = {}
-    for key, info in _mapping(made.get("storage_data"), "storage_data").items():
-        place, info = _is(key, "MetadataIndex", "storage_data"), _is(info, "_StorageInfo", "storage_data")
-        name, offset, number = _text(place.get("fqn"), "a chunk's name"), place.get("offset"), place.get("index")
-        sizes = None if offset is None else _sizes(offset, f"{name}'s offset")
-        file = _text(info.get("relative_path"), f"{name}'s file")
+    for key, value in _check_type(metadata.get("storage_data"), dict, "storage_data").items():
+        location = _check_record(key, "MetadataIndex", "storage_data")
+        info = _check_record(value, "_StorageInfo", "storage_data")
+        name = _check_type(location.get("fqn"), str, "a chunk's name")
+        offset = location.get("offset")
+        sizes = None if offset is None else _check_sizes(offset, f"{name}'s offset")
+        file = _check_type(info.get("relative_path"), str, f"{name}'s file")
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\0" in file or not file:
             raise DataError(f"{name} lies in the file {file!r}, which is not inside the checkpoint's folder")
-        at, length = _sizes((info.get("offset"), info.get("length")), f"{name}'s place")
+        start, length = _check_sizes((info.get("offset"), info.get("length")), f"{name}'s position")
         transforms = info.get("transform_descriptors")
         if transforms:
             raise DataError(f"{name} is stored through {transforms!r}; only plain tensors are read")
+        number = location.get("index")
         chunk = MetadataIndex(name, sizes, number if type(number) is int else None)
-        storage[chunk] = torch_private.StorageInfo(file, at, length)
+        storage[chunk] = torch_private.StorageInfo(file, start, length)
     return Metadata(state_dict_metadata=entries, storage_data=storage)
 
 
-def _tensor(entry: Any, name: str) -> Any:
+def _convert_tensor(entry: Any, name: str) -> Any:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-    made = _is(entry, "TensorStorageMetadata", name)
-    kept = _is(made.get("properties"), "TensorProperties", name)
-    dtype = kept.state[0] if isinstance(kept.state, tuple) and kept.state else kept.get("dtype")
+    record = _check_record(entry, "TensorStorageMetadata", name)
+    properties = _check_record(record.get("properties"), "TensorProperties", name)
+    has_tuple = isinstance(properties.state, tuple) and properties.state
+    dtype = properties.state[0] if has_tuple else properties.get("dtype")
     if not isinstance(dtype, torch.dtype):
         raise DataError(f"{name} has no type of numbers")
-    chunks = made.get("chunks")
+    chunks = record.get("chunks")
     if not isinstance(chunks, list):
         raise DataError(f"{name} has no list of chunks")
-    size = _sizes(made.get("size"), f"{name}'s size")
+    shape = _check_sizes(record.get("size"), f"{name}'s size")
     parts = []
     for chunk in chunks:
-        part = _is(chunk, "ChunkStorageMetadata", name)
-        offsets, sizes = _sizes(part.get("offsets"), f"{name}'s chunk"), _sizes(part.get("sizes"), f"{name}'s chunk")
-        if not len(offsets) == len(sizes) == len(size) or any(
-            o + n > whole for o, n, whole in zip(offsets, sizes, size, strict=True)
-        ):
-            raise DataError(f"{name} of size {list(size)} has a chunk of size {list(sizes)} at {list(offsets)}")
+        part = _check_record(chunk, "ChunkStorageMetadata", name)
+        offsets = _check_sizes(part.get("offsets"), f"{name}'s chunk")
+        sizes = _check_sizes(part.get("sizes"), f"{name}'s chunk")
+        has_dims = len(offsets) == len(sizes) == len(shape)
+        if not has_dims or any(o + n > limit for o, n, limit in zip(offsets, sizes, shape, strict=True)):
+            raise DataError(f"{name} of size {list(shape)} has a chunk of size {list(sizes)} at {list(offsets)}")
         parts.append(ChunkStorageMetadata(offsets, sizes))
-    if sum(prod(part.sizes) for part in parts) < prod(size):
-        raise DataError(f"{name} of size {list(size)} is incomplete: its chunks leave a part of it out")
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, parts)
+    if sum(prod(part.sizes) for part in parts) < prod(shape):
+        raise DataError(f"{name} of size {list(shape)} is incomplete: its chunks leave a part of it out")
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, parts)
 
 
-def _is(value: Any, name: str, where: str) -> _Record:
+def _check_record(value: Any, name: str, label: str) -> _Record:
     if isinstance(value, _Record) and type(value).__name__ == name:
         return value
-    raise DataError(f"{where} is of type {type(value).__name__} where {name} is expected")
+    raise DataError(f"{label} is of type {type(value).__name__} where {name} is expected")
 
 
-def _mapping(value: Any, where: str) -> Mapping[Any, Any]:
-    return _kind(value, dict, where)
-
-
-def _text(value: Any, where: str) -> str:
-    return _kind(value, str, where)
-
-
-def _sizes(value: Any, where: str) -> torch.Size:
-    """torch.Size of whole numbers, none below 0."""
-    _kind(value, tuple, where)
+def _check_sizes(value: Any, label: str) -> torch.Size:
+    """Return a tuple of non-negative integers as torch.Size. Raises DataError for any other value."""
+    _check_type(value, tuple, label)
     if any(type(n) is not int or n < 0 for n in value):
-        raise DataError(f"{where} is {value!r}, not whole numbers from 0")
+        raise DataError(f"{label} is {value!r}, not integers from 0")
     return torch.Size(value)
 
 
-def _kind(value: Any, kind: Callable[..., Any], where: str) -> Any:
+def _check_type(value: Any, kind: Callable[..., Any], label: str) -> Any:
     if isinstance(value, kind):  # type: ignore[arg-type]
         return value
-    raise DataError(f"{where} is of type {type(value).__name__} where {kind.__name__} is expected")
+    raise DataError(f"{label} is of type {type(value).__name__} where {kind.__name__} is expected")

@@ -1,30 +1,100 @@
-"""Reading a whole checkpoint to see whether it is what was written. No torch."""
+"""Inspecting a checkpoint, and reading all of it to verify that it is what was written. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.archive import crc32
+from megascale.checkpoint.format.commit import METADATA, Commit, DamagedCheckpoint
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.step_folders import METADATA, Commit, DamagedCheckpoint
+from megascale.checkpoint.format.step_folders import StorageLike, find_steps, step_name
 from megascale.checkpoint.storage.base import Storage
 
-_PIECE = 32 << 20
+_READ_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """One tensor of a `Summary`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The contents of a step's folder.
+
+    Attributes:
+        problem: why it is not a complete checkpoint, None if it is one.
+        sequence: number of the save in its folder.
+        state: the saved state besides tensors.
+    """
+
+    path: str
+    step: int
+    committed: bool
+    problem: str | None
+    sequence: int = 0
+    bytes: int = 0
+    tensors: list[TensorSummary] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def summarise_step(storage: Storage, step: int) -> Summary:
+    """Return the contents of one step's folder, complete or not."""
+    path = f"{storage.url}/{step_name(step)}"
+    try:
+        commit = folders.read_commit(storage, step)
+        if commit is None:
+            return Summary(path, step, committed=False, problem="no COMMIT: the save did not finish")
+        index = folders.read_index(storage, commit)
+        folders.check_sizes(storage, commit)
+    except DamagedCheckpoint as damage:
+        return Summary(path, step, committed=False, problem=str(damage))
+    counts = np.bincount(index.columns["tensor"], minlength=len(index.tensors)).tolist()
+    tensors = [
+        TensorSummary(name, info.shape, info.dtype, info.nbytes, count)
+        for (name, info), count in zip(index.tensors.items(), counts, strict=True)
+    ]
+    return Summary(
+        path,
+        commit.step,
+        committed=True,
+        problem=None,
+        sequence=commit.sequence,
+        bytes=commit.size,
+        tensors=tensors,
+        state=commit.state,
+    )
+
+
+def inspect(folder_or_step: StorageLike) -> Summary:
+    """Return the newest committed checkpoint of a folder (or that of a step-N folder), or an incomplete one."""
+    storage, listed = find_steps(folder_or_step)
+    summaries = [summarise_step(storage, step) for step in listed]
+    return max(summaries, key=lambda summary: (summary.committed, summary.sequence, summary.step))
 
 
 @dataclass
 class VerifyResult:
-    """What a check found.
+    """The result of a verification.
 
     Attributes:
-        step: which checkpoint.
+        step: step of the checkpoint.
         bytes: bytes read.
-        problems: one line a file that is not what was written.
-        tensors: names of the tensors that are touched.
-        removed: training removed the checkpoint while it was read; its problems say nothing then.
+        problems: one line per file that is not what was written.
+        tensors: names of the tensors with damaged chunks.
+        removed: training removed the checkpoint while it was read, so the problems mean nothing.
     """
 
     step: int
@@ -35,81 +105,89 @@ class VerifyResult:
 
 
 def verify(
-    storage: Storage, step: int, told: Callable[[int, int], None] | None = None, threads: int = 4
+    storage: Storage, step: int, on_progress: Callable[[int, int], None] | None = None, threads: int = 4
 ) -> VerifyResult:
     """Read every file of a step's checkpoint and compare checksums.
 
     Args:
-        told: called with (bytes read so far, bytes in all) as it goes.
+        on_progress: called with (bytes read, bytes in total) during the verification.
     """
-    verdict = VerifyResult(step)
+    result = VerifyResult(step)
     try:
         commit = folders.read_commit(storage, step)
     except DamagedCheckpoint as damage:
-        verdict.problems.append(str(damage))
-        return verdict
+        result.problems.append(str(damage))
+        return result
     if commit is None:
-        verdict.problems.append("no COMMIT: the save did not finish")
-        verdict.removed = not storage.list(folders.step_name(step))
-        return verdict
+        result.problems.append("no COMMIT: the save did not finish")
+        result.removed = not storage.list(step_name(step))
+        return result
     index: CheckpointIndex | None = None
     try:
         index = folders.read_index(storage, commit)
     except DamagedCheckpoint as damage:
-        verdict.problems.append(str(damage))
-
-    def check(name: str) -> None:
-        problem = _check_file(storage, commit, name, verdict, told)
-        if problem:
-            verdict.problems.append(problem)
-            if index is not None and name in index.files:
-                verdict.tensors |= _touched(storage, commit, index, name)
-
+        result.problems.append(str(damage))
+    verifier = _FileVerifier(storage, commit, index, result, on_progress)
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(check, [name for name in commit.files if name != commit.index_file]))
-    verdict.removed = bool(verdict.problems) and folders.is_removed(storage, commit)
-    return verdict
+        list(pool.map(verifier.check_file, [name for name in commit.files if name != commit.index_file]))
+    result.removed = bool(result.problems) and folders.is_removed(storage, commit)
+    return result
 
 
-def _check_file(
-    storage: Storage, commit: Commit, name: str, verdict: VerifyResult, told: Callable[[int, int], None] | None
-) -> str | None:
-    size, expected = commit.files[name]
-    path = f"{folders.step_name(commit.step)}/{name}"
-    crc = at = 0
-    try:
-        while at < size:
-            data = storage.read(path, at, min(_PIECE, size - at))
-            if not data:
-                break
-            crc = crc32(data, crc)
-            at += len(data)
-            verdict.bytes += len(data)
-            if told is not None:
-                told(verdict.bytes, commit.size)
-        actual = storage.size(path)
-    except OSError as error:
-        return f"{name} cannot be read: {error}"
-    if actual != size:
-        return f"{name} is {actual} bytes long, {size} were written"
-    if crc == expected:
-        return None
-    what = "torch's copy of the index, which only plain dcp.load reads" if name == METADATA else "its contents"
-    return (
-        f"{name}: {what} are not what was written" if name != METADATA else f"{name}: {what}, is not what was written"
-    )
+@dataclass(frozen=True)
+class _FileVerifier:
+    """Checks files of one commit and adds to `result`."""
 
+    storage: Storage
+    commit: Commit
+    index: CheckpointIndex | None
+    result: VerifyResult
+    on_progress: Callable[[int, int], None] | None
 
-def _touched(storage: Storage, commit: Commit, index: CheckpointIndex, name: str) -> set[str]:
-    """Tensors with a damaged chunk in a file."""
-    found = set()
-    number = index.files.index(name)
-    for row in (index.columns["in_file"] == number).nonzero()[0].tolist():
-        at = int(index.columns["data"][row])
+    def check_file(self, name: str) -> None:
+        """Read one file and record its problem, if any, with the tensors that it damages."""
+        problem = self._find_problem(name)
+        if problem:
+            self.result.problems.append(problem)
+            if self.index is not None and name in self.index.files:
+                self.result.tensors |= self._find_damaged_tensors(self.index, name)
+
+    def _find_problem(self, name: str) -> str | None:
+        size, expected = self.commit.files[name]
+        path = f"{step_name(self.commit.step)}/{name}"
+        crc = 0
+        offset = 0
         try:
-            data = storage.read(f"{folders.step_name(commit.step)}/{name}", at, index.nbytes(row))
-        except OSError:
-            data = b""
-        if len(data) != index.nbytes(row) or crc32(data) != int(index.columns["crc"][row]):
-            found.add(index.name(row))
-    return found
+            while offset < size:
+                data = self.storage.read(path, offset, min(_READ_BYTES, size - offset))
+                if not data:
+                    break
+                crc = crc32(data, crc)
+                offset += len(data)
+                self.result.bytes += len(data)
+                if self.on_progress is not None:
+                    self.on_progress(self.result.bytes, self.commit.size)
+            actual = self.storage.size(path)
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
+        if actual != size:
+            return f"{name} is {actual} bytes long, {size} were written"
+        if crc == expected:
+            return None
+        if name == METADATA:
+            return f"{name}: torch's copy of the index, which only plain dcp.load reads, is not what was written"
+        return f"{name}: its contents are not what was written"
+
+    def _find_damaged_tensors(self, index: CheckpointIndex, name: str) -> set[str]:
+        """Return the tensors with a damaged chunk in a file."""
+        damaged = set()
+        number = index.files.index(name)
+        for row in (index.columns["in_file"] == number).nonzero()[0].tolist():
+            start = int(index.columns["data"][row])
+            try:
+                data = self.storage.read(f"{step_name(self.commit.step)}/{name}", start, index.nbytes(row))
+            except OSError:
+                data = b""
+            if len(data) != index.nbytes(row) or crc32(data) != int(index.columns["crc"][row]):
+                damaged.add(index.name(row))
+        return damaged

@@ -1,1 +1,1 @@
-"""Where checkpoints lie: a mounted folder or any fsspec URL."""
+"""Storage of checkpoints: a mounted folder or any fsspec URL."""

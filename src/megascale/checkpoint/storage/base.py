@@ -1,7 +1,7 @@
-"""Where checkpoints lie: the one interface of a mounted folder (local_disk.py) and any fsspec URL (object_store.py).
+"""The storage interface of a mounted folder (local_disk.py) and any fsspec URL (object_store.py), and its errors.
 
-Three promises that the commit protocol rests on, kept by both: `write` puts a small object in place whole or not at
-all and lastingly; a large file written piece by piece is lasting once `finish` returns; what is removed is gone.
+The commit protocol relies on three promises that both keep. `write` creates a small file atomically and durably. A
+large file written piece by piece is durable once `finish` returns. A removed file stays removed.
 """
 
 from __future__ import annotations
@@ -9,61 +9,96 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from megascale.core.failure import NO_ROOM
+from megascale.errors import TrainingError
+
 PAGE = 4096
-UNFINISHED = ".part"  # ends the names, which `list` shows, of small files that are not in place yet
+UNFINISHED = ".part"  # suffix, visible to `list`, of small files that are not complete yet
 
 Buffer = memoryview | bytes | bytearray
 
 
 class StorageWriter(Protocol):
-    """A large file being written from front to back."""
+    """A large file that is written from front to back."""
 
     def write(self, data: Buffer) -> None:
-        """Append. The caller may reuse the memory at once."""
+        """Append data. The caller may reuse its memory at once."""
 
     def finish(self) -> None:
-        """Make what was written last; OSError if that failed."""
+        """Make the written data durable. Raises OSError if that failed."""
 
     def abort(self) -> None:
-        """Give up; never raises."""
+        """Discard the file; never raises."""
 
 
 class Storage(Protocol):
-    """A folder and what lies under it; paths are relative, parts separated by '/'."""
+    """A folder and its contents; paths are relative, with parts separated by '/'."""
 
     url: str
 
     def list(self, path: str = "") -> list[str]:
-        """Names in a folder, empty if there is no such folder."""
+        """Return the names in a folder, none if there is no such folder."""
 
     def size(self, path: str) -> int | None:
-        """Bytes of a file, None if there is none."""
+        """Return the bytes of a file, None if there is no such file."""
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> Buffer:
-        """Bytes of a file from `offset` on; fewer than `length` where it ends. Several threads may read at a time.
-        FileNotFoundError if there is none."""
+        """Return the bytes of a file from `offset` on, fewer than `length` at its end.
+
+        Several threads may read at once. Raises FileNotFoundError if there is no such file.
+        """
 
     def write(self, path: str, data: bytes) -> None:
-        """Put a small file in place, whole and lasting."""
+        """Create or replace a small file, atomically and durably."""
 
     def create_exclusively(self, path: str, data: bytes) -> bool:
-        """Put a small file in place, whole and lasting, unless one is there; return whether it was put there.
+        """Create a small file atomically and durably unless it exists; return whether it was created.
 
-        Of several that try at once one succeeds. Storage that cannot promise this may let the last one succeed too:
-        read the file afterwards.
+        Of several processes that try at once one succeeds. Storage that cannot promise this may let the last one
+        succeed too: read the file afterwards.
         """
 
     def create(self, path: str) -> StorageWriter:
         """Begin a large file."""
 
     def remove(self, path: str) -> None:
-        """Delete a file or a folder with all in it, of a link the link alone; nothing happens if there is none."""
+        """Delete a file or a folder with its contents, but only the link of a link; do nothing if it is missing."""
 
     def clear(self, path: str, names: Iterable[str]) -> None:
-        """Delete these files in a folder, and it if nothing else is in it: what others put there just now stays."""
+        """Delete these files in a folder, and the folder if it is empty then: newer files of other processes stay."""
 
     def is_link(self, path: str) -> bool:
-        """Return whether `path` is a link to a file or folder elsewhere; False on storage that has no links."""
+        """Return whether `path` is a link to a file or folder elsewhere; False on storage without links."""
 
     def free(self) -> int | None:
-        """Bytes that still fit, None where nobody knows."""
+        """Return the free bytes, None where they are unknown."""
+
+
+class OwnerChangedError(OSError):
+    """Another run has claimed the folder of checkpoints since this run started."""
+
+
+def explain_save_error(error: Exception, storage: Storage, needed: int) -> TrainingError:
+    """Return a failed save's error with its cause and remedy in one paragraph.
+
+    Args:
+        needed: bytes of the checkpoint.
+    """
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        free = storage.free()
+        room = f"{free:,} are free" if free is not None else "less is free"
+        if free is not None and free >= needed:
+            room = f"its index, and {room}"
+        full = TrainingError(
+            f"the disk of {storage.url!r} is full: a checkpoint needs {needed:,} bytes and {room}; the previous "
+            "checkpoint stays as it is. Make room, lower checkpoint.keep, or put train.runs on a larger disk"
+        )
+        full.errno = error.errno
+        return full
+    if isinstance(error, OwnerChangedError):
+        return TrainingError(str(error.strerror))
+    reason = getattr(error, "strerror", None) or repr(error)
+    return TrainingError(
+        f"the checkpoint could not be written to {storage.url!r}: {reason}; the previous checkpoint stays as it is. "
+        "Check the folder's rights and the storage, or put train.runs elsewhere"
+    )

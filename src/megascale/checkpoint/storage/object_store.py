@@ -1,4 +1,4 @@
-"""Any URL that fsspec knows, S3 among them, as a checkpoint's storage. No torch."""
+"""Storage of checkpoints at any URL that fsspec knows, such as S3. No torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from megascale.checkpoint.storage.base import Buffer, StorageWriter
 from megascale.errors import ConfigError, remedy
 
-_OBJECT_PART = 32 << 20  # bytes of one part of a multipart upload
+_UPLOAD_PART_BYTES = 32 << 20  # of a multipart upload
 
 
 class FsspecStorage:
-    """Any file system that fsspec knows. Objects become visible when they are closed, which makes writes atomic.
+    """Any fsspec file system. Objects become visible when they are closed, which makes writes atomic.
 
-    ConfigError for a URL of an unknown kind, or one whose package is missing.
+    Raises ConfigError for a URL of an unknown scheme, or one whose package is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -25,106 +25,114 @@ class FsspecStorage:
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except ImportError as error:
-            how = f"; {remedy('s3')}" if url.startswith("s3") else ""
-            raise ConfigError(f"{url} needs a package that is not installed ({error}){how}") from None
+            hint = f"; {remedy('s3')}" if url.startswith("s3") else ""
+            raise ConfigError(f"{url} needs a package that is not installed ({error}){hint}") from None
         except ValueError as error:
-            known = "a folder, s3://bucket/path or any other URL of fsspec"
-            raise ConfigError(f"{url} cannot be opened ({error}); give {known}") from None
-
-    def _path(self, path: str) -> str:
-        return f"{self._root.rstrip('/')}/{path}" if path else self._root
+            usage = "a folder, s3://bucket/path or any other URL of fsspec"
+            raise ConfigError(f"{url} cannot be opened ({error}); give {usage}") from None
 
     def list(self, path: str = "") -> list[str]:
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._path(path), detail=False)
+            paths = self._fs.ls(self._full_path(path), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted({name.rstrip("/").rsplit("/", 1)[-1] for name in found} - {""})
+        return sorted({name.rstrip("/").rsplit("/", 1)[-1] for name in paths} - {""})
 
     def size(self, path: str) -> int | None:
-        self._fs.invalidate_cache()
-        try:
-            info = self._fs.info(self._path(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return info["size"] if info["type"] == "file" else None
+        info = self._info(path)
+        return info["size"] if info.get("type") == "file" else None
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        end = None if length is None else offset + length
         if length == 0:
             return b""
-        return self._retry(lambda: self._fs.cat_file(self._path(path), start=offset, end=end))
+        end = None if length is None else offset + length
+        return _retry_once(self._fs.cat_file, self._full_path(path), start=offset, end=end)
 
     def write(self, path: str, data: bytes) -> None:
-        self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
-        self._retry(lambda: self._fs.pipe_file(self._path(path), data))
+        _retry_once(self._fs.pipe_file, self._make_parent(path), data)
 
     def create_exclusively(self, path: str, data: bytes) -> bool:
-        self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
+        full_path = self._make_parent(path)
         try:
-            # S3 and its like decide which of several comes first; other file systems look before they write.
-            self._fs.pipe_file(self._path(path), data, mode="create")
+            # S3 and similar stores decide which of several requests is first; other file systems check before writing.
+            self._fs.pipe_file(full_path, data, mode="create")
         except FileExistsError:
             return False
-        except OSError:  # so s3fs says that there is one
+        except OSError:  # s3fs raises this if the file exists
             if self.size(path) is None:
                 raise
             return False
         return True
 
     def create(self, path: str) -> StorageWriter:
-        self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
-        return _ObjectSink(self._fs, self._path(path))
+        return _ObjectWriter(self._fs, self._make_parent(path))
 
     def remove(self, path: str) -> None:
-        self._fs.invalidate_cache()
         is_link = self.is_link(path)
         with contextlib.suppress(FileNotFoundError):
             if is_link:
-                self._fs.rm_file(self._path(path))
+                self._fs.rm_file(self._full_path(path))
             else:
-                self._fs.rm(self._path(path), recursive=True)
+                self._fs.rm(self._full_path(path), recursive=True)
 
     def clear(self, path: str, names: Iterable[str]) -> None:
         self._fs.invalidate_cache()
-        if paths := [self._path(f"{path}/{name}") for name in names]:
+        paths = [self._full_path(f"{path}/{name}") for name in names]
+        if paths:
             try:
-                self._fs.rm(paths)  # object stores delete them by the thousand
-            except FileNotFoundError:  # some are gone already
-                for one in paths:
+                self._fs.rm(paths)  # one request of an object store deletes a thousand objects
+            except FileNotFoundError:  # some are missing already
+                for file in paths:
                     with contextlib.suppress(FileNotFoundError):
-                        self._fs.rm(one)
-        with contextlib.suppress(OSError):  # there is more in it, or there are no folders here
-            self._fs.rmdir(self._path(path))
+                        self._fs.rm(file)
+        with contextlib.suppress(OSError):  # it is not empty, or the storage has no folders
+            self._fs.rmdir(self._full_path(path))
 
     def is_link(self, path: str) -> bool:
-        self._fs.invalidate_cache()
-        try:
-            info = self._fs.info(self._path(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        # Only file systems that have links give one of these: fsspec's "local" the first, its "sftp" the second.
-        return bool(info.get("islink")) or info["type"] == "link"
+        info = self._info(path)
+        # Only file systems with links set one of these: fsspec's "local" the first, its "sftp" the second.
+        return bool(info.get("islink")) or info.get("type") == "link"
 
     def free(self) -> int | None:
         return None
 
-    @staticmethod
-    def _retry(action: Callable[[], Any]) -> Any:
-        """Once more after a passing error of the network; a missing file is no passing error."""
+    def _full_path(self, path: str) -> str:
+        return f"{self._root.rstrip('/')}/{path}" if path else self._root
+
+    def _make_parent(self, path: str) -> str:
+        """Make a file's folder and return the file's full path."""
+        full_path = self._full_path(path)
+        self._fs.makedirs(full_path.rsplit("/", 1)[0], exist_ok=True)
+        return full_path
+
+    def _info(self, path: str) -> dict[str, Any]:
+        """Return fsspec's description of a file or folder, an empty one if it is missing."""
+        self._fs.invalidate_cache()
         try:
-            return action()
-        except FileNotFoundError:
-            raise
-        except OSError:
-            return action()
+            info: dict[str, Any] = self._fs.info(self._full_path(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return info
 
 
-class _ObjectSink:
+def _retry_once(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `operation`, a second time after a transient network error; a missing file is not one."""
+    try:
+        return operation(*args, **kwargs)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return operation(*args, **kwargs)
+
+
+class _ObjectWriter:
+    """A StorageWriter that uploads an object in parts."""
+
     def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
-        self._file = fs.open(path, "wb", block_size=_OBJECT_PART)
+        self._fs = fs
+        self._path = path
+        self._file = fs.open(path, "wb", block_size=_UPLOAD_PART_BYTES)
 
     def write(self, data: Buffer) -> None:
         self._file.write(data)
@@ -136,6 +144,6 @@ class _ObjectSink:
         with contextlib.suppress(Exception):
             self._file.discard()
         with contextlib.suppress(Exception):
-            self._file.closed = True  # else it would be completed when it is collected
+            self._file.closed = True  # otherwise the upload would be completed when the file is garbage-collected
         with contextlib.suppress(Exception):
             self._fs.rm(self._path)

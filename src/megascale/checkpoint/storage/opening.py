@@ -1,6 +1,6 @@
-"""The storage that a folder's path or a URL names; STORAGES has those that are not fsspec's. No torch.
+"""The storage for a folder's path or a URL; STORAGES has the schemes that fsspec does not handle. No torch.
 
-Another package adds one with `STORAGES.register("scheme", make)`, make(url) giving a Storage (base.py).
+A package adds a scheme with `STORAGES.register("scheme", make)`, where make(url) returns a Storage (base.py).
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ from megascale.checkpoint.storage.object_store import FsspecStorage
 from megascale.config.registry import Registry
 
 
-def _file(url: str) -> Storage:
+def _open_folder_url(url: str) -> Storage:
     return LocalStorage(Path(url.partition("://")[2]))
 
 
-# By the URL's scheme; "local" is fsspec's name of a folder.
+# By URL scheme; "local" is fsspec's name for folders.
 STORAGES: Registry[Callable[[str], Storage]] = Registry(
-    "checkpoint.location", {"file": _file, "local": _file}, home="megascale.checkpoint.storage"
+    "checkpoint.location",
+    {"file": _open_folder_url, "local": _open_folder_url},
+    home="megascale.checkpoint.storage",
 )
 
 
-def local_folder(place: str) -> Path | None:
-    """Return the folder that a path or a URL of a folder names, None for other storage."""
-    scheme, separator, rest = place.partition("://")
+def local_folder(location: str) -> Path | None:
+    """Return the folder of a path or of a folder's URL, None for other storage."""
+    scheme, separator, path = location.partition("://")
     if not separator:
-        return Path(place)
-    return Path(rest) if scheme in ("file", "local") else None
+        return Path(location)
+    return Path(path) if scheme in ("file", "local") else None
 
 
-def open_storage(place: Storage | Path | str) -> Storage:
-    """The storage of a folder or URL (`s3://bucket/run`, `memory://run`, `file:///runs/a`)."""
-    if not isinstance(place, (str, Path)):
-        return place
-    text = str(place)
-    if isinstance(place, str) and "://" in text:
+def open_storage(location: Storage | Path | str) -> Storage:
+    """Return the storage of a folder or URL (`s3://bucket/run`, `memory://run`, `file:///runs/a`)."""
+    if not isinstance(location, (str, Path)):
+        return location
+    text = str(location)
+    if isinstance(location, str) and "://" in text:
         scheme = text.partition("://")[0]
         return STORAGES[scheme](text) if scheme in STORAGES else FsspecStorage(text)
-    return LocalStorage(Path(place))
+    return LocalStorage(Path(location))

@@ -72,7 +72,7 @@ CODE = Cause(Event.USER_ERROR, "an exception in Python code", "recover", "stop")
 OTHER = Cause(Event.PROCESS_EXIT, "for no reason that is known", "recover", "recover")
 
 # Looked for in this order in its own words, or else in the end of its log. A full disk is known by errno and statvfs;
-# these words of it are our own (checkpoint/storage/save_errors.py), made from the errno of another process.
+# these words of it are our own (checkpoint/storage/base.py), made from the errno of another process.
 _DISK = re.compile(r"the disk of .* is full")
 _TEXTS: tuple[tuple[str, Cause], ...] = (
     (r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|MemoryError", OUT_OF_MEMORY),

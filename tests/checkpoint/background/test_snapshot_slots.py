@@ -13,32 +13,47 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megascale.checkpoint.background import snapshot_memory
 from megascale.checkpoint.background.replica import Replicas
 from megascale.checkpoint.background.service_protocol import Replicate
+from megascale.checkpoint.background.snapshot_memory import Slot, make_slots
 from megascale.checkpoint.background.staging import choose_slot
-from megascale.checkpoint.format import mapping, staged_file
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.staged_file import Slot, make_slots
 from megascale.core.capacity import Capacity
 
 NOTHING = CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
 
 
+def _replicate(rank: int, slot: int, slots: int, size: int, base_sequence: int, generation: str) -> Replicate:
+    return Replicate(
+        rank=rank,
+        slot=slot,
+        step=0,
+        generation=generation,
+        identity="",
+        state="",
+        ranks=1,
+        size=size,
+        base_sequence=base_sequence,
+        slots=slots,
+    )
+
+
 def test_memory_that_lacks_leaves_nothing_behind(monkeypatch):
     """A service stays when a start fails: the next one, with fewer slots, needs that memory."""
-    real, requested = os.ftruncate, []
+    real, calls = os.ftruncate, []
 
     def truncate(handle: int, size: int) -> None:
-        requested.append(handle)
-        if len(requested) == 3:
+        calls.append(handle)
+        if len(calls) == 3:
             raise OSError(errno.ENOSPC, "no room")
         real(handle, size)
 
     monkeypatch.setattr(os, "ftruncate", truncate)
     with pytest.raises(OSError, match="no room"):
         make_slots(4, 4096, NOTHING)
-    assert len(requested) == 3
-    for handle in requested:
+    assert len(calls) == 3
+    for handle in calls:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(handle)
 
@@ -46,9 +61,11 @@ def test_memory_that_lacks_leaves_nothing_behind(monkeypatch):
 def test_memory_is_promised_once(monkeypatch):
     """Pages come into place later, and not by the signal that a host without the room would send then."""
     monkeypatch.setattr(
-        staged_file, "Capacity", SimpleNamespace(here=lambda: Capacity(memory=10 << 12, memory_from="X"))
+        snapshot_memory, "Capacity", SimpleNamespace(here=lambda: Capacity(memory=10 << 12, memory_from="X"))
     )
-    monkeypatch.setattr(mapping, "fill_pages", lambda *args, stop, **more: stop.wait())  # nothing comes into place
+    monkeypatch.setattr(
+        snapshot_memory, "fill_pages", lambda *args, stop, **more: stop.wait()
+    )  # nothing comes into place
     slots = make_slots(2, 4 << 12, NOTHING)
     with pytest.raises(OSError, match=r"8,192 of 12,288 bytes are free \(X\)"):
         make_slots(3, 1 << 12, NOTHING)
@@ -64,18 +81,16 @@ class Hosts:
 
     def __init__(self, ranks: int, slots: int, above: int = 0) -> None:
         self.above, self.number, self.nothing = above, above, CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
-        self.own = [[""] * slots for _ in range(ranks)]  # what each service has whole
+        self.local = [[""] * slots for _ in range(ranks)]  # what each service has whole
         self.filled = [[""] * slots for _ in range(ranks)]
         self.copies = Replicas()
         # As each trainer knows it.
-        self.free, self.whole = np.ones((ranks, slots), bool), np.zeros((ranks, slots), bool)
+        self.free, self.complete = np.ones((ranks, slots), bool), np.zeros((ranks, slots), bool)
         self.under_way: list[tuple[int, int, str, Any]] = []  # (rank, slot, what comes next, with what)
 
     def room(self, rank: int, slot: int, generation: str) -> Slot:
         slots = self.free.shape[1]
-        return self.copies._reserve_slot(
-            Replicate(rank, slot, slots, 1, self.above, 0, generation, "", "", 1), self.nothing
-        )
+        return self.copies._reserve_slot(_replicate(rank, slot, slots, 1, self.above, generation), self.nothing)
 
     def copy(self, rank: int, slot: int, generation: str) -> None:
         """A copy that was there before."""
@@ -85,9 +100,9 @@ class Hosts:
 
     def images(self) -> tuple[list[set[str]], list[set[str]]]:
         """Of each rank what is whole, of its own and of its copies."""
-        local = [{g for g in of_rank if g} for of_rank in self.own]
-        stored = self.copies.list_complete()
-        return local, [{s.generation for r, s in stored if r == rank} for rank in range(len(local))]
+        local = [{g for g in of_rank if g} for of_rank in self.local]
+        images = self.copies.list_complete()
+        return local, [{s.generation for r, s in images if r == rank} for rank in range(len(local))]
 
     def play(self, moves: list[int], check: Callable[[], None]) -> None:
         """Go on with one of the events under way, or begin a save on all, as each move says."""
@@ -112,31 +127,31 @@ class Hosts:
                 room = None
             self.under_way.append((rank, slot, "frame", room))
         elif event == "frame":
-            self.own[rank][slot] = generation
+            self.local[rank][slot] = generation
             if room is None:  # the image is whole here
-                self.whole[rank, slot] = self.free[rank, slot] = True
+                self.complete[rank, slot] = self.free[rank, slot] = True
             else:
                 self.under_way.append((rank, slot, "pushed", room))
         elif event == "pushed":
             room.generation = generation
             room.busy.release()
-            self.whole[rank, slot] = True
+            self.complete[rank, slot] = True
             self.under_way.append((rank, slot, "free", None))
         else:
             self.free[rank, slot] = True
 
     def _save(self, check: Callable[[], None]) -> None:
-        begun = np.array([[g[:8] == f"{self.above:08d}" for g in of_rank] for of_rank in self.filled]) & self.whole
-        free, full, origin = (list(flags) for flags in (self.free.all(0), self.whole.all(0), begun.any(0)))
-        chosen = {choose_slot(free, full, filled, origin, self.above > 0) for filled in self.filled}
+        begun = np.array([[g[:8] == f"{self.above:08d}" for g in of_rank] for of_rank in self.filled]) & self.complete
+        free, complete, origin = (list(flags) for flags in (self.free.all(0), self.complete.all(0), begun.any(0)))
+        chosen = {choose_slot(free, complete, filled, origin, self.above > 0) for filled in self.filled}
         assert len(chosen) == 1, "each takes another"
         slot = chosen.pop()
         if slot is None:
             return
         self.number += 1
         for rank, filled in enumerate(self.filled):
-            self.own[rank][slot], filled[slot] = "", f"{self.number:08d}-b"
-            self.free[rank, slot] = self.whole[rank, slot] = False
+            self.local[rank][slot], filled[slot] = "", f"{self.number:08d}-b"
+            self.free[rank, slot] = self.complete[rank, slot] = False
             self.under_way.append((rank, slot, "begin", None))
             check()
 
@@ -151,15 +166,15 @@ def test_some_image_is_whole_everywhere_whenever_all_are_killed(ranks: int, slot
     hosts, had = Hosts(ranks, slots), [False, False]
 
     def check() -> None:
-        for i, stored in enumerate(hosts.images()):
-            common = set.intersection(*stored)
+        for i, ranks_images in enumerate(hosts.images()):
+            common = set.intersection(*ranks_images)
             had[i] = had[i] or bool(common)
             assert common or not had[i]
 
     hosts.play(moves, check)
     if not hosts.under_way:
-        free, full = [True] * slots, list(hosts.whole.all(0))
-        assert choose_slot(free, full, hosts.filled[0], [False] * slots, False) is not None
+        free, complete = [True] * slots, list(hosts.complete.all(0))
+        assert choose_slot(free, complete, hosts.filled[0], [False] * slots, False) is not None
 
 
 @settings(max_examples=300, deadline=None)
@@ -171,14 +186,14 @@ def test_what_a_run_began_from_is_kept_until_it_has_made_more(
     had."""
     assume(any(not newer >> rank & 1 for rank in range(len(lost))))  # else the run had begun from that
     hosts = Hosts(len(lost), 2, above=6)
-    for rank, removed in enumerate(lost):
+    for rank, is_lost in enumerate(lost):
         images = {slot: "00000006-a"} | ({1 - slot: "00000007-a"} if newer >> rank & 1 else {})
-        for location, generation in images.items():
-            if removed:
-                hosts.copy(rank, location, generation)
+        for position, generation in images.items():
+            if is_lost:
+                hosts.copy(rank, position, generation)
             else:
-                hosts.own[rank][location] = hosts.filled[rank][location] = generation
-                hosts.whole[rank, location] = True
+                hosts.local[rank][position] = hosts.filled[rank][position] = generation
+                hosts.complete[rank, position] = True
 
     def check() -> None:
         local, copies = hosts.images()
@@ -191,7 +206,7 @@ def test_a_copy_that_still_comes_costs_no_whole_one() -> None:
     copies, index = Replicas(), CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
 
     def room(slots: int, slot: int, generation: str, above: int = 0) -> Slot:
-        return copies._reserve_slot(Replicate(slots, slot, slots, 8, above, 0, generation, "", "", 1), index)
+        return copies._reserve_slot(_replicate(slots, slot, slots, 8, above, generation), index)
 
     for slots in (1, 2):
         first = room(slots, 0, "00000001-a")
@@ -203,9 +218,9 @@ def test_a_copy_that_still_comes_costs_no_whole_one() -> None:
             room(slots, slots - 1, "00000003-a")
         coming.busy.release()  # it did not come
         # A new run begins from the first, whichever slot it fills; then that one's turn comes.
-        repeated = room(slots, 0, "00000002-b", above=1)
-        assert repeated is coming
+        reserved = room(slots, 0, "00000002-b", above=1)
+        assert reserved is coming
         assert first.generation
-        repeated.generation = "00000002-b"
-        repeated.busy.release()
+        reserved.generation = "00000002-b"
+        reserved.busy.release()
         assert room(slots, slots - 1, "00000003-b", above=1) is first

@@ -14,17 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megascale.checkpoint.format import mapping
-from megascale.checkpoint.format.mapping import PageFiller, fill_pages, map_shared
+from megascale.checkpoint.background import snapshot_memory
+from megascale.checkpoint.background.snapshot_memory import PageFiller, fill_pages, map_shared
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 
 
 @pytest.fixture
 def handle():
-    result = os.memfd_create("megascale-test")
-    yield result
-    os.close(result)
+    descriptor = os.memfd_create("megascale-test")
+    yield descriptor
+    os.close(descriptor)
 
 
 def resident(mapped: mmap.mmap) -> int:
@@ -38,16 +38,16 @@ def resident(mapped: mmap.mmap) -> int:
 @pytest.mark.parametrize("pages", [1, 3, 257])
 @pytest.mark.parametrize("threads", [1, 2, 6])
 def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
-    monkeypatch.setattr(mapping, "_PIECE", 2 * mmap.PAGESIZE)
-    monkeypatch.setattr(mapping, "usable_cores", lambda: threads)
+    monkeypatch.setattr(snapshot_memory, "_PIECE_BYTES", 2 * mmap.PAGESIZE)
+    monkeypatch.setattr(snapshot_memory, "usable_cores", lambda: threads)
     size = pages * mmap.PAGESIZE + 5
     data = os.urandom(size)
     os.write(handle, data)
-    report: list[int] = []
+    progress: list[int] = []
     if writable:
         mapped = mmap.mmap(handle, size)
-        fill_pages(mapped, new=True, on_progress=report.append)
-        assert sum(report) == size
+        fill_pages(mapped, new=True, on_progress=progress.append)
+        assert sum(progress) == size
     else:
         mapped = map_shared(handle, size, writable=False)
     assert resident(mapped) == (pages + 1) * mmap.PAGESIZE
@@ -62,30 +62,30 @@ def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
 
 
 def test_a_kernel_without_the_advice_maps_it_too(handle, monkeypatch):
-    monkeypatch.setattr(mapping, "_PIECE", mmap.PAGESIZE)
-    monkeypatch.setattr(mapping, "usable_cores", lambda: 4)
-    requested = []
+    monkeypatch.setattr(snapshot_memory, "_PIECE_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(snapshot_memory, "usable_cores", lambda: 4)
+    calls = []
 
     def refuse(begin: int, length: int, advice: int) -> int:
-        requested.append(advice)
+        calls.append(advice)
         ctypes.set_errno(errno.EINVAL)
         return -1
 
-    monkeypatch.setattr(mapping, "_madvise", lambda: refuse)
+    monkeypatch.setattr(snapshot_memory, "_find_madvise", lambda: refuse)
     os.ftruncate(handle, 64 * mmap.PAGESIZE)
     mapped = map_shared(handle, 64 * mmap.PAGESIZE)
-    assert requested
+    assert calls
     assert resident(mapped) == 64 * mmap.PAGESIZE
 
 
 def test_pages_that_cannot_be_had_are_told_of(handle):
     """Not by a signal at the first access."""
     os.ftruncate(handle, 64 * mmap.PAGESIZE)
-    full = mmap.mmap(handle, 64 * mmap.PAGESIZE)
+    mapped = mmap.mmap(handle, 64 * mmap.PAGESIZE)
     os.ftruncate(handle, 8 * mmap.PAGESIZE)
     with pytest.raises(OSError, match="Bad address"):
-        fill_pages(full)
-    filling = PageFiller(full)
+        fill_pages(mapped)
+    filling = PageFiller(mapped)
     with pytest.raises(OSError, match="Bad address"):
         filling.wait(30.0)
     assert not filling.remaining_bytes
@@ -93,16 +93,16 @@ def test_pages_that_cannot_be_had_are_told_of(handle):
 
 def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
     """What was not touched yet is cleared when somebody touches it."""
-    monkeypatch.setattr(mapping, "_PIECE", mmap.PAGESIZE)
-    monkeypatch.setattr(mapping, "_CLEARING", 1)
-    begun, goes_on, real = threading.Semaphore(0), threading.Semaphore(3), mapping._madvise()
+    monkeypatch.setattr(snapshot_memory, "_PIECE_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(snapshot_memory, "_CLEARING_THREADS", 1)
+    begun, goes_on, real = threading.Semaphore(0), threading.Semaphore(3), snapshot_memory._find_madvise()
 
     def slow(begin: int, length: int, advice: int) -> int:
         begun.release()
         goes_on.acquire()
         return real(begin, length, advice)
 
-    monkeypatch.setattr(mapping, "_madvise", lambda: slow)
+    monkeypatch.setattr(snapshot_memory, "_find_madvise", lambda: slow)
     os.ftruncate(handle, 64 * mmap.PAGESIZE)
     mapped = mmap.mmap(handle, 64 * mmap.PAGESIZE)
     filling = PageFiller(mapped)
@@ -136,7 +136,7 @@ def test_one_mapping_is_filled_after_the_other_by_turn(monkeypatch):
         if not stop.is_set():
             goes_on.acquire()
 
-    monkeypatch.setattr(mapping, "fill_pages", fill)
+    monkeypatch.setattr(snapshot_memory, "fill_pages", fill)
     fillings = [PageFiller([number], turn) for number, turn in enumerate((0, 1, 0, 1, 0))]
     running.acquire()
     fillings[4].stop()  # while it waits: it need not any more
