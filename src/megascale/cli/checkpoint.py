@@ -17,7 +17,7 @@ from megascale.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megascale.checkpoint.format.step_folders import Summary
+    from megascale.checkpoint.format.verify import Summary
 
 _LONGEST_TEXT = 2000  # characters of a text from a checkpoint
 _LISTED_TENSORS = 40
@@ -50,7 +50,8 @@ def inspect(
     """
     from rich.console import Console
 
-    from megascale.checkpoint.format.step_folders import find_steps, step_name, summarise_step
+    from megascale.checkpoint.format.step_folders import find_steps, step_name
+    from megascale.checkpoint.format.verify import summarise_step
 
     storage, steps = find_steps(path)
     summaries = [summarise_step(storage, step) for step in steps]

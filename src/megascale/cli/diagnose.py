@@ -80,9 +80,9 @@ def diagnose(
             _print_check(results[0], 0.0)
     else:
         file = expected or default_file()
-        expectations = suite.expectations(file)
+        expectations = suite.load_expectations(file)
         results, kind = [], expectations.kind
-        for result, seconds in suite.run(check, expectations):
+        for result, seconds in suite.run_checks(check, expectations):
             results.append(result)
             if learn:
                 expectations.learn(result)
@@ -91,7 +91,7 @@ def diagnose(
         if learn:
             expectations.save(file)
     if as_json:
-        print_json(suite.as_json(kind, results), indent=2)
+        print_json(suite.make_report(kind, results), indent=2)
     failed = [result for result in results if not result.passed]
     for result in failed:
         typer.echo(f"failed: {result.name}: {result.details}", err=True)
@@ -106,7 +106,7 @@ def _check_pairs(address: str, node: int, world: int) -> SelfCheck:
     import torch.distributed as dist
 
     from megascale.errors import ConfigError, TrainingError
-    from megascale.resilience.diagnose.pairs import in_a_process, take_part
+    from megascale.resilience.diagnose.pairs import join_inquiry, measure_in_process
 
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 <= node < world:
@@ -116,7 +116,7 @@ def _check_pairs(address: str, node: int, world: int) -> SelfCheck:
     try:
         timeout = timedelta(seconds=60)
         store = dist.TCPStore(host, int(port), is_master=node == 0, timeout=timeout, wait_for_workers=False)
-        return take_part(store, node, world, in_a_process(host, int(port))).check(node)
+        return join_inquiry(store, node, world, measure_in_process(host, int(port))).to_self_check(node)
     except dist.DistError as error:
         raise TrainingError(f"node {node} lost node 0 at {address}: {str(error).splitlines()[0][:200]}") from None
 

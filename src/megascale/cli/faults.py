@@ -38,8 +38,8 @@ def list_faults(as_json: bool = JSON) -> None:
     for header in ("effect", "expected recovery"):
         table.add_column(header)
     for fault in FAULTS.values():
-        kind = f"{fault.kind} *" if fault.inside else fault.kind
-        table.add_row(kind, fault.target, fault.does, fault.follows)
+        kind = f"{fault.kind} *" if fault.is_in_trainer else fault.kind
+        table.add_row(kind, fault.target, fault.effect, fault.expected_response)
     console = make_console()
     console.print(table)
     console.print("* injected by the trainer: needs a run started with --resilience.faults=true", markup=False)

@@ -132,14 +132,14 @@ def _print_manifests(config: Config, form: str) -> None:
     from typing import cast
 
     from megascale.resilience.cluster.kubernetes import gpus_of_a_node
-    from megascale.resilience.cluster.kubernetes_manifests import FORMS, Form, manifests, to_yaml
+    from megascale.resilience.cluster.kubernetes_manifests import FORMS, Form, make_manifests, to_yaml
 
     if form not in FORMS:
         raise ConfigError(f"--form={form} is unknown; choose one of {', '.join(FORMS)}")
     if not config.kubernetes.image:
         raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
     run_folder = str(config.run_folder.absolute())
-    typer.echo(to_yaml(manifests(config, cast(Form, form), gpus_of_a_node(config), run_folder)), nl=False)
+    typer.echo(to_yaml(make_manifests(config, cast(Form, form), gpus_of_a_node(config), run_folder)), nl=False)
 
 
 def _print_batch_script(config: Config, arguments: list[str]) -> None:
@@ -202,9 +202,9 @@ def agent(
     """
     import socket
 
-    from megascale.resilience.agent.join import join, parse_place, read_secret
+    from megascale.resilience.agent.join import join_job, parse_driver_address, read_secret
 
-    addresses = [parse_place(text) for text in drivers]
+    addresses = [parse_driver_address(text) for text in drivers]
     secret = read_secret(secret_file)
     name = node or socket.gethostname().partition(".")[0]
-    join(addresses, job, secret, name, folder, address, interface, wait, lambda line: typer.echo(line, err=True))
+    join_job(addresses, job, secret, name, folder, address, interface, wait, lambda line: typer.echo(line, err=True))

@@ -11,7 +11,7 @@ import pytest
 
 from megascale.checkpoint.background.service import connect_checkpoint_service
 from megascale.checkpoint.background.service_protocol import ListSnapshots, private_folder
-from megascale.resilience.agent.services import end_services
+from megascale.resilience.agent.services import end_checkpoint_services
 from megascale.resilience.cluster import local
 from megascale.resilience.cluster.local import STATE, LocalCluster
 from megascale.resilience.process_birth import born
@@ -71,9 +71,9 @@ def test_an_evicted_node_gives_its_memory_back(tmp_path: Path, apart: bool) -> N
         assert asyncio.run(cluster.fence("n1"))
         with pytest.raises(OSError, match=r"."):
             talks["n1"].request(ListSnapshots())
-        assert end_services(run, "n1") == []
+        assert end_checkpoint_services(run, "n1") == []
         assert talks["n0"].request(ListSnapshots()).held == ()
     finally:
         for talk in talks.values():
             talk.close()
-        assert len(end_services(run, "n0")) == 1
+        assert len(end_checkpoint_services(run, "n0")) == 1

@@ -41,8 +41,7 @@ from megascale.data.loader.ring import Ring
 from megascale.errors import MegascaleError, TrainingError, named
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply, peer_credentials
-from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation
-from megascale.services.private_folder import private_base_folder
+from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation, private_base_folder
 
 log = logging.getLogger("megascale.data.loader")
 

@@ -24,8 +24,8 @@ from megascale.observe.dashboard.application import Outside, build
 from megascale.observe.dashboard.guard import Guard
 from megascale.observe.dashboard.run_list import RunList
 from megascale.services.door import ConnectionLimits, LimitedListener
+from megascale.services.host_service import private_base_folder
 from megascale.services.http_protocol import make_http_protocol
-from megascale.services.private_folder import private_base_folder
 from megascale.services.shared_token import make_token
 
 PORT = 8265

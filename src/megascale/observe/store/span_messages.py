@@ -9,9 +9,8 @@ from pathlib import Path
 
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import PROTOCOL_VERSION
-from megascale.services.host_service import Launch, ServiceLocation
+from megascale.services.host_service import Launch, ServiceLocation, private_base_folder
 from megascale.services.messages import Count, Facts, Message, Schema
-from megascale.services.private_folder import private_base_folder
 
 NAME = "spans"
 _LIMIT = 1 << 16
