@@ -22,7 +22,7 @@ from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobState, NodeState
 from megascale.resilience.driver.state.lasting_journal import LastingJournal
 from megascale.resilience.driver.state.transitions import NodeEvent
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.job_description import JobDescription
 from megascale.train import launcher
 from tests.forked import Forked
 

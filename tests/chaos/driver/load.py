@@ -31,8 +31,8 @@ from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Hello, Start, Stop, Stopped
 from megascale.resilience.protocol.contact import read_contact, read_token
-from megascale.resilience.protocol.given import JobDescription
 from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, NetworkTraffic, Worker
+from megascale.resilience.protocol.job_description import JobDescription
 
 RANKS = 8  # a node
 STEPS = 4  # of a rank, in two seconds

@@ -146,7 +146,7 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
     from megascale.config import from_tree
     from megascale.resilience.cluster.base import ClusterRequest
     from megascale.resilience.cluster.kubernetes import KubernetesCluster
-    from megascale.resilience.protocol.given import JobDescription
+    from megascale.resilience.protocol.job_description import JobDescription
 
     (folder / "kubeconfig").write_text(pipe.recv())
     tree: dict[str, Any] = {"train": {"name": "bench", "device": "cpu", "runs": str(folder)}}

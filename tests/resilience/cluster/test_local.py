@@ -12,7 +12,7 @@ import pytest
 from megascale.checkpoint.background.service import connect
 from megascale.checkpoint.background.service_protocol import ListHeld, private_folder
 from megascale.config import Config
-from megascale.resilience.agent.services import end_services
+from megascale.resilience.agent.services import end_checkpoint_services
 from megascale.resilience.cluster import local
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import STATE, ApartCluster, LocalCluster
@@ -70,9 +70,9 @@ def test_an_evicted_node_gives_its_memory_back(tmp_path: Path, apart: bool) -> N
         assert asyncio.run(cluster.fence("n1"))
         with pytest.raises(OSError, match=r"."):
             talks["n1"].ask(ListHeld())
-        assert end_services(run, "n1") == []
+        assert end_checkpoint_services(run, "n1") == []
         assert talks["n0"].ask(ListHeld()).held == ()
     finally:
         for talk in talks.values():
             talk.close()
-        assert len(end_services(run, "n0")) == 1
+        assert len(end_checkpoint_services(run, "n0")) == 1

@@ -213,7 +213,7 @@ def test_another_jobs_agent_and_a_bad_greeting_are_turned_away():
     async def play(connect, heard, _):
         _, _, answer = await connect(job="other")
         assert isinstance(answer, Refuse)
-        assert "other" in answer.why
+        assert "other" in answer.reason
         for wrong in ({"node": 5}, {"attempt": "x"}, {"node": "n" * 300}, {"hardware": []}):
             with pytest.raises(ValueError):  # not even sent
                 await connect(**wrong)
@@ -225,7 +225,7 @@ def test_an_agent_of_another_version_is_refused_by_name():
     async def play(connect, heard, address):
         _, _, answer = await connect(node="n7", version="0.0.9 (form 2)")
         assert isinstance(answer, Refuse)
-        assert "node n7" in answer.why
+        assert "node n7" in answer.reason
         await until(lambda: heard.refusals)
 
     heard = scene(play)

@@ -29,25 +29,25 @@ from megascale.core.terminal import end_signals, keep_working
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.metrics_page import MetricsPage
 from megascale.resilience.agent.rank_lease import RankLease
-from megascale.resilience.agent.services import end_services
+from megascale.resilience.agent.services import end_checkpoint_services
 from megascale.resilience.agent.telemetry import Telemetry
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol.agent_messages import (
-    REPORT,
+    REPORT_CHARACTERS,
     Diagnose,
     Explain,
-    Heard,
-    HeldTrainers,
+    FileStored,
+    HeartbeatReceived,
     Inject,
-    Kept,
+    NodeReleased,
     Order,
-    Parted,
+    RunningTrainers,
     Start,
     Stop,
 )
-from megascale.resilience.protocol.given import given
-from megascale.resilience.protocol.heartbeat import fit
-from megascale.resilience.protocol.rank_evidence import look_at
+from megascale.resilience.protocol.heartbeat import truncate
+from megascale.resilience.protocol.job_description import read_job
+from megascale.resilience.protocol.rank_evidence import collect_evidence
 
 log = logging.getLogger("megascale.agent")
 
@@ -57,7 +57,7 @@ class Agent:
 
     def __init__(self, node: str, folder: Path, address: str, pod: str) -> None:
         self.node, self.address, self.pod = node, address, pod
-        job = given(folder)
+        job = read_job(folder)
         self.job, self.config, self.run_folder = job.name, job.limits, Path(job.run)
         self.shared = job.shared
         _make_run_folder(self.run_folder, job.checkpoints)
@@ -121,26 +121,26 @@ class Agent:
             "pod": self.pod,
             "boot": self.boot,
             "attempt": self.trainers.attempt,
-            "held": self._held(),
+            "trainers": self._held(),
             "hardware": hardware,
             "versions": versions,
         }
 
-    def _held(self) -> HeldTrainers | None:
+    def _held(self) -> RunningTrainers | None:
         if not self.state:
             return None
         stages = self.trainers.stages().values()
         stepped = any(has or phase in ("save", "evaluate", "done") for phase, has in stages)
-        return HeldTrainers(self.state, stepped)
+        return RunningTrainers(self.state, stepped)
 
     def _begun(self) -> None:
         self.telemetry.begin_session()
 
     async def _obey(self, order: Order) -> None:
-        if isinstance(order, Heard):
+        if isinstance(order, HeartbeatReceived):
             self.lease.answered(order.sequence)
             self.telemetry.heard = order.sequence
-        elif isinstance(order, Parted):
+        elif isinstance(order, NodeReleased):
             log.warning("the driver has given this node up")
             self.lease.parted()
         elif isinstance(order, Stop):
@@ -154,7 +154,7 @@ class Agent:
             self._doing = self._spawn(self._diagnose(order), "the self-checks")
         elif isinstance(order, Explain):
             self._explaining = self._spawn(self._explain(order), "the look at ranks that stand still")
-        elif isinstance(order, Kept):
+        elif isinstance(order, FileStored):
             self.telemetry.kept(order)
         elif isinstance(order, Inject):
             self._inject(order)
@@ -173,7 +173,7 @@ class Agent:
         await self.trainers.stop(order.how, order.grace_period)
         await self.telemetry.send_rest()
         if order.forget:
-            ended = await asyncio.to_thread(end_services, self.run_folder, self.node)
+            ended = await asyncio.to_thread(end_checkpoint_services, self.run_folder, self.node)
             log.info("memory is not trusted: ended checkpoint services %s", ended)
         codes = {w.rank: w.code for w in self.trainers.workers()}
         port = free_port(self.address, self._offered)
@@ -184,13 +184,13 @@ class Agent:
         if order.attempt <= self.trainers.attempt:
             return  # sent twice
         if self.ended.is_set():
-            self.link.say(do="failed", attempt=order.attempt, why="this node's agent has been told to end")
+            self.link.say(do="failed", attempt=order.attempt, reason="this node's agent has been told to end")
             return
         if why := self.lease.over():
-            self.link.say(do="failed", attempt=order.attempt, why=f"no ranks may run here: {why}")
+            self.link.say(do="failed", attempt=order.attempt, reason=f"no ranks may run here: {why}")
             return
         if self.trainers.running():
-            self.link.say(do="failed", attempt=order.attempt, why="trainers of an older attempt still run")
+            self.link.say(do="failed", attempt=order.attempt, reason="trainers of an older attempt still run")
             return
         if not self.shared:  # what is still wanted comes again, to wherever its rank is now
             for left in (self.run_folder / "faults").glob("*.json"):
@@ -199,7 +199,7 @@ class Agent:
             self.trainers.start(order, self.address, self.link.token)
         except OSError as error:
             why = f"could not start the trainers: {error}"
-            self.link.say(do="failed", attempt=order.attempt, why=fit(why), errno=errno_of(error))
+            self.link.say(do="failed", attempt=order.attempt, reason=truncate(why), errno=errno_of(error))
             return
         self.state = order.state
         self.telemetry.follow(order)
@@ -224,16 +224,16 @@ class Agent:
                 stderr=asyncio.subprocess.PIPE,
             )
         except OSError as error:
-            reason = fit(f"the self-checks cannot be started: {error}")
-            self.link.say(do="diagnosed", order=order.order, code=1, report="", said=reason)
+            reason = truncate(f"the self-checks cannot be started: {error}")
+            self.link.say(do="diagnosed", order=order.order, code=1, report="", stderr=reason)
             return
         try:
             async with asyncio.timeout(order.grace_period):
                 out, said = await process.communicate()
-            report = {"code": process.returncode, "report": out.decode(errors="replace")[-REPORT:]}
-            report["said"] = fit(said.decode(errors="replace"))
+            report = {"code": process.returncode, "report": out.decode(errors="replace")[-REPORT_CHARACTERS:]}
+            report["stderr"] = truncate(said.decode(errors="replace"))
         except TimeoutError:
-            report = {"code": 1, "report": "", "said": f"no result within {order.grace_period:g} seconds"}
+            report = {"code": 1, "report": "", "stderr": f"no result within {order.grace_period:g} seconds"}
         finally:
             if process.returncode is None:
                 process.kill()
@@ -243,7 +243,7 @@ class Agent:
     async def _explain(self, order: Explain) -> None:
         """Look at the ranks that stand still, in a thread: it takes up to some seconds."""
         ranks = tuple(self.trainers.trainers)
-        found = await asyncio.to_thread(look_at, self.run_folder, ranks, order, not self.shared)
+        found = await asyncio.to_thread(collect_evidence, self.run_folder, ranks, order, not self.shared)
         for evidence in found:
             await self.link.send_when_free(evidence)
 

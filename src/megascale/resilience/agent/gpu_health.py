@@ -72,7 +72,7 @@ class GpuHealth:
         if silent and not reports:
             reports = tuple(GpuReport(index, "unknown") for index in self._handles)
         replace = msgspec.structs.replace
-        return tuple(replace(r, xid=self._xids.worst(r.index), unanswered=silent) for r in reports)
+        return tuple(replace(r, xid=self._xids.worst(r.index), silent_seconds=silent) for r in reports)
 
     def answered(self, seconds: float) -> bool:
         """Whether what was asked last is answered, after so many seconds at most."""

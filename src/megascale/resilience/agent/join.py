@@ -19,10 +19,10 @@ from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.resilience.agent import node_health
 from megascale.resilience.agent.agent import serve
 from megascale.resilience.agent.driver_link import RETRY, connect
-from megascale.resilience.agent.node_folder import agent_process, default_folder, prepare, remember
+from megascale.resilience.agent.node_folder import default_folder, find_agent, prepare_node_folder, record_agent_process
 from megascale.resilience.protocol import agent_channel
-from megascale.resilience.protocol.agent_messages import Described, Refuse
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.agent_messages import JobOffer, Refuse
+from megascale.resilience.protocol.job_description import JobDescription
 from megascale.services.framing import ProtocolError
 
 _LEAST = 32  # characters of a secret
@@ -58,7 +58,7 @@ def read_secret(file: str | None) -> bytes:
     return secret.encode()
 
 
-def parse_place(text: str) -> tuple[str, int]:
+def parse_driver_address(text: str) -> tuple[str, int]:
     """(host, port) of HOST:PORT or [IPV6]:PORT; ConfigError for anything else."""
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -70,16 +70,16 @@ def parse_place(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def join(
-    places: Iterable[tuple[str, int]],
+def join_job(
+    driver_addresses: Iterable[tuple[str, int]],
     job: str,
     secret: bytes,
     node: str,
     folder: Path | None,
     address: str,
     interface: str,
-    wait: float,
-    say: Callable[[str], None],
+    timeout: float,
+    report: Callable[[str], None],
     pod: str = "",
 ) -> None:
     """Ask a driver into its job, then be the agent of this machine until the job ends.
@@ -99,26 +99,26 @@ def join(
     own = address_of(interface) if interface and not address else address
     if own:
         _check_own(own)
-    place, own, told = asyncio.run(_ask(places, job, secret, node, own, wait, say))
+    place, own, told = asyncio.run(_ask(driver_addresses, job, secret, node, own, timeout, report))
     description = JobDescription(
         job,
         told.epoch,
         place,
         ResilienceConfig.model_validate_json(told.limits),
         checkpoints=told.checkpoints,
-        elsewhere=tuple(each for each in places if each != place),
+        alternative_drivers=tuple(each for each in driver_addresses if each != place),
     )
     home = folder / node if folder is not None else default_folder(job, node)
-    if (pid := agent_process(home)) and pid != os.getpid():
+    if (pid := find_agent(home)) and pid != os.getpid():
         raise ConfigError(
             f"an agent of node {node} runs here already (process {pid}); end it, or give --node or --folder"
         )
-    prepare(home, description, secret, told.marker)
-    remember(home, os.getpid())
+    prepare_node_folder(home, description, secret, told.marker)
+    record_agent_process(home, os.getpid())
     if interface:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface)
-    say(f"node {node} at {own} is in job {job}; trainers write to {home}/runs/{job}")
+    report(f"node {node} at {own} is in job {job}; trainers write to {home}/runs/{job}")
     serve(node, home, own, pod or socket.gethostname())
 
 
@@ -144,7 +144,7 @@ async def _ask(
     address: str,
     wait: float,
     say: Callable[[str], None],
-) -> tuple[tuple[str, int], str, Described]:
+) -> tuple[tuple[str, int], str, JobOffer]:
     """(where the driver is, this machine's address, what it tells of the job)."""
     deadline, said, why = time.monotonic() + wait, "", ""
     hardware, versions = node_health.hardware(), node_health.versions()
@@ -176,7 +176,7 @@ async def _ask(
         await asyncio.sleep(RETRY)
 
 
-async def _described(place: tuple[str, int], secret: bytes, fields: dict[str, Any]) -> Described:
+async def _described(place: tuple[str, int], secret: bytes, fields: dict[str, Any]) -> JobOffer:
     reader, writer = await connect(*place)
     try:
         channel = await agent_channel.open_channel(reader, writer, secret, driver=False)
@@ -185,7 +185,7 @@ async def _described(place: tuple[str, int], secret: bytes, fields: dict[str, An
     finally:
         writer.close()
     if isinstance(answer, Refuse):
-        raise ConfigError(f"the driver refused this node: {answer.why}")
-    if not isinstance(answer, Described):
+        raise ConfigError(f"the driver refused this node: {answer.reason}")
+    if not isinstance(answer, JobOffer):
         raise ProtocolError(f"the driver said {answer.do!r} to a node that asked in")
     return answer

@@ -11,7 +11,7 @@ from megascale.core import strict_json
 from megascale.core.untrusted_files import open_regular
 from megascale.resilience.protocol.agent_messages import StepFigures, Steps
 
-KEPT = 400
+STEP_LIMIT = 400
 _LONGEST = 1e9  # seconds; a longer step is damage
 _CHUNK = 1 << 20  # bytes read at a time; of a longer file only the end
 
@@ -21,7 +21,7 @@ class MetricsTail:
 
     def __init__(self, run: Path) -> None:
         self.file = run / "metrics.jsonl"
-        self._steps: deque[StepFigures] = deque(maxlen=KEPT)
+        self._steps: deque[StepFigures] = deque(maxlen=STEP_LIMIT)
         self._inode = self._at = 0
         self._anew = True
 
@@ -29,7 +29,7 @@ class MetricsTail:
         """Another driver listens: it is told the last steps again."""
         self._anew = True
 
-    def look(self) -> Steps | None:
+    def read_new_steps(self) -> Steps | None:
         """What is new since the last look, None if nothing is."""
         fresh: list[StepFigures] = []
         try:
@@ -38,7 +38,7 @@ class MetricsTail:
         except OSError:
             pass
         anew, self._anew = self._anew, False
-        told = tuple(self._steps if anew else fresh[-KEPT:])
+        told = tuple(self._steps if anew else fresh[-STEP_LIMIT:])
         return Steps(told, anew) if told or anew else None
 
     def _read_new(self, file: BinaryIO) -> list[StepFigures]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megascale.errors import ConfigError
 from megascale.resilience.process_birth import born
-from megascale.resilience.protocol.given import JobDescription, give
+from megascale.resilience.protocol.job_description import JobDescription, write_job
 from megascale.services.private_folder import make_private
 
 PROCESS = "agent.json"
@@ -28,7 +28,7 @@ def default_folder(job: str, node: str) -> Path:
     return Path.home() / ".megascale" / job / node
 
 
-def prepare(folder: Path, job: JobDescription, token: bytes, marker: str) -> JobDescription:
+def prepare_node_folder(folder: Path, job: JobDescription, token: bytes, marker: str) -> JobDescription:
     """Make a node's folder and give it the job; what was given.
 
     Args:
@@ -51,8 +51,8 @@ def prepare(folder: Path, job: JobDescription, token: bytes, marker: str) -> Job
         raise ConfigError(
             f"a driver of epoch {known} has this node, this one is of epoch {job.epoch}: it has been replaced; end it"
         )
-    job = job.on(folder / "runs" / job.name, Path(job.checkpoints) if job.checkpoints else None)
-    give(folder, job, token)
+    job = job.with_own_folder(folder / "runs" / job.name, Path(job.checkpoints) if job.checkpoints else None)
+    write_job(folder, job, token)
     return job
 
 
@@ -64,14 +64,14 @@ def known_epoch(folder: Path) -> int:
         return 0
 
 
-def remember(folder: Path, pid: int) -> None:
+def record_agent_process(folder: Path, pid: int) -> None:
     """Write down which process the node's agent is."""
     temporary = folder / f"{PROCESS}.tmp"
     temporary.write_text(json.dumps({"pid": pid, "born": born(pid)}))
     os.replace(temporary, folder / PROCESS)
 
 
-def agent_process(folder: Path) -> int:
+def find_agent(folder: Path) -> int:
     """Process id of the node's living agent, 0: none lives."""
     try:
         state = json.loads((folder / PROCESS).read_text())
@@ -84,7 +84,7 @@ def agent_process(folder: Path) -> int:
 def end_agent(folder: Path) -> bool:
     """SIGKILL to the node's agent, with which its fork server and trainers end; whether none lives any more."""
     deadline = time.monotonic() + _GONE
-    while pid := agent_process(folder):
+    while pid := find_agent(folder):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:

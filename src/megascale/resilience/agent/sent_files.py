@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.core.untrusted_files import open_regular
-from megascale.resilience.protocol.agent_messages import PIECE, FileData
+from megascale.resilience.protocol.agent_messages import PIECE_BYTES, FileData
 
 WINDOW = 1 << 20  # bytes of one file that the driver has not confirmed
 AGAIN = 30.0  # seconds after which what was not confirmed is sent again
@@ -119,7 +119,7 @@ class SentFiles:
         for name, more in self._spans.items():
             if name != _HERE and (due or more):
                 piece = self._next(name, self._growing.setdefault(name, _Followed()))
-                self._spans[name] = piece is not None and piece.more
+                self._spans[name] = piece is not None and piece.has_more
                 found += [piece] if piece is not None else []
         if due and not found:
             for name in [name for name in self._spans if name != _HERE and not (self._run / name).exists()]:
@@ -142,7 +142,7 @@ class SentFiles:
                     followed.waits = time.monotonic()
                 elif time.monotonic() - followed.waits > AGAIN:  # it was lost, or found no place
                     followed.sent, followed.first, followed.waits = followed.kept, True, time.monotonic()
-                room = min(PIECE, WINDOW - (followed.sent - followed.kept))
+                room = min(PIECE_BYTES, WINDOW - (followed.sent - followed.kept))
                 if about.st_size <= followed.sent or room <= 0:
                     return None
                 left_out = 0
@@ -153,12 +153,14 @@ class SentFiles:
                 data = file.read(room)
         except OSError:
             return None
-        if lines and (b"\n" in data or len(data) < PIECE):  # a longer line than a piece is no record: it goes in parts
+        if lines and (
+            b"\n" in data or len(data) < PIECE_BYTES
+        ):  # a longer line than a piece is no record: it goes in parts
             data = data[: data.rfind(b"\n") + 1]  # a last line without its end is still being written
         if not data:
             return None
         more = about.st_size > followed.sent + len(data)
-        piece = FileData(name, followed.sent, data, first=followed.first, left_out=left_out, more=more)
+        piece = FileData(name, followed.sent, data, first=followed.first, skipped_bytes=left_out, has_more=more)
         followed.sent += len(data)
         followed.first = False
         return piece
@@ -168,9 +170,9 @@ class SentFiles:
             with open(self._run / name, "rb", opener=open_regular) as file:
                 about = os.fstat(file.fileno())
                 seen = (about.st_ino, about.st_mtime_ns)
-                if seen == self._replaced[name] or about.st_size > PIECE:
+                if seen == self._replaced[name] or about.st_size > PIECE_BYTES:
                     return None
                 self._replaced[name] = seen
-                return FileData(name, 0, file.read(PIECE), whole=True)
+                return FileData(name, 0, file.read(PIECE_BYTES), replaces_file=True)
         except OSError:
             return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from megascale.checkpoint.background.service_protocol import private_folder
 
 
-def find_services(run: Path, node: str) -> list[int]:
+def find_checkpoint_services(run: Path, node: str) -> list[int]:
     """Process ids of the checkpoint services of a node on this host."""
     folder, found = os.fsencode(private_folder(run, node)), []
     for process in Path("/proc").glob("[0-9]*"):
@@ -20,10 +20,10 @@ def find_services(run: Path, node: str) -> list[int]:
     return found
 
 
-def end_services(run: Path, node: str) -> list[int]:
+def end_checkpoint_services(run: Path, node: str) -> list[int]:
     """Kill them, and with them what they hold in memory: their pids."""
     ended = []
-    for pid in find_services(run, node):
+    for pid in find_checkpoint_services(run, node):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
             ended.append(pid)

@@ -36,7 +36,7 @@ from megascale.resilience.protocol.fork_messages import (
     Frames,
     framed,
 )
-from megascale.resilience.protocol.heartbeat import TAIL, Worker, fit
+from megascale.resilience.protocol.heartbeat import TAIL_CHARACTERS, Worker, truncate
 from megascale.services.messages import Message
 from megascale.services.shared_token import derive
 
@@ -330,16 +330,16 @@ class Trainers:
             code=code,
             phase=phase,
             step=step,
-            action=fit(action, 200),
+            action=truncate(action, 200),
             microbatch=microbatch,
             status_age=now - t.changed,
-            message=fit(message),
+            message=truncate(message),
             rss=rss,
             cpu_seconds=cpu,
             stopped=stopped,
             stderr_tail=tail,
             errno=t.errno,
-            error=fit(t.error),
+            error=truncate(t.error),
             ended_age=now - t.ended if t.status is not None else 0.0,
             by_agent=t.by_agent,
         )
@@ -355,8 +355,8 @@ class Trainers:
         try:
             with open(t.log, "rb", opener=open_regular) as file:
                 size = file.seek(0, os.SEEK_END)
-                file.seek(max(t.log_start, size - TAIL))
-                return fit(file.read(TAIL).decode(errors="replace"), TAIL)
+                file.seek(max(t.log_start, size - TAIL_CHARACTERS))
+                return truncate(file.read(TAIL_CHARACTERS).decode(errors="replace"), TAIL_CHARACTERS)
         except OSError:
             return ""
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from megascale.config import Config
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.job_description import JobDescription
 from megascale.resilience.rules.verdicts import Verdict
 
 NO_REASONS: Mapping[str, str] = MappingProxyType({})
@@ -36,7 +36,7 @@ class NodeInfo:
     address: str
     alive: bool
     running: bool
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ClusterRequest:
     run: Path
     config: Config
     devices: tuple[tuple[str, ...], ...] = ()
-    say: Callable[[str, str], None] = lambda author, text: None
+    report: Callable[[str, str], None] = lambda author, text: None
 
 
 class Cluster(ABC):
@@ -74,16 +74,16 @@ class Cluster(ABC):
 
     agent_lease: ClassVar[float | None] = None
     slow_start: bool = False
-    at_once: int | None = None
+    start_limit: int | None = None
     notice_seconds: float = 0.0
-    unseen: bool = False
+    has_unlisted_agents: bool = False
     hands_over: bool = False
     replaced: str = ""
     withdrawn: str = ""
 
     def __init__(self, request: ClusterRequest) -> None:
         self.run = request.run
-        self._say = request.say
+        self._report = request.report
 
     @classmethod
     def on_other_machines(cls, config: Config) -> tuple[int, str] | None:
@@ -117,7 +117,7 @@ class Cluster(ABC):
 
     # choice of nodes --------------------------------------------------------------------------------------------------
 
-    def foreseen(self, count: int) -> list[str]:
+    def list_possible_nodes(self, count: int) -> list[str]:
         """List all nodes that a new job of `count` nodes, spares included, may get; empty if that is unknown."""
         return []
 
@@ -125,7 +125,7 @@ class Cluster(ABC):
         """Provide these nodes first where the cluster has more than the job needs."""
         return
 
-    def bar(self, names: frozenset[str]) -> None:
+    def exclude_nodes(self, names: frozenset[str]) -> None:
         """Exclude exactly these nodes from `request`: they are evicted, cordoned or have an agent."""
         return
 
@@ -144,7 +144,7 @@ class Cluster(ABC):
     # observations -----------------------------------------------------------------------------------------------------
 
     @property
-    def taken(self) -> frozenset[str]:
+    def removed_nodes(self) -> frozenset[str]:
         """Nodes that the cluster removed from the job although processes of the job may still run there."""
         return frozenset()
 
@@ -158,15 +158,15 @@ class Cluster(ABC):
         """Nodes whose agents are ending; the driver starts nothing on them."""
         return frozenset()
 
-    def gone(self, name: str) -> bool:
+    def has_stopped(self, name: str) -> bool:
         """Return True if it is certain that no process of the job runs on a node."""
         return False
 
-    def note_end(self, name: str) -> None:
+    def record_agent_end(self, name: str) -> None:
         """Record that the agent of a node reported its end and the end of its ranks."""
         return
 
-    def reports(self) -> list[Verdict]:
+    def take_verdicts(self) -> list[Verdict]:
         """Return the cluster's own verdicts (quota, image, device) since the last call."""
         return []
 
@@ -176,7 +176,7 @@ class Cluster(ABC):
         """Close the cluster's connections before the driver's loop ends; agents continue."""
         return
 
-    def outlast(self) -> int | None:
+    def wait_for_job_end(self) -> int | None:
         """Wait for the job's end under another driver and return its exit code; None if there is nothing to wait for.
 
         For a cluster in which the end of this process would end the job.

@@ -29,12 +29,17 @@ from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError, in_pod
 from megascale.resilience.cluster.kubernetes_lease import DriverLease
-from megascale.resilience.cluster.kubernetes_objects import JobObjects, controller_of, own_secrets, taken_over
-from megascale.resilience.cluster.kubernetes_pod import DRIVER, ENDING, EPOCH, labels, object_name, pod, read_patch
+from megascale.resilience.cluster.kubernetes_objects import (
+    JobObjects,
+    controller_of,
+    inherited_environment,
+    inherited_secrets,
+)
+from megascale.resilience.cluster.kubernetes_pod import DRIVER, ENDING, EPOCH, labels, make_pod, object_name, read_patch
 from megascale.resilience.cluster.kubernetes_table import Pod
 from megascale.resilience.cluster.kubernetes_view import STUCK, ClusterView
 from megascale.resilience.cluster.remote import make_marker
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.job_description import JobDescription
 from megascale.resilience.rules.verdicts import Verdict
 
 log = logging.getLogger("megascale.driver")
@@ -61,7 +66,7 @@ class KubernetesCluster(Cluster):
     """
 
     agent_lease = LEASE
-    at_once = 10_000
+    start_limit = 10_000
     slow_start = True
     notice_seconds = 20.0
 
@@ -101,11 +106,13 @@ class KubernetesCluster(Cluster):
     def _begin(self) -> None:
         """Take the Lease and look at what there is, before the driver's loop begins."""
         try:
-            self.lease.take(lambda text: self._say("driver", text))
+            self.lease.take(lambda text: self._report("driver", text))
             above = controller_of(self.api, os.environ.get("MEGASCALE_POD", "")) if self.hands_over else None
             self.objects.prepare(above)
             if not self.view.look():
-                self._say("driver", "machines cannot be seen (no ClusterRole for nodes): losses are noticed by silence")
+                self._report(
+                    "driver", "machines cannot be seen (no ClusterRole for nodes): losses are noticed by silence"
+                )
         except KubernetesError as error:
             raise TrainingError(
                 f"the Kubernetes API server {self.api.host} refused or did not answer: {error}"
@@ -125,20 +132,20 @@ class KubernetesCluster(Cluster):
     def nodes(self) -> list[NodeInfo]:
         return self.view.infos()
 
-    def bar(self, names: frozenset[str]) -> None:
+    def exclude_nodes(self, names: frozenset[str]) -> None:
         self._barred = names
 
-    def gone(self, name: str) -> bool:
+    def has_stopped(self, name: str) -> bool:
         return self.view.table.certain(name, self._config.resilience.grace_period + ENDING)
 
-    def note_end(self, name: str) -> None:
+    def record_agent_end(self, name: str) -> None:
         self.view.table.over(name)
 
     def switch(self, name: str) -> str:
         return self.view.switch(name)
 
     @property
-    def taken(self) -> frozenset[str]:
+    def removed_nodes(self) -> frozenset[str]:
         """Nodes whose pods are deleted and do not end."""
         return self.view.taken()
 
@@ -152,7 +159,7 @@ class KubernetesCluster(Cluster):
         """Nodes whose pod is being deleted, has ended, or was removed while its processes may run on."""
         return self.view.ending()
 
-    def reports(self) -> list[Verdict]:
+    def take_verdicts(self) -> list[Verdict]:
         return self.view.reports()
 
     def block(self, name: str, why: str) -> None:
@@ -181,7 +188,7 @@ class KubernetesCluster(Cluster):
     async def fence(self, name: str) -> bool:
         """True once its kubelet has said that it has ended, or must have ended it."""
         await self._remove(name, END)
-        return self.gone(name)
+        return self.has_stopped(name)
 
     async def request(self) -> str | None:
         """A node with a pod that runs; None if none comes, for which a report says why."""
@@ -272,7 +279,7 @@ class KubernetesCluster(Cluster):
     def _avoid(self) -> frozenset[str]:
         """Machines that get no new pod now: blocked ones, those with a pod, and those where an old one may run on."""
         lost = list(self.view.table.unproven.values())
-        unproven = {each.machine for each in lost if not self.gone(each.node)}
+        unproven = {each.machine for each in lost if not self.has_stopped(each.node)}
         barred = {self.view.machine_of(each) for each in self._barred} if self._config.kubernetes.one_a_node else set()
         return frozenset({*self.objects.blocked, *unproven, *barred} - {""})
 
@@ -284,7 +291,7 @@ class KubernetesCluster(Cluster):
         """Ask for a pod, which `_waiting` has from before it can be there; its name, None if that was refused."""
         name = f"{self._job}-{secrets.token_hex(3)}"
         self._waiting.add(name)
-        manifest = pod(
+        manifest = make_pod(
             self._config,
             name,
             self._gpus,
@@ -294,8 +301,8 @@ class KubernetesCluster(Cluster):
             driver=self._driver,
             epoch=self._epoch,
             owner=self.objects.owner,
-            environment=taken_over(),
-            secrets=own_secrets(),
+            environment=inherited_environment(),
+            secrets=inherited_secrets(),
             patch=self._patch,
         )
         try:
@@ -329,7 +336,7 @@ class KubernetesCluster(Cluster):
         while self.view.table.of(name) and time.monotonic() < deadline:
             await asyncio.sleep(LOOK)
         for each in self.view.table.of(name):
-            self._say("driver", f"pod {each.name} on {each.machine} does not end: it is removed by force")
+            self._report("driver", f"pod {each.name} on {each.machine} does not end: it is removed by force")
             await self._delete(each.name, 0)
 
     async def _delete(self, name: str, grace: int) -> None:

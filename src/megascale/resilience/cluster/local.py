@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.python_command import module_command
-from megascale.resilience.agent.services import end_services
+from megascale.resilience.agent.services import end_checkpoint_services
 from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
 from megascale.resilience.process_birth import born
-from megascale.resilience.protocol.given import JobDescription, give
+from megascale.resilience.protocol.job_description import JobDescription, write_job
 
 log = logging.getLogger("megascale.driver")
 DOWN = "down"
@@ -58,8 +58,8 @@ class LocalCluster(Cluster):
             folder = self._folder_apart(name)
             folder.mkdir(parents=True, exist_ok=True)
             (self.run / "checkpoints").mkdir(exist_ok=True)
-            job = job.on(folder / "runs" / self.run.name, self.run / "checkpoints")
-        give(folder, replace(job, run=job.run or str(self.run)), token)
+            job = job.with_own_folder(folder / "runs" / self.run.name, self.run / "checkpoints")
+        write_job(folder, replace(job, run=job.run or str(self.run)), token)
         return folder
 
     def nodes(self) -> list[NodeInfo]:
@@ -68,7 +68,7 @@ class LocalCluster(Cluster):
             for path in sorted(self.folder.iterdir(), key=lambda p: _number(p.name))
         ]
 
-    def foreseen(self, count: int) -> list[str]:
+    def list_possible_nodes(self, count: int) -> list[str]:
         numbers = sorted(_number(path.name) for path in self.folder.iterdir())
         new = max(numbers, default=-1) + 1
         return [f"n{number}" for number in (*numbers, *range(new, new + max(0, count - len(numbers))))]
@@ -121,7 +121,7 @@ class LocalCluster(Cluster):
         if self._agent(name) is not None:
             return False
         if name in self._blocked:
-            ended = await asyncio.to_thread(end_services, self._run_of(name), name)
+            ended = await asyncio.to_thread(end_checkpoint_services, self._run_of(name), name)
             log.info("%s was evicted: ended its checkpoint services %s", name, ended)
         return True
 

@@ -9,8 +9,8 @@ from megascale.core.ports import is_loopback
 from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.remote import make_marker
-from megascale.resilience.protocol.contact import folder
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.contact import driver_folder
+from megascale.resilience.protocol.job_description import JobDescription
 
 
 class ManualCluster(Cluster):
@@ -20,7 +20,7 @@ class ManualCluster(Cluster):
         unseen: agents may run of which `nodes` knows nothing.
     """
 
-    unseen = True
+    has_unlisted_agents = True
 
     def __init__(self, request: ClusterRequest) -> None:
         super().__init__(request)
@@ -39,10 +39,10 @@ class ManualCluster(Cluster):
         everywhere = os.uname().nodename if host in ("0.0.0.0", "::") else host
         shown = self._request.config.resilience.advertise or everywhere
         only = " (only this machine reaches it; --resilience.listen=ADDRESS opens it)" if is_loopback(host) else ""
-        secret = folder(self._request.run) / "token"
+        secret = driver_folder(self._request.run) / "token"
         where = f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
-        self._request.say("driver", f"agents join at {where}{only}; on each machine, with the secret from {secret}:")
-        self._request.say("driver", f"  megascale agent {where} --job {job.name} --secret-file SECRET")
+        self._request.report("driver", f"agents join at {where}{only}; on each machine, with the secret from {secret}:")
+        self._request.report("driver", f"  megascale agent {where} --job {job.name} --secret-file SECRET")
 
     def nodes(self) -> list[NodeInfo]:
         return []

@@ -27,7 +27,7 @@ from megascale.core.python_command import module_command
 from megascale.core.secrets import PASSWORD_VARIABLE, REPLICA_VARIABLE
 from megascale.resilience.cluster.base import NO_REASONS, Cluster, ClusterRequest, NodeInfo
 from megascale.resilience.cluster.hosts_file import Host
-from megascale.resilience.protocol.given import JobDescription, to_record
+from megascale.resilience.protocol.job_description import JobDescription, to_record
 
 log = logging.getLogger("megascale.driver")
 
@@ -75,10 +75,10 @@ class RemoteCluster(Cluster):
     """
 
     separate = False
-    at_once = 64
+    start_limit = 64
     slow_start = True
     notice_seconds = 20.0
-    taken: frozenset[str] = frozenset()
+    removed_nodes: frozenset[str] = frozenset()
     drained: Mapping[str, str] = NO_REASONS
 
     def __init__(self, request: ClusterRequest, hosts: Sequence[Host]) -> None:
@@ -112,7 +112,7 @@ class RemoteCluster(Cluster):
             if machine.running:
                 self._spawn(machine, self._open(machine, "adopt"))
 
-    def bar(self, names: frozenset[str]) -> None:
+    def exclude_nodes(self, names: frozenset[str]) -> None:
         self._barred = names
 
     def names(self) -> list[str]:
@@ -121,24 +121,28 @@ class RemoteCluster(Cluster):
 
     def take(self, names: set[str]) -> None:
         """Exactly these are not the job's any more."""
-        for name in names - self.taken:
+        for name in names - self.removed_nodes:
             self._let_go(self._machines[name])
             with contextlib.suppress(OSError):  # the next driver need not look for an agent there
                 (self._folder / name / RECORD).unlink(missing_ok=True)
             self._machines[name].running, self._machines[name].why = False, "it was taken out of the allocation"
-        self.taken = frozenset(names)
+        self.removed_nodes = frozenset(names)
 
     def nodes(self) -> list[NodeInfo]:
         now = time.monotonic()
         return [
             NodeInfo(
-                name, m.host.address or m.host.host, now - m.failed > REST and name not in self.taken, m.running, m.why
+                name,
+                m.host.address or m.host.host,
+                now - m.failed > REST and name not in self.removed_nodes,
+                m.running,
+                m.why,
             )
             for name, m in self._machines.items()
             if m.engaged
         ]
 
-    def foreseen(self, count: int) -> list[str]:
+    def list_possible_nodes(self, count: int) -> list[str]:
         return list(self._machines)
 
     def prefer(self, names: Sequence[str]) -> None:
@@ -147,17 +151,17 @@ class RemoteCluster(Cluster):
 
     async def start_agent(self, name: str) -> bool:
         machine = self._machines.get(name)
-        if name in self.taken:
+        if name in self.removed_nodes:
             return False
         if machine is None:
-            self._say("driver", f"{name} is in no list of machines any more: no agent is started there")
+            self._report("driver", f"{name} is in no list of machines any more: no agent is started there")
             return False
         return await self._open(machine, "start")
 
     async def fence(self, name: str) -> bool:
         """True once the agent was seen to be gone; a machine that cannot be reached may still run it."""
         machine = self._machines.get(name)
-        if machine is None or name in self.taken:
+        if machine is None or name in self.removed_nodes:
             return False
         self._let_go(machine)
         answer = await self._ask(machine, "end", END)
@@ -172,7 +176,12 @@ class RemoteCluster(Cluster):
         """The first machine that has no agent and takes one."""
         for machine in sorted(self._machines.values(), key=lambda m: m.engaged):
             name, rested = machine.host.name, time.monotonic() - machine.failed > REST
-            if machine.running or machine.busy or not rested or name in self._barred | self.taken | self.drained.keys():
+            if (
+                machine.running
+                or machine.busy
+                or not rested
+                or name in self._barred | self.removed_nodes | self.drained.keys()
+            ):
                 continue
             if await self._open(machine, "adopt"):  # one that was cut off may still have its agent
                 return name
@@ -210,7 +219,7 @@ class RemoteCluster(Cluster):
             (self._folder / machine.host.name).mkdir(parents=True, exist_ok=True)
             (self._folder / machine.host.name / RECORD).write_text(json.dumps({"host": machine.host.host}))
         except OSError as error:
-            self._say("driver", f"{machine.host.name}: the next driver will not find its agent: {error}")
+            self._report("driver", f"{machine.host.name}: the next driver will not find its agent: {error}")
         self._spawn(machine, keep_running(lambda: self._follow(machine), f"following {machine.host.name}", log))
         return True
 
@@ -288,7 +297,7 @@ class RemoteCluster(Cluster):
         machine.failed = time.monotonic()
         if why != machine.why:
             machine.why = why
-            self._say("driver", f"{machine.host.name}: {why}")
+            self._report("driver", f"{machine.host.name}: {why}")
 
     def _let_go(self, machine: _Machine) -> None:
         """Wait no more for the end of the agent that is there now."""

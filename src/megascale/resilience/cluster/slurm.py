@@ -30,8 +30,8 @@ from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.hosts_file import Host
 from megascale.resilience.cluster.remote import REST, START, RemoteCluster, kill_command
-from megascale.resilience.protocol.contact import folder
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.contact import driver_folder
+from megascale.resilience.protocol.job_description import JobDescription
 
 log = logging.getLogger("megascale.driver")
 
@@ -143,19 +143,19 @@ class SlurmCluster(RemoteCluster):
     async def _keep_standby(self) -> None:
         """Have somebody on another node who goes on should Slurm take this one out of the job."""
         now = time.monotonic()
-        if self._standby and self._standby not in self.taken and self._shows_life(now):
+        if self._standby and self._standby not in self.removed_nodes and self._shows_life(now):
             return
-        others = [name for name in self.names() if name not in self.taken | self.drained.keys() | {self._own}]
+        others = [name for name in self.names() if name not in self.removed_nodes | self.drained.keys() | {self._own}]
         if not others or not self._own or now - self._tried < REST:
             return
         self._tried, name, number = now, others[-1], secrets.token_hex(4)
         try:
-            file = folder(self.run) / slurm_standby.CURRENT
+            file = driver_folder(self.run) / slurm_standby.CURRENT
             temporary = file.with_suffix(".tmp")
             temporary.write_text(json.dumps({"number": number, "node": name}))
             os.replace(temporary, file)
         except OSError as error:
-            self._say("driver", f"no standby: {error}")
+            self._report("driver", f"no standby: {error}")
             return
         words = module_command(_STANDBY, str(self.run), number, self._own)
         pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
@@ -176,16 +176,16 @@ class SlurmCluster(RemoteCluster):
         ready = line.decode(errors="replace").strip() == slurm_standby.READY
         self._standby, self._shown = (name, (0, now)) if ready else ("", self._shown)
         if not ready:
-            self._say("driver", f"{name}: no standby for the driver came up there; it is tried again")
+            self._report("driver", f"{name}: no standby for the driver came up there; it is tried again")
 
     def _shows_life(self, now: float) -> bool:
         with contextlib.suppress(OSError):
-            shown = (folder(self.run) / slurm_standby.CURRENT).stat().st_mtime_ns
+            shown = (driver_folder(self.run) / slurm_standby.CURRENT).stat().st_mtime_ns
             if shown != self._shown[0]:
                 self._shown = (shown, now)
         return now - self._shown[1] < _SILENT
 
-    def outlast(self) -> int | None:
+    def wait_for_job_end(self) -> int | None:
         """Where this process ends, its batch script does, and Slurm takes that for the job's end, even on a node that
         it has taken out of the job."""
         while True:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 
 from megascale.core.python_command import module_command
-from megascale.resilience.diagnose.check import SelfCheck, absent
+from megascale.resilience.diagnose.check import SelfCheck, absent_hardware
 
 _BYTES = 256 << 20  # that each process sends
 _SECONDS = 90.0
@@ -25,7 +25,7 @@ def all_to_all() -> Iterator[SelfCheck]:
 
     world = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if world < 2:
-        yield absent("all-to-all in host", f"{world} CUDA devices on this host")
+        yield absent_hardware("all-to-all in host", f"{world} CUDA devices on this host")
         return
     yield exchange(world)
 

@@ -37,12 +37,12 @@ class SelfCheck:
         return self.result != "failed"
 
 
-def absent(name: str, why: str) -> SelfCheck:
+def absent_hardware(name: str, why: str) -> SelfCheck:
     """The hardware is not there."""
     return SelfCheck(name, "absent", details=why)
 
 
-def guarded(name: str, check: Callable[[], Iterable[SelfCheck]]) -> list[SelfCheck]:
+def run_guarded(name: str, check: Callable[[], Iterable[SelfCheck]]) -> list[SelfCheck]:
     """The check's results; what it raises is a failure, as a healthy machine raises nothing."""
     try:
         return list(check())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megascale.resilience.diagnose.check import SelfCheck, absent
+from megascale.resilience.diagnose.check import SelfCheck, absent_hardware
 from megascale.resilience.diagnose.compute import devices, seconds_of
 
 _HOST_BYTES = 128 << 20
@@ -68,7 +68,7 @@ def patterns() -> Iterator[SelfCheck]:
 def host_device() -> Iterator[SelfCheck]:
     """Copies between pinned host memory and each device, both ways, bits compared."""
     if not torch.cuda.is_available():
-        yield absent("host-device bandwidth", "no CUDA device")
+        yield absent_hardware("host-device bandwidth", "no CUDA device")
         return
     for device in devices():
         host = torch.randint(-(2**62), 2**62, (_LINK_BYTES // 8,)).pin_memory()
@@ -87,7 +87,9 @@ def device_pairs() -> Iterator[SelfCheck]:
     """Copies between every pair of devices of the host (NVLink where there is one), bits compared."""
     found = devices()
     if found[0].type != "cuda" or len(found) < 2:
-        yield absent("device pairs", f"{len(found) if found[0].type == 'cuda' else 0} CUDA devices on this host")
+        yield absent_hardware(
+            "device pairs", f"{len(found) if found[0].type == 'cuda' else 0} CUDA devices on this host"
+        )
         return
     for source in found:
         for target in found:

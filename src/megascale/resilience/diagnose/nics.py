@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megascale.resilience.diagnose.check import SelfCheck, absent
+from megascale.resilience.diagnose.check import SelfCheck, absent_hardware
 
 _STREAM_BYTES = 256 << 20
 _BLOCK = 1 << 20
@@ -44,7 +44,7 @@ def links() -> Iterator[SelfCheck]:
     """Every interface that is meant to be up has a carrier and counts few errors."""
     nics = [name for name in sorted(addresses()) if name != "lo"]
     if not nics:
-        yield absent("nic link", "no network interface but loopback has an address")
+        yield absent_hardware("nic link", "no network interface but loopback has an address")
     for name in nics:
         carrier, speed = _text(_NET / name / "carrier"), _text(_NET / name / "speed")
         bad = sum(int(_text(_NET / name / "statistics" / c) or 0) for c in ("rx_errors", "tx_errors"))
@@ -64,7 +64,7 @@ def rdma_ports() -> Iterator[SelfCheck]:
     """State of InfiniBand or RoCE ports."""
     ports = sorted(_RDMA.glob("*/ports/*")) if _RDMA.is_dir() else []
     if not ports:
-        yield absent("rdma port", "no RDMA device")
+        yield absent_hardware("rdma port", "no RDMA device")
     for port in ports:
         name, state = f"rdma port {port.parts[-3]}:{port.name}", _text(port / "state")
         downs = _text(port / "counters" / "link_downed") or "0"
@@ -76,9 +76,11 @@ def rdma_loopback() -> Iterator[SelfCheck]:
     """Bandwidth of each RDMA device to itself."""
     found = sorted(p.name for p in _RDMA.iterdir()) if _RDMA.is_dir() else []
     if not found:
-        yield absent("rdma loopback", "no RDMA device")
+        yield absent_hardware("rdma loopback", "no RDMA device")
     elif shutil.which("ib_write_bw") is None:
-        yield absent("rdma loopback", f"{len(found)} RDMA devices, but perftest's ib_write_bw is not installed")
+        yield absent_hardware(
+            "rdma loopback", f"{len(found)} RDMA devices, but perftest's ib_write_bw is not installed"
+        )
     else:
         for number, device in enumerate(found):
             yield _ib_write(device, 18600 + number)
@@ -103,12 +105,12 @@ def streams() -> Iterator[SelfCheck]:
     """A TCP stream to each address of the host from itself, and between each pair of its NICs; bytes counted."""
     known = addresses()
     if not known:
-        yield absent("nic loopback", "no interface has an address")
+        yield absent_hardware("nic loopback", "no interface has an address")
     for name, address in sorted(known.items()):
         yield _stream(f"nic loopback {name}", address, address)
     nics = sorted(name for name in known if name != "lo")
     if len(nics) < 2:
-        yield absent("nic to nic", f"{len(nics)} NICs with an address")
+        yield absent_hardware("nic to nic", f"{len(nics)} NICs with an address")
     for source in nics:
         for target in nics:
             if source != target:

@@ -68,7 +68,7 @@ from megascale.resilience.driver.telemetry.response import Response
 from megascale.resilience.protocol.agent_channel import DriverTls
 from megascale.resilience.protocol.agent_messages import Hello
 from megascale.resilience.protocol.contact import Contact, make_token, write_contact
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.job_description import JobDescription
 
 TICK = 0.25  # seconds between looks when nothing happens
 COALESCE = 0.02  # seconds in which what happens together is looked at together

@@ -184,10 +184,10 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     job = journal.job()
     request = ClusterRequest(run, config, _named(found.devices), say)
     cluster = CLUSTERS[config.resilience.cluster](request)
-    settings = contact.folder(run) / "job.toml"
+    settings = contact.driver_folder(run) / "job.toml"
     # A journal that has lost something must not have anything stopped: what runs is asked first.
     behind = damaged or recalled.events > 0 or job is None
-    held = any(info.running for info in cluster.nodes()) or cluster.unseen
+    held = any(info.running for info in cluster.nodes()) or cluster.has_unlisted_agents
     unsure = behind and settings.exists() and held
     attempt = max(job.attempt if job is not None else 0, recalled.attempt)
     nodes = {row.name: row.record() for row in journal.nodes()}
@@ -217,7 +217,7 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
         return asyncio.run(_serve(driver))
     except JournalFenced as error:
         say("driver", f"this driver touches the job no more: {error}")
-        code = cluster.outlast()
+        code = cluster.wait_for_job_end()
         if code is not None:
             return code
         raise ConfigError(f"this driver ends without touching the job: {error}") from None
@@ -278,7 +278,7 @@ def is_running(config: Config) -> bool:
 def _write_settings(config: Config) -> None:
     run = config.run_folder.absolute()
     keep_job_files(config, run)
-    config.write(contact.folder(run) / "job.toml")
+    config.write(contact.driver_folder(run) / "job.toml")
 
 
 def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigError:
@@ -304,7 +304,7 @@ async def _serve(driver: Driver) -> int:
         loop.add_signal_handler(number, driver.hand_over if handed else driver.operations.interrupt)
     limits = driver.limits
     port = limits.port
-    if not port and driver.nodes.cluster.unseen:
+    if not port and driver.nodes.cluster.has_unlisted_agents:
         with contextlib.suppress(DataError):  # agents that nobody can tell another one come to the last driver's
             port = contact.read_contact(driver.run_folder).agents[1]
     try:

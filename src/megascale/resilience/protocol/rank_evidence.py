@@ -12,7 +12,7 @@ from megascale.observe.hang.sent_evidence import pack
 from megascale.resilience.protocol.agent_messages import Evidence, Explain
 
 
-def look_at(run: Path, ranks: Iterable[int], order: Explain, keep: bool) -> Iterator[Evidence]:
+def collect_evidence(run: Path, ranks: Iterable[int], order: Explain, must_store: bool) -> Iterator[Evidence]:
     """Ask the ranks of this machine for their stacks, and say what is known of each; takes up to some seconds."""
     try:
         scene = collect(run, watch_seconds=order.watch, only=frozenset(ranks))
@@ -21,4 +21,4 @@ def look_at(run: Path, ranks: Iterable[int], order: Explain, keep: bool) -> Iter
     for rank in ranks:
         what = scene.ranks.get(rank)
         data = pack(what, order.history) if what is not None else b""
-        yield Evidence(order.order, rank, data, rank in scene.moving, keep)
+        yield Evidence(order.order, rank, data, rank in scene.moving, must_store)

@@ -192,7 +192,7 @@ class Nodes:
     @property
     def taken(self) -> frozenset[str]:
         """Those that the cluster has taken out of the job, whatever still runs there."""
-        return self.cluster.taken
+        return self.cluster.removed_nodes
 
     @property
     def drained(self) -> Mapping[str, str]:
@@ -264,7 +264,7 @@ class Nodes:
     @contextlib.asynccontextmanager
     async def _wave(self) -> AsyncIterator[None]:
         """Room among the agents that are on their way."""
-        while self._on_their_way >= (self.cluster.at_once or WAVE):  # other machines share no cores
+        while self._on_their_way >= (self.cluster.start_limit or WAVE):  # other machines share no cores
             await asyncio.sleep(0.05)
         self._on_their_way += 1
         try:
@@ -289,7 +289,7 @@ class Nodes:
         waiting = True
         try:
             async with self._wave():
-                self.cluster.bar(frozenset(node.name for node in self.all() if _barred(node)))
+                self.cluster.exclude_nodes(frozenset(node.name for node in self.all() if _barred(node)))
                 name = await self.cluster.request()
                 self.requests, waiting = self.requests - 1, False
                 if name is None:
@@ -326,10 +326,10 @@ class Nodes:
     def answer(self, node: Node, heartbeat: Heartbeat) -> None:
         """A heartbeat has come: its ranks may run on."""
         node.ends = node.ends or heartbeat.leaving
-        if heartbeat.over:
+        if heartbeat.is_finished:
             node.may_run = False
-            self.cluster.note_end(node.name)
-        if self.leases.given and (heartbeat.over or not node.given_up):
+            self.cluster.record_agent_end(node.name)
+        if self.leases.given and (heartbeat.is_finished or not node.given_up):
             self.leases.renew(node)
             self.order(node, do="heard", sequence=heartbeat.sequence)
 

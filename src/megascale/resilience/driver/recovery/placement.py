@@ -155,7 +155,7 @@ class Placement:
         A cluster that knows its nodes beforehand has them all in its list: one that does not come is replaced.
         """
         unknown = [name for name in self._asked if name not in self._nodes]
-        if not unknown or self._nodes.cluster.foreseen(len(self._asked)):
+        if not unknown or self._nodes.cluster.list_possible_nodes(len(self._asked)):
             return False
         limits = self._settings.limits
         if waited >= limits.replenish_wait:

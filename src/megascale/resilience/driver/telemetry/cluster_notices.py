@@ -29,7 +29,7 @@ class ClusterNotices:
         cluster = self._nodes.cluster
         if cluster.replaced:
             raise JournalFenced(cluster.replaced)
-        self._response.act(cluster.reports())
+        self._response.act(cluster.take_verdicts())
         drained, ending = self._nodes.drained, self._nodes.ending
         for node in self._nodes.all():
             node.leaving = node.name in ending
