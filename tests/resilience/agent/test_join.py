@@ -34,7 +34,7 @@ def test_the_secret_comes_from_a_private_file_stdin_or_the_environment(tmp_path,
     with pytest.raises(ConfigError, match="secret is missing"):  # it was forgotten: no child inherits it
         read_secret(None)
     file.write_text("short")
-    with pytest.raises(ConfigError, match="no job's secret"):
+    with pytest.raises(ConfigError, match="secret is malformed"):
         read_secret(str(file))
 
 

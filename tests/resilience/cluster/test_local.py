@@ -12,7 +12,7 @@ import pytest
 from megascale.checkpoint.background.service import connect
 from megascale.checkpoint.background.service_protocol import ListHeld, private_folder
 from megascale.config import Config
-from megascale.resilience.agent.services import end_checkpoint_services
+from megascale.resilience.agent.node_folder import end_checkpoint_services
 from megascale.resilience.cluster import local
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import STATE, ApartCluster, LocalCluster

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megascale.config import Config, ResilienceConfig
-from megascale.resilience.agent.node_folder import PROCESS, end_agent, find_agent
+from megascale.resilience.agent.node_folder import PROCESS_FILE, end_agent, find_agent
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.hosts_file import Host
 from megascale.resilience.cluster.remote import RemoteCluster
@@ -52,7 +52,7 @@ def play(tmp_path: Path):
         return said
 
     yield run
-    for folder in tmp_path.glob(f"*/{PROCESS}"):
+    for folder in tmp_path.glob(f"*/{PROCESS_FILE}"):
         end_agent(folder.parent)
 
 
@@ -100,7 +100,7 @@ def test_an_agent_that_is_killed_is_known_at_once_and_started_again(play, tmp_pa
     async def scene(make):
         cluster = make(["n0"])
         assert await cluster.start_agent("n0")
-        pid = json.loads((tmp_path / "n0" / PROCESS).read_text())["pid"]
+        pid = json.loads((tmp_path / "n0" / PROCESS_FILE).read_text())["pid"]
         os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(5):
             await until(lambda: state(cluster) == {"n0": (True, False)})

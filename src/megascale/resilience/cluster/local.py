@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.python_command import module_command
-from megascale.resilience.agent.services import end_checkpoint_services
+from megascale.resilience.agent.node_folder import end_checkpoint_services
 from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
 from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.job_description import JobDescription, write_job

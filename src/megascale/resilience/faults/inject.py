@@ -27,7 +27,7 @@ from megascale.core.calls import read_calls
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.observe.hang.evidence import process_state
-from megascale.resilience.agent.services import end_checkpoint_services
+from megascale.resilience.agent.node_folder import end_checkpoint_services
 from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.contact import read_contact
 
