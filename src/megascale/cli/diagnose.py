@@ -42,7 +42,7 @@ def register(app: typer.Typer) -> None:
         """
 
         from megascale.resilience.diagnose import suite
-        from megascale.resilience.diagnose.expected import default_file
+        from megascale.resilience.diagnose.check import default_file
 
         if pairs is not None:
             found = [_pairs(pairs, node, world)]

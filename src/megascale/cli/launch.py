@@ -126,14 +126,14 @@ def _print_manifests(config: Config, form: str) -> None:
     from typing import cast
 
     from megascale.errors import ConfigError
-    from megascale.resilience.cluster.kubernetes import gpus_of_a_node
+    from megascale.resilience.cluster.base import configured_gpus
     from megascale.resilience.cluster.kubernetes_manifests import FORMS, Form, make_manifests, to_yaml
 
     if form not in FORMS:
         raise ConfigError(f"--form={form} is none of {', '.join(FORMS)}")
     if not config.kubernetes.image:
         raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
-    found = make_manifests(config, cast(Form, form), gpus_of_a_node(config), str(config.run_folder.absolute()))
+    found = make_manifests(config, cast(Form, form), configured_gpus(config), str(config.run_folder.absolute()))
     typer.echo(to_yaml(found), nl=False)
 
 
@@ -142,7 +142,7 @@ def _print_batch_script(config: Config, words: list[str]) -> None:
     import os
 
     from megascale.errors import ConfigError
-    from megascale.resilience.cluster.slurm import gpus_of_a_node
+    from megascale.resilience.cluster.slurm import gpus_per_node
     from megascale.resilience.cluster.slurm_script import batch_script
     from megascale.resilience.driver.state.evicted import evicted_nodes
 
@@ -154,4 +154,4 @@ def _print_batch_script(config: Config, words: list[str]) -> None:
     config.run_folder.parent.mkdir(parents=True, exist_ok=True)  # Slurm writes its log there, or nothing at all
     blocked = evicted_nodes(config.run_folder)
     path = os.environ.get("PYTHONPATH", "")
-    typer.echo(batch_script(config, gpus_of_a_node(config), words, blocked, path), nl=False)
+    typer.echo(batch_script(config, gpus_per_node(config), words, blocked, path), nl=False)

@@ -12,9 +12,8 @@ import pytest
 from megascale.config import KubernetesConfig
 from megascale.errors import ConfigError
 from megascale.resilience.cluster import kubernetes_lease
-from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError
+from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError, Watch
 from megascale.resilience.cluster.kubernetes_lease import DriverLease, is_dead, own_identity
-from megascale.resilience.cluster.kubernetes_watch import Watch
 from tests.chaos.kubernetes.kubelets import machine
 from tests.chaos.kubernetes.server import Server, Store
 
@@ -51,29 +50,29 @@ def lease(api: KubernetesApi, seconds: float = 30.0) -> DriverLease:
 def test_a_second_driver_is_refused_while_the_first_renews(api, named):
     named("pod=a uid=1")
     first = lease(api)
-    first.take(print)
+    first.acquire(print)
     named("pod=b uid=2")
     said: list[str] = []
     with pytest.raises(ConfigError, match="pod=a uid=1"):
-        lease(api).take(said.append, sleep=lambda seconds: first.renew())
+        lease(api).acquire(said.append, sleep=lambda seconds: first.renew())
     assert len(said) == 1
 
 
 def test_a_driver_that_was_replaced_learns_it(api, named):
     named("pod=a uid=1")
     first = lease(api)
-    first.take(print)
+    first.acquire(print)
     named("pod=b uid=2")
     now = [100.0]
     second = DriverLease(api, "megascale-job", 30.0, {}, lambda: now[0])
-    second.take(print, sleep=lambda seconds: now.__setitem__(0, now[0] + 10.0))
+    second.acquire(print, sleep=lambda seconds: now.__setitem__(0, now[0] + 10.0))
     assert now[0] > 130.0
     assert api.call("GET", api.path("leases", "megascale-job", kubernetes_lease.GROUP))["spec"]["leaseTransitions"] == 1
     first.renew()
-    assert first.lost == "pod=b uid=2"
+    assert first.new_holder == "pod=b uid=2"
     first.release()  # of what is not its own it gives up nothing
     second.renew()
-    assert not second.lost
+    assert not second.new_holder
 
 
 def test_what_is_released_or_of_a_dead_driver_is_taken_at_once(api, named):
@@ -82,12 +81,12 @@ def test_what_is_released_or_of_a_dead_driver_is_taken_at_once(api, named):
 
     named("pod=a uid=1")
     first = lease(api)
-    first.take(print, never)
+    first.acquire(print, never)
     first.release()
     named("pod=b uid=2")
-    lease(api).take(print, never)
+    lease(api).acquire(print, never)
     named("pod=b uid=2")  # its container was started again
-    lease(api).take(print, never)
+    lease(api).acquire(print, never)
 
 
 def test_who_is_known_to_be_dead():
@@ -101,10 +100,10 @@ def test_who_is_known_to_be_dead():
 def test_a_lease_that_was_removed_is_made_again(api, server, named):
     named("pod=a uid=1")
     mine = lease(api)
-    mine.take(print)
+    mine.acquire(print)
     server.store.delete("leases", "megascale-job", 0)
     mine.renew()
-    assert not mine.lost
+    assert not mine.new_holder
     assert server.store.get("leases", "megascale-job")["spec"]["holderIdentity"] == "pod=a uid=1"
 
 
@@ -130,7 +129,7 @@ class Heard:
         kind, things = change
         with self.changed:
             names = {each["metadata"]["name"] for each in things}
-            self.names = names if kind == "all" else self.names - names if kind == "gone" else self.names | names
+            self.names = names if kind == "all" else self.names - names if kind == "deleted" else self.names | names
             self.changed.notify_all()
 
     def until(self, names: set[str]) -> None:
@@ -149,14 +148,14 @@ def test_a_watch_goes_on_after_an_outage_and_begins_anew_after_expiry(api, serve
     server.down()
     store.create("nodes", machine("k2"))
     server.up()
-    watch.kick()
+    watch.retry_now()
     heard.until({"k0", "k1", "k2"})
     assert watch.lists == 1
     server.down()
     store.delete("nodes", "k0", 0)
     store.forget()  # the server does not know what happened since
     server.up()
-    watch.kick()
+    watch.retry_now()
     heard.until({"k1", "k2"})
     assert watch.lists == 2
     watch.stop()
@@ -169,13 +168,13 @@ def test_a_driver_s_pod_that_has_ended_is_not_waited_for(api, server, named):
     store = server.store
     made = store.create("pods", {"metadata": {"name": "a"}, "spec": {"nodeName": "k1"}})
     named(f"pod=a uid={made['metadata']['uid']}")
-    lease(api).take(print)
+    lease(api).acquire(print)
     named("pod=b uid=2")
     with pytest.raises(AssertionError, match="it waits"):
-        lease(api).take(print, never)
+        lease(api).acquire(print, never)
     states = [{"state": {"terminated": {"exitCode": 137}}}]
     store.update("pods", "a", lambda pod: pod["status"].update(phase="Failed", containerStatuses=states))
-    lease(api).take(print, never)
+    lease(api).acquire(print, never)
 
 
 def test_a_driver_s_pod_that_is_not_there_may_live_on(api, named):
@@ -183,10 +182,10 @@ def test_a_driver_s_pod_that_is_not_there_may_live_on(api, named):
         raise AssertionError("it waits")
 
     named("pod=a uid=1")
-    lease(api).take(print)
+    lease(api).acquire(print)
     named("pod=b uid=2")
     with pytest.raises(AssertionError, match="it waits"):
-        lease(api).take(print, never)
+        lease(api).acquire(print, never)
 
 
 def test_a_watch_goes_on_after_an_object_that_cannot_be_read(api, server, caplog):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from megascale.resilience.cluster import kubernetes_verdicts as verdicts
+from megascale.resilience.cluster import kubernetes_view as verdicts
 from megascale.resilience.cluster.kubernetes_api import KubernetesError
 from megascale.resilience.cluster.kubernetes_table import OUT_OF_SERVICE, Table
 from tests.chaos.kubernetes.kubelets import machine
@@ -31,16 +31,16 @@ def pod(state: dict | None = None, where: str = "k1", phase: str = "Running", **
 def table() -> tuple[Table, Clock]:
     clock = Clock()
     made = Table("nvidia.com/gpu", clock)
-    made.all_machines([machine("k1", **{"nvidia.com/gpu": "8"})])
+    made.set_machines([machine("k1", **{"nvidia.com/gpu": "8"})])
     return made, clock
 
 
 def test_a_pod_whose_kubelet_has_ended_it_is_gone():
     made, _ = table()
-    made.pod_changed(pod(RUNNING))
-    assert not made.certain("k1", 30)
-    made.pod_gone(pod(ENDED))
-    assert made.certain("k1", 30)
+    made.update_pod(pod(RUNNING))
+    assert not made.has_stopped("k1", 30)
+    made.remove_pod(pod(ENDED))
+    assert made.has_stopped("k1", 30)
 
 
 def test_so_is_one_whose_kubelet_found_its_container_gone_before_it_had_told_of_its_end():
@@ -49,96 +49,96 @@ def test_so_is_one_whose_kubelet_found_its_container_gone_before_it_had_told_of_
     gone = pod({"waiting": {"reason": "ContainerCreating"}})
     gone["status"]["containerStatuses"][0]["lastState"] = ENDED
     made, _ = table()
-    made.pod_changed(pod(RUNNING))
-    made.pod_gone(gone)
-    assert not made.certain("k1", 30)
+    made.update_pod(pod(RUNNING))
+    made.remove_pod(gone)
+    assert not made.has_stopped("k1", 30)
     made, _ = table()
-    made.pod_changed(pod(RUNNING))
+    made.update_pod(pod(RUNNING))
     gone["spec"]["restartPolicy"] = "Never"
-    made.pod_gone(gone)
-    assert made.certain("k1", 30)
+    made.remove_pod(gone)
+    assert made.has_stopped("k1", 30)
 
 
 def test_a_pod_that_was_removed_by_force_is_not():
     made, clock = table()
-    made.pod_changed(pod(RUNNING))
-    made.pod_gone(pod(RUNNING))
+    made.update_pod(pod(RUNNING))
+    made.remove_pod(pod(RUNNING))
     assert not made.pods
-    assert not made.certain("k1", 30)
+    assert not made.has_stopped("k1", 30)
     clock.now += 44  # its machine is there: its kubelet ends what the server does not have
-    assert not made.certain("k1", 30)
+    assert not made.has_stopped("k1", 30)
     clock.now += 2
-    assert made.certain("k1", 30)
+    assert made.has_stopped("k1", 30)
 
 
 def test_the_word_of_its_agent_is_enough():
     made, _ = table()
-    made.pod_changed(pod(RUNNING))
-    made.over("k1")  # of an agent before it, perhaps: this one is not ending
-    made.pod_gone(pod(RUNNING))
-    assert not made.certain("k1", 30)
-    made.over("k1")  # it came after the object was removed by force
-    assert made.certain("k1", 30)
+    made.update_pod(pod(RUNNING))
+    made.record_agent_end("k1")  # of an agent before it, perhaps: this one is not ending
+    made.remove_pod(pod(RUNNING))
+    assert not made.has_stopped("k1", 30)
+    made.record_agent_end("k1")  # it came after the object was removed by force
+    assert made.has_stopped("k1", 30)
     ending = pod(RUNNING)
     ending["metadata"]["deletionTimestamp"] = "now"
-    made.pod_changed(ending)
-    made.over("k1")
-    made.pod_gone(ending)
-    assert made.certain("k1", 30)
+    made.update_pod(ending)
+    made.record_agent_end("k1")
+    made.remove_pod(ending)
+    assert made.has_stopped("k1", 30)
 
 
 def test_a_machine_that_nobody_hears_proves_nothing_until_somebody_says_that_it_is_off():
     made, clock = table()
-    made.pod_changed(pod(RUNNING))
-    made.machine_changed(machine("k1", ready=False))
-    made.pod_gone(pod(RUNNING))
+    made.update_pod(pod(RUNNING))
+    made.update_machine(machine("k1", ready=False))
+    made.remove_pod(pod(RUNNING))
     clock.now += 10_000
-    assert not made.certain("k1", 30)
+    assert not made.has_stopped("k1", 30)
     off = machine("k1", ready=False)
     off["spec"]["taints"] = [{"key": OUT_OF_SERVICE, "value": "nodeshutdown", "effect": "NoExecute"}]
-    made.machine_changed(off)
-    assert made.certain("k1", 30)
+    made.update_machine(off)
+    assert made.has_stopped("k1", 30)
 
 
 def test_a_kubelet_that_comes_back_gets_its_time():
     made, clock = table()
-    made.machine_changed(machine("k1", ready=False))
-    made.pod_changed(pod(RUNNING))
-    made.pod_gone(pod(RUNNING))
+    made.update_machine(machine("k1", ready=False))
+    made.update_pod(pod(RUNNING))
+    made.remove_pod(pod(RUNNING))
     clock.now += 1000
-    made.machine_changed(machine("k1"))
+    made.update_machine(machine("k1"))
     clock.now += 40
-    assert not made.certain("k1", 30)
+    assert not made.has_stopped("k1", 30)
     clock.now += 6
-    assert made.certain("k1", 30)
+    assert made.has_stopped("k1", 30)
 
 
 def test_a_pod_that_was_marked_from_afar_may_run_on():
     made, _ = table()
-    made.pod_changed(pod(RUNNING, phase="Failed", reason="NodeLost"))
-    assert not made.certain("k1", 30)
-    made.pod_changed(pod(None, phase="Failed", reason="OutOfcpu"))
-    assert made.certain("k1", 30)
+    made.update_pod(pod(RUNNING, phase="Failed", reason="NodeLost"))
+    assert not made.has_stopped("k1", 30)
+    made.update_pod(pod(None, phase="Failed", reason="OutOfcpu"))
+    assert made.has_stopped("k1", 30)
 
 
 def test_a_list_tells_of_what_went_while_nobody_watched():
     made, _ = table()
-    made.pod_changed(pod(RUNNING))
-    made.all_pods([])
+    made.update_pod(pod(RUNNING))
+    made.set_pods([])
     assert not made.pods
-    assert not made.certain("k1", 30)
+    assert not made.has_stopped("k1", 30)
 
 
 def test_verdicts_say_what_is_wrong():
     made, _ = table()
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
-    found = verdicts.of_waiting(made.pod_changed(pod(waiting, phase="Pending")), 0.0)
+    found = verdicts.judge_obstacle(made.update_pod(pod(waiting, phase="Pending")), 0.0)
     assert found is not None
     assert (found.kind, found.nodes, found.person) == ("image_pull_failed", ("k1",), True)
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
-    unplaced = made.pod_changed(pod(None, "", "Pending", conditions=[condition]))
-    assert verdicts.of_waiting(unplaced, 0.5) is None  # the scheduler may not have had its turn
-    found = verdicts.of_waiting(unplaced, 5.0)
+    unplaced = made.update_pod(pod(None, "", "Pending", conditions=[condition]))
+    assert verdicts.judge_obstacle(unplaced, 0.5) is None  # the scheduler may not have had its turn
+    found = verdicts.judge_obstacle(unplaced, 5.0)
     assert found is not None
     assert found.kind == "unschedulable"
     assert "0/3 nodes" in found.evidence[0]
@@ -146,7 +146,7 @@ def test_verdicts_say_what_is_wrong():
 
 def test_refusals_are_told_apart():
     def kind(status: int, said: str) -> str:
-        return verdicts.of_refusal(KubernetesError(status, "x", said), "pod job-1").kind
+        return verdicts.judge_refusal(KubernetesError(status, "x", said), "pod job-1").kind
 
     assert kind(403, 'pods "job-1" is forbidden: exceeded quota: team, requested: pods=1') == "quota_reached"
     assert kind(400, 'admission webhook "policy" denied the request: no') == "admission_denied"
@@ -161,9 +161,9 @@ def test_devices_that_the_plugin_calls_unhealthy_evict_the_node():
     sick = machine("k1", **{"nvidia.com/gpu": "8"})
     sick["status"]["capacity"] = copy.deepcopy(sick["status"]["capacity"])
     sick["status"]["allocatable"]["nvidia.com/gpu"] = "7"
-    assert verdicts.of_devices(made.machines["k1"], ("k1",), "nvidia.com/gpu", 8) is None
-    made.machine_changed(sick)
-    found = verdicts.of_devices(made.machines["k1"], ("k1",), "nvidia.com/gpu", 8)
+    assert verdicts.judge_devices(made.machines["k1"], ("k1",), "nvidia.com/gpu", 8) is None
+    made.update_machine(sick)
+    found = verdicts.judge_devices(made.machines["k1"], ("k1",), "nvidia.com/gpu", 8)
     assert found is not None
     assert (found.kind, found.action, found.nodes) == ("device_fault", "evict", ("k1",))
     assert "1 of 8" in found.evidence[0]
@@ -173,10 +173,10 @@ def test_a_pod_that_should_have_ended_is_stuck():
     made, clock = table()
     deleted = pod(RUNNING)
     deleted["metadata"] |= {"deletionTimestamp": "now", "deletionGracePeriodSeconds": 30}
-    made.pod_changed(deleted)
+    made.update_pod(deleted)
     clock.now += 35.0
-    assert not made.stuck(5.0)
+    assert not made.list_stuck_pods(5.0)
     clock.now += 0.1
-    assert [each.name for each in made.stuck(5.0)] == ["job-1"]
-    made.pod_changed(deleted | {"status": pod(ENDED)["status"]})
-    assert not made.stuck(5.0)
+    assert [each.name for each in made.list_stuck_pods(5.0)] == ["job-1"]
+    made.update_pod(deleted | {"status": pod(ENDED)["status"]})
+    assert not made.list_stuck_pods(5.0)

@@ -15,7 +15,7 @@ from megascale.config import Config
 from megascale.resilience.agent.node_folder import end_checkpoint_services
 from megascale.resilience.cluster import local
 from megascale.resilience.cluster.base import ClusterRequest
-from megascale.resilience.cluster.local import STATE, ApartCluster, LocalCluster
+from megascale.resilience.cluster.local import STATE_FILE, ApartCluster, LocalCluster
 from megascale.resilience.process_birth import born
 
 GONE = {"pid": 2**22 - 1, "born": 1}
@@ -26,12 +26,12 @@ def node(cluster: LocalCluster, name: str, devices: str | None, lives: bool) -> 
     state = {"pid": os.getpid(), "born": born(os.getpid())} if lives else GONE
     folder = cluster.folder / name
     folder.mkdir(exist_ok=True)
-    (folder / STATE).write_text(json.dumps(state | ({} if devices is None else {"devices": devices})))
+    (folder / STATE_FILE).write_text(json.dumps(state | ({} if devices is None else {"devices": devices})))
 
 
 def devices(cluster: LocalCluster, name: str) -> str:
     (cluster.folder / name).mkdir(exist_ok=True)
-    return asyncio.run(cluster._free_devices(name))
+    return asyncio.run(cluster._find_free_devices(name))
 
 
 def test_a_node_that_replaces_another_gets_its_gpus(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_node_without_a_free_gpu_gets_none(tmp_path: Path, monkeypatch: pytest
     cluster = LocalCluster(ClusterRequest(tmp_path, Config(), (("0",), ("1",))))
     for number in range(2):
         node(cluster, f"n{number}", None, lives=True)
-    monkeypatch.setattr(local, "UNTIL_FREE", 0.0)
+    monkeypatch.setattr(local, "FREE_TIMEOUT", 0.0)
     assert devices(cluster, "n2") == ""
 
 

@@ -14,8 +14,7 @@ import pytest
 from megascale.config import Config, ResilienceConfig
 from megascale.resilience.agent.node_folder import PROCESS_FILE, end_agent, find_agent
 from megascale.resilience.cluster.base import ClusterRequest
-from megascale.resilience.cluster.hosts_file import Host
-from megascale.resilience.cluster.remote import RemoteCluster
+from megascale.resilience.cluster.remote import Host, RemoteCluster
 from megascale.resilience.protocol.job_description import JobDescription, read_job, read_job_token
 
 TOKEN = b"t" * 64
@@ -112,7 +111,7 @@ def test_an_agent_that_is_killed_is_known_at_once_and_started_again(play, tmp_pa
 
 
 def test_where_no_command_may_hold_an_agent_its_end_is_seen_by_another_one(play, tmp_path, monkeypatch):
-    monkeypatch.setattr(Here, "separate", True)
+    monkeypatch.setattr(Here, "waits_separately", True)
 
     async def scene(make):
         cluster = make(["n0"])
@@ -150,7 +149,10 @@ def test_machines_that_are_gone_or_barred_are_passed_over(play, tmp_path):
         assert not await cluster.start_agent("unheard-of")
 
     said = play(scene)
-    assert said == ["gone1: no route to it", "unheard-of is in no list of machines any more: no agent is started there"]
+    assert said == [
+        "gone1: no route to it",
+        "unheard-of is no longer in the list of machines: no agent is started there",
+    ]
 
 
 def test_a_folder_of_checkpoints_that_is_another_one_there_is_refused(play, tmp_path):

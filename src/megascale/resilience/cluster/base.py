@@ -182,3 +182,13 @@ class Cluster(ABC):
         For a cluster in which the end of this process would end the job.
         """
         return None
+
+
+def configured_gpus(config: Config) -> int:
+    """Return the GPUs per node that the configuration asks for: parallel.gpus_per_host, 0 on CPUs."""
+    return 0 if config.train.device == "cpu" else config.parallel.gpus_per_host
+
+
+def format_address(host: str, port: int) -> str:
+    """Return HOST:PORT, with brackets for IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
