@@ -35,7 +35,7 @@ while :; do sleep 0.05; done
 
 def script(**about) -> str:
     limits = ResilienceConfig(cluster="slurm", nodes=2, spares=1, sbatch="--partition=gpu --signal=B:USR1@60")
-    words = {"gpus": 8, "words": ["job file.toml", "--nodes=2"], "blocked": ["n7", "n9"], "path": ""} | about
+    words = {"gpus": 8, "overrides": ["job file.toml", "--nodes=2"], "blocked": ["n7", "n9"], "path": ""} | about
     return batch_script(Config(resilience=limits), **words)
 
 

@@ -89,9 +89,9 @@ class LogFilter:
 
     def take(self) -> tuple[LogMatch, ...]:
         """Return the matches since the last call."""
-        now = time.monotonic()
+        current_time = time.monotonic()
         matches = tuple(
-            LogMatch(match.rank, truncate(match.pattern, 200), truncate(match.line), now - match.time)
+            LogMatch(match.rank, truncate(match.pattern, 200), truncate(match.line), current_time - match.time)
             for match in self._matches
         )
         self._matches.clear()

@@ -63,11 +63,11 @@ class GpuHealth:
         if self._xids is None:
             return ()
         with self._condition:
-            now = self._clock()
-            waited = now - self._requested_at if self._is_requested else 0.0
+            current_time = self._clock()
+            waited = current_time - self._requested_at if self._is_requested else 0.0
             if not self._is_requested:
                 self._is_requested = True
-                self._requested_at = now
+                self._requested_at = current_time
                 self._condition.notify_all()
             reports = self._newest
         silent_seconds = waited if waited > SILENCE_SECONDS else 0.0

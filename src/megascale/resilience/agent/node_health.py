@@ -52,17 +52,17 @@ class NetworkInterface:
             values.append(int(file.read()))
         return [values[0] * self._scale, values[1] * self._scale, *values[2:]]
 
-    def add_sample(self, values: list[int], now: float) -> None:
+    def add_sample(self, values: list[int], current_time: float) -> None:
         """Add counters that were read at time `now`."""
         if not self._last:
             self._first = values
-            self._first_time = now
+            self._first_time = current_time
         else:
-            seconds = now - self._last_time
+            seconds = current_time - self._last_time
             self._rx_rates.append((values[0] - self._last[0]) / seconds)
             self._tx_rates.append((values[1] - self._last[1]) / seconds)
         self._last = values
-        self._last_time = now
+        self._last_time = current_time
 
     def summarise(self) -> NetworkTraffic | None:
         """Return the traffic since the last call, None without a sample."""
@@ -102,10 +102,10 @@ class TrafficSampler:
         while not self._stopped.wait(self._period):
             for interface in list(self._interfaces):
                 try:
-                    now = time.monotonic()
+                    current_time = time.monotonic()
                     values = interface.read()  # without the lock, so that a hanging adapter delays no heartbeat
                     with self._lock:
-                        interface.add_sample(values, now)
+                        interface.add_sample(values, current_time)
                 except Exception:  # the interface was removed, or a counter is not a number
                     log.debug("interface %s is no longer sampled", interface.name, exc_info=True)
                     with self._lock:

@@ -93,9 +93,9 @@ class RankLease:
     def record_close(self, process_ended: bool) -> None:
         """Record the end of the connection; process_ended: the kernel of the driver's machine closed it."""
         with self._lock:
-            now = self._clock()
-            if process_ended and not self._revoked and now < self._expiry:
-                self._expiry = max(self._expiry, now + self._orphan)
+            current_time = self._clock()
+            if process_ended and not self._revoked and current_time < self._expiry:
+                self._expiry = max(self._expiry, current_time + self._orphan)
                 self._reason = f"the driver has ended and no other came for resilience.orphan={self._orphan:g} s"
 
     def expired_reason(self) -> str:

@@ -63,13 +63,13 @@ class _GrowingFile:
 
     def resend_if_lost(self) -> None:
         """Send unconfirmed data again after RESEND_SECONDS: it was lost, or the driver's disk was full."""
-        now = time.monotonic()
+        current_time = time.monotonic()
         if self.sent == self.confirmed:
-            self.confirmed_at = now
-        elif now - self.confirmed_at > RESEND_SECONDS:
+            self.confirmed_at = current_time
+        elif current_time - self.confirmed_at > RESEND_SECONDS:
             self.sent = self.confirmed
             self.starts_anew = True
-            self.confirmed_at = now
+            self.confirmed_at = current_time
 
 
 class SentFiles:

@@ -249,10 +249,10 @@ class Trainers:
             (self.run / "identity").write_text(order.identity + "\n")
         settings = self.folder / "job.toml"
         settings.write_text(order.settings, encoding="utf-8")
-        words = ["train", str(settings)]
+        arguments = ["train", str(settings)]
         if not self._shared:
-            words.append(f"--train.runs={self.run.parent}")
-        words += order.words
+            arguments.append(f"--train.runs={self.run.parent}")
+        arguments += order.words
         common = order.env | {
             "LOCAL_WORLD_SIZE": str(len(order.ranks)),
             "WORLD_SIZE": str(order.world),
@@ -271,7 +271,7 @@ class Trainers:
             log_start = log_file.stat().st_size if log_file.exists() else 0
             self.trainers[rank] = TrainerProcess(rank, log_file, log_start, changed=time.monotonic())
             env = common | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-            self._send(Fork(rank, self.attempt, env, tuple(words), str(log_file)))
+            self._send(Fork(rank, self.attempt, env, tuple(arguments), str(log_file)))
 
     def _send(self, order: Fork) -> None:
         assert self._socket is not None
@@ -369,7 +369,7 @@ class Trainers:
 
     def _describe(self, trainer: TrainerProcess) -> Worker:
         self._update(trainer)
-        now = time.monotonic()
+        current_time = time.monotonic()
         progress = trainer.progress or Progress()
         usage = ProcessUsage()
         state: Literal["running", "exited", "signalled"] = "running"
@@ -379,7 +379,7 @@ class Trainers:
         if trainer.status is None:
             usage = read_usage(trainer.pid) if trainer.pid else usage
         else:
-            ended_age = now - trainer.ended
+            ended_age = current_time - trainer.ended
             if os.WIFSIGNALED(trainer.status):
                 state = "signalled"
                 code = os.WTERMSIG(trainer.status)
@@ -397,7 +397,7 @@ class Trainers:
             step=progress.step,
             action=truncate(progress.action, 200),
             microbatch=progress.microbatch,
-            status_age=now - trainer.changed,
+            status_age=current_time - trainer.changed,
             message=truncate(progress.message),
             rss=usage.resident_bytes,
             cpu_seconds=usage.cpu_seconds,

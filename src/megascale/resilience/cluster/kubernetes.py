@@ -106,7 +106,10 @@ class KubernetesCluster(Cluster):
         try:
             self.lease.acquire(lambda text: self._report("driver", text))
             pod = os.environ.get("MEGASCALE_POD", "")
-            self.objects.prepare(find_controller(self.api, pod) if self.hands_over else None)
+            controller = None
+            if self.hands_over:
+                controller = find_controller(self.api, pod)
+            self.objects.prepare(controller)
             if not self.view.list_objects():
                 self._report("driver", "machines are not visible (no ClusterRole for nodes): losses show by silence")
         except KubernetesError as error:
@@ -176,7 +179,7 @@ class KubernetesCluster(Cluster):
         await self._remove_pods(name, END_TIMEOUT)
         if self.view.table.list_pods(name):
             return False  # The old pod does not end and holds the devices.
-        slot = name.removeprefix(f"{machine}.") if name != machine else ""
+        slot = name.removeprefix(machine).removeprefix(".")
         pod_name = await self._create_pod(slot, machine, self._machines_to_avoid())
         if pod_name is None:
             return False

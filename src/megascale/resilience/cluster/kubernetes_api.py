@@ -64,9 +64,9 @@ class _RateLimit:
     def wait(self) -> None:
         """Wait until a request may be made."""
         with self._lock:
-            now = time.monotonic()
-            self._tokens = min(REQUEST_BURST, self._tokens + REQUEST_RATE * (now - self._time)) - 1
-            self._time = now
+            current_time = time.monotonic()
+            self._tokens = min(REQUEST_BURST, self._tokens + REQUEST_RATE * (current_time - self._time)) - 1
+            self._time = current_time
             pause = -self._tokens / REQUEST_RATE
         if pause > 0:
             time.sleep(pause)
@@ -272,7 +272,8 @@ class Watch:
                 self.version = ""
             self._retry.clear()
             self._retry.wait(pause * (0.5 + random.random()))
-            pause = min(_LONGEST_REFUSED_PAUSE if self._refused else _LONGEST_PAUSE, 2 * pause)
+            longest_pause = _LONGEST_REFUSED_PAUSE if self._refused else _LONGEST_PAUSE
+            pause = min(longest_pause, 2 * pause)
 
     def _open_watch(self) -> Iterator[Json]:
         return self._api.watch_events(

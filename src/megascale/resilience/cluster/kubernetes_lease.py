@@ -34,10 +34,10 @@ def own_identity() -> str:
 def is_dead(identity: str) -> bool:
     """Return True if a holder has certainly ended: an earlier life of this pod, or a process of this machine."""
     holder = _parse_identity(identity)
-    own = _parse_identity(own_identity())
+    own_fields = _parse_identity(own_identity())
     if "uid" in holder:
-        return holder["uid"] == own.get("uid")  # a pod has one container, and this process is in it
-    if holder.get("host") != own.get("host") or holder.get("boot") != own.get("boot"):
+        return holder["uid"] == own_fields.get("uid")  # a pod has one container, and this process is in it
+    if holder.get("host") != own_fields.get("host") or holder.get("boot") != own_fields.get("boot"):
         return False
     pid = holder.get("pid", "")
     return pid.isdigit() and str(born(int(pid))) != holder.get("born")
@@ -119,10 +119,10 @@ class DriverLease:
 
     def renew(self) -> None:
         """Renew the Lease, or set `new_holder` if another driver holds it. Raises KubernetesError."""
-        now = self._clock()
+        current_time = self._clock()
         try:
             if self._replace(self._lease, self._identity):
-                self.renewed = now
+                self.renewed = current_time
                 return
         except KubernetesError as error:
             if error.status != 404:
@@ -166,7 +166,7 @@ class DriverLease:
 
     def _write(self, lease: Json | None) -> bool:
         """Take over the Lease that was read, or create it; return False if another driver was faster."""
-        now = self._clock()
+        current_time = self._clock()
         if lease is not None:
             succeeded = self._replace(lease, self._identity)
         else:
@@ -175,7 +175,7 @@ class DriverLease:
             body = {"apiVersion": GROUP, "kind": "Lease", "metadata": metadata, "spec": spec}
             succeeded = self._send("POST", self._api.path("leases", "", GROUP), body)
         if succeeded:
-            self.renewed = now
+            self.renewed = current_time
         return succeeded
 
     def _replace(self, lease: Json, holder: str) -> bool:
@@ -193,17 +193,19 @@ class DriverLease:
             raise
 
     def _make_spec(self, holder: str, previous: dict[str, Any]) -> Json:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        is_transition = previous.get("holderIdentity") != holder
+        current_time = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         transitions = int(previous.get("leaseTransitions") or 0)
-        if is_transition and previous:
-            transitions += 1
+        acquired = previous.get("acquireTime") or current_time
+        if previous.get("holderIdentity") != holder:
+            acquired = current_time
+            if previous:
+                transitions += 1
         return {
             "holderIdentity": holder,
             "leaseDurationSeconds": max(1, round(self._seconds)),
             "leaseTransitions": transitions,
-            "acquireTime": now if is_transition else previous.get("acquireTime") or now,
-            "renewTime": now,
+            "acquireTime": acquired,
+            "renewTime": current_time,
         }
 
 

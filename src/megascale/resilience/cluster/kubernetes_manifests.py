@@ -65,11 +65,14 @@ def make_manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json
             patch=read_patch(config.kubernetes),
         )
         return [make_config_map(job), make_secret(job, b"made-by-the-driver"), _in_namespace(config, node)]
-    common = [*settings_objects(config), network_policy(job)]
     if form == "driver":
-        objects = [*rights(job, config.kubernetes.namespace), *common, driver_job(config, run)]
+        objects = rights(job, config.kubernetes.namespace)
+        workload = driver_job(config, run)
     else:
-        objects = [make_secret(job, b"put-64-hexadecimal-digits-here"), *common, make_jobset(config, gpus, run)]
+        objects = [make_secret(job, b"put-64-hexadecimal-digits-here")]
+        workload = make_jobset(config, gpus, run)
+    objects += settings_objects(config)
+    objects += [network_policy(job), workload]
     return [_in_namespace(config, thing) for thing in objects]
 
 
@@ -139,11 +142,14 @@ def network_policy(job: str = "") -> Json:
 
     job: "" for all jobs of the namespace together.
     """
-    own_labels = {JOB: job} if job else {"app.kubernetes.io/name": "megascale"}
+    metadata = _metadata("megascale")
+    own_labels = {"app.kubernetes.io/name": "megascale"}
+    if job:
+        metadata = _metadata(object_name(job))
+        own_labels = {JOB: job}
     own_pods = {"matchLabels": own_labels}
     ingress = [{"from": [{"podSelector": own_pods}]}, {"ports": [{"port": "metrics", "protocol": "TCP"}]}]
     spec = {"podSelector": own_pods, "policyTypes": ["Ingress"], "ingress": ingress}
-    metadata = _metadata(object_name(job) if job else "megascale")
     return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": metadata, "spec": spec}
 
 
@@ -203,14 +209,17 @@ def _driver_pod(config: Config, run: str, overrides: Sequence[str]) -> Json:
     name = f"{object_name(job)}-settings"
     # The Secret exists only if resilience.environment names a file.
     sources = [{"configMap": {"name": name}}, {"secret": {"name": name, "optional": True}}]
-    command = ("megascale", "launch", f"{SETTINGS_FOLDER}/job.toml", *overrides)
+    command = module_command("megascale", "launch", f"{SETTINGS_FOLDER}/job.toml", python=settings.python)
+    command += overrides
+    settings_mount = {"name": "settings", "mountPath": SETTINGS_FOLDER, "readOnly": True}
+    settings_volume = {"name": "settings", "projected": {"sources": sources}}
     driver: Json = {
         "name": "driver",
         "image": settings.image,
         "imagePullPolicy": settings.pull_policy,
-        "command": module_command(*command, python=settings.python),
+        "command": command,
         "env": env,
-        "volumeMounts": [{"name": "settings", "mountPath": SETTINGS_FOLDER, "readOnly": True}, *mounts],
+        "volumeMounts": [settings_mount, *mounts],
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}},
         "securityContext": {"allowPrivilegeEscalation": False},
     }
@@ -219,7 +228,7 @@ def _driver_pod(config: Config, run: str, overrides: Sequence[str]) -> Json:
         "serviceAccountName": "megascale-driver",
         "terminationGracePeriodSeconds": 30,
         "containers": [driver],
-        "volumes": [{"name": "settings", "projected": {"sources": sources}}, *volumes],
+        "volumes": [settings_volume, *volumes],
     }
     spec |= {key: node["spec"][key] for key in _SHARED_SPEC if node["spec"].get(key)}
     return {"metadata": {"labels": labels(job, "driver")}, "spec": spec}

@@ -98,14 +98,14 @@ class JobObjects:
         controller: reference to the object that owns the ConfigMap.
         """
         try:
-            found = self._api.call("GET", self._api.path("configmaps", self._name))
+            config_map = self._api.call("GET", self._api.path("configmaps", self._name))
         except KubernetesError as error:
             if error.status != 404:
                 raise
-            found = self._api.call("POST", self._api.path("configmaps"), make_config_map(self._job, controller))
-        metadata = found["metadata"]
+            config_map = self._api.call("POST", self._api.path("configmaps"), make_config_map(self._job, controller))
+        metadata = config_map["metadata"]
         self.owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": metadata["name"], "uid": metadata["uid"]}
-        self.blocked.update(_parse_blocked(found))
+        self.blocked.update(_parse_blocked(config_map))
 
     def write_secret(self, token: bytes) -> None:
         """Create or replace the Secret with the job's token. Raises KubernetesError."""
@@ -156,10 +156,10 @@ def _parse_blocked(config_map: Json) -> dict[str, str]:
 def find_controller(api: KubernetesApi, pod: str) -> Json | None:
     """Return a reference to the Job, StatefulSet or JobSet that controls the driver's pod, None if there is none."""
     try:
-        found = api.call("GET", api.path("pods", pod))
+        config_map = api.call("GET", api.path("pods", pod))
     except KubernetesError:
         return None
-    for owner in found["metadata"].get("ownerReferences") or ():
+    for owner in config_map["metadata"].get("ownerReferences") or ():
         if owner.get("controller") and owner.get("kind") in ("Job", "StatefulSet", "JobSet"):
             return {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
     return None
@@ -218,7 +218,9 @@ def make_pod(
         pod_labels[SLOT] = slot
     if settings.queue:
         pod_labels[QUEUE] = settings.queue
-    annotations = {DRIVER: format_address(*driver) if driver is not None else "", EPOCH: str(epoch)}
+    annotations = {DRIVER: "", EPOCH: str(epoch)}
+    if driver is not None:
+        annotations[DRIVER] = format_address(*driver)
     annotations |= _prometheus_annotations(config.resilience.agent_metrics)
     metadata: Json = {"name": name, "labels": pod_labels, "annotations": annotations}
     if owner is not None:
@@ -251,9 +253,12 @@ def _make_container(
     config: Config, gpus: int, slot: str, environment: Mapping[str, str], secrets: Iterable[str]
 ) -> Json:
     settings = config.kubernetes
+    node = "$(MEGASCALE_MACHINE)"
+    if slot:
+        node += f".{slot}"
     env: list[Json] = [
         field_variable("MEGASCALE_MACHINE", "spec.nodeName"),
-        {"name": "MEGASCALE_NODE", "value": f"$(MEGASCALE_MACHINE).{slot}" if slot else "$(MEGASCALE_MACHINE)"},
+        {"name": "MEGASCALE_NODE", "value": node},
         field_variable("MEGASCALE_POD", "metadata.name"),
         field_variable("MEGASCALE_POD_ADDRESS", "status.podIP"),
         {"name": "MEGASCALE_JOB", "value": config.train.name},
@@ -365,9 +370,9 @@ def _parse_toleration(text: str) -> Json:
         raise ConfigError(
             f"kubernetes.tolerations has {text!r}; write KEY=VALUE:EFFECT or KEY:EFFECT, as nvidia.com/gpu:NoSchedule"
         )
-    toleration: Json = {"key": match["key"], "operator": "Exists" if match["value"] is None else "Equal"}
+    toleration: Json = {"key": match["key"], "operator": "Exists"}
     if match["value"] is not None:
-        toleration["value"] = match["value"]
+        toleration |= {"operator": "Equal", "value": match["value"]}
     if match["effect"]:
         toleration["effect"] = match["effect"]
     return toleration

@@ -72,14 +72,16 @@ class Pod:
         """True unless the pod has ended, its phase is final or it is being deleted."""
         return not (self.is_over or self.ended or self.deleting)
 
-    def update(self, thing: Json, now: float) -> None:
+    def update(self, thing: Json, current_time: float) -> None:
         """Read a pod object that was received at time `now`."""
         metadata = thing["metadata"]
         spec = thing.get("spec") or {}
         status = thing.get("status") or {}
         slot = (metadata.get("labels") or {}).get(SLOT)
         self.machine = spec.get("nodeName") or ""
-        self.node = f"{self.machine}.{slot}" if self.machine and slot else self.machine
+        self.node = self.machine
+        if self.machine and slot:
+            self.node += f".{slot}"
         self.address = status.get("podIP") or self.address
         annotations = metadata.get("annotations") or {}
         self.driver = (annotations.get("megascale.dev/driver", ""), annotations.get("megascale.dev/epoch", ""))
@@ -97,7 +99,7 @@ class Pod:
         self.problem = _describe_end(status, states)
         self.obstacle = _find_obstacle(status, states)
         if metadata.get("deletionTimestamp") and not self.deleting:
-            self.deleting = now
+            self.deleting = current_time
         if self.deleting and metadata.get("deletionGracePeriodSeconds") is not None:
             self.grace = float(metadata["deletionGracePeriodSeconds"])
 
@@ -123,14 +125,14 @@ class Machine:
     drained: str = ""
     is_off: bool = False
 
-    def update(self, thing: Json, resource: str, now: float) -> None:
+    def update(self, thing: Json, resource: str, current_time: float) -> None:
         """Read a node object that was received at time `now`."""
         spec = thing.get("spec") or {}
         status = thing.get("status") or {}
         conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
         ready = conditions.get("Ready") or {}
         if ready.get("status") == "True":
-            self.ready = self.ready or now
+            self.ready = self.ready or current_time
             self.problem = ""
         else:
             self.ready = 0.0
@@ -178,13 +180,13 @@ class Table:
     def update_pod(self, thing: Json) -> Pod:
         """Add or update a pod."""
         metadata = thing["metadata"]
-        now = self._clock()
+        current_time = self._clock()
         pod = self.pods.get(metadata["uid"])
         if pod is None:
-            pod = Pod(metadata["name"], metadata["uid"], created=now)
+            pod = Pod(metadata["name"], metadata["uid"], created=current_time)
             self.pods[pod.uid] = pod
             self.uids[pod.name] = pod.uid
-        pod.update(thing, now)
+        pod.update(thing, current_time)
         return pod
 
     def remove_pod(self, thing: Json) -> None:
@@ -211,11 +213,11 @@ class Table:
 
     def list_stuck_pods(self, margin: float) -> list[Pod]:
         """Return the scheduled pods that should have ended `margin` seconds ago by their deletion."""
-        now = self._clock()
+        current_time = self._clock()
         return [
             pod
             for pod in self.pods.values()
-            if pod.deleting and pod.machine and not pod.ended and now > pod.deleting + pod.grace + margin
+            if pod.deleting and pod.machine and not pod.ended and current_time > pod.deleting + pod.grace + margin
         ]
 
     def has_stopped(self, node: str, grace: float) -> bool:
@@ -228,8 +230,9 @@ class Table:
         for pod in [pod for pod in self.unproven.values() if pod.node == node]:
             machine = self.machines.get(pod.machine)
             is_off = machine is not None and machine.is_off
-            connected_since = machine.ready if machine is not None and machine.ready else float("inf")
-            waited = self._clock() - max(pod.absent, connected_since)
+            waited = float("-inf")
+            if machine is not None and machine.ready:
+                waited = self._clock() - max(pod.absent, machine.ready)
             if not is_off and waited <= grace + _KUBELET_SECONDS:
                 return False
             del self.unproven[pod.uid]
@@ -285,8 +288,10 @@ def _describe_end(status: Json, states: list[Json]) -> str:
     for state in states:
         end = state.get("terminated")
         if end:
-            signal = f", signal {end['signal']}" if end.get("signal") else ""
-            return f"{end.get('reason') or 'ended'} with exit code {end.get('exitCode')}{signal}"
+            text = f"{end.get('reason') or 'ended'} with exit code {end.get('exitCode')}"
+            if end.get("signal"):
+                text += f", signal {end['signal']}"
+            return text
     return ""
 
 

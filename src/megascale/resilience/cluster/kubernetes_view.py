@@ -102,7 +102,9 @@ class ClusterView:
     def switch(self, node: str) -> str:
         """Return the switch in the label of a node's machine, "" if unknown."""
         machine = self.table.machines.get(self.machine_of(node))
-        return machine.labels.get(self._switch_label, "") if machine is not None and self._switch_label else ""
+        if machine is None or not self._switch_label:
+            return ""
+        return machine.labels.get(self._switch_label, "")
 
     def drained(self) -> dict[str, str]:
         """Return the nodes on machines that are cordoned or drained, with the reason."""
@@ -115,7 +117,7 @@ class ClusterView:
 
     def ending(self) -> frozenset[str]:
         """Return the nodes without a living pod that have a pod, or had one whose processes may still run."""
-        pods = [*self.table.pods.values(), *self.table.unproven.values()]
+        pods = list(self.table.pods.values()) + list(self.table.unproven.values())
         living = {pod.node for pod in self.table.pods.values() if pod.is_living}
         return frozenset({pod.node for pod in pods if pod.node} - living)
 
@@ -150,11 +152,14 @@ class ClusterView:
             usable = not self.table.machines  # machines are not visible
         else:
             usable = bool(machine.ready and not machine.drained)
-        newest = max(pods, key=lambda pod: pod.created, default=None)
-        reason = newest.problem if newest is not None else ""
+        address = ""
+        reason = ""
+        if living:
+            address = living[0].address
         if machine is not None and machine.problem:
             reason = machine.problem
-        address = living[0].address if living else ""
+        elif pods:
+            reason = max(pods, key=lambda pod: pod.created).problem
         return NodeInfo(node, address, usable and name not in self._blocked, bool(living), reason)
 
     # changes ----------------------------------------------------------------------------------------------------------

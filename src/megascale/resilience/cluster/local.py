@@ -79,7 +79,7 @@ class LocalCluster(Cluster):
         numbers = sorted(self._numbers())
         first_new = max(numbers, default=-1) + 1
         new = range(first_new, first_new + max(0, count - len(numbers)))
-        return [f"n{number}" for number in (*numbers, *new)]
+        return [f"n{number}" for number in numbers + list(new)]
 
     async def start_agent(self, name: str) -> bool:
         folder = self.folder / name
@@ -152,7 +152,9 @@ class LocalCluster(Cluster):
 
     def _run_folder(self, name: str) -> Path:
         """Return the folder that the trainers of a node write to."""
-        return self._own_folder(name) / "runs" / self.run.name if self.has_own_folders else self.run
+        if not self.has_own_folders:
+            return self.run
+        return self._own_folder(name) / "runs" / self.run.name
 
     def _own_folder(self, name: str) -> Path:
         return self.run.with_name(f"{self.run.name}.apart") / name
@@ -185,7 +187,9 @@ class LocalCluster(Cluster):
     def _devices_of_number(self, name: str) -> str:
         """Return the GPUs of one of the job's first nodes by its number, "" for later nodes."""
         number = _number(name)
-        return ",".join(self.devices[number]) if number < len(self.devices) else ""
+        if number >= len(self.devices):
+            return ""
+        return ",".join(self.devices[number])
 
     def _read_state(self, name: str) -> dict[str, Any]:
         """Return the record that was written when the node's agent was started."""

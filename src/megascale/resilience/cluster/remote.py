@@ -129,8 +129,8 @@ class RemoteCluster(Cluster):
             machine.engaged = machine.running = (self._folder / name / RECORD_FILE).exists()
 
     @abstractmethod
-    def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        """Return a local command that runs `words` on a machine with this process's stdin and stdout."""
+    def command(self, host: Host, program: Sequence[str]) -> list[str]:
+        """Return a local command that runs `program` on a machine with this process's stdin and stdout."""
 
     def on_broken_connection(self, host: Host) -> None:
         """Handle a connection that ended without an answer: the agent or its machine may have failed."""
@@ -405,7 +405,9 @@ def kill_command(process: asyncio.subprocess.Process) -> None:
 def _attach_command(host: Host) -> list[str]:
     command = module_command(ATTACH_MODULE, python=host.python)
     path = os.environ.get("PYTHONPATH")
-    return ["env", f"PYTHONPATH={path}", *command] if path else command
+    if path:
+        return ["env", f"PYTHONPATH={path}", *command]
+    return command
 
 
 def _agent_environment(host: Host) -> dict[str, str]:
@@ -446,8 +448,9 @@ async def _read_errors(process: asyncio.subprocess.Process) -> str:
     lines = [line for line in output.decode(errors="replace").strip().splitlines() if line.strip()]
     if lines:
         return "; ".join(lines[-3:])
-    code = process.returncode
-    return "" if code is None else f"the command ended with exit code {code} and no output"
+    if process.returncode is None:
+        return ""
+    return f"the command ended with exit code {process.returncode} and no output"
 
 
 def _is_finished(process: asyncio.subprocess.Process) -> bool:

@@ -82,7 +82,7 @@ class SlurmCluster(RemoteCluster):
             )
         return gpus_per_node(config), _own_address()
 
-    def command(self, host: Host, words: Sequence[str], name: str = "agent") -> list[str]:
+    def command(self, host: Host, program: Sequence[str], name: str = "agent") -> list[str]:
         return [
             "srun",
             f"--jobid={self._job_id}",
@@ -98,7 +98,7 @@ class SlurmCluster(RemoteCluster):
             "--quiet",
             "--export=ALL",
             f"--job-name={name}",
-            *words,
+            *program,
         ]
 
     def announce(self, job: JobDescription, token: bytes) -> None:
@@ -139,10 +139,10 @@ class SlurmCluster(RemoteCluster):
         while True:
             was_woken = self._wakeup.is_set()
             self._wakeup.clear()
-            now = time.monotonic()
+            current_time = time.monotonic()
             await self._query_job()
-            if was_woken or now >= next_drains:
-                next_drains = now + DRAIN_INTERVAL
+            if was_woken or current_time >= next_drains:
+                next_drains = current_time + DRAIN_INTERVAL
                 await self._query_drains()
             if self._standby_task is None or self._standby_task.done():
                 self._standby_task = asyncio.get_running_loop().create_task(self._keep_standby())
@@ -182,10 +182,10 @@ class SlurmCluster(RemoteCluster):
             return
         unsuitable = self.removed_nodes | self.drained.keys() | {self._own_node}
         candidates = [name for name in self.list_machines() if name not in unsuitable]
-        now = time.monotonic()
-        if not candidates or not self._own_node or now - self._standby_tried < REST_SECONDS:
+        current_time = time.monotonic()
+        if not candidates or not self._own_node or current_time - self._standby_tried < REST_SECONDS:
             return
-        self._standby_tried = now
+        self._standby_tried = current_time
         name = candidates[-1]
         number = secrets.token_hex(4)
         try:
@@ -199,15 +199,15 @@ class SlurmCluster(RemoteCluster):
         if await self._start_standby(name, number):
             self._standby_node = name
             self._standby_mtime = 0
-            self._standby_seen = now
+            self._standby_seen = current_time
         else:
             self._standby_node = ""
             self._report("driver", f"{name}: no standby for the driver started there; it is tried again")
 
     async def _start_standby(self, name: str, number: str) -> bool:
-        words = module_command(_STANDBY_MODULE, str(self.run), number, self._own_node)
+        program = module_command(_STANDBY_MODULE, str(self.run), number, self._own_node)
         process = await asyncio.create_subprocess_exec(
-            *self.command(Host(name, name), words, "standby"),
+            *self.command(Host(name, name), program, "standby"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -227,13 +227,13 @@ class SlurmCluster(RemoteCluster):
 
     def _is_standby_alive(self) -> bool:
         """Return True if the standby has touched its file within STANDBY_SILENCE."""
-        now = time.monotonic()
+        current_time = time.monotonic()
         with contextlib.suppress(OSError):
             mtime = (driver_folder(self.run) / slurm_standby.CURRENT).stat().st_mtime_ns
             if mtime != self._standby_mtime:
                 self._standby_mtime = mtime
-                self._standby_seen = now
-        return now - self._standby_seen < STANDBY_SILENCE
+                self._standby_seen = current_time
+        return current_time - self._standby_seen < STANDBY_SILENCE
 
 
 def gpus_per_node(config: Config) -> int:
@@ -282,7 +282,9 @@ def _own_address() -> str:
     result = subprocess.run(["scontrol", "show", "node", name, "--oneliner"], capture_output=True, text=True)
     match = re.search(r"\bNodeAddr=(\S+)", result.stdout)
     try:
-        return socket.gethostbyname(match[1] if match else name)
+        if match:
+            name = match[1]
+        return socket.gethostbyname(name)
     except OSError:
         return "0.0.0.0"
 

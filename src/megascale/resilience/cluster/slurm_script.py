@@ -19,7 +19,7 @@ _HEAD = """#!/bin/bash
 {options}
 
 cd {folder} || exit 2
-{path}launch() {{ exec {python} -P -m megascale launch {words} "$@"; }}
+{path}launch() {{ exec {python} -P -m megascale launch {overrides} "$@"; }}
 
 next=0 starts=0
 # Slurm signals that the time limit is near: save, end, and continue in the next job.
@@ -40,13 +40,13 @@ exit $code
 SIGNAL_SECONDS = 300  # before the time limit; Slurm may send the signal up to a minute early
 
 
-def batch_script(config: Config, gpus: int, words: Sequence[str], blocked: Sequence[str], path: str) -> str:
+def batch_script(config: Config, gpus: int, overrides: Sequence[str], blocked: Sequence[str], path: str) -> str:
     """Return the text of the batch script.
 
     Args:
         config: the configuration with nodes, spares and further options of sbatch.
         gpus: GPUs per node to request, 0 for none.
-        words: command line after `megascale launch`, without --dry-run.
+        overrides: command line after `megascale launch`, without --dry-run.
         blocked: nodes that the job has evicted, which are excluded from the allocation.
         path: PYTHONPATH, "" for none.
 
@@ -68,23 +68,26 @@ def batch_script(config: Config, gpus: int, words: Sequence[str], blocked: Seque
     if blocked:
         options.append(f"--exclude={','.join(blocked)}")
     options += shlex.split(limits.sbatch)
+    export_path = ""
+    if path:
+        export_path = f"export PYTHONPATH={shlex.quote(path)}\n"
     return _HEAD.format(
         options=_option_lines(options),
         folder=shlex.quote(str(Path.cwd())),
-        path=f"export PYTHONPATH={shlex.quote(path)}\n" if path else "",
+        path=export_path,
         python=shlex.quote(sys.executable),
-        words=shlex.join(words),
+        overrides=shlex.join(overrides),
     )
 
 
-def _option_lines(words: Sequence[str]) -> str:
+def _option_lines(options: Sequence[str]) -> str:
     """Return #SBATCH lines with the options; an option and a value after it share a line."""
     lines: list[list[str]] = []
-    for word in words:
+    for word in options:
         if word.startswith("-") or not lines:
             lines.append([])
         lines[-1].append(_quote(word))
-    return "\n".join(" ".join(["#SBATCH", *line]) for line in lines)
+    return "\n".join("#SBATCH " + " ".join(line) for line in lines)
 
 
 def _quote(word: str) -> str:

@@ -171,12 +171,12 @@ def list_nodes(job: Mapping[str, str]) -> list[str]:
     return (_run("scontrol", "show", "hostnames", job["NodeList"]) or "").split()
 
 
-def seconds_left(job: Mapping[str, str], now: float) -> float:
+def seconds_left(job: Mapping[str, str], current_time: float) -> float:
     """Return the seconds until a running job's time limit, infinity if it is unknown."""
     if job.get("JobState") != "RUNNING":
         return float("inf")  # For a job that is ending, EndTime is the start of its end.
     try:
-        return time.mktime(time.strptime(job.get("EndTime", ""), "%Y-%m-%dT%H:%M:%S")) - now
+        return time.mktime(time.strptime(job.get("EndTime", ""), "%Y-%m-%dT%H:%M:%S")) - current_time
     except (ValueError, OverflowError):
         return float("inf")
 

@@ -21,14 +21,14 @@ from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.remote import Host, RemoteCluster
 
 # ssh must not prompt on a terminal, and must notice within seconds that a machine has failed.
-SSH_OPTIONS: tuple[str, ...] = (
+SSH_OPTIONS = [
     "-T",
-    *("-o", "BatchMode=yes"),
-    *("-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=5"),
-    *("-o", "ServerAliveCountMax=3"),
-    *("-o", "LogLevel=ERROR"),
-)
+    "-oBatchMode=yes",
+    "-oConnectTimeout=10",
+    "-oServerAliveInterval=5",
+    "-oServerAliveCountMax=3",
+    "-oLogLevel=ERROR",
+]
 _HOST = re.compile(
     r"(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*))(?::(?P<port>[0-9]{1,5}))?"
@@ -74,10 +74,14 @@ class SshCluster(RemoteCluster):
             )
         return hosts[0].gpus, _own_address(hosts, limits.ssh, is_loopback(limits.listen))
 
-    def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        port = ["-p", str(host.port)] if host.port else []
-        login = ["-l", host.user] if host.user else []
-        return [*self._ssh, *SSH_OPTIONS, *port, *login, "--", host.host, f"exec {shlex.join(words)}"]
+    def command(self, host: Host, program: Sequence[str]) -> list[str]:
+        command = self._ssh + SSH_OPTIONS
+        if host.port:
+            command += ["-p", str(host.port)]
+        if host.user:
+            command += ["-l", host.user]
+        command += ["--", host.host, f"exec {shlex.join(program)}"]
+        return command
 
 
 def split_command(ssh: str) -> list[str]:
@@ -135,11 +139,11 @@ def read_hosts(file: str) -> list[Host]:
         raise ConfigError(f"--hosts={file} cannot be read: {getattr(error, 'strerror', error)}") from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
+        entry = line.partition("#")[0].split()
+        if not entry:
             continue
         location = f"{file}, line {number}"
-        host = _parse_host(words, location)
+        host = _parse_host(entry, location)
         if host.name in hosts:
             raise ConfigError(f"{location}: {host.name} is listed already; give each of the two nodes a name=")
         hosts[host.name] = host
@@ -158,14 +162,14 @@ def _check_equal_gpus(file: str, hosts: Sequence[Host]) -> None:
         )
 
 
-def _parse_host(words: Sequence[str], location: str) -> Host:
-    match = _HOST.fullmatch(words[0])
+def _parse_host(entry: Sequence[str], location: str) -> Host:
+    match = _HOST.fullmatch(entry[0])
     if match is None:
         raise ConfigError(
-            f"{location}: {words[0]!r} is not a machine; write [user@]host[:port], IPv6 as [2001:db8::1]:22"
+            f"{location}: {entry[0]!r} is not a machine; write [user@]host[:port], IPv6 as [2001:db8::1]:22"
         )
     host = Host("", match["host"] or match["v6"], match["user"] or "", int(match["port"] or 0))
-    for word in words[1:]:
+    for word in entry[1:]:
         key, equals, value = word.partition("=")
         if not equals or key not in _HOST_OPTIONS:
             raise ConfigError(

@@ -40,7 +40,9 @@ def exchange(world: int, device: str = "cuda", size: int = _BYTES) -> SelfCheck:
         subprocess.Popen([*module, str(rank), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(world)
     ]
-    name = "all-to-all in host" if device == "cuda" else "all-to-all in host cpu"
+    name = "all-to-all in host"
+    if device == "cpu":
+        name += " cpu"
     rates: list[float] = []
     deadline = time.monotonic() + _TIMEOUT
     try:
@@ -69,11 +71,13 @@ def _run_rank(rank: int, world: int, port: int, kind: str, size: int) -> float:
     from megascale.resilience.diagnose.compute import synchronize
 
     device = torch.device("cpu")
+    backend = "gloo"
     if kind == "cuda":
         device = torch.device("cuda", rank)
+        backend = "nccl"
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=60))
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     part = size // 8 // world
     source = torch.arange(part * world, dtype=torch.int64, device=device) + rank * part * world
     target = torch.empty_like(source)

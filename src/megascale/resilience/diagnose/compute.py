@@ -71,9 +71,11 @@ def _one_thread() -> Iterator[None]:
 def check_gemms() -> Iterator[SelfCheck]:
     """Measure the rate of GEMMs, and compare the bits of repeated ones."""
     for device in list_devices():
-        is_cuda = device.type == "cuda"
-        size = 8192 if is_cuda else 768
-        dtype = torch.bfloat16 if is_cuda else torch.float32
+        size = 768
+        dtype = torch.float32
+        if device.type == "cuda":
+            size = 8192
+            dtype = torch.bfloat16
         generator = torch.Generator().manual_seed(7)
         a = torch.randn(size, size, generator=generator).to(device, dtype)
         b = torch.randn(size, size, generator=generator).to(device, dtype)

@@ -18,7 +18,9 @@ _PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
 def _list_memories() -> list[torch.device]:
     """Return the CPU and all GPUs."""
     devices = list_devices()
-    return devices if devices[0].type == "cpu" else [torch.device("cpu"), *devices]
+    if devices[0].type == "cpu":
+        return devices
+    return [torch.device("cpu"), *devices]
 
 
 def _test_bytes(device: torch.device) -> int:
@@ -48,29 +50,29 @@ def check_patterns() -> Iterator[SelfCheck]:
     """Write patterns of bits and each word's own address into each memory, and compare them."""
     for device in _list_memories():
         name = f"memory pattern {device}"
-        words = _test_bytes(device) // 8
-        problem = _find_wrong_words(device, words)
+        word_count = _test_bytes(device) // 8
+        problem = _find_wrong_words(device, word_count)
         if problem:
             yield failed_check(name, problem)
         else:
-            details = f"{words * 8 >> 20} MiB, {len(_PATTERNS)} patterns and addresses"
+            details = f"{word_count * 8 >> 20} MiB, {len(_PATTERNS)} patterns and addresses"
             yield SelfCheck(name, "passed", details=details)
 
 
-def _find_wrong_words(device: torch.device, words: int) -> str:
+def _find_wrong_words(device: torch.device, word_count: int) -> str:
     """Return a description of words that do not hold what was written, "" if all do."""
-    memory = torch.empty(words, dtype=torch.int64, device=device)
+    memory = torch.empty(word_count, dtype=torch.int64, device=device)
     for pattern in _PATTERNS:
         memory.view(torch.uint8).fill_(pattern)
         value = int.from_bytes(bytes([pattern] * 8), "little", signed=True)
         wrong_words = int((memory != value).sum())
         if wrong_words:
-            return f"{wrong_words} of {words} words do not hold the pattern {pattern:#04x}"
-    addresses = torch.arange(words, dtype=torch.int64, device=device)
+            return f"{wrong_words} of {word_count} words do not hold the pattern {pattern:#04x}"
+    addresses = torch.arange(word_count, dtype=torch.int64, device=device)
     memory.copy_(addresses).bitwise_not_()
     wrong_words = int((memory != ~addresses).sum())
     if wrong_words:
-        return f"{wrong_words} of {words} words do not hold their address"
+        return f"{wrong_words} of {word_count} words do not hold their address"
     return ""
 
 
@@ -86,7 +88,9 @@ def check_host_device() -> Iterator[SelfCheck]:
         seconds_to = _measure_copy(device, host, on_device)
         seconds_from = _measure_copy(device, on_device, returned)
         is_equal = torch.equal(host, returned)
-        details = f"{_LINK_BYTES >> 20} MiB pinned" if is_equal else "the copy that came back has other bits"
+        details = f"{_LINK_BYTES >> 20} MiB pinned"
+        if not is_equal:
+            details = "the copy that came back has other bits"
         yield _link_check(f"host to {device}", seconds_to, is_equal, details)
         yield _link_check(f"host from {device}", seconds_from, is_equal, details)
 

@@ -60,7 +60,9 @@ def _check_link(name: str) -> SelfCheck:
     if errors > 10 and errors * 1000 > packets:
         return failed_check(check_name, f"{errors} errors in {packets} packets since boot")
     speed = _read_text(folder / "speed")  # Mbit/s, -1 if unknown
-    rate = int(speed) / 8e3 if speed.isdigit() and int(speed) > 0 else None
+    rate = None
+    if speed.isdigit() and int(speed) > 0:
+        rate = int(speed) / 8e3
     return SelfCheck(check_name, "passed", rate, "GB/s", details=f"{errors} errors in {packets} packets")
 
 
@@ -70,7 +72,7 @@ def _sum_counters(folder: Path, *counters: str) -> int:
 
 def check_rdma_ports() -> Iterator[SelfCheck]:
     """Check the state of InfiniBand and RoCE ports."""
-    ports = sorted(_RDMA.glob("*/ports/*")) if _RDMA.is_dir() else []
+    ports = sorted(_RDMA.glob("*/ports/*"))
     if not ports:
         yield absent_hardware("rdma port", "no RDMA device")
     for port in ports:
@@ -83,7 +85,7 @@ def check_rdma_ports() -> Iterator[SelfCheck]:
 
 def check_rdma_loopback() -> Iterator[SelfCheck]:
     """Measure the bandwidth of each RDMA device to itself."""
-    devices = sorted(path.name for path in _RDMA.iterdir()) if _RDMA.is_dir() else []
+    devices = sorted(path.name for path in _RDMA.glob("*"))
     if not devices:
         yield absent_hardware("rdma loopback", "no RDMA device")
     elif shutil.which("ib_write_bw") is None:

@@ -257,7 +257,9 @@ class _Leader:
         for pair in self._pairs:
             results = [self._read_result(number, node, deadline) for node in pair]
             valid = [rate for rate in results if rate is not None]
-            rates[pair] = min(valid) if len(valid) == 2 else None
+            rates[pair] = None
+            if len(valid) == 2:
+                rates[pair] = min(valid)
         return rates
 
     def _read_result(self, number: int, node: int, deadline: float) -> float | None:
@@ -267,7 +269,9 @@ class _Leader:
             rate = json.loads(self._store.get(key))
         except (RuntimeError, ValueError):  # torch's DistError is a RuntimeError
             return None
-        return None if rate is None else float(rate)
+        if rate is None:
+            return None
+        return float(rate)
 
 
 def measure_in_process(host: str, port: int, seconds: float = _MEASURE_SECONDS) -> Measure:
@@ -290,13 +294,17 @@ def _all_reduce(host: str, port: int, prefix: str, rank: int, seconds: float) ->
 
     from megascale.resilience.diagnose.compute import synchronize
 
-    is_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
-    size = _DEVICE_BYTES if is_cuda else _HOST_BYTES
+    device = torch.device("cpu")
+    backend = "gloo"
+    size = _HOST_BYTES
+    if torch.cuda.is_available():
+        device = torch.device("cuda", 0)
+        backend = "nccl"
+        size = _DEVICE_BYTES
     timeout = timedelta(seconds=seconds)
     store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     dist.init_process_group(
-        "nccl" if is_cuda else "gloo",
+        backend,
         store=dist.PrefixStore(prefix, store),
         rank=rank,
         world_size=2,

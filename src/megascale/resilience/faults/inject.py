@@ -275,15 +275,15 @@ def _end_redis(run: Path, options: Options) -> list[str]:
         commands.insert(0, ["AUTH", password])
     with socket.create_connection((url.hostname or "127.0.0.1", url.port or 6379), timeout=5) as connection:
         for command in commands:
-            words = "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in command)
-            connection.sendall(f"*{len(command)}\r\n{words}".encode())
+            encoded = "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in command)
+            connection.sendall(f"*{len(command)}\r\n{encoded}".encode())
             answer = connection.recv(200)
             if answer.startswith(b"-"):
                 raise TrainingError(f"the Redis server refused: {answer.decode(errors='replace').strip()}")
     return [f"the Redis server at {url.hostname}:{url.port} was ordered to end without saving"]
 
 
-def _namespace_command(run: Path) -> list[str]:
+def _namespace_prefix(run: Path) -> str:
     """Return a command prefix for the network namespace of the run's driver.
 
     Raises TrainingError if that is the machine's own namespace.
@@ -303,7 +303,7 @@ def _namespace_command(run: Path) -> list[str]:
             "the run shares the network of this command, which is not broken for a test; start it in a namespace of "
             "its own: unshare --net sh -c 'ip link set lo up && megascale launch ...'"
         )
-    return ["nsenter", f"--net=/proc/{pid}/ns/net"]
+    return f"nsenter --net=/proc/{pid}/ns/net"
 
 
 def _node_address(run: Path, options: Options) -> str:
@@ -313,39 +313,39 @@ def _node_address(run: Path, options: Options) -> str:
     return arguments[arguments.index("--address") + 1]
 
 
-def _run_command(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
+def _run_command(command: str) -> None:
+    result = subprocess.run(command.split(), capture_output=True, text=True)
     if result.returncode:
-        raise TrainingError(f"this machine does not permit `{' '.join(command)}`: {result.stderr.strip()[:200]}")
+        raise TrainingError(f"this machine does not permit `{command}`: {result.stderr.strip()[:200]}")
 
 
-def _run_for_duration(options: Options, begin: list[str], end: list[str]) -> list[str]:
+def _run_for_duration(options: Options, begin: str, end: str) -> list[str]:
     """Run the command `begin`, and after the options' seconds the command `end`."""
     _run_command(begin)
-    effects = [" ".join(begin)]
+    effects = [begin]
     if options.seconds:
         time.sleep(options.seconds)
         _run_command(end)
         effects.append(f"ended after {options.seconds:g} s")
     else:
-        effects.append(f"lasts until: {' '.join(end)}")
+        effects.append(f"lasts until: {end}")
     return effects
 
 
 def _partition_node(run: Path, options: Options) -> list[str]:
-    prefix = _namespace_command(run)
-    route = ["blackhole", f"{_node_address(run, options)}/32", "table", "local"]
-    return _run_for_duration(options, [*prefix, "ip", "route", "add", *route], [*prefix, "ip", "route", "del", *route])
+    prefix = _namespace_prefix(run)
+    route = f"blackhole {_node_address(run, options)}/32 table local"
+    return _run_for_duration(options, f"{prefix} ip route add {route}", f"{prefix} ip route del {route}")
 
 
 def _slow_network(run: Path, options: Options) -> list[str]:
-    prefix = [*_namespace_command(run), "tc", "qdisc"]
-    add = [*prefix, "add", "dev", "lo", "root"]
-    end = [*prefix, "del", "dev", "lo", "root"]
+    prefix = f"{_namespace_prefix(run)} tc qdisc"
+    add = f"{prefix} add dev lo root"
+    delete = f"{prefix} del dev lo root"
     try:
-        return _run_for_duration(options, [*add, "netem", "delay", "100ms"], end)
+        return _run_for_duration(options, f"{add} netem delay 100ms", delete)
     except TrainingError:  # A kernel without netem gets less bandwidth instead of a delay.
-        return _run_for_duration(options, [*add, "tbf", "rate", "8mbit", "burst", "128kb", "latency", "2s"], end)
+        return _run_for_duration(options, f"{add} tbf rate 8mbit burst 128kb latency 2s", delete)
 
 
 _OUTSIDE: dict[str, Callable[[Path, Options], list[str]]] = {

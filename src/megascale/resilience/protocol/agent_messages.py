@@ -31,7 +31,7 @@ FAULT_CHARACTERS = 4096  # characters of a fault that a trainer injects into its
 FAULT_FILE = r"[0-9]{20}-[0-9a-f]{6}\.json"
 REPORT_CHARACTERS = 50_000  # characters of a self-check's report
 _State = Annotated[str, Meta(max_length=STATE_CHARACTERS)]
-_MANY = Meta(max_length=4096)
+_LONG_LIST = Meta(max_length=4096)
 _Settings = Annotated[str, Meta(max_length=SETTINGS_CHARACTERS)]
 
 
@@ -95,7 +95,7 @@ class Stopped(Message, frozen=True):
     order: Count
     attempt: Count
     port: Port
-    codes: Annotated[dict[Rank, Whole], _MANY] = field(default_factory=dict)
+    codes: Annotated[dict[Rank, Whole], _LONG_LIST] = field(default_factory=dict)
 
 
 class StartFailed(Message, frozen=True, tag="failed"):
@@ -225,11 +225,11 @@ class Start(Message, frozen=True):
     epoch: Count
     attempt: Count
     job: Given
-    ranks: Annotated[tuple[Rank, ...], _MANY]
+    ranks: Annotated[tuple[Rank, ...], _LONG_LIST]
     world: Count
     master: tuple[Name, Port]
     settings: _Settings
-    words: Annotated[tuple[Path, ...], _MANY] = ()
+    words: Annotated[tuple[Path, ...], _LONG_LIST] = ()
     env: Annotated[dict[Name, Path], Meta(max_length=256)] = field(default_factory=dict)
     fresh: bool = False
     forward: Count | None = None
