@@ -24,7 +24,8 @@ DRIVER = """
 import asyncio, json, shlex, sys
 from pathlib import Path
 from megascale.config import Config, ResilienceConfig, TrainConfig
-from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
+from megascale.resilience.cluster.base import ClusterRequest
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.driver.api.tls import agents_tls
 from megascale.resilience.driver.nodes.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel

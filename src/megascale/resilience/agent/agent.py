@@ -1,7 +1,7 @@
 """The agent of a node: it keeps a channel to the driver, runs trainers for it and sends heartbeats.
 
 Without a driver the agent continues for `resilience.orphan` seconds, since a killed driver is started again. Then it
-lets the trainers save and ends. The trainers end with their agent: nobody could report their state otherwise, and
+lets the trainers save and ends. The trainers end with their agent: their state would be unknown otherwise, and
 they would hold devices and ports that the next attempt needs. Starting them again costs a fork.
 
 A cluster on this machine runs `python -m megascale.resilience.agent.agent --folder FOLDER --node NAME ...`; on other

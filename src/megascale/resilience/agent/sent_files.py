@@ -126,7 +126,7 @@ class SentFiles:
         spans = self._take_spans(all_spans)
         growing = [self._read_piece(name, file) for name, file in self._growing.items() if name not in self._spans]
         replaced = [self._read_whole_file(name) for name in self._replaced]
-        return [piece for piece in (*growing, *replaced, *spans) if piece is not None]
+        return [piece for piece in growing + replaced if piece is not None] + spans
 
     def _take_spans(self, all_spans: bool) -> list[FileData]:
         """Return pieces of span files; once all are sent, return empty pieces that remove deleted files."""

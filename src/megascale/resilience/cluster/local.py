@@ -168,7 +168,8 @@ class LocalCluster(Cluster):
         result is "" if no group becomes free within FREE_TIMEOUT, since two ranks must not share a GPU.
         """
         groups = [",".join(group) for group in self.devices]
-        candidates = [self._read_state(name).get("devices"), self._devices_of_number(name), *groups]
+        candidates = [self._read_state(name).get("devices"), self._devices_of_number(name)]
+        candidates += groups
         deadline = time.monotonic() + FREE_TIMEOUT
         while True:
             used = {

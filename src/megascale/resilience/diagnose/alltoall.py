@@ -34,12 +34,12 @@ def check_all_to_all() -> Iterator[SelfCheck]:
 
 def exchange(world: int, device: str = "cuda", size: int = _BYTES) -> SelfCheck:
     """Run an all-to-all of `size` bytes among `world` processes on "cuda" (NCCL) or "cpu" (gloo)."""
-    module = module_command("megascale.resilience.diagnose.alltoall")
-    arguments = [str(world), str(free_port("127.0.0.1")), device, str(size)]
-    processes = [
-        subprocess.Popen([*module, str(rank), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(world)
-    ]
+    module = "megascale.resilience.diagnose.alltoall"
+    port = free_port("127.0.0.1")
+    processes = []
+    for rank in range(world):
+        command = module_command(module, str(rank), str(world), str(port), device, str(size))
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     name = "all-to-all in host"
     if device == "cpu":
         name += " cpu"

@@ -105,7 +105,7 @@ class Inquiry:
     def record_results(self, results: Iterable[tuple[Pair, bool]]) -> None:
         """Record the results of a round: (pair, passed)."""
         for nodes, passed in results:
-            pair = _sorted_pair(*nodes)
+            pair = _sorted_pair(nodes[0], nodes[1])
             self.tested.add(pair)
             if passed:
                 self.good.update(pair)
@@ -278,9 +278,9 @@ def measure_in_process(host: str, port: int, seconds: float = _MEASURE_SECONDS) 
     """Return a measurement by a child process on each side; the processes meet in the store at host:port."""
 
     def measure(pair: Pair, node: int, number: int) -> float:
-        module = module_command("megascale.resilience.diagnose.pairs")
+        module = "megascale.resilience.diagnose.pairs"
         prefix = f"pair/{number}/{pair[0]}-{pair[1]}"
-        command = [*module, host, str(port), prefix, str(pair.index(node)), str(seconds)]
+        command = module_command(module, host, str(port), prefix, str(pair.index(node)), str(seconds))
         result = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
         return float(result.stdout.strip().splitlines()[-1])
 

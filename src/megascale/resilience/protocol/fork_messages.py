@@ -20,14 +20,14 @@ class Fork(Message, frozen=True):
 
     Attributes:
         env: variables added to the environment.
-        words: command line after `megascale`.
+        arguments: command line after `megascale`.
         log: file that receives stdout and stderr.
     """
 
     rank: Count
     attempt: Count
     env: Annotated[dict[_Argument, _Argument], Meta(max_length=4096)]
-    words: Annotated[tuple[_Argument, ...], Meta(max_length=4096)]
+    arguments: Annotated[tuple[_Argument, ...], Meta(max_length=4096)]
     log: Path
 
 
