@@ -23,9 +23,9 @@ from megascale.data.dataset import fingerprint, tokenizer_agreement
 from megascale.data.dataset.file_hash import even_part
 from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
+from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
 from megascale.errors import ConfigError, DataError
-from megascale.train.run_folder import RunFolder, checkpoint_folder, find_paths, run_config
+from megascale.train.run_folder import RunFolder, checkpoint_folder, find_paths, load_run_config
 from megascale.train.run_tokenizer import find_tokenizer, keep_tokenizer
 
 if TYPE_CHECKING:
@@ -191,11 +191,11 @@ class Origin:
     def _wrong_data(self, state: Mapping[str, Any], name: str) -> str | None:
         if "data.train" in self.accepted or state.get("data") in (None, self._facts["data"]):
             return None
-        present = fingerprint.fingerprints(self.config)
-        if state["data"] == data_hash(map(even_part, present.values())):
+        present = fingerprint.fingerprint_sources(self.config)
+        if state["data"] == hash_fingerprints(map(even_part, present.values())):
             return None  # an older version's checkpoint knows fewer places of the files
         # The run folder's record, where there is one, names the files; it is a DataError of its own.
-        fingerprint.compare(self.run.samples.parent / fingerprint.NAME, present)
+        fingerprint.compare_fingerprints(self.run.samples.parent / fingerprint.SOURCES_FILE, present)
         return (
             f"data.train={','.join(self.config.data.train)} has other contents than the checkpoint {name!r} was "
             "trained with: samples would be repeated or skipped. Put the files back, begin anew with another "
@@ -204,7 +204,7 @@ class Origin:
 
     def _other_files(self, saved: Config, name: str) -> str | None:
         """An older version's checkpoint has no hash of its data; without a record in the run folder paths must do."""
-        if (self.run.samples.parent / fingerprint.NAME).exists() or "data.train" in self.accepted:
+        if (self.run.samples.parent / fingerprint.SOURCES_FILE).exists() or "data.train" in self.accepted:
             return None
         there, here = saved.data.train, self.config.data.train
         if there == here:
@@ -283,13 +283,13 @@ def _saved_section(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
+def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
     """The configuration that the checkpoint of `step` (default: the newest) was trained with, and what refuses another.
 
     The model and its precision are the checkpoint's own, whatever config.toml says; the rest is config.toml's, unless
     that is of another model (an older version wrote it even where a start was refused).
     """
-    config = run_config(run)
+    config = load_run_config(run)
     commits = step_folders.survey(open_storage(checkpoint_folder(run, config)))[0]
     commit = next((c for c in commits if step in (None, c.step)), None)
     tree = commit.state.get("config") if commit is not None else None
@@ -317,7 +317,7 @@ def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
     return config, same
 
 
-def trained_tokenizer(run: Path, config: Config, step: int | None = None) -> tuple[Path, Tokenizer]:
+def load_trained_tokenizer(run: Path, config: Config, step: int | None = None) -> tuple[Path, Tokenizer]:
     """Return the tokenizer that the checkpoint of `step` (default: the newest) was trained with, and its file.
 
     Raises DataError or ConfigError, as `find_tokenizer`.
@@ -332,17 +332,17 @@ def trained_tokenizer_hash(run: Path, config: Config, step: int | None = None) -
     saved = commit.state.get("tokenizer") if commit is not None else None
     if saved is not None:
         return str(saved)
-    begun_with = tokenizer_agreement.remembered(run)
+    begun_with = tokenizer_agreement.read_identity(run)
     return begun_with.sha256 if begun_with is not None else None
 
 
 def facts(config: Config) -> dict[str, Any]:
     """What a checkpoint keeps of its data: a hash of all files' fingerprints in order, and the tokenizer's."""
-    data = data_hash(fingerprint.fingerprints(config).values())
+    data = hash_fingerprints(fingerprint.fingerprint_sources(config).values())
     return {"data": data, "tokenizer": tokenizer_hash(config)}
 
 
-def data_hash(fingerprints: Iterable[str]) -> str:
+def hash_fingerprints(fingerprints: Iterable[str]) -> str:
     """Return a hash of the fingerprints of all data files in order."""
     return hashlib.blake2b(json.dumps(list(fingerprints)).encode(), digest_size=16).hexdigest()
 
@@ -350,7 +350,7 @@ def data_hash(fingerprints: Iterable[str]) -> str:
 def tokenizer_hash(config: Config) -> str | None:
     """SHA-256 of the tokenizer of a configuration, None if it cannot be read."""
     try:
-        return tokenizer_for(config.data).sha256
+        return load_run_tokenizer(config.data).sha256
     except (ConfigError, DataError):
         return None
 

@@ -64,17 +64,17 @@ class LoaderService:
         self.folder, self.parent = folder, parent
         self.plan = HostPlan.from_json((folder / PLAN).read_text())
         self.segment = Path((folder / SEGMENT).read_text())
-        for sentence in rings.reap(self.segment.parent):
+        for sentence in rings.remove_dead_segments(self.segment.parent):
             log.warning("%s", sentence)
         shape = self.plan.shape
         job = str(self.plan.config.run_folder.absolute())
         try:
-            self.ring, there = rings.create(self.segment, shape, self.plan.hash, job)
+            self.ring, there = rings.create_segment(self.segment, shape, self.plan.hash, job)
         except OSError as error:  # another user has taken the name since the segment was lost: readers ask for no name
             log.warning("%s; another name is taken", error)
             self.segment = rings.new_name(self.segment.parent)
             (folder / SEGMENT).write_text(str(self.segment))
-            self.ring, there = rings.create(self.segment, shape, self.plan.hash, job)
+            self.ring, there = rings.create_segment(self.segment, shape, self.plan.hash, job)
         generation = int(self.ring.header["generation"])
         log.info("generation %d owns %s: %s bytes, streams %s", generation, self.segment, shape.size, shape.readers)
         if there:
@@ -124,7 +124,7 @@ class LoaderService:
             return None
         ahead = []
         for stream, seats in enumerate(self.seats):
-            taken = [self.ring.taken(stream, j) for j, seat in enumerate(seats) if not seat.gone]
+            taken = [self.ring.released(stream, j) for j, seat in enumerate(seats) if not seat.gone]
             if taken and (left := self.ring.produced(stream) - min(taken)) < self.plan.shape.depth:
                 ahead.append((left, stream))
         return min(ahead)[1] if ahead else None
@@ -152,7 +152,7 @@ class LoaderService:
         if self._step[0] != step:
             batch = self.plan.config.train.global_batch
             ids = self.source.ids(base + step * batch, batch)
-            self._step = (step, hash_ids(ids), self.source.epochs(base + (step + 1) * batch))
+            self._step = (step, hash_ids(ids), self.source.count_epochs(base + (step + 1) * batch))
         return self._step[1:]
 
     # readers ----------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class LoaderService:
     def _attach(self, reader: Conversation, message: Attach) -> None:
         """A reader sits down: it gets the segment and the loader's bell."""
         (bell,) = reader.files
-        stream, j = self.plan.shape.place(message.rank)
+        stream, j = self.plan.shape.find_reader(message.rank)
         with self.lock:
             header = self.ring.header
             if int(header["base"]) not in (-1, message.base):
@@ -237,7 +237,7 @@ class LoaderService:
             if place is None:
                 raise ValueError("a reader that has no seat")
             stream, j = place
-            taken, produced = self.ring.taken(stream, j), self.ring.produced(stream)
+            taken, produced = self.ring.released(stream, j), self.ring.produced(stream)
             # Only where the segment was lost under a running job: begin where its readers are.
             if (produced < taken and not self.came) or (taken < produced and not self.ring.ready(stream, taken)):
                 self.ring.rewind(stream, taken)
