@@ -387,7 +387,7 @@ def test_each_difference_is_found_and_judged(chosen: set[tuple[str, str]], begun
     tree: dict[str, dict[str, object]] = {}
     for section, key in chosen:
         tree.setdefault(section, {})[key] = VALUES[section][key]
-    saved, _ = setting_changes.read_saved(json.loads(json.dumps(from_tree({}).model_dump(exclude_none=True))))
+    saved, _ = setting_changes.read_saved_config(json.loads(json.dumps(from_tree({}).model_dump(exclude_none=True))))
     found = setting_changes.find_changes(saved, from_tree(tree), begun=begun)
     names = {f"{s}.{k}" for s, k in chosen}
     assert names <= {c.key for c in found}
@@ -399,10 +399,10 @@ def test_each_difference_is_found_and_judged(chosen: set[tuple[str, str]], begun
     assert {c.key for c in found if c.kind == "refused"} == model
     assert {c.key for c in found if c.kind == "asked"} == asked
     accepted: Sequence[str] = sorted(asked)
-    assert (setting_changes.explain("x", found, accepted) is None) == (not model)
+    assert (setting_changes.explain_changes("x", found, accepted) is None) == (not model)
     if asked and not model:
         left = data.draw(st.sampled_from(sorted(asked)))
-        assert left in (setting_changes.explain("x", found, [k for k in accepted if k != left]) or "")
+        assert left in (setting_changes.explain_changes("x", found, [k for k in accepted if k != left]) or "")
 
 
 def test_only_what_may_be_accepted_can_be_named() -> None:

@@ -138,7 +138,7 @@ class Trainer:
             )
             life.callback(self._leave)
             mine = (self.attempt, self.config.train.precision, refusal and (kind_of(refusal), str(refusal)))
-            self.attempt, precision, told = Peers().share(mine, tuple[int, str, tuple[str, str] | None])
+            self.attempt, precision, told = Peers().broadcast(mine, tuple[int, str, tuple[str, str] | None])
             refusal = refusal or (named(*told) if told else self._other_precision(precision))
         if refusal is not None:
             self.ending.told = True  # whoever trains there has the word
@@ -410,10 +410,10 @@ class Trainer:
         with self.engine.loading_weights():
             state = self.checkpointer.load(initial=weights, accept=self.origin.check, report=report)
         took = round(time.monotonic() - begun, 3)
-        if report.zeroed:
-            names = ", ".join(sorted(report.zeroed))
+        if report.zeroed_states:
+            names = ", ".join(sorted(report.zeroed_states))
             self.origin.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} begins at zero")
-        self._load = {"load_seconds": took, "read_bytes": report.read, "sent_bytes": report.sent}
+        self._load = {"load_seconds": took, "read_bytes": report.read_bytes, "sent_bytes": report.sent_bytes}
         if state is None:
             self.origin.check_nothing()
             self._begin_imported()
@@ -443,10 +443,10 @@ class Trainer:
                 self._data_notes = self.feed.start(self.consumed)
             except DataError as error:
                 problem = str(error)
-        if problem := next(filter(None, self.checkpointer.peers.exchange(problem, str | None)), None):
+        if problem := next(filter(None, self.checkpointer.peers.all_gather(problem, str | None)), None):
             raise DataError(problem)
         self.origin.accept()
-        self.checkpointer.accept()
+        self.checkpointer.confirm_load()
         if not self.leader:
             return
         attention_choice.write(self.folder.path, self.engine.attention_choices)
@@ -475,7 +475,7 @@ class Trainer:
         for note in (*self.origin.notes, *self._data_notes):
             self.reporter.say(note)
         if self.origin.changes:
-            self.reporter.say(setting_changes.line(self.origin.changes, self.step))
+            self.reporter.say(setting_changes.format_changes(self.origin.changes, self.step))
 
     def _evaluate(self, last: bool = False) -> Evaluation | None:
         """Evaluate the held-out file and record the loss of the same train.eval_samples of it each time.

@@ -32,9 +32,9 @@ from megascale.data.loader.loader_service import PLAN, SEGMENT
 from megascale.data.loader.ring import Ring
 from megascale.errors import MegascaleError, TrainingError, named
 from megascale.services import host_service
-from megascale.services.conversation import Conversation, ErrorReply, peer
-from megascale.services.host_service import Launch, Place, ServiceFailed
-from megascale.services.private_folder import private_base
+from megascale.services.conversation import Conversation, ErrorReply, peer_credentials
+from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation
+from megascale.services.private_folder import private_base_folder
 
 log = logging.getLogger("megascale.data.loader")
 
@@ -90,7 +90,7 @@ def start_loader(config: Config, *, world: int, first_rank: int, ranks: int) -> 
     if not plan.needs_loader(gpus=False):
         return None  # or the ranks start one, who know their device
     folder = prepare_folder(plan)
-    return StartedLoader(folder, host_service.start(Place(folder, NAME), _launch(folder)))
+    return StartedLoader(folder, host_service.start_service(ServiceLocation(folder, NAME), _launch(folder)))
 
 
 def prepare_folder(plan: HostPlan, mount: Path = rings.MOUNT) -> Path:
@@ -121,7 +121,7 @@ def _sweep(base: Path) -> None:
 
 def _private(token: str) -> Path:
     """Make a new folder that only this user may enter."""
-    base = private_base()
+    base = private_base_folder()
     _sweep(base)
     folder = base / f"loader-{token}"
     folder.mkdir(mode=0o700)
@@ -130,9 +130,9 @@ def _private(token: str) -> Path:
 
 def connect_loader(folder: Path) -> Conversation:
     """A conversation with the folder's loader, which is started if none runs. Raises what kept it from starting."""
-    place = Place(folder, NAME)
+    place = ServiceLocation(folder, NAME)
     try:
-        return host_service.connect(place, _launch(folder), FROM_READER, FROM_LOADER, seconds=_COME_UP)
+        return host_service.connect_service(place, _launch(folder), FROM_READER, FROM_LOADER, seconds=_COME_UP)
     except ServiceFailed as error:
         raise named(error.kind, str(error)) from None
     except OSError as error:
@@ -153,7 +153,7 @@ def _launch(folder: Path) -> Launch:
 
 def find_owner(folder: Path) -> int | None:
     """Process id of the folder's loader, None if none runs."""
-    return Place(folder, NAME).owner()
+    return ServiceLocation(folder, NAME).owner_pid()
 
 
 def kill_loader(folder: Path) -> None:
@@ -330,14 +330,14 @@ class LoaderReader:
     def _progress(self) -> float:
         """What the loader's process has done so far; -1 if it is not there."""
         try:
-            return _worked(peer(self._loader.sock)[0])
+            return _worked(peer_credentials(self._loader.sock)[0])
         except OSError:  # the watcher is about to start another
             return -1.0
 
     def _replace(self) -> None:
         """Kill a loader that hangs; the watcher starts another."""
         with contextlib.suppress(OSError):
-            pid, _ = peer(self._loader.sock)
+            pid, _ = peer_credentials(self._loader.sock)
             log.warning("the data loader (process %d) did nothing for %g seconds: killed", pid, self._hang_seconds)
             os.kill(pid, signal.SIGKILL)
 
@@ -358,7 +358,7 @@ class LoaderReader:
         self._closing = True
         with contextlib.suppress(OSError):
             self._loader.send(Bye())
-        self._loader.hang_up()
+        self._loader.shut_down()
         self._watcher.join(5.0)
         self._loader.close()
 

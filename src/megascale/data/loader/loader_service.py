@@ -36,8 +36,8 @@ from megascale.data.loader.loader_messages import (
 from megascale.errors import MegascaleError, kind_of
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply
-from megascale.services.host_service import Place, Ready
-from megascale.services.reception import Reception
+from megascale.services.host_service import ReadySignal, ServiceLocation
+from megascale.services.reception import ConnectionServer
 
 log = logging.getLogger("megascale.data.loader")
 
@@ -58,7 +58,7 @@ class Seat:
 class LoaderService:
     """The loader of one host and start of a run; `parent` is the process that started this one."""
 
-    reception: Reception
+    reception: ConnectionServer
 
     def __init__(self, folder: Path, parent: int) -> None:
         self.folder, self.parent = folder, parent
@@ -157,7 +157,7 @@ class LoaderService:
 
     # readers ----------------------------------------------------------------------------------------------------
 
-    def serve(self, reception: Reception) -> None:
+    def serve(self, reception: ConnectionServer) -> None:
         """Answer readers until all have left."""
         self.reception = reception
         self.filler = threading.Thread(target=self.fill, daemon=True)
@@ -171,19 +171,19 @@ class LoaderService:
         if self.filler is not None:
             self.filler.join(5.0)
         self.source.close()
-        if not self.reception.here:
+        if not self.reception.client_count:
             self.segment.unlink(missing_ok=True)
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _done(self) -> bool:
-        if self.reception.here:
+        if self.reception.client_count:
             return False
         if all(seat.gone for seats in self.seats for seat in seats):
             return True
         if self.came:
-            return self.reception.deserted(_LINGER)
+            return self.reception.is_idle(_LINGER)
         # Before the first reader the loader is its starter's; after that it is theirs.
-        return os.getppid() != self.parent or self.reception.deserted(_NOBODY_YET)
+        return os.getppid() != self.parent or self.reception.is_idle(_NOBODY_YET)
 
     def talk(self, reader: Conversation) -> None:
         """Serve one reader until it leaves or dies: then nobody waits for it."""
@@ -255,7 +255,7 @@ class LoaderService:
                 seat.gone, seat.reader = True, None
 
 
-def serve(folder: Path, parent: int, ready: Ready) -> None:
+def serve(folder: Path, parent: int, ready: ReadySignal) -> None:
     """Serve until all readers have left. Returns at once if another process already serves the folder.
 
     Args:
@@ -268,7 +268,7 @@ def serve(folder: Path, parent: int, ready: Ready) -> None:
         made.append(LoaderService(folder, parent))
         return made[0].talk
 
-    owned = host_service.own(Place(folder, NAME), begin, (FROM_LOADER, FROM_READER), ready)
+    owned = host_service.claim_service(ServiceLocation(folder, NAME), begin, (FROM_LOADER, FROM_READER), ready)
     if owned is None:
         return
     (service,) = made
@@ -290,11 +290,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(0))
-    ready = Ready(arguments.ready, arguments.starting)
+    ready = ReadySignal(arguments.ready, arguments.starting)
     try:
         serve(arguments.folder, arguments.parent, ready)
     except MegascaleError as error:
-        ready.say(ErrorReply(str(error)[:2000], kind_of(error)))
+        ready.send(ErrorReply(str(error)[:2000], kind_of(error)))
         sys.exit(error.exit_code)
 
 

@@ -22,7 +22,7 @@ from megascale.resilience.protocol.agent_messages import MESSAGE_BYTES, Order, R
 from megascale.resilience.protocol.job_description import read_job, read_job_token
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Message
-from megascale.services.silence import notice_silence
+from megascale.services.silence import set_peer_timeout
 
 log = logging.getLogger("megascale.agent")
 RETRY_INTERVAL = 0.25  # seconds between attempts to reach a driver
@@ -126,7 +126,7 @@ class DriverLink:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
             reader, writer = await connect(host, port, self._local_address(host))
             try:
-                notice_silence(writer.get_extra_info("socket"), 2 * job.limits.window)
+                set_peer_timeout(writer.get_extra_info("socket"), 2 * job.limits.window)
                 token = read_job_token(self._folder)  # a new driver may have made another token
                 channel = await agent_channel.open_channel(reader, writer, token, driver=False)
                 process = {"epoch": self.epoch, "pid": os.getpid(), "version": agent_channel.VERSION}

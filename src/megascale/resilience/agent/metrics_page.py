@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 from megascale.observe.prometheus.exposition import CONTENT_TYPE, Family, expose
 from megascale.resilience.protocol.heartbeat import Heartbeat
-from megascale.services.door import Connection, Door, DoorLimits
+from megascale.services.door import Connection, ConnectionLimits, LimitedListener
 
 log = logging.getLogger("megascale.agent")
 
-LIMITS = DoorLimits(connections=16, head_seconds=5.0)
+LIMITS = ConnectionLimits(connections=16, head_seconds=5.0)
 _HEAD_BYTES = 8192
 _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 # Metrics of each GPU: (name, attribute of a GpuReport, help).
@@ -43,14 +43,14 @@ class MetricsPage:
         self._newest = newest
         self._is_connected = is_connected
 
-    async def serve(self, address: str) -> Door | None:
+    async def serve(self, address: str) -> LimitedListener | None:
         """Listen at "HOST:PORT"; return None if that fails, which must not end the agent."""
         try:
             listeners = _bind(address)
         except OSError as error:
             log.warning("this node's /metrics cannot be served at %s: %s", address, error)
             return None
-        return Door(listeners, lambda connection: _Exchange(connection, self._answer), LIMITS)
+        return LimitedListener(listeners, lambda connection: _Exchange(connection, self._answer), LIMITS)
 
     def _answer(self, request_line: list[bytes]) -> bytes:
         method, path = [*request_line, b"", b""][:2]
@@ -106,10 +106,10 @@ class _Exchange(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._connection.made(transport)
+        self._connection.attach(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connection.lost()
+        self._connection.detach()
 
     def data_received(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():

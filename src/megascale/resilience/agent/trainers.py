@@ -38,7 +38,7 @@ from megascale.resilience.protocol.fork_messages import (
 )
 from megascale.resilience.protocol.heartbeat import TAIL_CHARACTERS, Worker, truncate
 from megascale.services.messages import Message
-from megascale.services.shared_token import derive
+from megascale.services.shared_token import derive_token
 
 log = logging.getLogger("megascale.agent")
 # Modules that the fork server imports once. They are given by name, since this package must not import the trainer.
@@ -259,7 +259,7 @@ class Trainers:
             "MASTER_ADDR": order.master[0],
             "MASTER_PORT": str(order.master[1]),
             "MEGASCALE_JOB": order.job,
-            REPLICA_VARIABLE: os.environ.get(REPLICA_VARIABLE) or derive(token, f"replicas of {order.job}"),
+            REPLICA_VARIABLE: os.environ.get(REPLICA_VARIABLE) or derive_token(token, f"replicas of {order.job}"),
             "MEGASCALE_ATTEMPT": str(self.attempt),
             "MEGASCALE_NODE": self.folder.name,
             "MEGASCALE_NODE_ADDRESS": address,

@@ -12,15 +12,15 @@ from megascale.services.messages import (
     Count,
     Facts,
     Finite,
-    Given,
+    Integer,
     Message,
     Name,
+    NonEmptyName,
     Part,
     Path,
     Port,
     Schema,
     Text,
-    Whole,
 )
 
 MESSAGE_BYTES = MAX_BYTES + 1024
@@ -61,8 +61,8 @@ class Hello(Message, frozen=True):
         trainers: the running trainers, None if there are none.
     """
 
-    job: Given
-    node: Given
+    job: NonEmptyName
+    node: NonEmptyName
     version: Name
     address: Name
     boot: Name
@@ -81,8 +81,8 @@ class Join(Message, frozen=True):
     The fields are those of `Hello`. The driver answers `JobOffer` or `Refuse` and closes the connection.
     """
 
-    job: Given
-    node: Given
+    job: NonEmptyName
+    node: NonEmptyName
     version: Name
     address: Name
     hardware: Facts = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Stopped(Message, frozen=True):
     order: Count
     attempt: Count
     port: Port
-    codes: Annotated[dict[Rank, Whole], _LONG_LIST] = field(default_factory=dict)
+    codes: Annotated[dict[Rank, Integer], _LONG_LIST] = field(default_factory=dict)
 
 
 class StartFailed(Message, frozen=True, tag="failed"):
@@ -110,7 +110,7 @@ class Diagnosed(Message, frozen=True):
     """Result of the self-checks of order `order`: their exit code, JSON report and stderr."""
 
     order: Count
-    code: Whole
+    code: Integer
     report: Annotated[str, Meta(max_length=REPORT_CHARACTERS)] = ""
     stderr: Text = ""
 
@@ -150,7 +150,7 @@ class FileData(Message, frozen=True):
         replaces_file: the piece is the complete file.
     """
 
-    name: Given
+    name: NonEmptyName
     start: Count
     data: Annotated[bytes, Meta(max_length=PIECE_BYTES)]
     first: bool = False
@@ -224,7 +224,7 @@ class Start(Message, frozen=True):
 
     epoch: Count
     attempt: Count
-    job: Given
+    job: NonEmptyName
     ranks: Annotated[tuple[Rank, ...], _LONG_LIST]
     world: Count
     master: tuple[Name, Port]
@@ -279,7 +279,7 @@ class FileStored(Message, frozen=True, tag="kept"):
     """The driver has written a file up to offset `end` of the sender's file."""
 
     epoch: Count
-    name: Given
+    name: NonEmptyName
     end: Count
 
 

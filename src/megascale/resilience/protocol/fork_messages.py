@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from megascale.services.framing import HEAD, ProtocolError, head, read_head
+from megascale.services.framing import HEAD, ProtocolError, make_head, read_head
 from megascale.services.messages import Count, Message, Path, Schema, Text
 
 _MESSAGE_BYTES = 1 << 20  # an order holds an environment and a command line
@@ -78,7 +78,7 @@ FROM_CHILD = Schema(LastWords, limit=_MESSAGE_BYTES)
 def framed(schema: Schema, message: Message) -> bytes:
     """Return an encoded message with its frame head."""
     data = schema.encode(message)
-    return head(len(data)) + data
+    return make_head(len(data)) + data
 
 
 class Frames:

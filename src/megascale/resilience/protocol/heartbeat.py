@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from megascale.services.messages import Count, Facts, Finite, Given, Message, Name, Part, Text, Whole
+from megascale.services.messages import Count, Facts, Finite, Integer, Message, Name, NonEmptyName, Part, Text
 
 MAX_BYTES = 256 * 1024
 TAIL_CHARACTERS = 4000  # characters of stderr_tail
@@ -41,11 +41,11 @@ class Worker(Part, frozen=True):
     rank: Count
     pid: Count
     state: Literal["running", "exited", "signalled"]
-    code: Whole = 0
+    code: Integer = 0
     phase: Name = ""
-    step: Whole = 0
+    step: Integer = 0
     action: Name = ""
-    microbatch: Whole = -1
+    microbatch: Integer = -1
     status_age: Finite = 0.0
     message: Text = ""
     rss: Count = 0
@@ -128,9 +128,9 @@ class Heartbeat(Message, frozen=True):
         leaving: the agent is ending and starts no more ranks.
     """
 
-    job: Given
+    job: NonEmptyName
     attempt: Count
-    node: Given
+    node: NonEmptyName
     sequence: Count
     sent_ns: Count
     address: Name = ""
