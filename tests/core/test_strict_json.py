@@ -12,7 +12,7 @@ from megascale.core import strict_json
 from megascale.core.events import Event
 from megascale.observe.metrics import JsonLines
 from megascale.observe.plots import Curves, read_metrics
-from megascale.resilience.agent.metrics_tail import MetricsTail
+from megascale.resilience.agent.file_tails import MetricsTail
 from megascale.resilience.driver.audit_log import AuditLog
 from megascale.resilience.driver.state.journal import Journal
 from megascale.train.run_folder import RunFolder

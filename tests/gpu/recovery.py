@@ -204,7 +204,7 @@ def unasked(job: Launched, injected: list[float]) -> list[str]:
 def kill(job: Launched, kind: str, until: float, kills: list[float]) -> dict[str, Any] | None:
     """Kill once the job has a snapshot and trained a little more; seconds by phase. None where no time is left. When it
     killed is added to `kills`."""
-    from megascale.resilience.agent.services import end_checkpoint_services
+    from megascale.resilience.agent.node_folder import end_checkpoint_services
     from megascale.resilience.faults.inject import Options, inject
 
     before = job.step()

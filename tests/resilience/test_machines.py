@@ -24,11 +24,12 @@ DRIVER = """
 import asyncio, json, shlex, sys
 from pathlib import Path
 from megascale.config import Config, ResilienceConfig, TrainConfig
-from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
+from megascale.resilience.cluster.base import ClusterRequest
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.driver.api.tls import agents_tls
 from megascale.resilience.driver.nodes.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.job_description import JobDescription
 
 TOKEN = b"t" * 64
 run, ssh, hosts = Path(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -144,9 +144,9 @@ def _change(store: Store, name: str) -> str:
 
 async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, outage: float) -> dict[str, Any]:
     from megascale.config import from_tree
-    from megascale.resilience.cluster.cluster_registry import ClusterRequest
+    from megascale.resilience.cluster.base import ClusterRequest
     from megascale.resilience.cluster.kubernetes import KubernetesCluster
-    from megascale.resilience.protocol.given import JobDescription
+    from megascale.resilience.protocol.job_description import JobDescription
 
     (folder / "kubeconfig").write_text(pipe.recv())
     tree: dict[str, Any] = {"train": {"name": "bench", "device": "cpu", "runs": str(folder)}}
@@ -154,14 +154,14 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
     config = from_tree(tree | {"resilience": {"cluster": "kubernetes", "nodes": nodes}})
     cluster = await asyncio.to_thread(KubernetesCluster, ClusterRequest(folder / "bench", config))
     lags: list[float] = []
-    take = cluster.view.take
+    take = cluster.view.apply
 
-    def measured(pods: bool, change: Any) -> None:
-        take(pods, change)
-        if pods and change[0] == "changed":
+    def measured(of_pods: bool, change: Any) -> None:
+        take(of_pods, change)
+        if of_pods and change[0] == "changed":
             lags.extend(time.monotonic() - float(t["status"]["podIP"]) for t in change[1] if t["status"].get("podIP"))
 
-    cluster.view.take = measured  # type: ignore[method-assign]
+    cluster.view.apply = measured  # type: ignore[method-assign]
     began = time.monotonic()
     cluster.announce(JobDescription("bench", 1, ("127.0.0.1", 1), config.resilience), b"0" * 64)
     given = await asyncio.gather(*(cluster.request() for _ in range(nodes)))
@@ -172,7 +172,7 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
 
     pipe.send("churn")
     lags.clear()
-    asked, cpu, start = cluster.api.asked, time.process_time(), time.monotonic()
+    asked, cpu, start = cluster.api.requests, time.process_time(), time.monotonic()
     looks = []
     while time.monotonic() - start < seconds:
         at = time.perf_counter()
@@ -182,7 +182,7 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
     lasted = time.monotonic() - start
     lags.sort()
     found |= {
-        "requests a second": (cluster.api.asked - asked) / lasted,
+        "requests a second": (cluster.api.requests - asked) / lasted,
         "changes seen": len(lags),
         "change seen after s, median": lags[len(lags) // 2] if lags else None,
         "change seen after s, most": lags[-1] if lags else None,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launched import Launched
-from megascale.resilience.agent.node_folder import PROCESS
+from megascale.resilience.agent.node_folder import PROCESS_FILE
 from tests.chaos.machines.network import Machine, Machines
 
 LINK = 200.0  # Mbit/s of each machine's link in every run
@@ -81,7 +81,7 @@ def cut(machine: Machine, job: MachinesJob) -> None:
 
 def kill_agent(machine: Machine, job: MachinesJob) -> None:
     """SIGKILL to the agent alone."""
-    pid = json.loads((machine.folder / machine.name / PROCESS).read_text())["pid"]  # as the machine counts
+    pid = json.loads((machine.folder / machine.name / PROCESS_FILE).read_text())["pid"]  # as the machine counts
     subprocess.run(machine.inside(["kill", f"-{signal.SIGKILL}", str(pid)]), check=True)
 
 

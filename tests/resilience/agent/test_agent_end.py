@@ -21,8 +21,8 @@ from megascale.resilience.agent.trainers import TrainerProcess
 from megascale.resilience.driver.nodes.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import Hello, StartFailed
-from megascale.resilience.protocol.given import JobDescription, write_job
 from megascale.resilience.protocol.heartbeat import Heartbeat
+from megascale.resilience.protocol.job_description import JobDescription, write_job
 
 TOKEN = b"0" * 64
 
@@ -66,7 +66,9 @@ Scene = Callable[[Driver, Agent, TrainerProcess, asyncio.Task[None]], Awaitable[
 def play(folder: Path, monkeypatch: pytest.MonkeyPatch, scene: Scene, lease: float | None = 30.0) -> Driver:
     """An agent with one rank, which the scene ends, and its driver."""
     driver = Driver()
-    monkeypatch.setattr("megascale.resilience.agent.trainers.Trainers.serve", lambda self: None)  # nothing is forked
+    monkeypatch.setattr(
+        "megascale.resilience.agent.trainers.Trainers.start_server", lambda self: None
+    )  # nothing is forked
 
     async def work() -> None:
         server = AgentServer("job", TOKEN, driver)
@@ -133,7 +135,7 @@ def test_an_agent_that_ends_starts_no_ranks(tmp_path, monkeypatch):
 
     (failed,) = play(tmp_path, monkeypatch, scene).messages
     assert isinstance(failed, StartFailed)
-    assert "told to end" in failed.reason
+    assert "agent is ending" in failed.reason
 
 
 def test_without_a_lease_it_waits_for_no_answer(tmp_path, monkeypatch):

@@ -112,9 +112,9 @@ def nvml(monkeypatch):
 
 def taken(health: GpuHealth) -> tuple[GpuReport, ...]:
     """What is answered to questions of now on."""
-    assert health.answered(10)
+    assert health.wait_for_answer(10)
     health.take()
-    assert health.answered(10)
+    assert health.wait_for_answer(10)
     return health.take()
 
 
@@ -185,7 +185,7 @@ def test_a_driver_that_does_not_answer_holds_no_heartbeat_up_and_is_told(nvml, m
     health = GpuHealth(nvml, clock=lambda: now[0])
     try:
         taken(health)
-        assert health.answered(10)
+        assert health.wait_for_answer(10)
         monkeypatch.setattr(nvml, "nvmlDeviceGetTemperature", hangs)
         health.take()
         assert asked.wait(10)

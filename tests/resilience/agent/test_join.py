@@ -34,7 +34,7 @@ def test_the_secret_comes_from_a_private_file_stdin_or_the_environment(tmp_path,
     with pytest.raises(ConfigError, match="secret is missing"):  # it was forgotten: no child inherits it
         read_secret(None)
     file.write_text("short")
-    with pytest.raises(ConfigError, match="no job's secret"):
+    with pytest.raises(ConfigError, match="secret is malformed"):
         read_secret(str(file))
 
 
@@ -68,7 +68,7 @@ def test_addresses():
 
 
 def attempt(place, tmp_path, said, **changes):
-    words = {"node": "n0", "folder": tmp_path, "address": "", "interface": "", "wait": 0.0}
+    words = {"node": "n0", "folder": tmp_path, "address": "", "interface": "", "timeout": 0.0}
     join_job([place], "job", SECRET.encode(), **words | changes, report=said.append)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import threading
 
-from megascale.resilience.agent.node_health import TrafficSampler, _Interface
+from megascale.resilience.agent.node_health import NetworkInterface, TrafficSampler
 
 
-class Hangs(_Interface):
+class Hangs(NetworkInterface):
     """Answers twice, then not until `answers` is set."""
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class Hangs(_Interface):
 
 def test_an_adapter_that_hangs_holds_nobody_up(monkeypatch):
     stuck = Hangs()
-    gone = _Interface("eth9", [io.StringIO("no number")])
-    monkeypatch.setattr("megascale.resilience.agent.node_health._interfaces", lambda: [gone, stuck])
+    gone = NetworkInterface("eth9", [io.StringIO("no number")])
+    monkeypatch.setattr("megascale.resilience.agent.node_health.open_interfaces", lambda: [gone, stuck])
     sampler = TrafficSampler(period=0.001)
     try:
         assert stuck.asked.wait(10)

@@ -17,7 +17,7 @@ from megascale.observe.store.parquet import ParquetWriter
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.tables import SpanTables
 from megascale.resilience.agent import sent_files
-from megascale.resilience.agent.metrics_tail import MetricsTail
+from megascale.resilience.agent.file_tails import MetricsTail
 from megascale.resilience.agent.sent_files import SentFiles
 from megascale.resilience.driver.nodes.received_files import ReceivedFiles
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, FileData
@@ -73,7 +73,7 @@ class Link:
         driver.close()
         if confirm:
             for kept in confirmed:
-                self.agent.kept(*kept)
+                self.agent.confirm(*kept)
 
 
 def write(file: Path, text: str, mode: str = "a") -> None:
@@ -177,18 +177,18 @@ def test_lines_that_a_crash_has_cut_in_the_run_folder_come_whole(tmp_path):
 def test_no_more_than_a_window_is_on_its_way_and_what_is_not_confirmed_comes_again(tmp_path, monkeypatch):
     link = Link(tmp_path / "n0", tmp_path / "run")
     link.agent.follow((3,))
-    monkeypatch.setattr(sent_files, "BEHIND", 1 << 30)
+    monkeypatch.setattr(sent_files, "LOG_BACKLOG_BYTES", 1 << 30)
     text = "".join(f"{n:09d}\n" for n in range(400_000))  # 4 MB
     write(link.here / "logs" / "rank-3.log", text)
     sent = 0
     while pieces := link.agent.take():
         sent += sum(len(piece.data) for piece in pieces)
-    assert sent == sent_files.WINDOW
-    monkeypatch.setattr(sent_files, "AGAIN", 0.0)
+    assert sent == sent_files.WINDOW_BYTES
+    monkeypatch.setattr(sent_files, "RESEND_SECONDS", 0.0)
     (piece,) = link.agent.take()
     assert (piece.start, piece.first) == (0, True)
     monkeypatch.undo()
-    monkeypatch.setattr(sent_files, "BEHIND", 1 << 30)
+    monkeypatch.setattr(sent_files, "LOG_BACKLOG_BYTES", 1 << 30)
     link.agent.begin_session()
     for _ in range(8):
         link.carry()
@@ -198,12 +198,12 @@ def test_no_more_than_a_window_is_on_its_way_and_what_is_not_confirmed_comes_aga
 def test_of_a_log_that_grows_too_fast_the_middle_is_left_out(tmp_path):
     link = Link(tmp_path / "n0", tmp_path / "run")
     link.agent.follow((0,))
-    write(link.here / "logs" / "rank-0.log", "x" * (3 * sent_files.BEHIND) + "end\n")
+    write(link.here / "logs" / "rank-0.log", "x" * (3 * sent_files.LOG_BACKLOG_BYTES) + "end\n")
     for _ in range(8):
         link.carry()
     found = (link.there / "logs" / "rank-0.log").read_text()
-    assert len(found) < sent_files.BEHIND
-    assert f"[{3 * sent_files.BEHIND + 4 - sent_files.BEHIND // 2} bytes left out]" in found
+    assert len(found) < sent_files.LOG_BACKLOG_BYTES
+    assert f"[{3 * sent_files.LOG_BACKLOG_BYTES + 4 - sent_files.LOG_BACKLOG_BYTES // 2} bytes left out]" in found
     assert found.endswith("end\n")
 
 
@@ -273,8 +273,8 @@ def spans_of(run: Path) -> dict[tuple[int, int], tuple[int, int]]:
 
 def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
     """As they grow, then as tables, whoever drives; and of another node that has the same host's place later."""
-    monkeypatch.setattr(sent_files, "SPANS_EVERY", 0.0)
-    monkeypatch.setattr(sent_files, "PIECE", 5000)
+    monkeypatch.setattr(sent_files, "SPANS_INTERVAL", 0.0)
+    monkeypatch.setattr(sent_files, "PIECE_BYTES", 5000)
     link = Link(tmp_path / "n0", tmp_path / "run")
     ingest = record(link.here, 0, 7, 40)
     link.agent.follow((7,))
@@ -386,7 +386,7 @@ def test_a_line_without_end_and_a_pipe_hold_nothing_up(tmp_path: Path) -> None:
     sent = b""
     while pieces := [piece for piece in files.take() if piece.name == "metrics.jsonl"]:
         sent += b"".join(piece.data for piece in pieces)
-        files.kept("metrics.jsonl", len(sent))
+        files.confirm("metrics.jsonl", len(sent))
     assert sent == file.read_bytes()
     file.unlink()
     os.mkfifo(file)

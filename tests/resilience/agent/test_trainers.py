@@ -54,7 +54,7 @@ def ended(tmp_path: Path, file: Path, *words: str, ranks: int = 1, port: int = 1
     async def run() -> list[Verdict]:
         changed = asyncio.Event()
         mine = Trainers(tmp_path / "runs" / "tiny", tmp_path / "node", changed.set)
-        mine.serve()
+        mine.start_server()
         order = Start(1, 1, "tiny", tuple(range(ranks)), ranks, ("127.0.0.1", 0), text, words)
         try:
             async with asyncio.timeout(120):
@@ -114,11 +114,11 @@ def given_environments(folder: Path, job: str, token: bytes) -> list[dict[str, s
     folder.mkdir()
     mine = Trainers(folder / "runs" / job, folder, lambda: None)
     orders = Frames(TO_FORK_SERVER)
-    mine._sock, theirs = socket.socketpair()
+    mine._socket, theirs = socket.socketpair()
     with theirs:
         mine.start(Start(1, 1, job, (0, 1), 2, ("127.0.0.1", 1), ""), "127.0.0.1", token)
         found = [order.env for order in orders.feed(theirs.recv(1 << 20))]
-        mine._sock.close()
+        mine._socket.close()
     return found
 
 
@@ -184,7 +184,7 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
 
 def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
     def kill_soon(mine: Trainers) -> None:
-        mine._received = lambda message: (
+        mine._handle = lambda message: (
             os.kill(mine._server.pid, signal.SIGKILL) if isinstance(message, Forked) else None
         )
 
@@ -196,11 +196,11 @@ def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_a_long_exception_in_any_script_fits_the_pipe():
-    from megascale.resilience.agent.fork_server import _report
+    from megascale.resilience.agent.fork_server import report_exception
 
     read, write = os.pipe()
     for text in ("x" * 10_000, "\U0001f600" * 10_000, "\udcff\n" * 5000):
-        _report(write, OSError(errno.ENOSPC, text))
+        report_exception(write, OSError(errno.ENOSPC, text))
         (words,) = Frames(FROM_CHILD).feed(os.read(read, 65536))
         assert words.errno == errno.ENOSPC
         assert words.error.startswith("OSError")
@@ -215,17 +215,17 @@ def test_a_process_that_a_signal_holds_is_told():
         signal.pause()
         os._exit(0)
     try:
-        assert trainers._usage(child)[2] is False
+        assert trainers.read_usage(child)[2] is False
         os.kill(child, signal.SIGSTOP)
         os.waitpid(child, os.WUNTRACED)
-        assert trainers._usage(child)[2] is True
+        assert trainers.read_usage(child)[2] is True
         os.kill(child, signal.SIGCONT)
         os.waitpid(child, os.WCONTINUED)
-        assert trainers._usage(child)[2] is False
+        assert trainers.read_usage(child)[2] is False
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert trainers._usage(child) == (0, 0.0, False)
+    assert trainers.read_usage(child) == (0, 0.0, False)
 
 
 def test_a_fork_server_whose_answers_cannot_be_read_is_replaced_with_its_ranks(tmp_path, monkeypatch):
@@ -234,13 +234,13 @@ def test_a_fork_server_whose_answers_cannot_be_read_is_replaced_with_its_ranks(t
     async def run() -> TrainerProcess:
         changed = asyncio.Event()
         mine = Trainers(tmp_path / "runs" / "tiny", tmp_path, changed.set)
-        monkeypatch.setattr(mine, "_received", lambda message: 1 / 0)
+        monkeypatch.setattr(mine, "_handle", lambda message: 1 / 0)
         server = mine._server = subprocess.Popen(["sleep", "60"])
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        mine._sock = ours
+        mine._socket = ours
         rank = mine.trainers[0] = TrainerProcess(0, tmp_path / "log", 0, pid=1)
-        listening = asyncio.create_task(mine._listen(ours))
+        listening = asyncio.create_task(mine._read_reports(ours))
         theirs.sendall(framed(FROM_FORK_SERVER, ForkServerReady(pid=1)))
         async with asyncio.timeout(30):
             await listening

@@ -9,7 +9,7 @@ import pytest
 from megascale.config import Config, ResilienceConfig
 from megascale.errors import ConfigError
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
-from megascale.resilience.cluster.hosts_file import Host, read_hosts
+from megascale.resilience.cluster.ssh import Host, read_hosts
 
 
 def test_a_line_is_a_machine_with_what_is_special_about_it(tmp_path):
@@ -29,14 +29,14 @@ def test_a_line_is_a_machine_with_what_is_special_about_it(tmp_path):
     ("text", "said"),
     [
         ("", "names no machine"),
-        ("-oProxyCommand=id\n", "line 1: '-oProxyCommand=id' is no machine"),
-        ("a;reboot\n", "is no machine"),
-        ("a gpu=8\n", "line 1: 'gpu=8' is not known; after the machine may stand name, user, port, gpus"),
-        ("a gpus=eight\n", "gpus=eight is no whole number"),
+        ("-oProxyCommand=id\n", "line 1: '-oProxyCommand=id' is not a machine"),
+        ("a;reboot\n", "is not a machine"),
+        ("a gpu=8\n", "line 1: 'gpu=8' is not known; write key=value with a key among name, user, port, gpus"),
+        ("a gpus=eight\n", "gpus=eight is not an integer"),
         ("a:99999\n", "port must be 1 to 65535"),
-        ("a\n\nb\na\n", "line 4: a is there already"),
+        ("a\n\nb\na\n", "line 4: a is listed already"),
         ("a gpus=8\nb gpus=8\nc gpus=4\n", r"a has gpus=8 and others differ \(c 4\)"),
-        ("a name=../x\n", "is no node's name"),
+        ("a name=../x\n", "is not a node's name"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(tmp_path, text, said):
@@ -63,7 +63,7 @@ def test_a_list_that_is_missing_short_or_counts_no_gpus_is_told_before_anything_
     file.write_text("127.0.0.1\n127.0.0.2\n127.0.0.3\n")
     with pytest.raises(ConfigError, match=r"nodes=4 and spares=1 take 5 machines, but .* names 3"):
         ask(str(file), nodes=4)
-    with pytest.raises(ConfigError, match="how many ranks has a machine"):
+    with pytest.raises(ConfigError, match="number of ranks per machine is unknown"):
         ask(str(file), device="auto")
     assert ask(str(file)) == (0, "")  # on loopback only this machine is reached
 

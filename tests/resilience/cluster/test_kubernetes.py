@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from megascale.config import from_tree
-from megascale.resilience.cluster.cluster_registry import ClusterRequest
+from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.kubernetes import KubernetesCluster
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.job_description import JobDescription
 from tests.chaos.kubernetes.kubelets import Kubelets, machine
 from tests.chaos.kubernetes.server import Refused, Server, Store
 
@@ -124,7 +124,7 @@ def test_the_block_list_outlives_the_driver(site):
         await cluster.fence(name)
         listed = "megascale-job"
         await until(lambda: name in json.loads(site.store.get("configmaps", listed)["data"]["blocked.json"]))
-        assert not cluster.view.info(name).alive
+        assert not cluster.view.describe_node(name).alive
         blocked.append(name)
 
     async def second(cluster: KubernetesCluster) -> None:
@@ -137,14 +137,14 @@ def test_the_block_list_outlives_the_driver(site):
 
 
 def test_a_pod_that_is_stuck_is_removed_by_force_and_proves_nothing(site, monkeypatch):
-    monkeypatch.setattr("megascale.resilience.cluster.kubernetes.END", 0.5)
+    monkeypatch.setattr("megascale.resilience.cluster.kubernetes.END_TIMEOUT", 0.5)
 
     async def work(cluster: KubernetesCluster) -> None:
         name = await cluster.request()
         assert name is not None
         site.kubelets.cut.add(name)  # its kubelet does not reach the server
         assert not await cluster.fence(name)
-        await until(lambda: not cluster.view.table.of(name))
+        await until(lambda: not cluster.view.table.list_pods(name))
         assert not site.store.all("pods")
         assert not cluster.has_stopped(name)
         others = await asyncio.gather(cluster.request(), cluster.request())
@@ -160,7 +160,7 @@ def test_a_pod_that_no_machine_takes_is_made_again_when_one_is_free(site):
         for name in ("k0", "k1", "k2"):
             cluster.block(name, "all are")
         asked = asyncio.create_task(cluster.request())
-        await until(lambda: any(pod.waiting[0] for pod in cluster.view.table.pods.values()))
+        await until(lambda: any(pod.obstacle.reason for pod in cluster.view.table.pods.values()))
         first = {pod.name for pod in cluster.view.table.pods.values()}
         cluster.unblock("k1")
         assert await asked == "k1"
@@ -211,7 +211,7 @@ def test_drained_machines_and_deleted_pods_are_seen(site):
         pod = site.store.all("pods")[0]["metadata"]["name"]
         site.store.delete("pods", pod, 30)
         await until(lambda: name in cluster.ending)
-        assert not cluster.view.info(name).running
+        assert not cluster.view.describe_node(name).running
         assert not cluster.has_stopped(name)
         site.store.delete("pods", pod, 0)  # by force: what ran may run on, and its agent is still to end
         await until(lambda: not cluster.view.table.pods)

@@ -12,9 +12,8 @@ import pytest
 from megascale.config import KubernetesConfig
 from megascale.errors import ConfigError
 from megascale.resilience.cluster import kubernetes_lease
-from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError
+from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError, Watch
 from megascale.resilience.cluster.kubernetes_lease import DriverLease, is_dead, own_identity
-from megascale.resilience.cluster.kubernetes_watch import Watch
 from tests.chaos.kubernetes.kubelets import machine
 from tests.chaos.kubernetes.server import Server, Store
 
@@ -23,9 +22,9 @@ pytest.importorskip("kubernetes")
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    built = Server(Store())
-    yield built
-    built.down()
+    made = Server(Store())
+    yield made
+    made.down()
 
 
 @pytest.fixture
@@ -51,29 +50,29 @@ def lease(api: KubernetesApi, seconds: float = 30.0) -> DriverLease:
 def test_a_second_driver_is_refused_while_the_first_renews(api, named):
     named("pod=a uid=1")
     first = lease(api)
-    first.take(print)
+    first.acquire(print)
     named("pod=b uid=2")
-    output: list[str] = []
+    said: list[str] = []
     with pytest.raises(ConfigError, match="pod=a uid=1"):
-        lease(api).take(output.append, sleep=lambda seconds: first.renew())
-    assert len(output) == 1
+        lease(api).acquire(said.append, sleep=lambda seconds: first.renew())
+    assert len(said) == 1
 
 
 def test_a_driver_that_was_replaced_learns_it(api, named):
     named("pod=a uid=1")
     first = lease(api)
-    first.take(print)
+    first.acquire(print)
     named("pod=b uid=2")
-    current = [100.0]
-    second = DriverLease(api, "megascale-job", 30.0, {}, lambda: current[0])
-    second.take(print, sleep=lambda seconds: current.__setitem__(0, current[0] + 10.0))
-    assert current[0] > 130.0
+    now = [100.0]
+    second = DriverLease(api, "megascale-job", 30.0, {}, lambda: now[0])
+    second.acquire(print, sleep=lambda seconds: now.__setitem__(0, now[0] + 10.0))
+    assert now[0] > 130.0
     assert api.call("GET", api.path("leases", "megascale-job", kubernetes_lease.GROUP))["spec"]["leaseTransitions"] == 1
     first.renew()
-    assert first.lost == "pod=b uid=2"
+    assert first.new_holder == "pod=b uid=2"
     first.release()  # of what is not its own it gives up nothing
     second.renew()
-    assert not second.lost
+    assert not second.new_holder
 
 
 def test_what_is_released_or_of_a_dead_driver_is_taken_at_once(api, named):
@@ -82,40 +81,40 @@ def test_what_is_released_or_of_a_dead_driver_is_taken_at_once(api, named):
 
     named("pod=a uid=1")
     first = lease(api)
-    first.take(print, never)
+    first.acquire(print, never)
     first.release()
     named("pod=b uid=2")
-    lease(api).take(print, never)
+    lease(api).acquire(print, never)
     named("pod=b uid=2")  # its container was started again
-    lease(api).take(print, never)
+    lease(api).acquire(print, never)
 
 
 def test_who_is_known_to_be_dead():
-    local = own_identity()
-    assert not is_dead(local)
-    assert is_dead(local.replace(f"pid={os.getpid()} ", "pid=999999999 "))
-    assert not is_dead(local.replace("host=", "host=another-").replace(f"pid={os.getpid()} ", "pid=999999999 "))
+    mine = own_identity()
+    assert not is_dead(mine)
+    assert is_dead(mine.replace(f"pid={os.getpid()} ", "pid=999999999 "))
+    assert not is_dead(mine.replace("host=", "host=another-").replace(f"pid={os.getpid()} ", "pid=999999999 "))
     assert not is_dead("somebody else's words")
 
 
 def test_a_lease_that_was_removed_is_made_again(api, server, named):
     named("pod=a uid=1")
-    local = lease(api)
-    local.take(print)
+    mine = lease(api)
+    mine.acquire(print)
     server.store.delete("leases", "megascale-job", 0)
-    local.renew()
-    assert not local.lost
+    mine.renew()
+    assert not mine.new_holder
     assert server.store.get("leases", "megascale-job")["spec"]["holderIdentity"] == "pod=a uid=1"
 
 
 def test_refusals_and_a_server_that_is_away(api, server):
-    with pytest.raises(KubernetesError) as result:
+    with pytest.raises(KubernetesError) as found:
         api.call("GET", api.path("configmaps", "nothing"))
-    assert (result.value.status, result.value.reason) == (404, "NotFound")
+    assert (found.value.status, found.value.reason) == (404, "NotFound")
     server.down()
-    with pytest.raises(KubernetesError) as result:
+    with pytest.raises(KubernetesError) as found:
         api.call("GET", api.path("configmaps", "nothing"))
-    assert result.value.status == 0
+    assert found.value.status == 0
     server.up()
 
 
@@ -130,7 +129,7 @@ class Heard:
         kind, things = change
         with self.changed:
             names = {each["metadata"]["name"] for each in things}
-            self.names = names if kind == "all" else self.names - names if kind == "gone" else self.names | names
+            self.names = names if kind == "all" else self.names - names if kind == "deleted" else self.names | names
             self.changed.notify_all()
 
     def until(self, names: set[str]) -> None:
@@ -139,25 +138,25 @@ class Heard:
 
 
 def test_a_watch_goes_on_after_an_outage_and_begins_anew_after_expiry(api, server):
-    received, store = Heard(), server.store
+    heard, store = Heard(), server.store
     store.create("nodes", machine("k0"))
-    watch = Watch(api, "/api/v1/nodes", received)
+    watch = Watch(api, "/api/v1/nodes", heard)
     watch.start()
-    received.until({"k0"})
+    heard.until({"k0"})
     store.create("nodes", machine("k1"))
-    received.until({"k0", "k1"})
+    heard.until({"k0", "k1"})
     server.down()
     store.create("nodes", machine("k2"))
     server.up()
-    watch.kick()
-    received.until({"k0", "k1", "k2"})
+    watch.retry_now()
+    heard.until({"k0", "k1", "k2"})
     assert watch.lists == 1
     server.down()
     store.delete("nodes", "k0", 0)
     store.forget()  # the server does not know what happened since
     server.up()
-    watch.kick()
-    received.until({"k1", "k2"})
+    watch.retry_now()
+    heard.until({"k1", "k2"})
     assert watch.lists == 2
     watch.stop()
 
@@ -167,15 +166,15 @@ def test_a_driver_s_pod_that_has_ended_is_not_waited_for(api, server, named):
         raise AssertionError("it waits")
 
     store = server.store
-    built = store.create("pods", {"metadata": {"name": "a"}, "spec": {"nodeName": "k1"}})
-    named(f"pod=a uid={built['metadata']['uid']}")
-    lease(api).take(print)
+    made = store.create("pods", {"metadata": {"name": "a"}, "spec": {"nodeName": "k1"}})
+    named(f"pod=a uid={made['metadata']['uid']}")
+    lease(api).acquire(print)
     named("pod=b uid=2")
     with pytest.raises(AssertionError, match="it waits"):
-        lease(api).take(print, never)
+        lease(api).acquire(print, never)
     states = [{"state": {"terminated": {"exitCode": 137}}}]
     store.update("pods", "a", lambda pod: pod["status"].update(phase="Failed", containerStatuses=states))
-    lease(api).take(print, never)
+    lease(api).acquire(print, never)
 
 
 def test_a_driver_s_pod_that_is_not_there_may_live_on(api, named):
@@ -183,28 +182,28 @@ def test_a_driver_s_pod_that_is_not_there_may_live_on(api, named):
         raise AssertionError("it waits")
 
     named("pod=a uid=1")
-    lease(api).take(print)
+    lease(api).acquire(print)
     named("pod=b uid=2")
     with pytest.raises(AssertionError, match="it waits"):
-        lease(api).take(print, never)
+        lease(api).acquire(print, never)
 
 
 def test_a_watch_goes_on_after_an_object_that_cannot_be_read(api, server, caplog):
     """A thread that ended silently would leave the driver with the machines of that moment."""
-    received, store = Heard(), server.store
+    heard, store = Heard(), server.store
     failures = iter([KeyError("metadata")])
 
     def changed(change: tuple[str, list[dict]]) -> None:
         if change[0] != "all" and (error := next(failures, None)):
             raise error
-        received(change)
+        heard(change)
 
     store.create("nodes", machine("k0"))
     watch = Watch(api, "/api/v1/nodes", changed)
     watch.start()
-    received.until({"k0"})
+    heard.until({"k0"})
     store.create("nodes", machine("k1"))
-    received.until({"k0", "k1"})
+    heard.until({"k0", "k1"})
     assert watch.lists == 2
     assert "following /api/v1/nodes failed (KeyError: 'metadata')" in caplog.text
     watch.stop()

@@ -15,7 +15,7 @@ import pytest
 from megascale.config import from_tree
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.kubernetes_manifests import make_manifests, to_yaml
-from megascale.resilience.cluster.kubernetes_pod import make_pod, merge, read_patch
+from megascale.resilience.cluster.kubernetes_objects import make_pod, merge, read_patch
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[3]

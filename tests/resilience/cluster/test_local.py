@@ -11,9 +11,11 @@ import pytest
 
 from megascale.checkpoint.background.service import connect_checkpoint_service
 from megascale.checkpoint.background.service_protocol import ListSnapshots, private_folder
-from megascale.resilience.agent.services import end_checkpoint_services
+from megascale.config import Config
+from megascale.resilience.agent.node_folder import end_checkpoint_services
 from megascale.resilience.cluster import local
-from megascale.resilience.cluster.local import STATE, LocalCluster
+from megascale.resilience.cluster.base import ClusterRequest
+from megascale.resilience.cluster.local import STATE_FILE, ApartCluster, LocalCluster
 from megascale.resilience.process_birth import born
 
 GONE = {"pid": 2**22 - 1, "born": 1}
@@ -24,16 +26,16 @@ def node(cluster: LocalCluster, name: str, devices: str | None, lives: bool) -> 
     state = {"pid": os.getpid(), "born": born(os.getpid())} if lives else GONE
     folder = cluster.folder / name
     folder.mkdir(exist_ok=True)
-    (folder / STATE).write_text(json.dumps(state | ({} if devices is None else {"devices": devices})))
+    (folder / STATE_FILE).write_text(json.dumps(state | ({} if devices is None else {"devices": devices})))
 
 
 def devices(cluster: LocalCluster, name: str) -> str:
     (cluster.folder / name).mkdir(exist_ok=True)
-    return asyncio.run(cluster._free_devices(name))
+    return asyncio.run(cluster._find_free_devices(name))
 
 
 def test_a_node_that_replaces_another_gets_its_gpus(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, [["0", "1"], ["2", "3"]])
+    cluster = LocalCluster(ClusterRequest(tmp_path, Config(), (("0", "1"), ("2", "3"))))
     assert [devices(cluster, "n0"), devices(cluster, "n1")] == ["0,1", "2,3"]
     node(cluster, "n0", "0,1", lives=True)
     node(cluster, "n1", "2,3", lives=False)
@@ -46,16 +48,17 @@ def test_a_node_that_replaces_another_gets_its_gpus(tmp_path: Path) -> None:
 
 
 def test_a_node_without_a_free_gpu_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = LocalCluster(tmp_path, [["0"], ["1"]])
+    cluster = LocalCluster(ClusterRequest(tmp_path, Config(), (("0",), ("1",))))
     for number in range(2):
         node(cluster, f"n{number}", None, lives=True)
-    monkeypatch.setattr(local, "UNTIL_FREE", 0.0)
+    monkeypatch.setattr(local, "FREE_TIMEOUT", 0.0)
     assert devices(cluster, "n2") == ""
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_an_evicted_node_gives_its_memory_back(tmp_path: Path, apart: bool) -> None:
-    cluster = LocalCluster(tmp_path / "run", apart=apart)
+    make = ApartCluster if apart else LocalCluster
+    cluster = make(ClusterRequest(tmp_path / "run", Config()))
     for name in ("n0", "n1"):
         (cluster.folder / name).mkdir()
     run = tmp_path / "run.apart/n1/runs/run" if apart else tmp_path / "run"

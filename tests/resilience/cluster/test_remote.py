@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from megascale.config import Config, ResilienceConfig
-from megascale.resilience.agent.node_folder import PROCESS, end_agent, find_agent
-from megascale.resilience.cluster.cluster_registry import ClusterRequest
-from megascale.resilience.cluster.hosts_file import Host
-from megascale.resilience.cluster.remote import RemoteCluster
-from megascale.resilience.protocol.given import JobDescription, read_job, read_job_token
+from megascale.resilience.agent.node_folder import PROCESS_FILE, end_agent, find_agent
+from megascale.resilience.cluster.base import ClusterRequest
+from megascale.resilience.cluster.remote import Host, RemoteCluster
+from megascale.resilience.protocol.job_description import JobDescription, read_job, read_job_token
 
 TOKEN = b"t" * 64
 
@@ -52,7 +51,7 @@ def play(tmp_path: Path):
         return said
 
     yield run
-    for folder in tmp_path.glob(f"*/{PROCESS}"):
+    for folder in tmp_path.glob(f"*/{PROCESS_FILE}"):
         end_agent(folder.parent)
 
 
@@ -100,11 +99,11 @@ def test_an_agent_that_is_killed_is_known_at_once_and_started_again(play, tmp_pa
     async def scene(make):
         cluster = make(["n0"])
         assert await cluster.start_agent("n0")
-        pid = json.loads((tmp_path / "n0" / PROCESS).read_text())["pid"]
+        pid = json.loads((tmp_path / "n0" / PROCESS_FILE).read_text())["pid"]
         os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(5):
             await until(lambda: state(cluster) == {"n0": (True, False)})
-        assert cluster.nodes()[0].why == "its agent ended: signal SIGKILL"
+        assert cluster.nodes()[0].reason == "its agent ended: signal SIGKILL"
         assert await cluster.start_agent("n0")
         assert find_agent(tmp_path / "n0") not in (0, pid)
 
@@ -112,7 +111,7 @@ def test_an_agent_that_is_killed_is_known_at_once_and_started_again(play, tmp_pa
 
 
 def test_where_no_command_may_hold_an_agent_its_end_is_seen_by_another_one(play, tmp_path, monkeypatch):
-    monkeypatch.setattr(Here, "separate", True)
+    monkeypatch.setattr(Here, "waits_separately", True)
 
     async def scene(make):
         cluster = make(["n0"])
@@ -143,14 +142,17 @@ def test_a_machine_that_was_cut_off_keeps_the_agent_that_it_has(play, tmp_path):
 def test_machines_that_are_gone_or_barred_are_passed_over(play, tmp_path):
     async def scene(make):
         cluster = make(["gone1", "n1", "n2"])
-        cluster.bar(frozenset({"n1"}))
+        cluster.exclude_nodes(frozenset({"n1"}))
         assert await cluster.request() == "n2"
         assert await cluster.request() is None
         assert not await cluster.fence("gone1")  # nobody knows what runs there
         assert not await cluster.start_agent("unheard-of")
 
     said = play(scene)
-    assert said == ["gone1: no route to it", "unheard-of is in no list of machines any more: no agent is started there"]
+    assert said == [
+        "gone1: no route to it",
+        "unheard-of is no longer in the list of machines: no agent is started there",
+    ]
 
 
 def test_a_folder_of_checkpoints_that_is_another_one_there_is_refused(play, tmp_path):
@@ -167,10 +169,10 @@ def test_a_folder_of_checkpoints_that_is_another_one_there_is_refused(play, tmp_
 def test_machines_of_a_placement_are_asked_first(play):
     async def scene(make) -> None:
         cluster = make(["gone-a", "b", "gone-c", "d"])
-        assert cluster.foreseen(2) == ["gone-a", "b", "gone-c", "d"]
+        assert cluster.list_possible_nodes(2) == ["gone-a", "b", "gone-c", "d"]
         cluster.prefer(["d", "gone-c"])
         assert await cluster.request() == "d"
-        assert cluster.foreseen(2) == ["d", "gone-c", "gone-a", "b"]
+        assert cluster.list_possible_nodes(2) == ["d", "gone-c", "gone-a", "b"]
         assert await cluster.fence("d")
 
     play(scene)

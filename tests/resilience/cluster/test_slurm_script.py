@@ -18,7 +18,7 @@ from megascale.cli.main import app
 from megascale.config import Config, ResilienceConfig, TrainConfig, load
 from megascale.errors import ConfigError
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
-from megascale.resilience.cluster.slurm import _each, gpus_of_a_node
+from megascale.resilience.cluster.slurm import expand_counts, gpus_per_node
 from megascale.resilience.cluster.slurm_script import batch_script
 
 # Stands where python does: notes what it was asked for, and ends as the next line of `ends` says.
@@ -35,7 +35,7 @@ while :; do sleep 0.05; done
 
 def script(**about) -> str:
     limits = ResilienceConfig(cluster="slurm", nodes=2, spares=1, sbatch="--partition=gpu --signal=B:USR1@60")
-    words = {"gpus": 8, "words": ["job file.toml", "--nodes=2"], "blocked": ["n7", "n9"], "path": ""} | about
+    words = {"gpus": 8, "overrides": ["job file.toml", "--nodes=2"], "blocked": ["n7", "n9"], "path": ""} | about
     return batch_script(Config(resilience=limits), **words)
 
 
@@ -185,11 +185,11 @@ def test_what_is_missing_is_said(tiny, monkeypatch):
 
 
 def test_lists_of_cores_and_gpus(monkeypatch):
-    assert _each("4(x2),8,2(x1)") == [4, 4, 8, 2]
+    assert expand_counts("4(x2),8,2(x1)") == [4, 4, 8, 2]
     for name in ("SLURM_JOB_ID", "SLURM_GPUS_ON_NODE"):
         monkeypatch.delenv(name, raising=False)
-    assert gpus_of_a_node(Config()) == 8  # parallel.gpus_per_host is asked for
+    assert gpus_per_node(Config()) == 8  # parallel.gpus_per_host is asked for
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    assert gpus_of_a_node(Config()) == 0  # none were given
+    assert gpus_per_node(Config()) == 0  # none were given
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
-    assert gpus_of_a_node(Config()) == 4
+    assert gpus_per_node(Config()) == 4

@@ -15,7 +15,7 @@ import pytest
 
 from megascale.config import Config, ResilienceConfig
 from megascale.resilience.cluster import slurm_completion, slurm_standby
-from megascale.resilience.cluster.cluster_registry import ClusterRequest
+from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.slurm import SlurmCluster
 from megascale.resilience.protocol.contact import Contact, write_contact
 
@@ -84,7 +84,7 @@ class Slurm:
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm_standby, "_LOOK", 0.05)
+    monkeypatch.setattr(slurm_standby, "_POLL_INTERVAL", 0.05)
     found = Slurm(tmp_path, monkeypatch)
     yield found
     for process in found.processes:
@@ -98,12 +98,12 @@ def test_it_runs_the_jobs_script_once_slurm_has_taken_the_drivers_node_and_ends_
     slurm.has("n2,n3")
     assert process.wait(30) == 3
     said = (slurm.folder / "out").read_text()
-    assert "Slurm has taken n1" in said
+    assert "Slurm has removed n1" in said
     assert "epoch 5" in said
     # Whoever waits on the lost node may end the job with the code; nobody did, and there is no library here.
-    assert slurm_standby.verdict_of(slurm.run, "17", 0) == 3
-    assert slurm_standby.verdict_of(slurm.run, "18", 0) is None
-    assert slurm_standby.verdict_of(slurm.run, "17", 1) is None
+    assert slurm_standby.read_exit_code(slurm.run, "17", 0) == 3
+    assert slurm_standby.read_exit_code(slurm.run, "18", 0) is None
+    assert slurm_standby.read_exit_code(slurm.run, "17", 1) is None
     assert (slurm.folder / "cancelled").read_text() == "17\n"
 
 
@@ -166,11 +166,11 @@ def test_the_driver_that_was_replaced_waits_for_the_jobs_end(slurm, monkeypatch)
 
 def test_what_slurm_says_is_read(slurm, monkeypatch):
     assert slurm_standby.seconds_left({"JobState": "RUNNING", "EndTime": "Unknown"}, 0.0) == float("inf")
-    assert slurm_standby.seconds_before("#SBATCH --signal=B:USR1@300\n#SBATCH --time=4 --signal=B:USR1@120\n") == 120
-    assert slurm_standby.seconds_before("") == 300
+    assert slurm_standby.signal_seconds("#SBATCH --signal=B:USR1@300\n#SBATCH --time=4 --signal=B:USR1@120\n") == 120
+    assert slurm_standby.signal_seconds("") == 300
     assert "job 17 is cancelled" in slurm_completed(17, 0)
     monkeypatch.setenv("PATH", "")
-    assert slurm_completion.library() == ""
+    assert slurm_completion.find_library() == ""
 
 
 def slurm_completed(job: int, code: int) -> str:
@@ -185,7 +185,7 @@ def test_fields_of_a_job_may_hold_blanks():
         "JobId=17 JobName=demo JobState=RUNNING Restarts=0 ReqB:S:C:T=0:0:*:* Socks/Node=* "
         "WorkDir=/home/me/my runs StdOut=/home/me/my runs/demo.slurm-17.out Power=\n"
     )
-    fields = slurm_standby.fields(text)
+    fields = slurm_standby.parse_fields(text)
     assert (fields["JobId"], fields["JobState"], fields["WorkDir"]) == ("17", "RUNNING", "/home/me/my runs")
     assert fields["StdOut"] == "/home/me/my runs/demo.slurm-17.out"
-    assert slurm_standby.fields(None) == {}
+    assert slurm_standby.parse_fields(None) == {}

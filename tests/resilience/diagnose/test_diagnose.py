@@ -18,10 +18,8 @@ from megascale.cli.main import app
 from megascale.errors import DataError
 from megascale.resilience.diagnose import compute, memory_check, nics
 from megascale.resilience.diagnose.alltoall import exchange
-from megascale.resilience.diagnose.check import SelfCheck, run_guarded
-from megascale.resilience.diagnose.expected import LEAST_RATES, Expected
-from megascale.resilience.diagnose.pairs import join_inquiry
-from megascale.resilience.diagnose.regroup import Inquiry
+from megascale.resilience.diagnose.check import LEAST_RATES, Expected, SelfCheck, run_guarded
+from megascale.resilience.diagnose.pairs import Inquiry, join_inquiry
 from tests.forked import Forked
 
 
@@ -45,7 +43,7 @@ def test_a_calm_machine_passes_and_learns(tmp_path):
 def test_hardware_that_is_not_there_is_absent_and_no_failure():
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA devices")
-    found = [*memory_check.host_device(), *memory_check.device_pairs()]
+    found = [*memory_check.check_host_device(), *memory_check.check_device_pairs()]
     assert {c.result for c in found} == {"absent"}
     assert all(c.passed and c.details for c in found)
 
@@ -91,9 +89,9 @@ def test_a_matrix_unit_that_errs_once_is_caught(monkeypatch):
         return found
 
     a = torch.randn(32, 32)
-    assert compute._same_bits(torch.device("cpu"), a, a).passed
+    assert compute._compare_gemm_bits(torch.device("cpu"), a, a).passed
     monkeypatch.setattr(torch, "mm", flaky)
-    assert not compute._same_bits(torch.device("cpu"), a, a).passed
+    assert not compute._compare_gemm_bits(torch.device("cpu"), a, a).passed
 
 
 def test_a_damaged_file_of_expectations_is_named(tmp_path):
@@ -104,7 +102,7 @@ def test_a_damaged_file_of_expectations_is_named(tmp_path):
 
 
 def test_loopback_streams_count_their_bytes():
-    found = [c for c in nics.streams() if c.name == "nic loopback lo"]
+    found = [c for c in nics.check_streams() if c.name == "nic loopback lo"]
     assert [c.result for c in found] == ["passed"]
     assert found[0].measured > 0
 
@@ -139,7 +137,7 @@ def test_regrouping_names_exactly_the_bad_nodes(data):
     assert inquiry.bad == bad
     assert inquiry.good == set(range(world)) - bad
     assert not inquiry.suspects
-    assert not inquiry.links
+    assert not inquiry.bad_links
     if len(bad) <= 1:
         assert rounds <= 3
 
@@ -151,12 +149,13 @@ def test_a_bad_link_accuses_no_node(data):
     first = 2 * data.draw(st.integers(0, world // 2 - 1))
     inquiry, _ = inquire(world, lambda a, b: (a, b) != (first, first + 1))
     assert inquiry.bad == set()
-    assert inquiry.links == [(first, first + 1)]
+    assert inquiry.bad_links == [(first, first + 1)]
 
 
 def test_two_nodes_that_fail_with_each_other_are_both_suspects():
     inquiry, _ = inquire(2, lambda a, b: False)
-    assert inquiry.undecided == [0, 1]
+    assert inquiry.suspects == [0, 1]
+    assert not inquiry.choose_pairs()
     assert not inquiry.bad
 
 
@@ -182,8 +181,8 @@ def test_nodes_find_the_bad_one_together(how):
     bad = () if how == "busy at first" else (3,)
     assert {f.bad for f in found.values()} == {bad}
     assert {f.links for f in found.values()} == {()}
-    assert found[0].check(0).passed
-    assert found[0].check(3).passed == (not bad)
+    assert found[0].to_self_check(0).passed
+    assert found[0].to_self_check(3).passed == (not bad)
 
 
 def test_three_real_nodes_all_reduce(tmp_path):

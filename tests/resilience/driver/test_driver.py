@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import load
-from megascale.resilience.cluster.base import NodeInfo
+from megascale.resilience.cluster.base import Cluster, NodeInfo
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.job_files import JobFiles
 from megascale.resilience.driver.state.job_state import JobState, Phase
 from megascale.resilience.driver.state.journal import Entry
 from megascale.resilience.driver.state.lasting_journal import LastingJournal
 from megascale.resilience.protocol import agent_channel, contact
-from megascale.resilience.protocol.given import JobDescription
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
+from megascale.resilience.protocol.job_description import JobDescription
 
 
-class OneNode:
+class OneNode(Cluster):
     """A cluster whose agent is the test's."""
+
+    def __init__(self) -> None: ...
 
     def announce(self, job: JobDescription, token: bytes) -> None: ...
 
@@ -172,7 +174,7 @@ def test_trainers_that_cannot_be_started_for_want_of_room_tell_of_a_full_disk(tm
     def full(played: Played, channel: agent_channel.AgentChannel) -> bool:
         if len(played.starts) == 1:
             why = "could not start the trainers: No space left on device"
-            channel.send_message(do="failed", attempt=played.attempt, why=why, errno=errno.ENOSPC)
+            channel.send_message(do="failed", attempt=played.attempt, reason=why, errno=errno.ENOSPC)
             return False
         return True
 

@@ -1,11 +1,11 @@
-"""The agent of a node: keeps a channel to the driver, runs trainers for it, sends heartbeats.
+"""The agent of a node: it keeps a channel to the driver, runs trainers for it and sends heartbeats.
 
-It goes on without a driver (one that was killed comes back) for `resilience.orphan` seconds, then lets the trainers
-save and ends. Its trainers end with it: an agent that died cannot say what its processes do, and processes that
-nobody watches would hold devices and ports that the next attempt needs. Starting them again costs a fork.
+Without a driver the agent continues for `resilience.orphan` seconds, since a killed driver is started again. Then it
+lets the trainers save and ends. The trainers end with their agent: their state would be unknown otherwise, and
+they would hold devices and ports that the next attempt needs. Starting them again costs a fork.
 
-Run as `python -m megascale.resilience.agent.agent --folder FOLDER --node NAME ...` by a Cluster on this machine or by
-attach.py on another, and by `megascale agent` (join.py).
+A cluster on this machine runs `python -m megascale.resilience.agent.agent --folder FOLDER --node NAME ...`; on other
+machines attach.py does so, and `megascale agent` (join.py) calls `serve`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,94 +26,101 @@ from megascale.core.failure import errno_of, keep_no_bytecode
 from megascale.core.ports import free_port
 from megascale.core.python_command import module_command
 from megascale.core.terminal import end_signals, keep_working
+from megascale.errors import MegascaleError
+from megascale.observe.hang.evidence import collect
+from megascale.observe.hang.scene import Scene
+from megascale.observe.hang.sent_evidence import pack
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.metrics_page import MetricsPage
+from megascale.resilience.agent.node_folder import end_checkpoint_services
 from megascale.resilience.agent.rank_lease import RankLease
-from megascale.resilience.agent.services import end_checkpoint_services
 from megascale.resilience.agent.telemetry import Telemetry
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol.agent_messages import (
-    REPORT,
+    REPORT_CHARACTERS,
     Diagnose,
+    Evidence,
     Explain,
-    Heard,
+    FileStored,
+    HeartbeatReceived,
     Inject,
-    Kept,
+    NodeReleased,
     Order,
-    Parted,
     RunningTrainers,
     Start,
     Stop,
 )
-from megascale.resilience.protocol.given import read_job
 from megascale.resilience.protocol.heartbeat import truncate
-from megascale.resilience.protocol.rank_evidence import collect_evidence
+from megascale.resilience.protocol.job_description import read_job
 
 log = logging.getLogger("megascale.agent")
 
 
 class Agent:
-    """A node: what it holds of trainers, and what orders make of them."""
+    """A node: its trainers, and the orders of the driver."""
 
     def __init__(self, node: str, folder: Path, address: str, pod: str) -> None:
-        self.node, self.address, self.pod = node, address, pod
+        self.node = node
+        self.address = address
+        self.pod = pod
         job = read_job(folder)
-        self.job, self.config, self.run_folder = job.name, job.limits, Path(job.run)
+        self.job = job.name
+        self.limits = job.limits
+        self.run_folder = Path(job.run)
         self.shared = job.shared
         _make_run_folder(self.run_folder, job.checkpoints)
         self.boot = secrets.token_hex(8)
-        self.state = ""  # the job as the trainers were started; "" once they were ordered to stop
+        self.state = ""  # the job's state when the trainers were started, "" after an order to stop
         self.ended = asyncio.Event()
         changed = asyncio.Event()
         self.trainers = Trainers(self.run_folder, folder, changed.set, job.shared)
-        self.lease = RankLease(job.limits.agent_lease, job.limits.orphan, self.trainers.cut_off)
-        self.link = DriverLink(folder, address, self._hello, self._begun, self._obey, self.lease)
+        self.lease = RankLease(self.limits.agent_lease, self.limits.orphan, self.trainers.kill_from_thread)
+        self.link = DriverLink(folder, address, self._make_hello, self._begin_session, self._obey, self.lease)
         self.telemetry = Telemetry(job, node, address, pod, self.trainers, self.link, changed, self.lease)
-        self._doing: asyncio.Task[None] | None = None
-        self._explaining: asyncio.Task[None] | None = None
-        self._offered: deque[int] = deque(maxlen=100)
+        self._order_task: asyncio.Task[None] | None = None
+        self._evidence_task: asyncio.Task[None] | None = None
+        self._offered_ports: deque[int] = deque(maxlen=100)
 
     async def run(self) -> None:
-        """Serve until the driver says leave, or none came for `orphan` seconds."""
-        self.trainers.serve()
+        """Serve until the driver orders the end, a signal does, or no driver came for `orphan` seconds."""
+        self.trainers.start_server()
         self.lease.start()
         loop = asyncio.get_running_loop()
         for number in end_signals():
             loop.add_signal_handler(number, self.ended.set)
-        works = {
-            "the link to the driver": self.link.talk,
-            "the heartbeat": self.telemetry.beat,
-            "the look at logs and files": self.telemetry.watch,
-            "the look for a lost driver": self._orphan,
+        loops = {
+            "the link to the driver": self.link.run,
+            "the heartbeat": self.telemetry.send_heartbeats,
+            "reading logs and files": self.telemetry.watch_files,
+            "the check for a lost driver": self._watch_for_orphan,
         }
-        tasks = [loop.create_task(keep_running(work, name, log)) for name, work in works.items()]
+        tasks = [loop.create_task(keep_running(work, name, log)) for name, work in loops.items()]
         page = MetricsPage(lambda: self.telemetry.newest, lambda: self.link.channel is not None)
-        served = await page.serve(self.config.agent_metrics) if self.config.agent_metrics else None
+        page_server = await page.serve(self.limits.agent_metrics) if self.limits.agent_metrics else None
         await self.ended.wait()
-        self.telemetry.leave()
+        self.telemetry.announce_end()
         if self.trainers.running():
-            await self.trainers.stop("save", self.config.grace_period)
-        await self.telemetry.send_rest()
-        await self.telemetry.say_over()
+            await self.trainers.stop("save", self.limits.grace_period)
+        await self.telemetry.send_remaining_files()
+        await self.telemetry.confirm_end()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if served is not None:
-            await served.close()
+        if page_server is not None:
+            await page_server.close()
         self.trainers.end_server()
         self.telemetry.close()
 
-    async def _orphan(self) -> None:
+    async def _watch_for_orphan(self) -> None:
         while True:
             await asyncio.sleep(0.5)
-            if self.link.channel is None and time.monotonic() - self.link.alone_since > self.config.orphan:
-                log.error("no driver for resilience.orphan=%g seconds: saving and ending", self.config.orphan)
+            if self.link.channel is None and time.monotonic() - self.link.alone_since > self.limits.orphan:
+                log.error("no driver for resilience.orphan=%g seconds: saving and ending", self.limits.orphan)
                 self.ended.set()
 
     # the driver -----------------------------------------------------------------------------------------------------
 
-    def _hello(self) -> dict[str, Any]:
-        hardware, versions = self.telemetry.facts
+    def _make_hello(self) -> dict[str, Any]:
         return {
             "job": self.job,
             "node": self.node,
@@ -121,41 +128,44 @@ class Agent:
             "pod": self.pod,
             "boot": self.boot,
             "attempt": self.trainers.attempt,
-            "held": self._held(),
-            "hardware": hardware,
-            "versions": versions,
+            "trainers": self._describe_trainers(),
+            "hardware": self.telemetry.hardware,
+            "versions": self.telemetry.versions,
         }
 
-    def _held(self) -> RunningTrainers | None:
+    def _describe_trainers(self) -> RunningTrainers | None:
         if not self.state:
             return None
+        later_phases = ("save", "evaluate", "done")
         stages = self.trainers.stages().values()
-        stepped = any(has or phase in ("save", "evaluate", "done") for phase, has in stages)
+        stepped = any(has_stepped or phase in later_phases for phase, has_stepped in stages)
         return RunningTrainers(self.state, stepped)
 
-    def _begun(self) -> None:
+    def _begin_session(self) -> None:
         self.telemetry.begin_session()
 
     async def _obey(self, order: Order) -> None:
-        if isinstance(order, Heard):
-            self.lease.answered(order.sequence)
-            self.telemetry.heard = order.sequence
-        elif isinstance(order, Parted):
-            log.warning("the driver has given this node up")
-            self.lease.parted()
+        if isinstance(order, HeartbeatReceived):
+            self.lease.confirm(order.sequence)
+            self.telemetry.confirmed_sequence = order.sequence
+        elif isinstance(order, NodeReleased):
+            log.warning("the driver has removed this node from the job")
+            self.lease.revoke()
         elif isinstance(order, Stop):
             self.state = ""
-            if self._doing is not None:
-                self._doing.cancel()
-            self._doing = self._spawn(self._stop(order), "the stop of the trainers")
+            if self._order_task is not None:
+                self._order_task.cancel()
+            self._order_task = self._spawn(self._stop(order), "stopping the trainers")
         elif isinstance(order, Start):
-            self._start(order)
+            reason, errno = self._start(order)
+            if reason:
+                self.link.send_message(do="failed", attempt=order.attempt, reason=truncate(reason), errno=errno)
         elif isinstance(order, Diagnose):
-            self._doing = self._spawn(self._diagnose(order), "the self-checks")
+            self._order_task = self._spawn(self._diagnose(order), "the self-checks")
         elif isinstance(order, Explain):
-            self._explaining = self._spawn(self._explain(order), "the look at ranks that stand still")
-        elif isinstance(order, Kept):
-            self.telemetry.kept(order)
+            self._evidence_task = self._spawn(self._explain(order), "collecting evidence")
+        elif isinstance(order, FileStored):
+            self.telemetry.confirm_file(order)
         elif isinstance(order, Inject):
             self._inject(order)
         else:
@@ -163,49 +173,46 @@ class Agent:
 
     @staticmethod
     def _spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Do what an order asks for in the background."""
         task = asyncio.create_task(work)
         log_failure(task, name, log)
         return task
 
     async def _stop(self, order: Stop) -> None:
-        """End the trainers, then say so with a port that is free for the next attempt's store."""
+        """End the trainers, then report a port that is free for the next attempt's store."""
         await self.trainers.stop(order.how, order.grace_period)
-        await self.telemetry.send_rest()
+        await self.telemetry.send_remaining_files()
         if order.forget:
-            ended = await asyncio.to_thread(end_checkpoint_services, self.run_folder, self.node)
-            log.info("memory is not trusted: ended checkpoint services %s", ended)
-        codes = {w.rank: w.code for w in self.trainers.workers()}
-        port = free_port(self.address, self._offered)
-        self._offered.append(port)  # where it was taken by the time of its use, the next is another one
-        self.link.say(do="stopped", attempt=self.trainers.attempt, order=order.order, port=port, codes=codes)
+            pids = await asyncio.to_thread(end_checkpoint_services, self.run_folder, self.node)
+            log.info("memory is not trusted: ended checkpoint services %s", pids)
+        codes = {worker.rank: worker.code for worker in self.trainers.workers()}
+        # The port is excluded from the next offers: if another process takes it before its use, the next one differs.
+        port = free_port(self.address, self._offered_ports)
+        self._offered_ports.append(port)
+        self.link.send_message(do="stopped", attempt=self.trainers.attempt, order=order.order, port=port, codes=codes)
 
-    def _start(self, order: Start) -> None:
+    def _start(self, order: Start) -> tuple[str, int]:
+        """Start the ranks of an attempt; return ("", 0), or the reason and errno of a failure."""
         if order.attempt <= self.trainers.attempt:
-            return  # sent twice
+            return "", 0  # the order was sent twice
         if self.ended.is_set():
-            self.link.say(do="failed", attempt=order.attempt, why="this node's agent has been told to end")
-            return
-        if why := self.lease.over():
-            self.link.say(do="failed", attempt=order.attempt, why=f"no ranks may run here: {why}")
-            return
+            return "this node's agent is ending", 0
+        if reason := self.lease.expired_reason():
+            return f"no ranks may run on this node: {reason}", 0
         if self.trainers.running():
-            self.link.say(do="failed", attempt=order.attempt, why="trainers of an older attempt still run")
-            return
-        if not self.shared:  # what is still wanted comes again, to wherever its rank is now
-            for left in (self.run_folder / "faults").glob("*.json"):
-                left.unlink(missing_ok=True)
+            return "trainers of an older attempt still run", 0
+        if not self.shared:  # The driver sends remaining faults again, to the node of their rank.
+            for file in (self.run_folder / "faults").glob("*.json"):
+                file.unlink(missing_ok=True)
         try:
             self.trainers.start(order, self.address, self.link.token)
         except OSError as error:
-            why = f"could not start the trainers: {error}"
-            self.link.say(do="failed", attempt=order.attempt, why=truncate(why), errno=errno_of(error))
-            return
+            return f"could not start the trainers: {error}", errno_of(error)
         self.state = order.state
-        self.telemetry.follow(order)
+        self.telemetry.follow_attempt(order)
+        return "", 0
 
     def _inject(self, order: Inject) -> None:
-        """Have a trainer find a fault, unless it looks into the run folder itself or has taken this one."""
+        """Write a fault request for the trainers, unless they read the run folder or have taken this request."""
         file = self.run_folder / "faults" / order.name
         if self.shared or file.with_suffix(".injected").exists():
             return
@@ -215,59 +222,74 @@ class Agent:
         os.replace(temporary, file)
 
     async def _diagnose(self, order: Diagnose) -> None:
-        """Run the self-checks in a process of their own and pass the report on."""
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *module_command("megascale.cli.main", "diagnose", "--json"),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
-        except OSError as error:
-            reason = truncate(f"the self-checks cannot be started: {error}")
-            self.link.say(do="diagnosed", order=order.order, code=1, report="", said=reason)
-            return
-        try:
-            async with asyncio.timeout(order.grace_period):
-                out, said = await process.communicate()
-            report = {"code": process.returncode, "report": out.decode(errors="replace")[-REPORT:]}
-            report["said"] = truncate(said.decode(errors="replace"))
-        except TimeoutError:
-            report = {"code": 1, "report": "", "said": f"no result within {order.grace_period:g} seconds"}
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        self.link.say(do="diagnosed", order=order.order, **report)
+        """Run the self-checks in a child process and send their report."""
+        result = await _run_self_checks(order.grace_period)
+        self.link.send_message(do="diagnosed", order=order.order, **result)
 
     async def _explain(self, order: Explain) -> None:
-        """Look at the ranks that stand still, in a thread: it takes up to some seconds."""
         ranks = tuple(self.trainers.trainers)
-        found = await asyncio.to_thread(collect_evidence, self.run_folder, ranks, order, not self.shared)
-        for evidence in found:
-            await self.link.send_when_free(evidence)
+        # In a thread, since observing the ranks takes seconds.
+        evidence = await asyncio.to_thread(collect_evidence, self.run_folder, ranks, order, not self.shared)
+        for message in evidence:
+            await self.link.send_when_free(message)
+
+
+def collect_evidence(run: Path, ranks: Iterable[int], order: Explain, must_store: bool) -> Iterator[Evidence]:
+    """Request stacks of this machine's ranks and yield one message per rank; this takes seconds."""
+    try:
+        scene = collect(run, watch_seconds=order.watch, only=frozenset(ranks))
+    except (MegascaleError, OSError):
+        scene = Scene({}, 0)
+    for rank in ranks:
+        evidence = scene.ranks.get(rank)
+        data = pack(evidence, order.history) if evidence is not None else b""
+        yield Evidence(order.order, rank, data, rank in scene.moving, must_store)
+
+
+async def _run_self_checks(timeout: float) -> dict[str, Any]:
+    """Run `megascale diagnose`; return the fields of a Diagnosed message but for the order."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *module_command("megascale.cli.main", "diagnose", "--json"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    except OSError as error:
+        return {"code": 1, "report": "", "stderr": truncate(f"the self-checks cannot be started: {error}")}
+    try:
+        async with asyncio.timeout(timeout):
+            stdout, stderr = await process.communicate()
+    except TimeoutError:
+        return {"code": 1, "report": "", "stderr": f"no result within {timeout:g} seconds"}
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    report = stdout.decode(errors="replace")[-REPORT_CHARACTERS:]
+    return {"code": process.returncode, "report": report, "stderr": truncate(stderr.decode(errors="replace"))}
 
 
 def _make_run_folder(run: Path, checkpoints: str) -> None:
-    """The folder that trainers write to, with the checkpoints that all nodes share."""
+    """Make the folder that trainers write to, with a link to the shared folder of checkpoints."""
     run.mkdir(parents=True, exist_ok=True)
     if checkpoints and not (run / "checkpoints").exists():
         (run / "checkpoints").symlink_to(checkpoints)
 
 
 def main() -> None:
-    """Command line of the agent; started by a Cluster, not by people (`megascale agent` is for them)."""
+    """Run the agent from a command line that a cluster composes; people use `megascale agent`."""
     parser = argparse.ArgumentParser(description="Agent of one node.")
     parser.add_argument("--node", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--address", default="127.0.0.1")
     parser.add_argument("--pod", default="")
-    a = parser.parse_args()
-    serve(a.node, a.folder, a.address, a.pod)
+    arguments = parser.parse_args()
+    serve(arguments.node, arguments.folder, arguments.address, arguments.pod)
 
 
 def serve(node: str, folder: Path, address: str, pod: str) -> None:
-    """Be the agent of a node, until the driver lets it go or it is told to end (SIGTERM, SIGINT, SIGHUP)."""
+    """Run the agent of a node until the driver ends it or a signal does (SIGTERM, SIGINT, SIGHUP)."""
     keep_working()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     keep_no_bytecode()

@@ -1,9 +1,9 @@
-"""The far end of a cluster on other machines: started there by ssh or srun, it starts, finds or ends a node's agent.
+"""The remote end of a cluster on other machines: started by ssh or srun, it starts, finds or ends a node's agent.
 
-One request comes as a line of JSON on stdin (the job's secret with it, so it stands in no list of processes and no
-environment), answers go as lines of JSON to stdout: {"running": PID} once an agent is there, {"over": WHY} when it has
-ended, {"refused": WHY}, {"ended": true}. The agent is no child of the connection: it lives on where that breaks, while
-this process ends with it.
+It reads one request as a line of JSON from stdin, so the job's secret appears in no list of processes and in no
+environment. Answers are lines of JSON on stdout: {"running": PID} once an agent runs, {"over": HOW} after its end,
+{"refused": REASON} and {"ended": true}. The agent is no child of the connection: if the connection breaks, this
+process ends and the agent continues.
 """
 
 from __future__ import annotations
@@ -22,100 +22,108 @@ from typing import Any
 from megascale.core.interfaces import address_of, address_towards
 from megascale.core.python_command import module_command
 from megascale.errors import MegascaleError
-from megascale.resilience.agent.node_folder import default_folder, end_agent, find_agent, prepare, remember
-from megascale.resilience.protocol.given import from_record
+from megascale.resilience.agent.node_folder import (
+    default_folder,
+    end_agent,
+    find_agent,
+    prepare_node_folder,
+    record_agent_process,
+)
+from megascale.resilience.protocol.job_description import from_record
 
-LIMIT = 1 << 20  # bytes of a request
-_LOOK = 0.2  # seconds between looks at a process whose end the kernel cannot tell
+REQUEST_BYTES = 1 << 20
+_POLL_INTERVAL = 0.2  # seconds between checks of a process that the kernel cannot watch
 
 
 def main() -> None:
     """Read one request and serve it."""
-    # Slurm tells all processes of a job to end, and kills the others of a task once its first one has ended: this one
-    # stays until the agent has let its trainers save. (No child inherits a handler.)
+    # Slurm sends SIGTERM to all processes of a job, and kills a task's other processes once its first one has ended.
+    # This process stays until the agent has let its trainers save. Children do not inherit a handler.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    line = sys.stdin.buffer.readline(LIMIT)
+    line = sys.stdin.buffer.readline(REQUEST_BYTES)
     try:
-        request = json.loads(line)
-        answer(request)
+        serve_request(json.loads(line))
     except MegascaleError as error:
-        say(refused=str(error))
+        write_answer(refused=str(error))
     except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
-        say(refused=f"{type(error).__name__}: {error}")
+        write_answer(refused=f"{type(error).__name__}: {error}")
 
 
-def say(**words: Any) -> None:
-    """One line to whoever asked; a connection that is gone matters to nobody."""
+def write_answer(**fields: Any) -> None:
+    """Write one answer; the process ends if the connection is closed."""
     try:
-        sys.stdout.write(json.dumps(words) + "\n")
+        sys.stdout.write(json.dumps(fields) + "\n")
         sys.stdout.flush()
     except OSError:
         os._exit(0)
 
 
-def answer(request: dict[str, Any]) -> None:
-    """Do what a request asks: "start" an agent anew, "adopt" one that lives or start it, "watch" one that lives,
-    or "end" it.
+def serve_request(request: dict[str, Any]) -> None:
+    """Start, adopt, watch or end an agent.
 
-    Keys: do, node, folder ("": the default one), job (given.py) and, but for the last two, token, marker, address
-    (what the others reach this node at; "": by the interface, else the address that leads to the driver), interface,
-    pod, environment.
+    The value of "do" is "start" (end an agent and start another), "adopt" (start one unless one runs), "watch" (wait
+    for the end of one that runs) or "end". Further keys: node, folder ("": default), job (to_record), and for "start"
+    and "adopt" token, marker, address ("": that of the interface, or the one that reaches the driver), interface, pod,
+    environment.
     """
     job = from_record(request["job"])
     node = str(request["node"])
     folder = Path(request["folder"]).expanduser() / node if request["folder"] else default_folder(job.name, node)
     if request["do"] == "end":
-        say(ended=end_agent(folder))
+        write_answer(ended=end_agent(folder))
         return
     if request["do"] == "watch":
-        if alive := find_agent(folder):
-            say(running=alive)
-        say(over=_wait(alive, None, folder) if alive else "its end was not seen")
+        pid = find_agent(folder)
+        if pid:
+            write_answer(running=pid)
+        write_answer(over=_wait_for_end(pid, None, folder) if pid else "its end was not observed")
         return
-    given = prepare(folder, job, str(request["token"]).encode(), str(request["marker"]))
+    job = prepare_node_folder(folder, job, str(request["token"]).encode(), str(request["marker"]))
     child = None
-    with open(folder / "attach.lock", "w") as alone:  # a request whose connection broke may still be at work
-        fcntl.flock(alone, fcntl.LOCK_EX)
-        alive = find_agent(folder)
-        if not (alive and request["do"] == "adopt"):
+    with open(folder / "attach.lock", "w") as lock:  # another request whose connection broke may still be served
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        pid = find_agent(folder)
+        if not (pid and request["do"] == "adopt"):
             if not end_agent(folder):
-                say(refused=f"the agent of {node} (process {alive}) does not end by SIGKILL: a device or disk holds it")
+                write_answer(
+                    refused=f"the agent of {node} (process {pid}) does not end by SIGKILL: a device or disk blocks it"
+                )
                 return
-            address = request["address"] or _address(str(request["interface"]), given.driver[0])
-            child = _start(folder, node, address, request)
-            alive = child.pid
-            remember(folder, alive)
-    say(running=alive)
-    say(over=_wait(alive, child, folder))
+            address = request["address"] or _find_address(str(request["interface"]), job.driver[0])
+            child = _start_agent(folder, node, address, request)
+            pid = child.pid
+            record_agent_process(folder, pid)
+    write_answer(running=pid)
+    write_answer(over=_wait_for_end(pid, child, folder))
 
 
-def _address(interface: str, driver: str) -> str:
+def _find_address(interface: str, driver: str) -> str:
     return address_of(interface) if interface else address_towards(driver)
 
 
-def _start(folder: Path, node: str, address: str, request: dict[str, Any]) -> subprocess.Popen[bytes]:
+def _start_agent(folder: Path, node: str, address: str, request: dict[str, Any]) -> subprocess.Popen[bytes]:
     command = module_command("megascale.resilience.agent.agent", "--node", node, "--folder", str(folder))
     command += ["--address", address, "--pod", str(request.get("pod", ""))]
-    environment = os.environ | {str(k): str(v) for k, v in request.get("environment", {}).items()}
+    environment = os.environ | {str(name): str(value) for name, value in request.get("environment", {}).items()}
     with open(folder / "agent.log", "ab") as out:
         return subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
 
 
-def _wait(pid: int, child: subprocess.Popen[bytes] | None, folder: Path) -> str:
-    """How the agent ended, once it has."""
+def _wait_for_end(pid: int, child: subprocess.Popen[bytes] | None, folder: Path) -> str:
+    """Wait for the agent's end; return how it ended. child: None if another connection started the agent."""
     if child is not None:
         code = child.wait()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     try:
-        handle = os.pidfd_open(pid)  # not a child: it was started by another connection
-        select.select([handle], [], [])
-        os.close(handle)
+        descriptor = os.pidfd_open(pid)
+        select.select([descriptor], [], [])
+        os.close(descriptor)
     except (OSError, AttributeError):
         while find_agent(folder) == pid:
-            time.sleep(_LOOK)
-    return "its end was not seen"
+            time.sleep(_POLL_INTERVAL)
+    return "its end was not observed"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An agent's channel to the current driver: opened to the one of the newest epoch, left for one that replaces it."""
+"""An agent's connection to the current driver, which is the one with the newest epoch."""
 
 from __future__ import annotations
 
@@ -14,181 +14,200 @@ from typing import Any
 
 from megascale.core.background import keep_running
 from megascale.errors import MegascaleError
-from megascale.resilience.agent.node_folder import known_epoch
+from megascale.resilience.agent.node_folder import read_epoch, write_epoch
 from megascale.resilience.agent.rank_lease import RankLease
 from megascale.resilience.protocol import agent_channel
-from megascale.resilience.protocol.agent_messages import LIMIT, Order, Refuse, Welcome
-from megascale.resilience.protocol.given import read_job, read_job_token
-from megascale.services.conversation import set_peer_timeout
+from megascale.resilience.protocol.agent_channel import AgentChannel
+from megascale.resilience.protocol.agent_messages import MESSAGE_BYTES, Order, Refuse, Welcome
+from megascale.resilience.protocol.job_description import read_job, read_job_token
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Message
+from megascale.services.silence import set_peer_timeout
 
 log = logging.getLogger("megascale.agent")
-RETRY = 0.25  # seconds between attempts to reach a driver
-WAIT = 0.2  # seconds between looks at a channel that is full
+RETRY_INTERVAL = 0.25  # seconds between attempts to reach a driver
+POLL_INTERVAL = 0.2  # seconds between checks of a channel that is full
+HANDSHAKE_TIMEOUT = 5.0  # seconds until the driver has accepted the agent
 
 
 class DriverLink:
-    """Args:
-    folder: the agent's own, where its cluster says who drives.
-    address: of this node.
-    hello: what the agent says of itself, but for the epoch and the version.
-    begun: called when a driver has taken the agent in.
-    obey: called with each order.
-    lease: of this node's ranks, which the driver's answers renew.
+    """Connector that keeps a channel to the driver.
+
+    Args:
+        folder: the agent's folder, in which the cluster names the driver.
+        address: address of this node.
+        make_hello: returns the fields of `Hello` except epoch, pid and version.
+        on_session: called when a driver has accepted the agent.
+        obey: called with each order.
+        lease: lease of this node's ranks, which the driver's answers renew.
 
     Attributes:
-        epoch: newest driver that was obeyed.
-        channel: to the driver, None while there is none.
-        token: the job's secret, as it was proved to the driver; before that empty.
-        alone_since: when the last one was lost, on the monotonic clock.
+        epoch: newest epoch that was obeyed.
+        channel: channel to the driver, None without a driver.
+        token: the job's secret, empty before the first session.
+        alone_since: time at which the last channel was lost, on the monotonic clock.
     """
 
     def __init__(
         self,
         folder: Path,
         address: str,
-        hello: Callable[[], dict[str, Any]],
-        begun: Callable[[], None],
+        make_hello: Callable[[], dict[str, Any]],
+        on_session: Callable[[], None],
         obey: Callable[[Order], Awaitable[None]],
         lease: RankLease,
     ) -> None:
-        self._folder, self._address, self._hello, self._begun, self._obey = folder, address, hello, begun, obey
-        self.epoch = known_epoch(folder)
-        self.channel: agent_channel.AgentChannel | None = None
+        self._folder = folder
+        self._address = address
+        self._make_hello = make_hello
+        self._on_session = on_session
+        self._obey = obey
+        self._lease = lease
+        self._failed_attempts = 0  # chooses among the addresses of the driver
+        self._logged_problem = ""
+        self.epoch = read_epoch(folder)
+        self.channel: AgentChannel | None = None
         self.token = b""
         self.alone_since = time.monotonic()
-        self._lease = lease
-        self._tried = 0  # of the places where a driver may be
-        self._said = ""
 
-    async def talk(self) -> None:
-        """Keep a channel to whichever driver is the newest; does not return."""
+    async def run(self) -> None:
+        """Keep a channel to the newest driver; never returns."""
         while True:
-            by_end = False  # whether the driver's kernel has closed the connection
+            process_ended = False  # the kernel of the driver's machine closed the connection
             try:
-                await self._session()
-            except (
-                OSError,
-                EOFError,
-                ValueError,
-                TimeoutError,
-                MegascaleError,
-            ) as error:
-                by_end = isinstance(error, EOFError | ConnectionResetError | BrokenPipeError)
-                self._tried += self.channel is None
-                if (text := str(error) or type(error).__name__) != self._said:  # four times a second
-                    self._said = text
-                    log.info("no driver: %s", text)
+                await self._run_session()
+            except (OSError, EOFError, ValueError, TimeoutError, MegascaleError) as error:
+                process_ended = isinstance(error, EOFError | ConnectionResetError | BrokenPipeError)
+                if self.channel is None:
+                    self._failed_attempts += 1
+                self._log_problem(str(error) or type(error).__name__)
             except Exception:
-                log.exception("the session with the driver broke")
+                log.exception("the session with the driver failed")
             if self.channel is not None:
                 self.channel.close()
-                self.channel, self.alone_since = None, time.monotonic()
-                self._lease.closed(by_end)
-            await asyncio.sleep(RETRY)
+                self.channel = None
+                self.alone_since = time.monotonic()
+                self._lease.record_close(process_ended)
+            await asyncio.sleep(RETRY_INTERVAL)
 
-    def say(self, **message: Any) -> None:
-        """Send a message by its fields; it is lost where there is no driver."""
+    def _log_problem(self, problem: str) -> None:
+        """Log a problem once, since attempts are made four times per second."""
+        if problem != self._logged_problem:
+            self._logged_problem = problem
+            log.info("no driver: %s", problem)
+
+    def send_message(self, **fields: Any) -> None:
+        """Send a message by its fields; it is dropped without a driver."""
         if self.channel is not None:
             with contextlib.suppress(ConnectionError):
-                self.channel.send_message(**message)
+                self.channel.send_message(**fields)
 
     def send(self, message: Message) -> None:
-        """Send a message; it is lost where there is no driver."""
+        """Send a message; it is dropped without a driver."""
         if self.channel is not None:
             with contextlib.suppress(ConnectionError):
                 self.channel.send(message)
 
     async def send_when_free(self, message: Message) -> None:
-        """Send what is large once what was queued before has gone."""
-        while not self.free and self.channel is not None:
-            await asyncio.sleep(WAIT)
+        """Send a large message once earlier ones have been transmitted."""
+        while not self.is_free and self.channel is not None:
+            await asyncio.sleep(POLL_INTERVAL)
         self.send(message)
 
     @property
-    def free(self) -> bool:
-        """Whether there is a driver, and little on its way to it."""
-        return self.channel is not None and self.channel.backlog <= LIMIT
+    def is_free(self) -> bool:
+        """True if there is a driver and at most one message's bytes are queued."""
+        return self.channel is not None and self.channel.backlog <= MESSAGE_BYTES
 
-    async def _session(self) -> None:
+    async def _run_session(self) -> None:
         job = read_job(self._folder)
-        places = (job.driver, *job.elsewhere)
-        host, port = places[self._tried % len(places)]
-        async with asyncio.timeout(5.0):
-            reader, writer = await connect(host, port, self._local(host))
+        drivers = (job.driver, *job.alternative_drivers)
+        host, port = drivers[self._failed_attempts % len(drivers)]
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
+            reader, writer = await connect(host, port, self._local_address(host))
             try:
                 set_peer_timeout(writer.get_extra_info("socket"), 2 * job.limits.window)
-                token = read_job_token(self._folder)  # read anew: the next driver may have made another one
+                token = read_job_token(self._folder)  # a new driver may have made another token
                 channel = await agent_channel.open_channel(reader, writer, token, driver=False)
-                own = {"epoch": self.epoch, "pid": os.getpid(), "version": agent_channel.VERSION}
+                process = {"epoch": self.epoch, "pid": os.getpid(), "version": agent_channel.VERSION}
                 sent = time.monotonic()
-                channel.send_message(do="hello", **self._hello(), **own)
-                welcome = await channel.receive()
+                channel.send_message(do="hello", **self._make_hello(), **process)
+                answer = await channel.receive()
             except BaseException:
                 writer.close()
                 raise
-        if not isinstance(welcome, Welcome):
+        try:
+            welcome = _check_welcome(answer)
+        except ProtocolError:
             channel.close()
-            why = welcome.reason if isinstance(welcome, Refuse) else f"it said {welcome.do!r} first"
-            raise ProtocolError(f"the driver refused this node: {why}")
-        if welcome.version != agent_channel.VERSION:
-            channel.close()
-            raise ProtocolError(f"the driver is of MegaScale {welcome.version}, this agent of {agent_channel.VERSION}")
-        self._accept(welcome.epoch)
-        self.channel, self.token, self._said = channel, token, ""
-        self._lease.opened(sent)
+            raise
+        self._accept_epoch(welcome.epoch)
+        self.channel = channel
+        self.token = token
+        self._logged_problem = ""
+        self._lease.begin_session(sent)
         log.info("driver of epoch %d at %s:%d", self.epoch, host, port)
-        self._begun()
-        watch = asyncio.create_task(keep_running(lambda: self._newer(channel), "the look for a newer driver", log))
+        self._on_session()
+        watch = asyncio.create_task(
+            keep_running(lambda: self._watch_for_newer_driver(channel), "the check for a newer driver", log)
+        )
         try:
             while True:
                 order = await channel.receive()
                 if not isinstance(order, Order):
-                    raise ProtocolError(f"the driver said {order.do!r} amid its orders")
-                self._accept(order.epoch)
+                    raise ProtocolError(f"the driver sent {order.do!r}, which is not an order")
+                self._accept_epoch(order.epoch)
                 await self._obey(order)
         finally:
             watch.cancel()
 
-    async def _newer(self, channel: agent_channel.AgentChannel) -> None:
-        """Leave a driver that another has replaced: one that hangs keeps its connections open."""
+    async def _watch_for_newer_driver(self, channel: AgentChannel) -> None:
+        """Close the channel when another driver has replaced this one, which may hang with open connections."""
         while True:
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(RETRY_INTERVAL)
             with contextlib.suppress(MegascaleError):
                 if read_job(self._folder).epoch > self.epoch:
                     channel.close()
                     return
 
-    def _local(self, host: str) -> tuple[str, int] | None:
-        """A node of a local cluster talks from its own loopback address."""
-        return (self._address, 0) if self._address.startswith("127.") and host.startswith("127.") else None
+    def _local_address(self, host: str) -> tuple[str, int] | None:
+        """Return the node's own loopback address for connections of a cluster on this machine."""
+        if self._address.startswith("127.") and host.startswith("127."):
+            return self._address, 0
+        return None
 
-    def _accept(self, epoch: int) -> None:
-        """Obey the newest driver only: an older one has been replaced, whatever it still believes."""
+    def _accept_epoch(self, epoch: int) -> None:
+        """Record the newest epoch. Raises ProtocolError for an older one, whose driver has been replaced."""
         if epoch < self.epoch:
-            raise ProtocolError(f"a driver of epoch {epoch}, but epoch {self.epoch} is known: it has been replaced")
+            raise ProtocolError(
+                f"the driver has epoch {epoch}, but a driver of epoch {self.epoch} has replaced it already"
+            )
         if epoch > self.epoch:
             self.epoch = epoch
             try:
-                _write(self._folder / "epoch", str(epoch))
-            except OSError as error:  # a full disk keeps nobody from obeying; an agent started anew knows less then
-                log.warning("the epoch %d could not be written down: %s", epoch, error)
+                write_epoch(self._folder, epoch)
+            except OSError as error:  # A full disk must not keep the agent from obeying.
+                log.warning("the epoch %d could not be written: %s", epoch, error)
+
+
+def _check_welcome(answer: Message) -> Welcome:
+    """Return the driver's answer to `Hello`. Raises ProtocolError unless it is a welcome of the same version."""
+    if isinstance(answer, Refuse):
+        raise ProtocolError(f"the driver refused this node: {answer.reason}")
+    if not isinstance(answer, Welcome):
+        raise ProtocolError(f"the driver answered {answer.do!r} to the greeting")
+    if answer.version != agent_channel.VERSION:
+        raise ProtocolError(f"the driver has version {answer.version}, this agent {agent_channel.VERSION}")
+    return answer
 
 
 async def connect(
     host: str, port: int, local: tuple[str, int] | None = None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to a driver; OSError that names the place where there is none."""
+    """Connect to a driver. Raises OSError that names the address."""
     try:
         return await asyncio.open_connection(host, port, local_addr=local)
     except socket.gaierror as error:
         raise OSError(f"the name {host} does not resolve on this machine ({error.strerror})") from None
     except OSError as error:
         raise OSError(f"nothing answers at {host}:{port} ({error.strerror or error})") from None
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

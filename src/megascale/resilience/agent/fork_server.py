@@ -1,16 +1,17 @@
-"""The fork server of a node: imports everything a trainer needs once, then forks one process a rank when asked.
+"""The fork server of a node: it imports everything a trainer needs once, then forks one process per rank on request.
 
-It takes orders from a socket that its agent hands it (protocol/fork_messages.py) and tells of children that end: one
-that ends with an exception tells its number and words through a pipe, which needs no disk. It holds no thread and no
-device, so that a fork is safe, and it ends (and its children with it) when the agent does.
+It takes orders from a socket of its agent (protocol/fork_messages.py) and reports children that end. A child that ends
+with an exception reports it through a pipe, which needs no disk. The server has no threads and no GPU context, so
+forking is safe. It ends with its agent, and its children end with it.
 
-Run as `python -m megascale.resilience.agent.fork_server FD AGENT NAME...` by the agent, never by people. A name is a
-module, imported before the first order, or MODULE:FUNCTION, called once there is nothing else to do: what it works out
-is there in processes that are forked later, those of a recovery above all.
+The agent runs `python -m megascale.resilience.agent.fork_server FD AGENT_PID NAME...`. A name is a module that is
+imported before the first order, or MODULE:FUNCTION, which is called in the first idle second. Its results exist in
+processes that are forked later, above all after a failure.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -19,6 +20,8 @@ import select
 import signal
 import socket
 import sys
+import traceback
+from collections.abc import Sequence
 
 from megascale.core import terminal
 from megascale.core.failure import errno_of, keep_no_bytecode, words_of
@@ -40,165 +43,178 @@ from megascale.services.host_service import die_with_parent
 from megascale.services.messages import Message
 
 ENTRY = "megascale.cli.main"
-COMMAND = "megascale.cli.train"  # which it loads
-_IDLE = 1.0  # seconds without an order: none is on its way
+COMMAND = "megascale.cli.train"  # loaded by ENTRY
+_IDLE_SECONDS = 1.0  # time without an order before MODULE:FUNCTION names are called
 
 
-def serve(sock: socket.socket, names: list[str]) -> None:
-    """Import what is named, then fork on demand until the agent closes its end."""
-    later = [name for name in names if ":" in name]
-    try:
-        for name in [ENTRY, COMMAND, *names]:
-            importlib.import_module(name.partition(":")[0])
-    except BaseException as error:
-        import traceback
+class ForkServer:
+    """The server.
 
-        tail = _text(traceback.format_exc()[-4000:])
-        _say(sock, Broken(_text(words_of(error)[:2000]), errno_of(error), tail))
-        raise
-    gc.collect()
-    gc.freeze()  # what is imported stays shared between the children
-    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    report_read, report_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    last_words: dict[int, LastWords] = {}
-    orders, reports = Frames(TO_FORK_SERVER), Frames(FROM_CHILD)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    _say(sock, ForkServerReady(os.getpid()))
-    while True:
-        readable, _, _ = select.select([sock.fileno(), wake_read], [], [], _IDLE if later else None)
-        if not readable:
-            _call_early(later.pop(0))
-        if wake_read in readable:
-            with contextlib.suppress(BlockingIOError):
-                os.read(wake_read, 4096)
-            _reap(sock, report_read, reports, last_words)
-        if sock.fileno() in readable:
-            data = sock.recv(65536)
-            if not data:
+    Args:
+        sock: connection to the agent.
+        names: modules and functions to prepare.
+    """
+
+    def __init__(self, sock: socket.socket, names: Sequence[str]) -> None:
+        self._socket = sock
+        self._modules = [name.partition(":")[0] for name in names]
+        self._functions = [name for name in names if ":" in name]
+        self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._report_read, self._report_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._orders = Frames(TO_FORK_SERVER)
+        self._reports = Frames(FROM_CHILD)
+        self._last_words: dict[int, LastWords] = {}  # by process id
+
+    def serve(self) -> None:
+        """Import the modules, then fork on request until the agent closes its end."""
+        self._import_modules()
+        gc.collect()
+        gc.freeze()  # Imported objects stay in memory that the children share.
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self._send(ForkServerReady(os.getpid()))
+        while True:
+            timeout = _IDLE_SECONDS if self._functions else None
+            readable, _, _ = select.select([self._socket.fileno(), self._wakeup_read], [], [], timeout)
+            if not readable:
+                _call_function(self._functions.pop(0))
+            if self._wakeup_read in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wakeup_read, 4096)
+                self._reap()
+            if self._socket.fileno() in readable:
+                data = self._socket.recv(65536)
+                if not data:
+                    return
+                for order in self._orders.feed(data):
+                    self._fork(order)
+
+    def _import_modules(self) -> None:
+        try:
+            for name in [ENTRY, COMMAND, *self._modules]:
+                importlib.import_module(name)
+        except BaseException as error:
+            tail = _to_utf8(traceback.format_exc()[-4000:])
+            self._send(Broken(_to_utf8(words_of(error)[:2000]), errno_of(error), tail))
+            raise
+
+    def _send(self, message: Message) -> None:
+        self._socket.sendall(framed(FROM_FORK_SERVER, message))
+
+    def _reap(self) -> None:
+        """Report the children that have ended, with the exceptions that they wrote to the pipe."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
                 return
-            for order in orders.feed(data):
-                _fork(sock, order, (wake_read, wake_write, report_read), report_write)
+            if not pid:
+                return
+            with contextlib.suppress(BlockingIOError):
+                # A child writes its message at once and before its end.
+                while data := os.read(self._report_read, 65536):
+                    for report in self._reports.feed(data):
+                        self._last_words[report.pid] = report
+            last_words = self._last_words.pop(pid, LastWords(pid, 0, ""))
+            self._send(Ended(pid, status, last_words.errno, last_words.error))
+
+    def _fork(self, order: Fork) -> None:
+        server = os.getpid()
+        pid = os.fork()
+        if pid:
+            self._send(Forked(order.rank, order.attempt, pid))
+            return
+        code = 1
+        try:
+            die_with_parent(server)
+            keep_no_bytecode()
+            os.setsid()
+            self._release_in_child()
+            _set_up_rank(order)
+            code = self._run_trainer()
+        except BaseException as error:
+            report_exception(self._report_write, error)  # before the traceback, which may fail on a full disk
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _release_in_child(self) -> None:
+        """Close the server's descriptors and restore the default signal handlers."""
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        self._socket.close()
+        for descriptor in (self._wakeup_read, self._wakeup_write, self._report_read):
+            os.close(descriptor)
+
+    def _run_trainer(self) -> int:
+        """Call the entry point of the command line; return its exit code."""
+        code = 0
+        try:
+            importlib.import_module(ENTRY).main()
+        except SystemExit as end:
+            if isinstance(end.code, int):
+                code = end.code
+            elif end.code is not None:
+                code = 1
+            if code:
+                report_exception(self._report_write, end)
+        atexit._run_exitfuncs()
+        return code
 
 
-def _call_early(name: str) -> None:
-    """Call MODULE:FUNCTION; what fails here would fail or be done later by the children themselves."""
+def report_exception(pipe: int, error: BaseException) -> None:
+    """Write the exception that ends this child to the server's pipe."""
+    message = LastWords(os.getpid(), errno_of(error), _to_utf8(words_of(error)[:1000]))
+    data = framed(FROM_CHILD, message)
+    assert len(data) <= select.PIPE_BUF, "larger messages are not written atomically"
+    with contextlib.suppress(OSError):
+        os.write(pipe, data)
+
+
+def _call_function(name: str) -> None:
+    """Call MODULE:FUNCTION; if it fails, the children fail or do the work themselves."""
     module, _, function = name.partition(":")
     try:
         getattr(sys.modules[module], function)()
     except Exception:
-        import traceback
-
         traceback.print_exc()
 
 
-def _say(sock: socket.socket, message: Message) -> None:
-    sock.sendall(framed(FROM_FORK_SERVER, message))
-
-
-def _text(text: str) -> str:
-    """Text with "?" for bytes that are none, such as in names of files."""
+def _to_utf8(text: str) -> str:
+    """Return `text` with "?" for bytes of file names that are not UTF-8."""
     return text.encode(errors="replace").decode()
 
 
-def _reap(sock: socket.socket, pipe: int, reports: Frames, last_words: dict[int, LastWords]) -> None:
-    """Report children that have ended. `pipe`: where they write their exception; kept in `last_words` by pid."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(pipe, 65536):  # each message was written at once, and before its writer ended
-                for words in reports.feed(data):
-                    last_words[words.pid] = words
-        words = last_words.pop(pid, LastWords(pid, 0, ""))
-        _say(sock, Ended(pid, status, words.errno, words.error))
-
-
-def _fork(sock: socket.socket, order: Fork, pipes: tuple[int, ...], reports: int) -> None:
-    server = os.getpid()
-    pid = os.fork()
-    if pid:
-        _say(sock, Forked(order.rank, order.attempt, pid))
-        return
-    code = 1
-    try:
-        die_with_parent(server)
-        keep_no_bytecode()
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        sock.close()
-        for pipe in pipes:
-            os.close(pipe)
-        _become(order)
-        code = _call(reports)
-    except BaseException as error:
-        import traceback
-
-        _report(reports, error)  # first: on a full disk what follows may fail
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-
-
-def _become(order: Fork) -> None:
-    """Environment, arguments and log of the rank."""
+def _set_up_rank(order: Fork) -> None:
+    """Set environment, arguments and log of a rank."""
     os.environ.update(order.env)
-    sys.argv = ["megascale", *order.words]
+    sys.argv = ["megascale", *order.arguments]
     log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     os.close(log)
     os.close(null)
-    # A log is read while it grows: whole lines, at once.
+    # The agent reads the log while it grows, so each line is written at once.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _report(reports: int, error: BaseException) -> None:
-    """Say which exception ends this process."""
-    words = LastWords(os.getpid(), errno_of(error), _text(words_of(error)[:1000]))
-    data = framed(FROM_CHILD, words)
-    assert len(data) <= select.PIPE_BUF, "it must be written as a whole"
-    with contextlib.suppress(OSError):
-        os.write(reports, data)
-
-
-def _call(reports: int) -> int:
-    """The same entry as the command line's; its exit code."""
-    import atexit
-
-    try:
-        importlib.import_module(ENTRY).main()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else (0 if end.code is None else 1)
-        if code:
-            _report(reports, end)
-    atexit._run_exitfuncs()
-    return code
-
-
 def main() -> None:
-    """Entry of the process."""
+    """Run the fork server of an agent."""
     die_with_parent(int(sys.argv[2]))
-    # A terminal's Ctrl-C is for the driver, which has trainers save first. So are the SIGTERM that Slurm sends to all
-    # processes of a job and the SIGHUP of a session that closes. The agent ends this one by SIGKILL.
+    # Ctrl-C in a terminal is for the driver, which lets trainers save first. So are the SIGTERM that Slurm sends to
+    # all processes of a job, and the SIGHUP of a session that closes. The agent ends this process by SIGKILL.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sleep_at_barriers()
-    terminal.keep_working()  # its log may lie on a full disk
+    terminal.keep_working()  # the log may be on a full disk
     with socket.socket(fileno=int(sys.argv[1])) as sock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        serve(sock, sys.argv[3:])
+        ForkServer(sock, sys.argv[3:]).serve()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""NVML's view of a node's devices: counters once a heartbeat, Xid errors as they come. Threads ask and wait for them: a
-driver that is busy, or whose device is broken, answers after seconds or never."""
+"""Health of a node's GPUs by NVML: counters once per heartbeat, and Xid errors as they occur.
+
+Threads make the calls, since a busy NVIDIA driver, or one with a broken GPU, answers after seconds or never.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ from megascale.core.xid import FATAL_XIDS, LOST, RECOVERY
 from megascale.resilience.protocol.heartbeat import GpuReport
 
 log = logging.getLogger("megascale.agent")
-WAIT_MS = 1000  # of the thread for one event; an agent that ends waits for it no longer
+EVENT_WAIT_MS = 1000  # duration of one wait for an event; an agent that ends waits at most twice as long
 PAUSE = 1.0  # seconds after a wait that failed
-ANSWER = 5.0  # seconds that an answer may take before it is told that none comes
-# Slowed down by heat or power brake, in hardware or software; not by the power limit, which is normal.
-_HOT = 0x8 | 0x20 | 0x40 | 0x80
+SILENCE_SECONDS = 5.0  # time without an answer that is reported
+# Clocks reduced by heat or a power brake, in hardware or software. The power limit also reduces them and is normal.
+_THROTTLE_REASONS = 0x8 | 0x20 | 0x40 | 0x80
 
 
 class GpuHealth:
-    """Nothing where there is no NVML (`pip install -e '.[driver]'`).
+    """Reports of all GPUs of the node; empty without NVML (`pip install -e '.[driver]'`).
 
     Args:
-        nvml: the module pynvml, or one that does as it does; default: the real one.
-        clock: seconds.
+        nvml: the module pynvml or a substitute, default: the real one.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, nvml: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,16 +42,16 @@ class GpuHealth:
         self._xids: XidWatch | None = None
         self._clock = clock
         self._newest: tuple[GpuReport, ...] = ()
-        self._asked = 0.0  # when what is not answered yet was asked
-        self._wanted = False
+        self._requested_at = 0.0  # time of the request that has no answer yet
+        self._is_requested = False
         self._stopped = False
-        self._turn = threading.Condition()
+        self._condition = threading.Condition()
         try:
             nvml = nvml or importlib.import_module("pynvml")
             nvml.nvmlInit()
-            self._handles = _visible(nvml)
+            self._handles = _find_visible_gpus(nvml)
         except Exception as error:
-            log.info("no NVML: %s", error)
+            log.info("GPU health is unavailable: %s", error)
             return
         self._nvml = nvml
         self._xids = XidWatch(nvml, self._handles)
@@ -57,84 +59,107 @@ class GpuHealth:
         self._thread.start()
 
     def take(self) -> tuple[GpuReport, ...]:
-        """The newest record of each device, as of the call before, and asks for the next; never waits. A value that a
-        device does not report is 0."""
+        """Return the newest report of each GPU and request the next; never blocks. Unreported values are 0."""
         if self._xids is None:
             return ()
-        with self._turn:
-            now = self._clock()
-            waited = now - self._asked if self._wanted else 0.0
-            if not self._wanted:
-                self._wanted, self._asked = True, now
-                self._turn.notify_all()
-            silent = waited if waited > ANSWER else 0.0
+        with self._condition:
+            current_time = self._clock()
+            waited = current_time - self._requested_at if self._is_requested else 0.0
+            if not self._is_requested:
+                self._is_requested = True
+                self._requested_at = current_time
+                self._condition.notify_all()
             reports = self._newest
-        if silent and not reports:
+        silent_seconds = waited if waited > SILENCE_SECONDS else 0.0
+        if silent_seconds and not reports:
             reports = tuple(GpuReport(index, "unknown") for index in self._handles)
-        replace = msgspec.structs.replace
-        return tuple(replace(r, xid=self._xids.worst(r.index), unanswered=silent) for r in reports)
+        return tuple(
+            msgspec.structs.replace(report, xid=self._xids.worst(report.index), silent_seconds=silent_seconds)
+            for report in reports
+        )
 
-    def answered(self, seconds: float) -> bool:
-        """Whether what was asked last is answered, after so many seconds at most."""
-        with self._turn:
-            return self._turn.wait_for(lambda: not self._wanted, seconds)
+    def wait_for_answer(self, timeout: float) -> bool:
+        """Return True if the last request is answered within `timeout` seconds."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._is_requested, timeout)
 
     def close(self) -> None:
-        """End the threads; a driver that does not answer is not waited for."""
+        """End the threads; an NVIDIA driver that does not answer is not waited for."""
         if self._xids is None:
             return
-        with self._turn:
+        with self._condition:
             self._stopped = True
-            self._turn.notify_all()
-        self._thread.join(2 * WAIT_MS / 1000)
+            self._condition.notify_all()
+        self._thread.join(2 * EVENT_WAIT_MS / 1000)
         self._xids.close()
 
     def _run(self) -> None:
         failed = False
         while True:
-            with self._turn:
-                self._turn.wait_for(lambda: self._wanted or self._stopped)
+            with self._condition:
+                self._condition.wait_for(lambda: self._is_requested or self._stopped)
                 if self._stopped:
                     return
             reports = self._newest
             try:
-                reports = tuple(self._one(index, handle) for index, handle in self._handles.items())
-            except Exception as error:  # of a library's version, say; heartbeats must go on
+                reports = tuple(self._read_gpu(index, handle) for index, handle in self._handles.items())
+            except Exception as error:  # for example an incompatible library; heartbeats must continue
                 if not failed:
-                    log.warning("GPUs cannot be asked: %s", error)
+                    log.warning("GPUs cannot be queried: %s", error)
                 failed = True
-            with self._turn:
-                self._newest, self._wanted = reports, False
-                self._turn.notify_all()
+            with self._condition:
+                self._newest = reports
+                self._is_requested = False
+                self._condition.notify_all()
 
-    def _one(self, index: int, handle: Any) -> GpuReport:
-        n = self._nvml
-        lost = False
-
-        def ask(question: Any, *arguments: Any) -> Any:
-            nonlocal lost
-            try:
-                return question(handle, *arguments)
-            except n.NVMLError as error:
-                lost = lost or getattr(error, "value", None) == n.NVML_ERROR_GPU_IS_LOST
-                return 0
-
-        name = ask(n.nvmlDeviceGetName)
-        temperature = float(ask(n.nvmlDeviceGetTemperature, n.NVML_TEMPERATURE_GPU))
-        power = ask(n.nvmlDeviceGetPowerUsage) / 1e3
-        ecc = int(ask(n.nvmlDeviceGetTotalEccErrors, n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC))
-        slowed = bool(ask(n.nvmlDeviceGetCurrentClocksThrottleReasons) & _HOT)
-        recovery = self._recovery(ask)
+    def _read_gpu(self, index: int, handle: Any) -> GpuReport:
+        nvml = self._nvml
+        query = _GpuQuery(nvml, handle)
+        name = query.call(nvml.nvmlDeviceGetName)
+        temperature = float(query.call(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU))
+        power_watts = query.call(nvml.nvmlDeviceGetPowerUsage) / 1e3
+        ecc_kind = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+        ecc_errors = int(query.call(nvml.nvmlDeviceGetTotalEccErrors, *ecc_kind))
+        throttled = bool(query.call(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) & _THROTTLE_REASONS)
+        recovery = query.read_recovery_action()
         assert self._xids is not None
-        if lost:
-            self._xids.note(index, LOST)  # a device that is off the bus may send no event any more
-        text = name.decode() if isinstance(name, bytes) else str(name or "unknown")
-        return GpuReport(index, text, temperature, power, ecc, self._xids.worst(index), slowed, recovery)
+        if query.is_lost:
+            self._xids.record(index, LOST)  # A GPU that fell off the bus may send no event.
+        return GpuReport(
+            index,
+            _decode(name) or "unknown",
+            temperature=temperature,
+            power_watts=power_watts,
+            ecc_errors=ecc_errors,
+            xid=self._xids.worst(index),
+            throttled=throttled,
+            recovery=recovery,
+        )
 
-    def _recovery(self, ask: Any) -> str:
-        """What the driver says that the device needs, "" for nothing or where it does not say (before release 565)."""
+
+class _GpuQuery:
+    """Calls of NVML about one GPU. `is_lost`: a call reported that the GPU fell off the bus."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self.is_lost = False
+
+    def call(self, function: Any, *arguments: Any) -> Any:
+        """Return the result of an NVML function, 0 if it fails."""
+        try:
+            return function(self._handle, *arguments)
+        except self._nvml.NVMLError as error:
+            if getattr(error, "value", None) == self._nvml.NVML_ERROR_GPU_IS_LOST:
+                self.is_lost = True
+            return 0
+
+    def read_recovery_action(self) -> str:
+        """Return the action that the NVIDIA driver recommends, "" for none or before release 565."""
         field = getattr(self._nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
-        values: Any = ask(self._nvml.nvmlDeviceGetFieldValues, [field]) if field is not None else 0
+        if field is None:
+            return ""
+        values = self.call(self._nvml.nvmlDeviceGetFieldValues, [field])
         if not values or values[0].nvmlReturn != self._nvml.NVML_SUCCESS:
             return ""
         number = int(values[0].value.uiVal)
@@ -142,32 +167,32 @@ class GpuHealth:
 
 
 class XidWatch:
-    """Waits for critical Xid errors of some devices, index -> handle, in a thread of its own."""
+    """Watcher of critical Xid errors of the GPUs {index: handle}, in a thread."""
 
     def __init__(self, nvml: Any, handles: dict[int, Any]) -> None:
-        self._nvml, self._handles = nvml, handles
+        self._nvml = nvml
+        self._handles = handles
         self._worst: dict[int, int] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         try:
-            self._set = nvml.nvmlEventSetCreate()
+            self._event_set = nvml.nvmlEventSetCreate()
         except nvml.NVMLError as error:
-            log.warning("Xid errors are not seen: %s", error)
+            log.warning("Xid errors cannot be observed: %s", error)
             return
         watched = [index for index, handle in handles.items() if self._register(index, handle)]
         if watched:
-            self._thread = threading.Thread(target=self._listen, name="megascale-xid", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="megascale-xid", daemon=True)
             self._thread.start()
 
     def worst(self, index: int) -> int:
-        """The last Xid of a device, one that it does not outlive before others; 0: none."""
+        """Return a GPU's last fatal Xid, else its last Xid, else 0."""
         with self._lock:
             return self._worst.get(index, 0)
 
-    def note(self, index: int, xid: int) -> None:
-        """A device had an error. What follows upon a fatal one (its processes end with Xids of their own) hides it
-        not."""
+    def record(self, index: int, xid: int) -> None:
+        """Record an error. It does not hide a fatal one, after which the GPU's processes end with further Xids."""
         with self._lock:
             if xid in FATAL_XIDS or self._worst.get(index) not in FATAL_XIDS:
                 self._worst[index] = xid
@@ -176,48 +201,52 @@ class XidWatch:
         """End the thread."""
         self._stopped.set()
         if self._thread is not None:
-            self._thread.join(2 * WAIT_MS / 1000)
+            self._thread.join(2 * EVENT_WAIT_MS / 1000)
 
     def _register(self, index: int, handle: Any) -> bool:
-        n = self._nvml
+        nvml = self._nvml
         try:
-            n.nvmlDeviceRegisterEvents(handle, n.nvmlEventTypeXidCriticalError, self._set)
-        except n.NVMLError as error:
-            log.warning("Xid errors of GPU %d are not seen: %s", index, error)
+            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._event_set)
+        except nvml.NVMLError as error:
+            log.warning("Xid errors of GPU %d cannot be observed: %s", index, error)
             return False
         return True
 
-    def _listen(self) -> None:
-        n, failed = self._nvml, False
+    def _run(self) -> None:
+        nvml = self._nvml
+        failed = False
         failures = FailureLog(log, "reading an Xid error")
         while not self._stopped.is_set():
             try:
-                event = n.nvmlEventSetWait_v2(self._set, WAIT_MS)
-            except n.NVMLError as error:
-                if getattr(error, "value", None) != n.NVML_ERROR_TIMEOUT:
+                event = nvml.nvmlEventSetWait_v2(self._event_set, EVENT_WAIT_MS)
+            except nvml.NVMLError as error:
+                if getattr(error, "value", None) != nvml.NVML_ERROR_TIMEOUT:
                     if not failed:
                         log.warning("waiting for Xid errors failed, trying again: %s", error)
                     failed = True
                     self._stopped.wait(PAUSE)
                 continue
             try:
-                self._take(event)
-            except Exception as error:  # of a library's version, say; later errors must still be seen
+                self._handle(event)
+            except Exception as error:  # for example an incompatible library; later errors must still be seen
                 failures.note(error, "the event is left out")
 
-    def _take(self, event: Any) -> None:
-        index = self._index(event.device)
+    def _handle(self, event: Any) -> None:
+        index = self._find_index(event.device)
         if event.eventType & self._nvml.nvmlEventTypeXidCriticalError and index is not None:
             log.warning("GPU %d reported Xid %d", index, event.eventData)
-            self.note(index, int(event.eventData))
+            self.record(index, int(event.eventData))
 
-    def _index(self, device: Any) -> int | None:
-        """Which of our devices an event is about."""
+    def _find_index(self, device: Any) -> int | None:
+        """Return the index of an event's GPU, None if it is not this node's."""
         try:
-            found = int(self._nvml.nvmlDeviceGetIndex(device))
-            return found if found in self._handles else None
-        except self._nvml.NVMLError:  # off the bus: its handle is the same still
-            return next((index for index, mine in self._handles.items() if _pointer(mine) == _pointer(device)), None)
+            index = int(self._nvml.nvmlDeviceGetIndex(device))
+            return index if index in self._handles else None
+        except self._nvml.NVMLError:  # The GPU fell off the bus, but its handle is still the same.
+            for index, handle in self._handles.items():
+                if _pointer(handle) == _pointer(device):
+                    return index
+            return None
 
 
 def _pointer(handle: Any) -> Any:
@@ -227,21 +256,22 @@ def _pointer(handle: Any) -> Any:
         return handle
 
 
-def _visible(nvml: Any) -> dict[int, Any]:
-    """Index -> handle of the devices that are this node's: nodes on one machine share its devices out by
-    CUDA_VISIBLE_DEVICES, and a neighbour's fault is not theirs."""
-    there, found = nvml.nvmlDeviceGetCount(), {}
-    names = gpu_names(there)
-    for index in range(there):
+def _decode(text: Any) -> str:
+    """Return a string of NVML, whose older releases return bytes."""
+    return text.decode() if isinstance(text, bytes) else str(text or "")
+
+
+def _find_visible_gpus(nvml: Any) -> dict[int, Any]:
+    """Return {index: handle} of this node's GPUs, which CUDA_VISIBLE_DEVICES selects among the machine's."""
+    count = nvml.nvmlDeviceGetCount()
+    names = gpu_names(count)
+    uuids = tuple(name for name in names if name.startswith("GPU-"))
+    handles = {}
+    for index in range(count):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            if str(index) not in names:
-                uuid = nvml.nvmlDeviceGetUUID(handle)
-                uuid = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
-                if not any(name.startswith("GPU-") and uuid.startswith(name) for name in names):
-                    continue
+            if str(index) in names or (uuids and _decode(nvml.nvmlDeviceGetUUID(handle)).startswith(uuids)):
+                handles[index] = handle
         except nvml.NVMLError as error:
-            log.warning("GPU %d cannot be asked: %s", index, error)
-            continue
-        found[index] = handle
-    return found
+            log.warning("GPU %d cannot be queried: %s", index, error)
+    return handles

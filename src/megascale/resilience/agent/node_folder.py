@@ -1,80 +1,86 @@
-"""A node's own folder on a machine that shares no run folder: what its agent is given, and which process that is.
+"""The folder of a node on a machine that shares no run folder, and the processes of the node.
 
-FOLDER/given.json, token    the job, and its secret (protocol/given.py)
-FOLDER/epoch                the newest driver that was obeyed here
+FOLDER/given.json, token    the job's description and its secret (protocol/job_description.py)
+FOLDER/epoch                the newest epoch that was obeyed
 FOLDER/agent.json           the agent's process
-FOLDER/runs/NAME            where its trainers write
+FOLDER/runs/NAME            the folder that the trainers write to
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
 from pathlib import Path
 
+from megascale.checkpoint.background.service_protocol import private_folder
 from megascale.errors import ConfigError
 from megascale.resilience.process_birth import born
-from megascale.resilience.protocol.given import JobDescription, write_job
-from megascale.services.host_service import make_private_folder
+from megascale.resilience.protocol.job_description import JobDescription, write_job
+from megascale.services.private_folder import make_private_folder
 
-PROCESS = "agent.json"
-_GONE = 5.0  # seconds for a killed process to be gone
+PROCESS_FILE = "agent.json"
+_KILL_TIMEOUT = 5.0  # seconds for a killed process to disappear
 
 
 def default_folder(job: str, node: str) -> Path:
-    """Where a node keeps its things unless it is told otherwise: ~/.megascale/JOB/NODE."""
+    """Return the default folder of a node, ~/.megascale/JOB/NODE."""
     return Path.home() / ".megascale" / job / node
 
 
-def prepare(folder: Path, job: JobDescription, token: bytes, marker: str) -> JobDescription:
-    """Make a node's folder and give it the job; what was given.
+def prepare_node_folder(folder: Path, job: JobDescription, token: bytes, marker: str) -> JobDescription:
+    """Make a node's folder, write the job into it and return the description as written.
 
     Args:
-        folder: named as the node; only this user may enter it from now on.
-        job: as the driver describes it; trainers will write to FOLDER/runs/JOB.
-        marker: a file in `job.checkpoints` that the driver has made, "" where checkpoints are elsewhere.
+        folder: folder with the name of the node; only this user may enter it.
+        job: description by the driver; the trainers will write to FOLDER/runs/JOB.
+        marker: file in `job.checkpoints` that the driver has made, "" if checkpoints have another location.
 
-    Raises ConfigError where the checkpoints' folder is not the driver's, or a newer driver has this node.
+    Raises:
+        ConfigError: the folder of checkpoints is not the driver's, or a newer driver has this node.
     """
     if job.checkpoints and not (Path(job.checkpoints) / marker).is_file():
         raise ConfigError(
-            f"{job.checkpoints} on this machine is not the driver's folder of checkpoints (its file {marker} is not "
-            "there): have all machines mount it from shared storage, or set --checkpoint.location to a folder or URL "
-            "that they share"
+            f"{job.checkpoints} on this machine is not the driver's folder of checkpoints (no file {marker}): "
+            "mount that folder from shared storage on all machines, or set --checkpoint.location to a shared folder "
+            "or URL"
         )
     folder.parent.mkdir(0o700, parents=True, exist_ok=True)
     make_private_folder(folder)
-    known = known_epoch(folder)
-    if job.epoch < known:
+    epoch = read_epoch(folder)
+    if job.epoch < epoch:
         raise ConfigError(
-            f"a driver of epoch {known} has this node, this one is of epoch {job.epoch}: it has been replaced; end it"
+            f"a driver of epoch {epoch} has this node, this one is of epoch {job.epoch}: it has been replaced; end it"
         )
-    job = job.on(folder / "runs" / job.name, Path(job.checkpoints) if job.checkpoints else None)
+    job = job.with_own_folder(folder / "runs" / job.name, Path(job.checkpoints) if job.checkpoints else None)
     write_job(folder, job, token)
     return job
 
 
-def known_epoch(folder: Path) -> int:
-    """The newest driver's that has been here, 0: none."""
+def read_epoch(folder: Path) -> int:
+    """Return the newest epoch that was obeyed in a folder, 0 if there is none."""
     try:
         return int((folder / "epoch").read_text())
     except (OSError, ValueError):
         return 0
 
 
-def remember(folder: Path, pid: int) -> None:
-    """Write down which process the node's agent is."""
-    temporary = folder / f"{PROCESS}.tmp"
-    temporary.write_text(json.dumps({"pid": pid, "born": born(pid)}))
-    os.replace(temporary, folder / PROCESS)
+def write_epoch(folder: Path, epoch: int) -> None:
+    """Write the newest epoch atomically."""
+    _replace_text(folder / "epoch", str(epoch))
+
+
+def record_agent_process(folder: Path, pid: int) -> None:
+    """Write the process id of the node's agent."""
+    _replace_text(folder / PROCESS_FILE, json.dumps({"pid": pid, "born": born(pid)}))
 
 
 def find_agent(folder: Path) -> int:
-    """Process id of the node's living agent, 0: none lives."""
+    """Return the process id of the node's living agent, 0 if there is none."""
     try:
-        state = json.loads((folder / PROCESS).read_text())
+        state = json.loads((folder / PROCESS_FILE).read_text())
         pid = int(state["pid"])
         return pid if born(pid) == state["born"] != 0 else 0
     except (OSError, ValueError, KeyError, TypeError):
@@ -82,8 +88,8 @@ def find_agent(folder: Path) -> int:
 
 
 def end_agent(folder: Path) -> bool:
-    """SIGKILL to the node's agent, with which its fork server and trainers end; whether none lives any more."""
-    deadline = time.monotonic() + _GONE
+    """Kill the node's agent, and with it its fork server and trainers; return True once it has ended."""
+    deadline = time.monotonic() + _KILL_TIMEOUT
     while pid := find_agent(folder):
         try:
             os.kill(pid, signal.SIGKILL)
@@ -93,3 +99,21 @@ def end_agent(folder: Path) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def end_checkpoint_services(run: Path, node: str) -> list[int]:
+    """Kill a node's checkpoint services on this host, which outlive trainers and agents; return their process ids."""
+    folder = os.fsencode(private_folder(run, node))
+    pids = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if folder in (process / "cmdline").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
+                pids.append(int(process.name))
+    return pids
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

@@ -1,13 +1,14 @@
-"""What an agent measures about its node: network counters every few milliseconds, facts. GPUs: gpu_health.py."""
+"""Measurements of a node by its agent: network counters every few milliseconds, and facts about the machine."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import platform
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,150 +17,169 @@ from megascale.core.gpu_names import gpu_names
 from megascale.resilience.protocol.heartbeat import NetworkTraffic
 
 log = logging.getLogger("megascale.agent")
-PERIOD = 0.01  # seconds between samples
+SAMPLE_PERIOD = 0.01  # seconds
+_INTERFACE_LIMIT = 64
 _COUNTERS = ("rx_bytes", "tx_bytes", "rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
+_INFINIBAND_COUNTERS = ("port_rcv_data", "port_xmit_data", "port_rcv_errors", "port_xmit_discards")
+_PACKAGES = ("megascale", "torch", "numpy", "triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
-@dataclass
-class _Interface:
-    name: str
-    files: list[Any]
-    scale: int = 1  # InfiniBand counts words of four bytes
-    last: list[int] = field(default_factory=list)
-    first: list[int] = field(default_factory=list)
-    began: float = 0.0
-    at: float = 0.0
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-    samples: int = 0
+class NetworkInterface:
+    """The open counter files of one interface: received bytes, transmitted bytes, then errors.
+
+    Args:
+        name: name of the interface.
+        files: open counter files.
+        scale: bytes per unit of the first two counters; InfiniBand counts words of four bytes.
+    """
+
+    def __init__(self, name: str, files: list[Any], scale: int = 1) -> None:
+        self.name = name
+        self._files = files
+        self._scale = scale
+        self._first: list[int] = []  # counters at the start of the interval
+        self._first_time = 0.0
+        self._last: list[int] = []
+        self._last_time = 0.0
+        self._rx_rates: list[float] = []
+        self._tx_rates: list[float] = []
 
     def read(self) -> list[int]:
+        """Return the counters; may block for long if the adapter hangs."""
         values = []
-        for file in self.files:
+        for file in self._files:
             file.seek(0)
             values.append(int(file.read()))
-        return [values[0] * self.scale, values[1] * self.scale, *values[2:]]
+        return [values[0] * self._scale, values[1] * self._scale, *values[2:]]
 
-    def add(self, values: list[int], now: float) -> None:
-        if not self.last:
-            self.last, self.first, self.began, self.at = values, values, now, now
-            return
-        rates = [(new - old) / (now - self.at) for new, old in zip(values[:2], self.last[:2], strict=True)]
-        self.low = [min(pair) for pair in zip(self.low, rates, strict=True)] if self.samples else rates
-        self.high = [max(pair) for pair in zip(self.high, rates, strict=True)] if self.samples else rates
-        self.last, self.at, self.samples = values, now, self.samples + 1
+    def add_sample(self, values: list[int], current_time: float) -> None:
+        """Add counters that were read at time `now`."""
+        if not self._last:
+            self._first = values
+            self._first_time = current_time
+        else:
+            seconds = current_time - self._last_time
+            self._rx_rates.append((values[0] - self._last[0]) / seconds)
+            self._tx_rates.append((values[1] - self._last[1]) / seconds)
+        self._last = values
+        self._last_time = current_time
 
     def summarise(self) -> NetworkTraffic | None:
-        if not self.samples:
+        """Return the traffic since the last call, None without a sample."""
+        if not self._rx_rates:
             return None
-        span = self.at - self.began
-        mean = [max(0.0, (new - old) / span) for new, old in zip(self.last[:2], self.first[:2], strict=True)]
-        found = NetworkTraffic(
+        seconds = self._last_time - self._first_time
+        traffic = NetworkTraffic(
             self.name,
-            mean[0],
-            mean[1],
-            max(0.0, self.low[0]),
-            self.high[0],
-            max(0.0, self.low[1]),
-            self.high[1],
-            max(0, sum(self.last[2:]) - sum(self.first[2:])),
-            self.samples,
+            rx_bytes_per_s=max(0.0, (self._last[0] - self._first[0]) / seconds),
+            tx_bytes_per_s=max(0.0, (self._last[1] - self._first[1]) / seconds),
+            rx_min=max(0.0, min(self._rx_rates)),
+            rx_max=max(self._rx_rates),
+            tx_min=max(0.0, min(self._tx_rates)),
+            tx_max=max(self._tx_rates),
+            errors=max(0, sum(self._last[2:]) - sum(self._first[2:])),
+            samples=len(self._rx_rates),
         )
-        self.first, self.began, self.samples = self.last, self.at, 0
-        return found
+        self._first = self._last
+        self._first_time = self._last_time
+        self._rx_rates = []
+        self._tx_rates = []
+        return traffic
 
 
 class TrafficSampler:
-    """Samples every interface in a thread of its own; `take` sums up since the last call."""
+    """Sampler of all network interfaces in a thread."""
 
-    def __init__(self, period: float = PERIOD) -> None:
+    def __init__(self, period: float = SAMPLE_PERIOD) -> None:
         self._period = period
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._interfaces = _interfaces()
+        self._interfaces = open_interfaces()
         self._thread = threading.Thread(target=self._run, name="megascale-traffic", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._stopped.wait(self._period):
             for interface in list(self._interfaces):
-                try:  # without the lock: an adapter that hangs answers late, and heartbeats must not wait for it
-                    now, values = time.monotonic(), interface.read()
+                try:
+                    current_time = time.monotonic()
+                    values = interface.read()  # without the lock, so that a hanging adapter delays no heartbeat
                     with self._lock:
-                        interface.add(values, now)
-                except Exception:  # taken away, or its counters are none
-                    log.debug("interface %s is not sampled any more", interface.name, exc_info=True)
+                        interface.add_sample(values, current_time)
+                except Exception:  # the interface was removed, or a counter is not a number
+                    log.debug("interface %s is no longer sampled", interface.name, exc_info=True)
                     with self._lock:
                         self._interfaces.remove(interface)
 
     def take(self) -> tuple[NetworkTraffic, ...]:
-        """One summary an interface."""
+        """Return the traffic of each interface since the last call."""
         with self._lock:
-            return tuple(t for i in self._interfaces if (t := i.summarise()) is not None)
+            summaries = [interface.summarise() for interface in self._interfaces]
+        return tuple(summary for summary in summaries if summary is not None)
 
     def close(self) -> None:
-        """End the thread; an adapter that does not answer is not waited for."""
+        """End the thread; an adapter that hangs is not waited for."""
         self._stopped.set()
         self._thread.join(1.0)
 
 
-def _interfaces() -> list[_Interface]:
-    found = []
+def open_interfaces() -> list[NetworkInterface]:
+    """Open the counters of all network interfaces and InfiniBand ports."""
+    interfaces = []
     for folder in sorted(Path("/sys/class/net").glob("*/statistics")):
-        found.append(_opened(folder.parent.name, [folder / name for name in _COUNTERS], 1))
-    names = ("port_rcv_data", "port_xmit_data", "port_rcv_errors", "port_xmit_discards")
+        interfaces.append(_open_interface(folder.parent.name, folder, _COUNTERS, scale=1))
     for folder in sorted(Path("/sys/class/infiniband").glob("*/ports/*/counters")):
-        device, port = folder.parts[-4], folder.parts[-2]
-        found.append(_opened(f"{device}/{port}", [folder / name for name in names], 4))
-    return [interface for interface in found if interface is not None][:64]
+        name = f"{folder.parts[-4]}/{folder.parts[-2]}"
+        interfaces.append(_open_interface(name, folder, _INFINIBAND_COUNTERS, scale=4))
+    return [interface for interface in interfaces if interface is not None][:_INTERFACE_LIMIT]
 
 
-def _opened(name: str, paths: list[Path], scale: int) -> _Interface | None:
+def _open_interface(name: str, folder: Path, counters: Sequence[str], scale: int) -> NetworkInterface | None:
     try:
-        return _Interface(name, [open(path) for path in paths], scale)
+        return NetworkInterface(name, [open(folder / counter) for counter in counters], scale)
     except OSError:
         return None
 
 
 def versions() -> dict[str, str]:
-    """Versions that matter to a run, without importing anything heavy."""
-    found = {"python": platform.python_version(), "kernel": platform.release()}
-    for package in ("megascale", "torch", "numpy", "triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    """Return the versions of software that affects a run, without importing it."""
+    versions = {"python": platform.python_version(), "kernel": platform.release()}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     driver = Path("/proc/driver/nvidia/version")
     if driver.exists():
-        found["nvidia-driver"] = driver.read_text().splitlines()[0][:200]
-    return found
+        versions["nvidia-driver"] = driver.read_text().splitlines()[0][:200]
+    return versions
 
 
 def hardware() -> dict[str, str]:
-    """Processor, memory, devices."""
-    import os
-
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "")
+    """Return facts about processor, memory and GPUs."""
+    cpu_info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    models = [line.partition(":")[2].strip() for line in cpu_info.splitlines() if line.startswith("model name")]
     memory = _memory_bytes()
-    found = {"cpu": model or platform.machine(), "cores": str(os.cpu_count()), "memory_gib": f"{memory / 2**30:.1f}"}
-    found["memory_bytes"] = str(memory)  # by which the rules know a process that was killed for want of it
-    if gpus := gpu_count():
-        found["gpus"] = str(gpus)
-    return found
+    facts = {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": str(os.cpu_count()),
+        "memory_gib": f"{memory / 2**30:.1f}",
+        "memory_bytes": str(memory),  # The rules use it to recognise a process that was killed for lack of memory.
+    }
+    gpus = gpu_count()
+    if gpus:
+        facts["gpus"] = str(gpus)
+    return facts
 
 
 def _memory_bytes() -> int:
-    """Memory of the machine, or of the container that this process is in."""
-    import os
-
+    """Return the memory of the machine, or the limit of this process's container."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
             memory = min(memory, int(Path(file).read_text()))
     return memory
 
 
 def gpu_count() -> int:
-    """NVIDIA devices that this process may use, without torch: CUDA_VISIBLE_DEVICES, else the device files."""
-    return len(gpu_names(len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])))
+    """Return the number of NVIDIA GPUs that this process may use, from device files and CUDA_VISIBLE_DEVICES."""
+    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
+    return len(gpu_names(len(devices)))

@@ -1,8 +1,8 @@
-"""The agent of a pod: `python -m megascale.resilience.agent.pod` is all that a node's container runs.
+"""The agent of a pod: a node's container runs only `python -m megascale.resilience.agent.pod`.
 
-What it knows comes from its pod: the job and its own names from the environment (spec and downward API), the job's
-secret from a mounted Secret, where the driver is from the pod's annotations, which a new driver changes and the kubelet
-brings here as files. As the container's first process it passes signals on and reaps what others leave.
+The job's name and the node's names come from the environment (pod spec and downward API), the secret from a mounted
+Secret. The driver's address comes from the pod's annotations, which a new driver changes and the kubelet writes into
+files. As the container's first process it forwards signals and reaps orphaned processes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from megascale.core import terminal
 from megascale.core.background import FailureLog
 from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.resilience.agent.join import join_job, parse_driver_address
-from megascale.resilience.protocol.given import read_job, read_job_token, write_job
+from megascale.resilience.protocol.job_description import read_job, read_job_token, write_job
 
 log = logging.getLogger("megascale.agent")
-LOOK = 0.25  # seconds between looks at the pod's annotations
-WAIT = 24 * 3600.0  # seconds to go on asking for a driver: whoever made the pod removes it
+READ_INTERVAL = 0.25  # seconds between reads of the annotations
+JOIN_TIMEOUT = 24 * 3600.0  # seconds to wait for a driver; the pod's creator removes it earlier
 
 
-class Places:
-    """Where the driver is, as the pod's annotations say now: (host, port) of each, read anew each time."""
+class DriverAnnotations:
+    """The driver's addresses in the pod's annotations; each iteration reads them again and yields (host, port)."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,65 +42,67 @@ class Places:
 
     @property
     def epoch(self) -> int:
-        """Of the driver that wrote them, 0 if none has."""
+        """Epoch of the driver that wrote the annotations, 0 if none has."""
         try:
             return int((self._folder / "epoch").read_text())
         except (OSError, ValueError):
             return 0
 
 
-def follow(places: Places, home: Path) -> None:
-    """Give the agent in `home` the driver that the annotations name, once it differs from what it was given."""
+def update_driver(annotations: DriverAnnotations, home: Path) -> None:
+    """Write the annotations' driver into the agent's folder if it is another or a newer one."""
     try:
         job = read_job(home)
     except DataError:
-        return  # it has not joined yet
-    found = list(places)
-    if not found or places.epoch < job.epoch or (found[0] == job.driver and places.epoch == job.epoch):
+        return  # the agent has not joined yet
+    drivers = list(annotations)
+    epoch = annotations.epoch
+    if not drivers or epoch < job.epoch or (drivers[0] == job.driver and epoch == job.epoch):
         return
-    log.info("the driver of epoch %d is at %s:%d", places.epoch, *found[0])
-    write_job(home, replace(job, driver=found[0], elsewhere=tuple(found[1:]), epoch=places.epoch), read_job_token(home))
+    log.info("the driver of epoch %d is at %s:%d", epoch, *drivers[0])
+    job = replace(job, driver=drivers[0], alternative_drivers=tuple(drivers[1:]), epoch=epoch)
+    write_job(home, job, read_job_token(home))
 
 
-def _follow(places: Places, home: Path) -> None:
-    failures = FailureLog(log, "taking over the pod's annotations")
+def _follow_annotations(annotations: DriverAnnotations, home: Path) -> None:
+    failures = FailureLog(log, "reading the pod's annotations")
     while True:
         try:
-            follow(places, home)
-        except Exception as error:  # of the kubelet's half-written files, say
-            failures.note(error, f"it is tried again in {LOOK:g} s")
-        time.sleep(LOOK)
+            update_driver(annotations, home)
+        except Exception as error:  # for example files that the kubelet has half written
+            failures.note(error, f"it is tried again in {READ_INTERVAL:g} s")
+        time.sleep(READ_INTERVAL)
 
 
 def run() -> None:
-    """Be the node's agent until the job ends. Raises MegascaleError."""
-    missing = [
-        name for name in ("MEGASCALE_JOB", "MEGASCALE_NODE", "MEGASCALE_POD_ADDRESS") if not os.environ.get(name)
-    ]
+    """Run the node's agent until the job ends. Raises MegascaleError."""
+    required = ("MEGASCALE_JOB", "MEGASCALE_NODE", "MEGASCALE_POD_ADDRESS")
+    missing = [name for name in required if not os.environ.get(name)]
     if missing:
-        raise ConfigError(f"{', '.join(missing)} not set: this runs in a pod that the driver has made")
-    environment = os.environ
-    job, node = environment["MEGASCALE_JOB"], environment["MEGASCALE_NODE"]
-    places = Places(Path(environment.get("MEGASCALE_ABOUT", "/etc/megascale/pod")))
-    folder = Path(environment.get("MEGASCALE_FOLDER", "/var/lib/megascale"))
-    secret = Path(environment.get("MEGASCALE_SECRET", "/etc/megascale/secret/token")).read_text().strip().encode()
-    threading.Thread(target=_follow, args=(places, folder / node), name="annotations", daemon=True).start()
+        raise ConfigError(f"{', '.join(missing)} not set: this command runs in a pod that the driver has made")
+    node = os.environ["MEGASCALE_NODE"]
+    annotations = DriverAnnotations(Path(os.environ.get("MEGASCALE_ABOUT", "/etc/megascale/pod")))
+    folder = Path(os.environ.get("MEGASCALE_FOLDER", "/var/lib/megascale"))
+    secret_file = Path(os.environ.get("MEGASCALE_SECRET", "/etc/megascale/secret/token"))
+    secret = secret_file.read_text().strip().encode()
+    arguments = (annotations, folder / node)
+    threading.Thread(target=_follow_annotations, args=arguments, name="annotations", daemon=True).start()
     join_job(
-        places,
-        job,
+        annotations,
+        os.environ["MEGASCALE_JOB"],
         secret,
-        node,
-        folder,
-        environment["MEGASCALE_POD_ADDRESS"],
-        "",
-        WAIT,
-        lambda line: print(line, flush=True),
-        pod=environment.get("MEGASCALE_POD", ""),
+        node=node,
+        folder=folder,
+        address=os.environ["MEGASCALE_POD_ADDRESS"],
+        interface="",
+        timeout=JOIN_TIMEOUT,
+        report=lambda line: print(line, flush=True),
+        pod=os.environ.get("MEGASCALE_POD", ""),
     )
 
 
-def _be_first_process() -> None:
-    """Go on in a child; this process passes signals that ask for an end on, reaps, and ends as the child does."""
+def _fork_from_first_process() -> None:
+    """Return in a child; the parent forwards signals to it, reaps processes and ends with the child's exit code."""
     child = os.fork()
     if not child:
         return
@@ -113,10 +115,10 @@ def _be_first_process() -> None:
 
 
 def main() -> None:
-    """Command line; exit codes as `megascale agent`'s."""
+    """Run from the command line, with the exit codes of `megascale agent`."""
     terminal.keep_working()
     if os.getpid() == 1:
-        _be_first_process()
+        _fork_from_first_process()
     try:
         run()
     except MegascaleError as error:

@@ -1,10 +1,10 @@
-"""For how long ranks may run without an answer of the driver, so that nobody starts them elsewhere beside them.
+"""The lease of a node's ranks: how long they may run without an answer of the driver.
 
 The driver answers each heartbeat. An agent whose heartbeats stay unanswered for `resilience.agent_lease` seconds ends
-its ranks: it counts from when it sent the last one that was answered, the driver from when that one came, so the agent
-is first, whatever the network holds back. A driver that gives a node up says so before it hangs up. Where its
-connection ends without that, its process has ended (the kernel closes what it leaves): ranks then run on for its
-successor, for `resilience.orphan` seconds, and a successor waits that long for nodes that it does not hear.
+its ranks. It counts from the sending of the last answered heartbeat and the driver from its arrival, so the agent's
+lease ends first, however long the network delays messages. A driver that removes a node says so before it closes the
+connection. If the connection closes without that, the driver's process has ended. The ranks then continue for a
+successor for `resilience.orphan` seconds, and a successor waits that long for nodes that are silent.
 """
 
 from __future__ import annotations
@@ -17,98 +17,106 @@ from collections.abc import Callable
 from megascale.core.background import FailureLog
 
 log = logging.getLogger("megascale.agent")
-LOOK = 0.05  # seconds between looks
+CHECK_INTERVAL = 0.05  # seconds
 
 
 class RankLease:
-    """Args:
-    seconds: the lease; None: ranks run on whatever happens.
-    orphan: seconds for which a driver's end is waited out.
-    end: called in a thread with the reason when it is over; again each LOOK for as long as it is.
-    clock: seconds, monotonic.
+    """The lease of one agent.
+
+    Args:
+        seconds: duration of the lease; None: the ranks need no lease.
+        orphan: seconds for which ranks continue after the end of a driver.
+        on_expiry: called in a thread with the reason after the lease has expired, again at each check.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
         self,
         seconds: float | None,
         orphan: float,
-        end: Callable[[str], None],
+        on_expiry: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._seconds, self._orphan, self._end, self._clock = seconds, orphan, end, clock
+        self._seconds = seconds
+        self._orphan = orphan
+        self._on_expiry = on_expiry
+        self._clock = clock
         self._lock = threading.Lock()
-        self._sent: dict[int, float] = {}
-        self._until = clock() + (seconds or 0.0)
-        self._why = "no driver has answered yet"
-        self._over = False
-        self._parted = False
+        self._sent: dict[int, float] = {}  # time of sending of unanswered heartbeats, by number
+        self._expiry = clock() + (seconds or 0.0)
+        self._reason = "no driver has answered yet"
+        self._revoked = False
 
     @property
-    def given(self) -> bool:
-        """Whether there is one."""
+    def is_enabled(self) -> bool:
+        """True if the ranks need a lease."""
         return self._seconds is not None
 
     def start(self) -> None:
-        """Watch in a thread: an agent that is busy must not be late."""
+        """Check the lease in a thread, which is punctual while the agent's loop is busy."""
         if self._seconds is not None:
             threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
-    def opened(self, sent: float) -> None:
-        """A driver has taken the agent in, in answer to what was sent then."""
-        with self._lock:
-            late = self._why if self._seconds is not None and self._clock() >= self._until else ""
-        if late:
-            self._end(late)  # before it may be told that they run on: they may have been started elsewhere
+    def begin_session(self, sent: float) -> None:
+        """Renew the lease, since a driver accepted the greeting that was sent at time `sent`."""
+        reason = self.expired_reason()
+        if reason:
+            # First: the driver may have started the ranks on another node, and must not hear that they run here.
+            self._on_expiry(reason)
         with self._lock:
             self._sent.clear()
-            self._parted = False
-            self._until = sent + (self._seconds or 0.0)
+            self._revoked = False
+            self._expiry = sent + (self._seconds or 0.0)
             self._renew(sent)
 
-    def sent(self, sequence: int) -> None:
-        """A heartbeat goes out now."""
+    def record_sent(self, sequence: int) -> None:
+        """Record the time of sending of a heartbeat."""
         if self._seconds is not None:
             with self._lock:
                 self._sent[sequence] = self._clock()
 
-    def answered(self, sequence: int) -> None:
-        """The driver has had a heartbeat."""
+    def confirm(self, sequence: int) -> None:
+        """Renew the lease, since the driver received a heartbeat."""
         with self._lock:
-            at = self._sent.pop(sequence, None)
-            if at is not None:
-                self._sent = {n: t for n, t in self._sent.items() if n > sequence}
-                self._renew(at)
+            sent = self._sent.pop(sequence, None)
+            if sent is not None:
+                self._sent = {number: time for number, time in self._sent.items() if number > sequence}
+                self._renew(sent)
 
-    def parted(self) -> None:
-        """The driver has given the node up: its ranks end at once."""
+    def revoke(self) -> None:
+        """End the lease at once, since the driver removed the node."""
         with self._lock:
-            self._parted = True
-            self._until, self._why = self._clock(), "the driver has given this node up"
+            self._revoked = True
+            self._expiry = self._clock()
+            self._reason = "the driver has removed this node from the job"
 
-    def closed(self, by_end: bool) -> None:
-        """The connection is gone; by_end: the other side's kernel has closed it."""
+    def record_close(self, process_ended: bool) -> None:
+        """Record the end of the connection; process_ended: the kernel of the driver's machine closed it."""
         with self._lock:
-            if by_end and not self._parted and self._clock() < self._until:
-                self._until = max(self._until, self._clock() + self._orphan)
-                self._why = f"the driver has ended, and none came for resilience.orphan={self._orphan:g} s"
+            current_time = self._clock()
+            if process_ended and not self._revoked and current_time < self._expiry:
+                self._expiry = max(self._expiry, current_time + self._orphan)
+                self._reason = f"the driver has ended and no other came for resilience.orphan={self._orphan:g} s"
 
-    def over(self) -> str:
-        """Why ranks may not run now, "" if they may."""
+    def expired_reason(self) -> str:
+        """Return the reason why ranks may not run now, "" if they may."""
         with self._lock:
-            return self._why if self._seconds is not None and self._clock() >= self._until else ""
+            expired = self._seconds is not None and self._clock() >= self._expiry
+            return self._reason if expired else ""
 
-    def _renew(self, at: float) -> None:
-        if self._seconds is None or self._parted:
+    def _renew(self, sent: float) -> None:
+        if self._seconds is None or self._revoked:
             return
-        self._until = max(self._until, at + self._seconds)
-        self._why = f"no answer of the driver for resilience.agent_lease={self._seconds:g} s"
+        self._expiry = max(self._expiry, sent + self._seconds)
+        self._reason = f"no answer of the driver for resilience.agent_lease={self._seconds:g} s"
 
     def _watch(self) -> None:
-        failures = FailureLog(log, "the watch over the lease")
+        failures = FailureLog(log, "the check of the lease")
         while True:
             try:
-                if why := self.over():
-                    self._end(why)
-            except Exception as error:  # a lease that nobody watches would let ranks run twice
-                failures.note(error, f"it looks again in {LOOK:g} s")
-            time.sleep(LOOK)
+                reason = self.expired_reason()
+                if reason:
+                    self._on_expiry(reason)
+            except Exception as error:  # An unchecked lease could let ranks run twice.
+                failures.note(error, f"the check is repeated in {CHECK_INTERVAL:g} s")
+            time.sleep(CHECK_INTERVAL)

@@ -1,8 +1,8 @@
-"""What trainers write on this machine, sent to the driver as it grows: logs, metrics, events, samples, TensorBoard's,
-spans, and the run's tokenizer.
+"""Files of trainers on a machine without the run folder, sent to the driver as they grow.
 
-Positions are counted by the driver's word (`Kept`): what it has not confirmed is sent again to its successor, and no
-more than a window is on its way, so that a slow driver is never flooded and a fast trainer never waits.
+These are logs, metrics, events, samples, TensorBoard's files, spans, and the run's tokenizer. The driver confirms what
+it has stored (`FileStored`). Unconfirmed data is sent again to a successor, and the unconfirmed part of a file is at
+most a window, so that a slow driver is not flooded and a fast trainer never waits.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from megascale.core.untrusted_files import open_regular
-from megascale.resilience.protocol.agent_messages import PIECE, FileData
+from megascale.resilience.protocol.agent_messages import PIECE_BYTES, FileData
 
-WINDOW = 1 << 20  # bytes of one file that the driver has not confirmed
-AGAIN = 30.0  # seconds after which what was not confirmed is sent again
-BEHIND = 4 << 20  # bytes of a log beyond which its middle is left out
-# Of rank 0: files of one record a line, and those that are replaced as a whole.
+WINDOW_BYTES = 1 << 20  # unconfirmed bytes of one file
+RESEND_SECONDS = 30.0  # time without a confirmation after which data is sent again
+LOG_BACKLOG_BYTES = 4 << 20  # unsent bytes of a log beyond which its middle is skipped
+# Files of rank 0 with one record per line, and files that are sent as a whole.
 GROWING = ("metrics.jsonl", "events.jsonl", "samples/ledger.jsonl")
 REPLACED = ("identity", "kernels.json")
-# The run's tokenizer and the files beside it, as large as they are: in pieces, each at its place.
+# The run's tokenizer and the files next to it, which are sent in pieces since they may be large.
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -30,147 +31,177 @@ TOKENIZER = (
     "chat_template.jinja",
     "generation_config.json",
 )
-BOARD = "tensorboard/events.out.tfevents.*"  # one file a start
-# Of a host whose ranks run here: a segment as it grows, then its tables; what is removed here is removed there.
+TENSORBOARD = "tensorboard/events.out.tfevents.*"  # one file per start
+# Spans of a host: a segment grows, then becomes tables. Files that are removed here are removed in the run folder.
 SPANS = ("ranks.jsonl", "*.parquet", "spool-*.bin", "left-*.bin")
-SPANS_EVERY = 5.0  # seconds between looks for what spans have grown by: the driver looks for slow machines every 20
-TAKEN = "faults/*.injected"  # of any rank: faults that a trainer has taken (resilience/faults/)
-
-
-_HERE = ""  # among files of spans: ranks have run here
+SPANS_INTERVAL = 5.0  # seconds between reads of spans; the driver looks for slow machines every 20 s
+INJECTED_FAULTS = "faults/*.injected"  # faults that a trainer has taken (resilience/faults/)
 
 
 @dataclass
-class _Followed:
-    """A growing file: what was sent, what of it was confirmed; first: the next piece begins a session or a file."""
+class _GrowingFile:
+    """The state of a growing file.
+
+    Attributes:
+        sent, confirmed: bytes that were sent, and that the driver has stored.
+        confirmed_at: time of the last confirmation or of an idle file, on the monotonic clock.
+        starts_anew: the next piece is the first of a session or of a truncated file.
+    """
 
     sent: int = 0
-    kept: int = 0
-    waits: float = 0.0  # since when, on the monotonic clock, the driver has confirmed nothing of what was sent
+    confirmed: int = 0
+    confirmed_at: float = 0.0
     inode: int = 0
-    first: bool = True
+    starts_anew: bool = True
+
+    def restart(self, inode: int) -> None:
+        """Send the file from its beginning."""
+        self.sent = 0
+        self.confirmed = 0
+        self.inode = inode
+        self.starts_anew = True
+
+    def resend_if_lost(self) -> None:
+        """Send unconfirmed data again after RESEND_SECONDS: it was lost, or the driver's disk was full."""
+        current_time = time.monotonic()
+        if self.sent == self.confirmed:
+            self.confirmed_at = current_time
+        elif current_time - self.confirmed_at > RESEND_SECONDS:
+            self.sent = self.confirmed
+            self.starts_anew = True
+            self.confirmed_at = current_time
 
 
 class SentFiles:
-    """Args:
-    run: the folder that the trainers write to.
-    """
+    """The files of one folder that trainers write to."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._growing: dict[str, _Followed] = {}
-        self._replaced: dict[str, tuple[int, int]] = {}  # inode and time of what was sent
-        self._board = False  # whether rank 0 has run here
-        self._spans: dict[str, bool] = {}  # files of spans, and whether there was more when a piece was taken
-        self._spans_next = 0.0
+        self._growing: dict[str, _GrowingFile] = {}
+        self._replaced: dict[str, tuple[int, int]] = {}  # inode and modification time of the version that was sent
+        self._has_ranks = False  # a rank has run here, so there may be spans
+        self._has_rank_0 = False
+        self._spans: dict[str, bool] = {}  # files of spans: True if more data was left by the last piece
+        self._next_spans_time = 0.0
 
     def follow(self, ranks: Iterable[int]) -> None:
-        """These ranks run here now. What others wrote before is sent to its end."""
+        """Send the files of these ranks, and the remaining data of earlier ones."""
         for rank in ranks:
-            names = [f"logs/rank-{rank}.log", *((*GROWING, *TOKENIZER) if rank == 0 else ())]
-            for name in names:
-                self._growing.setdefault(name, _Followed())
-            self._spans.setdefault(_HERE, False)
+            self._has_ranks = True
+            self._growing.setdefault(f"logs/rank-{rank}.log", _GrowingFile())
             if rank == 0:
-                self._replaced = dict.fromkeys(REPLACED, (0, 0)) | self._replaced
-                self._board = True
+                self._has_rank_0 = True
+                for name in GROWING + TOKENIZER:
+                    self._growing.setdefault(name, _GrowingFile())
+                for name in REPLACED:
+                    self._replaced.setdefault(name, (0, 0))
 
     def begin_session(self) -> None:
-        """Another driver listens: what none has confirmed goes to this one."""
-        for name, followed in self._growing.items():
+        """Send all unconfirmed data again, to another driver."""
+        for name, file in self._growing.items():
             if self._spans.get(name):
-                followed.kept = 0  # what has half of a table may be another machine
-            followed.sent, followed.first = followed.kept, True
+                file.confirmed = 0  # the driver that has the first part of a table may be on another machine
+            file.sent = file.confirmed
+            file.starts_anew = True
         self._replaced = dict.fromkeys(self._replaced, (0, 0))
 
-    def kept(self, name: str, end: int) -> None:
-        """The driver has written a file to this position."""
-        followed = self._growing.get(name)
-        if followed is not None:
-            followed.kept = min(max(followed.kept, end), followed.sent)
-            followed.waits = time.monotonic()
+    def confirm(self, name: str, end: int) -> None:
+        """Record that the driver has stored a file up to an offset."""
+        file = self._growing.get(name)
+        if file is not None:
+            file.confirmed = min(max(file.confirmed, end), file.sent)
+            file.confirmed_at = time.monotonic()
 
-    def confirmed(self) -> bool:
-        """Whether the driver has written all that was sent."""
-        return all(followed.sent == followed.kept for followed in self._growing.values())
+    def is_confirmed(self) -> bool:
+        """Return True if the driver has stored all data that was sent."""
+        return all(file.sent == file.confirmed for file in self._growing.values())
 
     def take(self, all_spans: bool = False) -> list[FileData]:
-        """What is to be sent now: of each file at most one piece. Spans come every SPANS_EVERY seconds, or now."""
-        for file in self._run.glob(BOARD) if self._board else ():
-            self._growing.setdefault(f"{file.parent.name}/{file.name}", _Followed())
-        for file in self._run.glob(TAKEN):
-            self._replaced.setdefault(f"{file.parent.name}/{file.name}", (0, 0))
+        """Return the next piece of each file. Spans come every SPANS_INTERVAL seconds unless `all_spans` is set."""
+        if self._has_rank_0:
+            for path in self._run.glob(TENSORBOARD):
+                self._growing.setdefault(f"{path.parent.name}/{path.name}", _GrowingFile())
+        for path in self._run.glob(INJECTED_FAULTS):
+            self._replaced.setdefault(f"{path.parent.name}/{path.name}", (0, 0))
         spans = self._take_spans(all_spans)
-        growing = [self._next(name, followed) for name, followed in self._growing.items() if name not in self._spans]
-        replaced = [self._whole(name) for name in self._replaced]
-        return [piece for piece in (*growing, *replaced, *spans) if piece is not None]
+        growing = [self._read_piece(name, file) for name, file in self._growing.items() if name not in self._spans]
+        replaced = [self._read_whole_file(name) for name in self._replaced]
+        return [piece for piece in growing + replaced if piece is not None] + spans
 
-    def _take_spans(self, now: bool) -> list[FileData]:
-        """Pieces of the hosts' files of spans, and words of those that are gone, once all others are sent."""
-        if not self._spans:
+    def _take_spans(self, all_spans: bool) -> list[FileData]:
+        """Return pieces of span files; once all are sent, return empty pieces that remove deleted files."""
+        if not self._has_ranks:
             return []
-        due = now or time.monotonic() >= self._spans_next
-        if due:
-            self._spans_next = time.monotonic() + SPANS_EVERY
+        is_due = all_spans or time.monotonic() >= self._next_spans_time
+        if is_due:
+            self._next_spans_time = time.monotonic() + SPANS_INTERVAL
             for host in sorted(self._run.glob("spans/host=*")):
-                for file in (file for kind in SPANS for file in sorted(host.glob(kind))):
-                    self._spans.setdefault(f"spans/{host.name}/{file.name}", True)
-        found = []
-        for name, more in self._spans.items():
-            if name != _HERE and (due or more):
-                piece = self._next(name, self._growing.setdefault(name, _Followed()))
+                for pattern in SPANS:
+                    for path in sorted(host.glob(pattern)):
+                        self._spans.setdefault(f"spans/{host.name}/{path.name}", True)
+        pieces = []
+        for name, has_more in self._spans.items():
+            if is_due or has_more:
+                piece = self._read_piece(name, self._growing.setdefault(name, _GrowingFile()))
                 self._spans[name] = piece is not None and piece.has_more
-                found += [piece] if piece is not None else []
-        if due and not found:
-            for name in [name for name in self._spans if name != _HERE and not (self._run / name).exists()]:
+                if piece is not None:
+                    pieces.append(piece)
+        if is_due and not pieces:
+            for name in [name for name in self._spans if not (self._run / name).exists()]:
                 del self._spans[name], self._growing[name]
-                found.append(FileData(name, 0, b"", first=True))
-        return found
+                pieces.append(FileData(name, 0, b"", first=True))
+        return pieces
 
-    def _next(self, name: str, followed: _Followed) -> FileData | None:
-        lines = name.endswith(".jsonl")
+    def _read_piece(self, name: str, state: _GrowingFile) -> FileData | None:
         try:
             with open(self._run / name, "rb", opener=open_regular) as file:
-                about = os.fstat(file.fileno())
-                if about.st_ino != followed.inode or about.st_size < followed.sent:  # a resumed run writes it anew
-                    emptied = followed.sent > 0 and not about.st_size
-                    followed.sent = followed.kept = 0
-                    followed.inode, followed.first = about.st_ino, True
-                    if emptied:
-                        return FileData(name, 0, b"", first=True)
-                if followed.sent == followed.kept:
-                    followed.waits = time.monotonic()
-                elif time.monotonic() - followed.waits > AGAIN:  # it was lost, or found no place
-                    followed.sent, followed.first, followed.waits = followed.kept, True, time.monotonic()
-                room = min(PIECE, WINDOW - (followed.sent - followed.kept))
-                if about.st_size <= followed.sent or room <= 0:
-                    return None
-                left_out = 0
-                if name.startswith("logs/") and about.st_size - followed.sent > BEHIND:
-                    left_out = about.st_size - followed.sent - BEHIND // 2
-                    followed.sent = followed.kept = followed.sent + left_out
-                file.seek(followed.sent)
-                data = file.read(room)
+                return self._read_from(file, name, state)
         except OSError:
             return None
-        if lines and (b"\n" in data or len(data) < PIECE):  # a longer line than a piece is no record: it goes in parts
-            data = data[: data.rfind(b"\n") + 1]  # a last line without its end is still being written
+
+    def _read_from(self, file: BinaryIO, name: str, state: _GrowingFile) -> FileData | None:
+        stat = os.fstat(file.fileno())
+        if stat.st_ino != state.inode or stat.st_size < state.sent:  # a resumed run rewrites the file
+            was_truncated = state.sent > 0 and not stat.st_size
+            state.restart(stat.st_ino)
+            if was_truncated:
+                return FileData(name, 0, b"", first=True)
+        state.resend_if_lost()
+        size = min(PIECE_BYTES, WINDOW_BYTES - (state.sent - state.confirmed))
+        if stat.st_size <= state.sent or size <= 0:
+            return None
+        skipped_bytes = 0
+        if name.startswith("logs/") and stat.st_size - state.sent > LOG_BACKLOG_BYTES:
+            skipped_bytes = stat.st_size - state.sent - LOG_BACKLOG_BYTES // 2
+            state.sent += skipped_bytes
+            state.confirmed = state.sent
+        file.seek(state.sent)
+        data = file.read(size)
+        # A line that is longer than a piece is no record and goes in parts; a last line without end is being written.
+        if name.endswith(".jsonl") and (b"\n" in data or len(data) < PIECE_BYTES):
+            data = data[: data.rfind(b"\n") + 1]
         if not data:
             return None
-        more = about.st_size > followed.sent + len(data)
-        piece = FileData(name, followed.sent, data, first=followed.first, left_out=left_out, has_more=more)
-        followed.sent += len(data)
-        followed.first = False
+        piece = FileData(
+            name,
+            state.sent,
+            data,
+            first=state.starts_anew,
+            skipped_bytes=skipped_bytes,
+            has_more=stat.st_size > state.sent + len(data),
+        )
+        state.sent += len(data)
+        state.starts_anew = False
         return piece
 
-    def _whole(self, name: str) -> FileData | None:
+    def _read_whole_file(self, name: str) -> FileData | None:
         try:
             with open(self._run / name, "rb", opener=open_regular) as file:
-                about = os.fstat(file.fileno())
-                seen = (about.st_ino, about.st_mtime_ns)
-                if seen == self._replaced[name] or about.st_size > PIECE:
+                stat = os.fstat(file.fileno())
+                version = (stat.st_ino, stat.st_mtime_ns)
+                if version == self._replaced[name] or stat.st_size > PIECE_BYTES:
                     return None
-                self._replaced[name] = seen
-                return FileData(name, 0, file.read(PIECE), replaces_file=True)
+                self._replaced[name] = version
+                return FileData(name, 0, file.read(PIECE_BYTES), replaces_file=True)
         except OSError:
             return None

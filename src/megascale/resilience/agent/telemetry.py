@@ -1,4 +1,4 @@
-"""What an agent tells the driver of its own accord: heartbeats, lines of a log, figures of steps, pieces of files."""
+"""The agent's reports to the driver: heartbeats, log lines of rank 0, step metrics and pieces of files."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from typing import TypeVar
 from megascale.core.background import FailureLog
 from megascale.resilience.agent import gpu_health, node_health
 from megascale.resilience.agent.driver_link import DriverLink
-from megascale.resilience.agent.logs import LogFilter
-from megascale.resilience.agent.metrics_tail import MetricsTail
+from megascale.resilience.agent.file_tails import LogFilter, MetricsTail
 from megascale.resilience.agent.rank_lease import RankLease
 from megascale.resilience.agent.sent_files import SentFiles
 from megascale.resilience.agent.trainers import Trainers
-from megascale.resilience.protocol.agent_messages import Kept, Start
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.agent_messages import FileStored, Start
 from megascale.resilience.protocol.heartbeat import Heartbeat, truncate
+from megascale.resilience.protocol.job_description import JobDescription
 
 log = logging.getLogger("megascale.agent")
-LOOK = 0.2  # seconds between looks at logs and status files
-REST = 5.0  # seconds for the driver to have written what ended trainers wrote last
-LAST = 5.0  # seconds for the driver to have heard that nothing runs here any more
-SOON = 0.02  # seconds between looks whether it has
-SLOW = 1.0  # seconds of a heartbeat, or of a part of it, that are worth a line
+READ_INTERVAL = 0.2  # seconds between reads of logs and status files
+STORE_TIMEOUT = 5.0  # seconds for the driver to store the last output of ended trainers
+END_TIMEOUT = 5.0  # seconds for the driver to confirm that no rank runs on this node
+POLL_INTERVAL = 0.02  # seconds between checks for that confirmation
+SLOW_SECONDS = 1.0  # duration of a heartbeat, or of a part of it, that is logged
 T = TypeVar("T")
 
 
 class Telemetry:
-    """Args:
-    job: what is told of, and how often.
-    node, address, pod: who tells.
-    trainers: whose state is told.
-    link: to the driver.
-    changed: set where a heartbeat is worth sending now.
-    lease: of the ranks, which answers to heartbeats renew.
+    """Sender of everything that the driver has not requested.
+
+    Args:
+        job: the job's description with the intervals.
+        node, address, pod: names and address of this node.
+        trainers: source of the trainers' state.
+        link: link to the driver.
+        changed: event that causes a heartbeat at once.
+        lease: lease of the ranks, which answers to heartbeats renew.
 
     Attributes:
-        facts: hardware and versions of this node.
-        heard: the last heartbeat that the driver has answered.
-        leaving: the agent ends, and starts no ranks any more.
+        hardware, versions: facts about this node.
+        confirmed_sequence: number of the last heartbeat that the driver confirmed.
+        leaving: the agent is ending and starts no more ranks.
         newest: the last heartbeat, None before the first.
     """
 
@@ -58,109 +59,108 @@ class Telemetry:
         changed: asyncio.Event,
         lease: RankLease,
     ) -> None:
-        self._job, self._node, self._address, self._pod = job, node, address, pod
-        self._trainers, self._link, self._changed, self._lease = trainers, link, changed, lease
+        self._job = job
+        self._node = node
+        self._address = address
+        self._pod = pod
+        self._trainers = trainers
+        self._link = link
+        self._changed = changed
+        self._lease = lease
         self._sequence = 0
-        self.newest: Heartbeat | None = None
+        self._forwarded_rank: int | None = None
         self._metrics = MetricsTail(Path(job.run))
         self._files = None if job.shared else SentFiles(Path(job.run))
         self._logs = LogFilter(job.limits.log_patterns)
         self._traffic = node_health.TrafficSampler()
         self._gpus = gpu_health.GpuHealth()
-        self.facts = (node_health.hardware(), node_health.versions())
-        self._forward: int | None = None
-        self.heard, self.leaving = 0, False
         self._failures: dict[str, FailureLog] = {}
+        self.hardware = node_health.hardware()
+        self.versions = node_health.versions()
+        self.newest: Heartbeat | None = None
+        self.confirmed_sequence = 0
+        self.leaving = False
 
     def begin_session(self) -> None:
-        """Another driver listens: it knows nothing yet."""
+        """Repeat the state for another driver."""
         self._metrics.begin_session()
         if self._files is not None:
             self._files.begin_session()
         self._changed.set()
 
-    def follow(self, order: Start) -> None:
-        """The ranks of an attempt have been started."""
-        self._forward = order.forward
-        self._logs.follow({t.rank: (t.log, t.log_start) for t in self._trainers.trainers.values()})
+    def follow_attempt(self, order: Start) -> None:
+        """Follow the logs and files of a started attempt."""
+        self._forwarded_rank = order.forward
+        trainers = self._trainers.trainers.values()
+        self._logs.follow({trainer.rank: (trainer.log, trainer.log_start) for trainer in trainers})
         if self._files is not None:
             self._files.follow(order.ranks)
         self._changed.set()
 
-    def kept(self, order: Kept) -> None:
-        """The driver has written what it was sent."""
+    def confirm_file(self, order: FileStored) -> None:
+        """Record that the driver stored a piece of a file."""
         if self._files is not None:
-            self._files.kept(order.name, order.end)
+            self._files.confirm(order.name, order.end)
 
     def close(self) -> None:
-        """Give back what was opened for looking."""
+        """Stop the threads that read counters."""
         self._traffic.close()
         self._gpus.close()
 
-    async def beat(self) -> None:
-        """Send heartbeats, at the interval and when something has changed; does not return."""
+    # heartbeats -------------------------------------------------------------------------------------------------------
+
+    async def send_heartbeats(self) -> None:
+        """Send heartbeats at the interval and after changes; never returns."""
+        interval = self._job.limits.interval
         while True:
             begun = time.monotonic()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._job.limits.interval):
+                async with asyncio.timeout(interval):
                     await self._changed.wait()
-                    await asyncio.sleep(0.01)  # what ends together is sent together
-            if (late := time.monotonic() - begun - self._job.limits.interval) > SLOW:
-                log.warning("a heartbeat is late by %.1f s: something else of this agent took that long", late)
+                    await asyncio.sleep(0.01)  # ranks that end together are reported in one heartbeat
+            delay = time.monotonic() - begun - interval
+            if delay > SLOW_SECONDS:
+                log.warning("a heartbeat is late by %.1f s: another task of this agent took that long", delay)
             self._changed.clear()
-            self._timed("a heartbeat", self._send)
+            self._timed("a heartbeat", self._send_heartbeat)
 
     @staticmethod
-    def _timed(what: str, do: Callable[[], T]) -> T:
-        """What `do` gives; where it takes long the log says so, since the driver takes silence for a node's end."""
+    def _timed(name: str, function: Callable[[], T]) -> T:
+        """Call `function` and log a long duration, since the driver takes silence for the node's end."""
         begun = time.monotonic()
         try:
-            return do()
+            return function()
         finally:
-            if (took := time.monotonic() - begun) > SLOW:
-                log.warning("%s took %.1f s", what, took)
+            seconds = time.monotonic() - begun
+            if seconds > SLOW_SECONDS:
+                log.warning("%s took %.1f s", name, seconds)
 
-    def _part(self, name: str, read: Callable[[], T], missing: T) -> T:
-        """Return a part of the heartbeat that the driver can do without, `missing` where reading it fails."""
+    def _read_optional(self, name: str, read: Callable[[], T], default: T) -> T:
+        """Return an optional part of the heartbeat, `default` if reading it fails."""
         try:
             return self._timed(name, read)
         except Exception as error:
             failures = self._failures.setdefault(name, FailureLog(log, name))
             failures.note(error, "heartbeats go on without it")
-            return missing
+            return default
 
-    def _send(self) -> int:
-        """Send a heartbeat; its number, 0 where that was not possible."""
+    def _send_heartbeat(self) -> int:
+        """Send a heartbeat; return its number, 0 if it was not sent."""
         channel = self._link.channel
         if channel is None:
             return 0
         try:
-            self._part("new log lines", self._pass_lines, None)
-            heartbeat = self.heartbeat()
-            self._lease.sent(heartbeat.sequence)
+            self._read_optional("new log lines", self._send_lines, None)
+            heartbeat = self.make_heartbeat()
+            self._lease.record_sent(heartbeat.sequence)
             channel.send(heartbeat)
         except (ConnectionError, ValueError) as error:
             log.warning("a heartbeat was not sent: %s", error)
             return 0
         return heartbeat.sequence
 
-    def leave(self) -> None:
-        """The agent ends: the driver is to know that now, and soon that nothing runs here any more."""
-        self.leaving = True
-        self._changed.set()
-
-    async def say_over(self) -> None:
-        """Tell the driver that nothing runs here any more, and wait until it has heard that: else it must wait for the
-        lease before it starts these ranks elsewhere. A driver that has hung up meanwhile is told once it is back."""
-        deadline, told, number = time.monotonic() + LAST, None, 0
-        while self._lease.given and time.monotonic() < deadline and not (number and self.heard >= number):
-            channel = self._link.channel
-            if channel is not None and channel is not told:
-                told, number = channel, self._send()
-            await asyncio.sleep(SOON)
-
-    def heartbeat(self) -> Heartbeat:
-        """This node now."""
+    def make_heartbeat(self) -> Heartbeat:
+        """Return a heartbeat with the node's current state."""
         self._sequence += 1
         self.newest = Heartbeat(
             job=self._job.name,
@@ -170,52 +170,90 @@ class Telemetry:
             sent_ns=time.time_ns(),
             address=self._address,
             pod=self._pod,
-            hardware=self.facts[0],
-            versions=self.facts[1],
+            hardware=self.hardware,
+            versions=self.versions,
             workers=self._timed("the state of the trainers", self._trainers.workers),
-            logs=self._part("log lines", self._logs.take, ()),
-            gpus=self._part("what GPUs report", self._gpus.take, ()),
-            traffic=self._part("network counters", self._traffic.take, ()),
-            checksums=self._part("checksums of weights", self._trainers.checksums, {}),
-            step_seconds=self._part("step times", self._trainers.step_seconds, {}),
-            disks=self._part("room on disks", self._trainers.disks, {}),
+            logs=self._read_optional("log lines", self._logs.take, ()),
+            gpus=self._read_optional("GPU health", self._gpus.take, ()),
+            traffic=self._read_optional("network counters", self._traffic.take, ()),
+            checksums=self._read_optional("checksums of weights", self._trainers.checksums, {}),
+            step_seconds=self._read_optional("step times", self._trainers.step_seconds, {}),
+            disks=self._read_optional("free disk space", self._trainers.disks, {}),
             leaving=self.leaving,
         )
         return self.newest
 
-    async def watch(self) -> None:
-        """Between heartbeats: new lines of rank 0, and whether a trainer has come to another phase or a first step."""
-        before: dict[int, tuple[str, bool]] = {}
+    def announce_end(self) -> None:
+        """Report in heartbeats from now on that the agent is ending."""
+        self.leaving = True
+        self._changed.set()
+
+    async def confirm_end(self) -> None:
+        """Report that no rank runs on this node, and wait until the driver confirms it.
+
+        Without the confirmation the driver waits for the lease before it starts these ranks on another node. The
+        report is repeated on a new connection.
+        """
+        deadline = time.monotonic() + END_TIMEOUT
+        used_channel = None
+        sequence = 0
+        while self._lease.is_enabled and time.monotonic() < deadline:
+            if sequence and self.confirmed_sequence >= sequence:
+                return
+            channel = self._link.channel
+            if channel is not None and channel is not used_channel:
+                used_channel = channel
+                sequence = self._send_heartbeat()
+            await asyncio.sleep(POLL_INTERVAL)
+
+    # logs and files ---------------------------------------------------------------------------------------------------
+
+    async def watch_files(self) -> None:
+        """Send new log lines and files between heartbeats; never returns.
+
+        A trainer's new phase or first step causes a heartbeat.
+        """
+        previous: dict[int, tuple[str, bool]] = {}
         while True:
-            await asyncio.sleep(LOOK)
-            self._pass_lines()
-            self._pass_files()
-            now = self._trainers.stages()
-            if now != before:
-                before = now
+            await asyncio.sleep(READ_INTERVAL)
+            self._send_lines()
+            self._send_files()
+            stages = self._trainers.stages()
+            if stages != previous:
+                previous = stages
                 self._changed.set()
 
-    async def send_rest(self) -> None:
-        """Send what ended trainers wrote last: told of their end, the driver may place them elsewhere or go."""
-        deadline = time.monotonic() + REST
+    async def send_remaining_files(self) -> None:
+        """Send the last output of ended trainers and wait until the driver stored it.
+
+        After their end the driver may start the trainers on another node, or end itself.
+        """
+        deadline = time.monotonic() + STORE_TIMEOUT
         while self._files is not None and self._link.channel is not None and time.monotonic() < deadline:
-            if not self._pass_files(rest=True) and self._files.confirmed():
+            if not self._send_files(all_spans=True) and self._files.is_confirmed():
                 return
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(READ_INTERVAL)
 
-    def _pass_lines(self) -> None:
-        lines = self._logs.look(self._forward)
+    def _send_lines(self) -> None:
+        lines = self._logs.read_new_lines(self._forwarded_rank)
         if lines:
-            self._link.say(do="lines", rank=self._forward, lines=[truncate(line) for line in lines[-100:]])
+            texts = [truncate(line) for line in lines[-100:]]
+            self._link.send_message(do="lines", rank=self._forwarded_rank, lines=texts)
 
-    def _pass_files(self, rest: bool = False) -> int:
-        """What steps gave, where rank 0 runs; and all that trainers write, where the driver does not see it. Returns
-        the number of pieces of files."""
+    def _send_files(self, all_spans: bool = False) -> int:
+        """Send step metrics from the node of rank 0, and pieces of files that the driver cannot read.
+
+        Returns the number of pieces.
+        """
         if self._link.channel is None:
             return 0
-        if 0 in self._trainers.trainers and (steps := self._metrics.read_new_steps()) is not None:
-            self._link.send(steps)
-        pieces = self._files.take(rest) if self._files is not None and self._link.free else []
+        if 0 in self._trainers.trainers:
+            steps = self._metrics.read_new_steps()
+            if steps is not None:
+                self._link.send(steps)
+        if self._files is None or not self._link.is_free:
+            return 0
+        pieces = self._files.take(all_spans)
         for piece in pieces:
             self._link.send(piece)
         return len(pieces)

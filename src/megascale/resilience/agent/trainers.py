@@ -1,4 +1,4 @@
-"""The trainers of a node: forked through the fork server, watched, stopped. One attempt at a time."""
+"""The trainers of a node: forked by the fork server, observed through their status files, and stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megascale.core.background import FailureLog
 from megascale.core.failure import room
@@ -36,28 +36,48 @@ from megascale.resilience.protocol.fork_messages import (
     Frames,
     framed,
 )
-from megascale.resilience.protocol.heartbeat import TAIL, Worker, truncate
+from megascale.resilience.protocol.heartbeat import TAIL_CHARACTERS, Worker, truncate
 from megascale.services.messages import Message
 from megascale.services.shared_token import derive_token
 
 log = logging.getLogger("megascale.agent")
-# Imported once by the fork server; by name, as this package does not know the trainer's.
+# Modules that the fork server imports once. They are given by name, since this package must not import the trainer.
 PRELOAD = (
     "megascale.api",
-    "megascale.cli.train",
-    "rich.table",
+    "megascale.cli.summary",
     "megascale.train.loop",
     "megascale.train.rank_info",
-    "megascale.ops.launch:warm_up_forks",
+    "megascale.ops.launch:prepare_forks",
 )
+
+
+class Progress(NamedTuple):
+    """The fields of a status record that change while a trainer makes progress."""
+
+    phase: str = ""
+    step: int = 0
+    action: str = ""
+    microbatch: int = -1
+    message: str = ""
+    time_ns: int = 0
 
 
 @dataclass
 class TrainerProcess:
-    """One rank's process. status: its wait status once ended; last_status: of its status file; first: its first step.
+    """The process of one rank.
 
-    errno, error: of the exception it ended with; ended: when, on the monotonic clock; by_agent: not by itself;
-    tail: what stands for the end of its log, where it has not come so far as to write one.
+    Attributes:
+        log_start: offset in the log where the output of this attempt begins.
+        pid: process id, 0 before the fork.
+        status: wait status, None while the process runs.
+        progress: newest status record, None before the first.
+        changed: time of its last change, on the monotonic clock.
+        first_step: the first step of this attempt, -1 before it.
+        checksum: "STEP:VALUE", the newest checksum of weights, or "".
+        errno, error: exception that ended the process.
+        ended: time of the end, on the monotonic clock.
+        by_agent: the agent ended the process.
+        tail: text that replaces the end of the log for a process that wrote none.
     """
 
     rank: int
@@ -65,9 +85,9 @@ class TrainerProcess:
     log_start: int
     pid: int = 0
     status: int | None = None
-    last_status: tuple[Any, ...] = ()
+    progress: Progress | None = None
     changed: float = 0.0
-    first: int = -1
+    first_step: int = -1
     checksum: str = ""
     compute_seconds: float = 0.0
     errno: int = 0
@@ -76,105 +96,125 @@ class TrainerProcess:
     by_agent: bool = False
     tail: str = ""
 
-    def end(self, status: int, **about: Any) -> None:
-        """It has ended."""
-        self.status, self.ended = status, time.monotonic()
-        for name, value in about.items():
+    def end(self, status: int, **fields: Any) -> None:
+        """Record the end of the process with its wait status and further fields."""
+        self.status = status
+        self.ended = time.monotonic()
+        for name, value in fields.items():
             setattr(self, name, value)
+
+    def read_tail(self) -> str:
+        """Return the end of the output that this attempt wrote into the rank's log."""
+        try:
+            with open(self.log, "rb", opener=open_regular) as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(self.log_start, size - TAIL_CHARACTERS))
+                text = file.read(TAIL_CHARACTERS).decode(errors="replace")
+        except OSError:
+            return ""
+        return truncate(text, TAIL_CHARACTERS)
 
 
 class Trainers:
-    """Starts, watches and stops this node's ranks.
+    """The ranks of this node, one attempt at a time.
 
     Args:
         run: the folder that trainers write to; its name is the run's.
-        folder: the node's own folder, with the settings that came with the order.
-        changed: called when a process has started or ended.
-        shared: whether `run` is where the settings say; else trainers are told.
+        folder: the node's own folder, which receives the settings of each start order.
+        on_change: called when a process has started or ended.
+        shared: `run` is the folder that the settings name; otherwise trainers get an override.
     """
 
-    def __init__(self, run: Path, folder: Path, changed: Callable[[], None], shared: bool = True) -> None:
-        self.run, self.folder, self._changed, self._shared = run, folder, changed, shared
+    def __init__(self, run: Path, folder: Path, on_change: Callable[[], None], shared: bool = True) -> None:
+        self.run = run
+        self.folder = folder
         self.attempt = 0
         self.trainers: dict[int, TrainerProcess] = {}
+        self._on_change = on_change
+        self._shared = shared
         self._server: subprocess.Popen[bytes] | None = None
-        self._sock: socket.socket | None = None
+        self._socket: socket.socket | None = None
         self._reading: asyncio.Task[None] | None = None
         self._ready = False
-        self._cut = ""  # why the ranks were ended without their driver
-        self._broken: Broken | None = None  # what the fork server said that cannot start
+        self._end_reason = ""  # reason for which the agent killed the fork server
+        self._broken: Broken | None = None  # report of a fork server that cannot start
 
     # the fork server ------------------------------------------------------------------------------------------------
 
-    def serve(self) -> None:
-        """Start the fork server, in place of an older one (whose children end with it)."""
+    def start_server(self) -> None:
+        """Start the fork server; an older one and its children are killed first."""
         self.end_server()
-        mine, theirs = socket.socketpair()
-        mine.setblocking(False)
-        server = "megascale.resilience.agent.fork_server"
+        own_end, server_end = socket.socketpair()
+        own_end.setblocking(False)
+        module = "megascale.resilience.agent.fork_server"
         with open(self.folder / "forkserver.log", "ab") as out:
             self._server = subprocess.Popen(
-                module_command(server, str(theirs.fileno()), str(os.getpid()), *PRELOAD),
-                pass_fds=[theirs.fileno()],
+                module_command(module, str(server_end.fileno()), str(os.getpid()), *PRELOAD),
+                pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
             )
-        theirs.close()
-        self._sock, self._ready, self._broken = mine, False, None
-        self._reading = asyncio.get_running_loop().create_task(self._listen(mine))
+        server_end.close()
+        self._socket = own_end
+        self._ready = False
+        self._broken = None
+        self._reading = asyncio.get_running_loop().create_task(self._read_reports(own_end))
 
     def end_server(self) -> None:
         """Kill the fork server and with it every trainer."""
         if self._reading is not None:
             self._reading.cancel()
-        if self._sock is not None:
-            self._sock.close()
+        if self._socket is not None:
+            self._socket.close()
         if self._server is not None:
             self._server.kill()
             self._server.wait()
         for trainer in self.running():
             trainer.end(signal.SIGKILL, by_agent=True)
-        self._server = self._sock = self._reading = None
+        self._server = self._socket = self._reading = None
 
-    async def _listen(self, sock: socket.socket) -> None:
-        loop, frames = asyncio.get_running_loop(), Frames(FROM_FORK_SERVER)
+    async def _read_reports(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        frames = Frames(FROM_FORK_SERVER)
         try:
             while data := await loop.sock_recv(sock, 65536):
                 for message in frames.feed(data):
-                    self._received(message)
+                    self._handle(message)
         except OSError as error:
             log.warning("the connection to the fork server ended: %s", error)
         except Exception as error:
-            # How the ranks of such a server end is unknown, so it is replaced.
+            # The ends of this server's ranks would stay unknown, so the server is replaced.
             FailureLog(log, "reading from the fork server").note(error, "the server and its ranks are ended")
-            self._cut = self._cut or f"the answers of its fork server cannot be read: {error}"
+            self._end_reason = self._end_reason or f"reports of the fork server cannot be read: {error}"
             if self._server is not None:
                 self._server.kill()
-        # The server is gone by itself, and its children with it. Have a new one ready, unless it cannot even start.
+        # The server has ended and its children with it. Start a new one unless this one failed during its imports.
         self._reading = None
-        self._server_ended()
+        self._record_server_end()
         self.end_server()
-        self._changed()
+        self._on_change()
         if self._ready:
-            self.serve()
+            self.start_server()
 
-    def _server_ended(self) -> None:
-        """The ranks ended for what ended the fork server; that they were killed with it says nothing."""
+    def _record_server_end(self) -> None:
+        """Give running ranks the reason for the fork server's end, since their own SIGKILL only follows from it."""
         if self._broken:
+            failure = {"errno": self._broken.errno, "error": self._broken.error, "tail": self._broken.tail}
             for trainer in self.running():
-                trainer.end(1 << 8, errno=self._broken.errno, error=self._broken.error, tail=self._broken.tail)
+                trainer.end(1 << 8, **failure)
         elif self._server is not None and self.running():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(1.0)
             code = self._server.returncode or 0
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            error, self._cut = self._cut or f"its fork server (process {self._server.pid}) ended with {how}", ""
+            error = self._end_reason or f"its fork server (process {self._server.pid}) ended with {how}"
+            self._end_reason = ""
             for trainer in self.running():
                 trainer.end(signal.SIGKILL, by_agent=True, error=error)
 
-    def _received(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if isinstance(message, ForkServerReady):
             self._ready = True
         elif isinstance(message, Broken):
@@ -186,7 +226,7 @@ class Trainers:
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:
                     trainer.end(message.status, errno=message.errno, error=message.error)
-        self._changed()
+        self._on_change()
 
     # an attempt -----------------------------------------------------------------------------------------------------
 
@@ -194,191 +234,212 @@ class Trainers:
         """Fork the ranks of an attempt.
 
         Args:
-            order: as the driver sends it.
-            address: of this node.
-            token: the job's, from which that of its replicas is made, the same on all nodes; one that stands in this
-                agent's environment goes before it.
+            order: the driver's start order.
+            address: address of this node.
+            token: the job's token. The token of replicas derives from it unless the agent's environment has one.
         """
-        assert not self.running(), "the attempt before must have ended"
+        assert not self.running(), "the previous attempt has not ended"
         self.attempt = order.attempt
-        if order.fresh or self._sock is None:
-            self.serve()
+        if order.fresh or self._socket is None:
+            self.start_server()
         logs = self.run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         if not self._shared and order.identity:
-            # Checkpoints outside the run folder are this run's, also for a node that has rank 0 for the first time.
+            # Checkpoints outside the run folder belong to this run, also on a node that has rank 0 for the first time.
             (self.run / "identity").write_text(order.identity + "\n")
         settings = self.folder / "job.toml"
         settings.write_text(order.settings, encoding="utf-8")
-        place = () if self._shared else (f"--train.runs={self.run.parent}",)
-        words = ("train", str(settings), *place, *order.words)
+        arguments = ["train", str(settings)]
+        if not self._shared:
+            arguments.append(f"--train.runs={self.run.parent}")
+        arguments += order.words
+        common = order.env | {
+            "LOCAL_WORLD_SIZE": str(len(order.ranks)),
+            "WORLD_SIZE": str(order.world),
+            "MASTER_ADDR": order.master[0],
+            "MASTER_PORT": str(order.master[1]),
+            "MEGASCALE_JOB": order.job,
+            REPLICA_VARIABLE: os.environ.get(REPLICA_VARIABLE) or derive_token(token, f"replicas of {order.job}"),
+            "MEGASCALE_ATTEMPT": str(self.attempt),
+            "MEGASCALE_NODE": self.folder.name,
+            "MEGASCALE_NODE_ADDRESS": address,
+        }
+        common = _network_variables(address) | common
         self.trainers = {}
-        networks = _networks(address)
-        replicas = os.environ.get(REPLICA_VARIABLE) or derive_token(token, f"replicas of {order.job}")
-        for local, rank in enumerate(order.ranks):
-            log = logs / f"rank-{rank}.log"
-            start = log.stat().st_size if log.exists() else 0
-            self.trainers[rank] = TrainerProcess(rank, log, start, changed=time.monotonic())
-            env = order.env | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(len(order.ranks)),
-                "WORLD_SIZE": str(order.world),
-                "MASTER_ADDR": order.master[0],
-                "MASTER_PORT": str(order.master[1]),
-                "MEGASCALE_JOB": order.job,
-                REPLICA_VARIABLE: replicas,
-                "MEGASCALE_ATTEMPT": str(self.attempt),
-                "MEGASCALE_NODE": self.folder.name,
-                "MEGASCALE_NODE_ADDRESS": address,
-            }
-            env |= {name: value for name, value in networks.items() if name not in env}
-            assert self._sock is not None
-            self._send(framed(TO_FORK_SERVER, Fork(rank, self.attempt, env, words, str(log))))
+        for local_rank, rank in enumerate(order.ranks):
+            log_file = logs / f"rank-{rank}.log"
+            log_start = log_file.stat().st_size if log_file.exists() else 0
+            self.trainers[rank] = TrainerProcess(rank, log_file, log_start, changed=time.monotonic())
+            env = common | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            self._send(Fork(rank, self.attempt, env, tuple(arguments), str(log_file)))
 
-    def _send(self, data: bytes) -> None:
-        assert self._sock is not None
-        self._sock.setblocking(True)  # some hundred bytes a rank: the socket's buffer takes them
+    def _send(self, order: Fork) -> None:
+        assert self._socket is not None
+        self._socket.setblocking(True)  # The socket's buffer holds the orders of all ranks, some hundred bytes each.
         try:
-            self._sock.sendall(data)
+            self._socket.sendall(framed(TO_FORK_SERVER, order))
         finally:
-            self._sock.setblocking(False)
+            self._socket.setblocking(False)
 
     def running(self) -> list[TrainerProcess]:
-        """Those that have not ended."""
-        return [t for t in self.trainers.values() if t.status is None]
+        """List the ranks that have not ended."""
+        return [trainer for trainer in list(self.trainers.values()) if trainer.status is None]
 
-    def cut_off(self, why: str) -> None:
-        """End all ranks at once, from any thread: they may be started elsewhere from now on."""
+    def kill_from_thread(self, reason: str) -> None:
+        """Kill all ranks at once, since the driver may start them on another node. May be called from any thread."""
         server = self._server
-        # A copy: the loop may begin an attempt meanwhile.
-        running = any(trainer.status is None for trainer in list(self.trainers.values()))
-        if server is not None and server.returncode is None and running:
-            if not self._cut:
-                log.error("ending the ranks of this node: %s", why)
-            self._cut = why
-            with contextlib.suppress(OSError):
-                os.kill(server.pid, signal.SIGKILL)  # its ranks end with it
+        if server is None or server.returncode is not None or not self.running():
+            return
+        if not self._end_reason:
+            log.error("ending the ranks of this node: %s", reason)
+        self._end_reason = reason
+        with contextlib.suppress(OSError):
+            os.kill(server.pid, signal.SIGKILL)  # the kernel ends its ranks with it
 
     async def stop(self, how: Literal["save", "kill"], grace_period: float) -> None:
-        """End all ranks: let them save first for at most `grace_period` seconds, or kill them at once."""
+        """End all ranks; "save" gives them `grace_period` seconds to save a checkpoint first."""
         deadline = time.monotonic() + grace_period
-        asked: set[int] = set()
+        signalled: set[int] = set()
         while how == "save" and self.running() and time.monotonic() < deadline:
-            asked |= self._signal(signal.SIGTERM, asked)  # once each: one that is just being forked a little later
+            # A rank that is still being forked gets its signal in a later round.
+            signalled |= self._signal(signal.SIGTERM, exclude=signalled)
             await asyncio.sleep(0.02)
         while self.running() and self._server is not None:
             self._signal(signal.SIGKILL)
             await asyncio.sleep(0.01)
 
-    def _signal(self, number: int, leave: Collection[int] = ()) -> set[int]:
-        """Send a signal to the ranks that run, but those in `leave`; returns their process ids."""
-        pids = {trainer.pid for trainer in self.running() if trainer.pid and trainer.pid not in leave}
+    def _signal(self, number: int, exclude: Collection[int] = ()) -> set[int]:
+        """Send a signal to the running ranks except the processes in `exclude`; return their process ids."""
+        pids = set()
         for trainer in self.running():
-            trainer.by_agent = trainer.by_agent or trainer.pid in pids
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+            if trainer.pid and trainer.pid not in exclude:
+                trainer.by_agent = True
+                pids.add(trainer.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(trainer.pid, number)
         return pids
 
     # telemetry --------------------------------------------------------------------------------------------------------
 
     def workers(self) -> tuple[Worker, ...]:
-        """Every rank as it stands now."""
-        return tuple(self._worker(self.trainers[rank]) for rank in sorted(self.trainers))
+        """Return the state of every rank."""
+        return tuple(self._describe(self.trainers[rank]) for rank in sorted(self.trainers))
 
     def stages(self) -> dict[int, tuple[str, bool]]:
-        """rank -> (phase, whether it has done a step): changes of it are worth a heartbeat at once."""
-        for t in self.running():
-            self._look(t)
-        return {t.rank: (t.last_status[0], t.last_status[1] > t.first) for t in self.running() if t.last_status}
+        """Return {rank: (phase, has completed a step)} of the running ranks. A change causes a heartbeat at once."""
+        stages = {}
+        for trainer in self.running():
+            self._update(trainer)
+            if trainer.progress is not None:
+                stages[trainer.rank] = (trainer.progress.phase, trainer.progress.step > trainer.first_step)
+        return stages
 
     def checksums(self) -> dict[str, str]:
-        """ "STEP:RANK" -> the newest checksum of each rank that makes them."""
-        pairs = ((t.rank, *t.checksum.partition(":")) for t in self.trainers.values() if t.checksum)
-        return {f"{step}:{rank}": value for rank, step, _, value in pairs}
+        """Return {"STEP:RANK": newest checksum of weights} of the ranks that compute checksums."""
+        checksums = {}
+        for trainer in self.trainers.values():
+            if trainer.checksum:
+                step, _, value = trainer.checksum.partition(":")
+                checksums[f"{step}:{trainer.rank}"] = value
+        return checksums
 
     def step_seconds(self) -> dict[int, float]:
-        """Compute seconds of each rank's last step."""
-        return {t.rank: t.compute_seconds for t in self.trainers.values() if t.compute_seconds}
-
-    def _look(self, t: TrainerProcess) -> None:
-        status = read_status(self.run / "status" / f"rank-{t.rank}.status")
-        if status is not None and status.pid == t.pid:
-            seen = (status.phase, status.step, status.action, status.microbatch, status.message, status.time_ns)
-            if seen != t.last_status:
-                t.last_status, t.changed = seen, time.monotonic()
-                if status.phase == "train" and t.first < 0:
-                    t.first = status.step
-            t.checksum, t.compute_seconds = status.checksum, status.compute_seconds
-
-    def _worker(self, t: TrainerProcess) -> Worker:
-        self._look(t)
-        now = time.monotonic()
-        phase, step, action, microbatch, message = t.last_status[:5] if t.last_status else ("", 0, "", -1, "")
-        state: Literal["running", "exited", "signalled"] = "running"
-        code, tail = 0, ""
-        if t.status is not None:
-            ended_by_signal = os.WIFSIGNALED(t.status)
-            state = "signalled" if ended_by_signal else "exited"
-            code = os.WTERMSIG(t.status) if ended_by_signal else os.WEXITSTATUS(t.status)
-            tail = t.tail or self._tail(t) if code else ""
-        rss, cpu, stopped = _usage(t.pid) if t.status is None and t.pid else (0, 0.0, False)
-        return Worker(
-            rank=t.rank,
-            pid=t.pid,
-            state=state,
-            code=code,
-            phase=phase,
-            step=step,
-            action=truncate(action, 200),
-            microbatch=microbatch,
-            status_age=now - t.changed,
-            message=truncate(message),
-            rss=rss,
-            cpu_seconds=cpu,
-            stopped=stopped,
-            stderr_tail=tail,
-            errno=t.errno,
-            error=truncate(t.error),
-            ended_age=now - t.ended if t.status is not None else 0.0,
-            by_agent=t.by_agent,
-        )
+        """Return {rank: compute seconds of the last step}."""
+        return {rank: trainer.compute_seconds for rank, trainer in self.trainers.items() if trainer.compute_seconds}
 
     def disks(self) -> dict[str, float]:
-        """Bytes left on the disks that trainers write to, when one of them has ended badly; else nothing."""
-        if not any(t.status for t in self.trainers.values()):
+        """Return {folder: free bytes} of the disks that trainers write to, {} unless a trainer has failed."""
+        if not any(trainer.status for trainer in self.trainers.values()):
             return {}
         return room([self.run, self.run / "logs", self.run / "checkpoints", tempfile.gettempdir(), "/dev/shm"])
 
-    def _tail(self, t: TrainerProcess) -> str:
-        """The end of what this attempt wrote into the rank's log."""
-        try:
-            with open(t.log, "rb", opener=open_regular) as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(t.log_start, size - TAIL))
-                return truncate(file.read(TAIL).decode(errors="replace"), TAIL)
-        except OSError:
-            return ""
+    def _update(self, trainer: TrainerProcess) -> None:
+        """Read the status file of a rank."""
+        status = read_status(self.run / "status" / f"rank-{trainer.rank}.status")
+        if status is None or status.pid != trainer.pid:
+            return
+        progress = Progress(status.phase, status.step, status.action, status.microbatch, status.message, status.time_ns)
+        if progress != trainer.progress:
+            trainer.progress = progress
+            trainer.changed = time.monotonic()
+            if status.phase == "train" and trainer.first_step < 0:
+                trainer.first_step = status.step
+        trainer.checksum = status.checksum
+        trainer.compute_seconds = status.compute_seconds
+
+    def _describe(self, trainer: TrainerProcess) -> Worker:
+        self._update(trainer)
+        current_time = time.monotonic()
+        progress = trainer.progress or Progress()
+        usage = ProcessUsage()
+        state: Literal["running", "exited", "signalled"] = "running"
+        code = 0
+        tail = ""
+        ended_age = 0.0
+        if trainer.status is None:
+            usage = read_usage(trainer.pid) if trainer.pid else usage
+        else:
+            ended_age = current_time - trainer.ended
+            if os.WIFSIGNALED(trainer.status):
+                state = "signalled"
+                code = os.WTERMSIG(trainer.status)
+            else:
+                state = "exited"
+                code = os.WEXITSTATUS(trainer.status)
+            if code:
+                tail = trainer.tail or trainer.read_tail()
+        return Worker(
+            rank=trainer.rank,
+            pid=trainer.pid,
+            state=state,
+            code=code,
+            phase=progress.phase,
+            step=progress.step,
+            action=truncate(progress.action, 200),
+            microbatch=progress.microbatch,
+            status_age=current_time - trainer.changed,
+            message=truncate(progress.message),
+            rss=usage.resident_bytes,
+            cpu_seconds=usage.cpu_seconds,
+            stopped=usage.stopped,
+            stderr_tail=tail,
+            errno=trainer.errno,
+            error=truncate(trainer.error),
+            ended_age=ended_age,
+            by_agent=trainer.by_agent,
+        )
 
 
-def _networks(address: str) -> dict[str, str]:
-    """The interface for gloo's and NCCL's connections, where a node is reached by others and nobody chose: both would
-    take what the host's own name resolves to, or the first that they find."""
-    name = "" if is_loopback(address) else interface_of(address)
-    wanted = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {each: name for each in wanted if name and each not in os.environ}
+def _network_variables(address: str) -> dict[str, str]:
+    """Return variables that bind gloo and NCCL to the interface of `address`, unless the environment has them.
+
+    By default both use the interface of the host's name or the first one, which other nodes may not reach.
+    """
+    interface = "" if is_loopback(address) else interface_of(address)
+    if not interface:
+        return {}
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: interface for name in names if name not in os.environ}
 
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
-def _usage(pid: int) -> tuple[int, float, bool]:
-    """(resident bytes, CPU seconds, whether a signal or a debugger holds it) of a process; zeros if it is gone."""
+class ProcessUsage(NamedTuple):
+    """Resources of a process. `stopped`: a signal or a debugger has stopped it."""
+
+    resident_bytes: int = 0
+    cpu_seconds: float = 0.0
+    stopped: bool = False
+
+
+def read_usage(pid: int) -> ProcessUsage:
+    """Return the resources of a process, zeros if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
-        return 0, 0.0, False
-    return int(fields[21]) * _PAGE, (int(fields[11]) + int(fields[12])) / _TICKS, fields[0] in (b"T", b"t")
+        return ProcessUsage()
+    ticks = int(fields[11]) + int(fields[12])
+    return ProcessUsage(int(fields[21]) * _PAGE_BYTES, ticks / _TICKS_PER_SECOND, fields[0] in (b"T", b"t"))

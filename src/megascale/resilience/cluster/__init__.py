@@ -1,1 +1,1 @@
-"""Where nodes come from: one interface; behind it local processes, a list of hosts, agents that come by themselves."""
+"""Clusters, which provide the nodes of a job: this machine, ssh, Slurm, Kubernetes, or agents that join."""

@@ -1,10 +1,10 @@
-"""`--cluster kubernetes`: each node is a pod that this driver makes, one on a machine.
+"""`--cluster kubernetes`: each node is a pod that the driver creates, by default one per machine.
 
-Watches tell of pods and machines, in threads; requests run in threads too: the driver's loop never waits for the API
-server, and a server that is away stops no training. A Lease says which driver leads (kubernetes_lease.py).
-A node is named as its machine; a pod that is gone is replaced by a new one, on the same machine where the driver wants
-that node again. What ran on a machine that nobody reaches counts as ended when its kubelet has said so or the agent's
-lease is over, never because an object was removed.
+Watches follow pods and machines in threads, and requests run in threads too. So the driver's loop never waits for the
+API server, and training continues while the server is unavailable. A Lease decides which driver leads
+(kubernetes_lease.py). A node has the name of its machine. A pod that has ended is replaced by a new one, on the same
+machine if the driver wants that node again. The processes on an unreachable machine count as ended when its kubelet
+has reported it or the agent's lease has expired, never because an object was deleted.
 """
 
 from __future__ import annotations
@@ -24,83 +24,94 @@ from megascale.core.background import keep_running, log_failure
 from megascale.core.events import Event
 from megascale.core.interfaces import address_towards
 from megascale.errors import ConfigError, TrainingError
-from megascale.resilience.cluster import kubernetes_verdicts
-from megascale.resilience.cluster.base import NodeInfo
-from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
-from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError, in_pod
+from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo, configured_gpus, format_address
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
+from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError, is_in_pod
 from megascale.resilience.cluster.kubernetes_lease import DriverLease
 from megascale.resilience.cluster.kubernetes_objects import (
+    DRIVER,
+    EPOCH,
+    EXTRA_GRACE,
     JobObjects,
-    controller_of,
+    find_controller,
     inherited_environment,
     inherited_secrets,
+    labels,
+    make_pod,
+    object_name,
+    read_patch,
 )
-from megascale.resilience.cluster.kubernetes_pod import DRIVER, ENDING, EPOCH, labels, make_pod, object_name, read_patch
 from megascale.resilience.cluster.kubernetes_table import Pod
-from megascale.resilience.cluster.kubernetes_view import STUCK, ClusterView
+from megascale.resilience.cluster.kubernetes_view import STUCK_SECONDS, ClusterView, judge_refusal
 from megascale.resilience.cluster.remote import make_marker
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.job_description import JobDescription
 from megascale.resilience.rules.verdicts import Verdict
 
 log = logging.getLogger("megascale.driver")
 
-LEASE = 8.0  # seconds: resilience.agent_lease where nobody says otherwise
-END = 20.0  # seconds for a pod that was deleted to be gone, after which it is removed by force
-GRACE = 5  # seconds that a pod gets whose ranks have ended or must end
-START = 60.0  # seconds for a pod on a machine that is known to run
-WITHDRAW = 0.8  # share of the Lease after which a driver that cannot renew it gives up
-FORCE = 3.0  # seconds after which a pod that is stuck is removed by force, when its agent was told to end
-JUDGE = 2.0  # seconds between looks at pods that wait
-LOOK = 0.1  # seconds between looks at the table
+AGENT_LEASE = 8.0  # seconds, default of resilience.agent_lease
+END_TIMEOUT = 20.0  # seconds for a deleted pod to end, after which it is deleted by force
+POD_GRACE = 5  # seconds for a pod to end whose ranks have ended or must end
+START_TIMEOUT = 60.0  # seconds for a pod to start
+WITHDRAW_SHARE = 0.8  # of the Lease's duration, after which a driver that cannot renew it ends
+FORCE_SECONDS = 3.0  # between ordering the agent of a stuck pod to end and deleting the pod by force
+JUDGE_INTERVAL = 2.0  # seconds between checks of waiting pods
+POLL_INTERVAL = 0.1  # seconds between reads of the table
+_FAILED = object()  # result of a request that failed
 
 
-class KubernetesCluster:
-    """See base.Cluster.
+class KubernetesCluster(Cluster):
+    """Pods of one job in one namespace."""
 
-    Attributes:
-        taken: nodes that are not the job's any more. drained: machines that are to get nothing new.
-        withdrawn: why this driver may not go on. replaced: which one has replaced it.
-        hands_over: SIGTERM to the driver's pod means that another follows.
-        at_once: pods that are started at the same time. slow_start: a spare is quicker than a new pod.
-        notice_seconds: that it may take to tell a living agent of another driver.
-    """
-
-    at_once = 10_000
+    agent_lease = AGENT_LEASE
+    start_limit = 10_000
     slow_start = True
     notice_seconds = 20.0
 
     def __init__(self, request: ClusterRequest) -> None:
-        self._config, self._say, self._run = request.config, request.say, request.run
-        self._job, self._name = request.config.train.name, object_name(request.config.train.name)
-        self._gpus = gpus_of_a_node(request.config)
-        self._patch = read_patch(request.config.kubernetes)
+        super().__init__(request)
         settings = request.config.kubernetes
+        self._config = request.config
+        self._job = request.config.train.name
+        self._name = object_name(self._job)
+        self._gpus = configured_gpus(request.config)
+        self._patch = read_patch(settings)
         self.api = KubernetesApi(settings)
         self.lease = DriverLease(self.api, self._name, settings.lease_seconds, labels(self._job, "job"))
         self.objects = JobObjects(self.api, self._job)
+        self.hands_over = is_in_pod()
         self._threads = ThreadPoolExecutor(8, "kubernetes")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._driver: tuple[str, int] | None = None
         self._epoch = 0
-        self._barred: frozenset[str] = frozenset()
-        self._waiting: set[str] = set()  # pods that were asked for and are no nodes yet
-        self._away = 0.0  # since when the server does not answer, on the monotonic clock
-        self.withdrawn = self.replaced = ""
-        self.hands_over = in_pod()
+        self._excluded: frozenset[str] = frozenset()
+        self._requested_pods: set[str] = set()  # names of pods that are not nodes yet
+        self._unreachable_since = 0.0  # on the monotonic clock, 0 while the server answers
         if request.config.checkpoint.location is None:
             make_marker(request.run / "checkpoints")
         self.view = ClusterView(self.api, request.config, self._gpus, self.objects.blocked)
-        self._begin()
+        self._acquire_job()
 
-    def _begin(self) -> None:
-        """Take the Lease and look at what there is, before the driver's loop begins."""
+    @classmethod
+    def on_other_machines(cls, config: Config) -> tuple[int, str]:
+        """Return GPUs per pod and the driver's address. Raises ConfigError without an image or a usable job name."""
+        object_name(config.train.name)
+        if not config.kubernetes.image:
+            raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
+        return configured_gpus(config), own_address(KubernetesApi(config.kubernetes))
+
+    def _acquire_job(self) -> None:
+        """Acquire the Lease and list the objects of the job, before the driver's loop starts."""
         try:
-            self.lease.take(lambda text: self._say("driver", text))
-            above = controller_of(self.api, os.environ.get("MEGASCALE_POD", "")) if self.hands_over else None
-            self.objects.prepare(above)
-            if not self.view.look():
-                self._say("driver", "machines cannot be seen (no ClusterRole for nodes): losses are noticed by silence")
+            self.lease.acquire(lambda text: self._report("driver", text))
+            pod = os.environ.get("MEGASCALE_POD", "")
+            controller = None
+            if self.hands_over:
+                controller = find_controller(self.api, pod)
+            self.objects.prepare(controller)
+            if not self.view.list_objects():
+                self._report("driver", "machines are not visible (no ClusterRole for nodes): losses show by silence")
         except KubernetesError as error:
             raise TrainingError(
                 f"the Kubernetes API server {self.api.host} refused or did not answer: {error}"
@@ -109,177 +120,195 @@ class KubernetesCluster:
     # Cluster ----------------------------------------------------------------------------------------------------------
 
     def announce(self, job: JobDescription, token: bytes) -> None:
-        self._driver, self._epoch = (self._towards(job.driver[0]), job.driver[1]), job.epoch
-        first, self._loop = self._loop is None, asyncio.get_running_loop()
-        self._spawn(self._announce(token))
-        if first:
+        listen, port = job.driver
+        self._driver = (self._advertised_host(listen), port)
+        self._epoch = job.epoch
+        is_first = self._loop is None
+        self._loop = asyncio.get_running_loop()
+        self._spawn(self._update_agents(token))
+        if is_first:
             self.view.start(self._loop)
-            self._spawn(keep_running(self._judge, "the look at pods", log))
-            self._spawn(keep_running(self._hold_lease, "the renewal of the Lease", log))
+            self._spawn(keep_running(self._judge_pods, "the check of pods", log))
+            self._spawn(keep_running(self._renew_lease, "the renewal of the Lease", log))
 
     def nodes(self) -> list[NodeInfo]:
-        return self.view.infos()
+        return self.view.list_nodes()
 
-    def bar(self, names: frozenset[str]) -> None:
-        self._barred = names
+    def exclude_nodes(self, names: frozenset[str]) -> None:
+        self._excluded = names
 
     def has_stopped(self, name: str) -> bool:
-        return self.view.table.certain(name, self._config.resilience.grace_period + ENDING)
+        return self.view.table.has_stopped(name, self._config.resilience.grace_period + EXTRA_GRACE)
 
-    def note_end(self, name: str) -> None:
-        self.view.table.over(name)
+    def record_agent_end(self, name: str) -> None:
+        self.view.table.record_agent_end(name)
 
     def switch(self, name: str) -> str:
         return self.view.switch(name)
 
     @property
-    def taken(self) -> frozenset[str]:
+    def removed_nodes(self) -> frozenset[str]:
         """Nodes whose pods are deleted and do not end."""
-        return self.view.taken()
+        return self.view.removed_nodes()
 
     @property
     def drained(self) -> dict[str, str]:
-        """Nodes on machines that are cordoned or drained."""
+        """Nodes on machines that are cordoned or drained, with the reason."""
         return self.view.drained()
 
     @property
     def ending(self) -> frozenset[str]:
-        """Nodes whose pod is being deleted, has ended, or was removed while its processes may run on."""
+        """Nodes whose pod is being deleted or has ended, or was removed while its processes may still run."""
         return self.view.ending()
 
     def take_verdicts(self) -> list[Verdict]:
-        return self.view.reports()
+        return self.view.take_verdicts()
 
     def block(self, name: str, why: str) -> None:
         self.objects.blocked[self.view.machine_of(name)] = why
-        self._spawn(self._keep_blocked())
+        self._spawn(self._write_blocked())
 
     def unblock(self, name: str) -> None:
         if self.objects.blocked.pop(self.view.machine_of(name), None) is not None:
-            self._spawn(self._keep_blocked())
+            self._spawn(self._write_blocked())
 
     async def start_agent(self, name: str) -> bool:
         machine = self.view.machine_of(name)
-        if not self.view.info(name).alive:
+        if not self.view.describe_node(name).alive:
             return False
-        await self._remove(name, END)
-        if self.view.table.of(name):
-            return False  # the old one does not end, and would have the devices
-        slot = name.removeprefix(f"{machine}.") if name != machine else ""
-        made = await self._make(slot, machine, self._avoid())
-        if made is None:
+        await self._remove_pods(name, END_TIMEOUT)
+        if self.view.table.list_pods(name):
+            return False  # The old pod does not end and holds the devices.
+        slot = name.removeprefix(machine).removeprefix(".")
+        pod_name = await self._create_pod(slot, machine, self._machines_to_avoid())
+        if pod_name is None:
             return False
-        found = await self._runs(made, START)
-        self._waiting.discard(made)
-        return found is not None
+        pod = await self._wait_until_running(pod_name, START_TIMEOUT)
+        self._requested_pods.discard(pod_name)
+        return pod is not None
 
     async def fence(self, name: str) -> bool:
-        """True once its kubelet has said that it has ended, or must have ended it."""
-        await self._remove(name, END)
+        """Return True once the kubelet has reported the pod's end or must have ended it."""
+        await self._remove_pods(name, END_TIMEOUT)
         return self.has_stopped(name)
 
     async def request(self) -> str | None:
-        """A node with a pod that runs; None if none comes, for which a report says why."""
+        """Return a node with a running pod, None if no pod starts; a verdict then tells the reason."""
         slot = "" if self._config.kubernetes.one_a_node else secrets.token_hex(2)
-        deadline = time.monotonic() + (self._config.resilience.replenish_wait or START)
+        deadline = time.monotonic() + (self._config.resilience.replenish_wait or START_TIMEOUT)
         while True:
-            avoid = self._avoid()
-            made = await self._make(slot, "", avoid)
-            if made is None:
+            avoid = self._machines_to_avoid()
+            pod_name = await self._create_pod(slot, "", avoid)
+            if pod_name is None:
                 return None
-            found = await self._runs(made, deadline - time.monotonic(), partial(self._outdated, avoid))
-            self._waiting.discard(made)
-            if found is not None:
-                return found.node
-            await self._delete(made, 0)
-            if time.monotonic() >= deadline or avoid <= self._avoid():
+            timeout = deadline - time.monotonic()
+            pod = await self._wait_until_running(pod_name, timeout, partial(self._is_outdated, avoid))
+            self._requested_pods.discard(pod_name)
+            if pod is not None:
+                return pod.node
+            await self._delete_pod(pod_name, 0)
+            if time.monotonic() >= deadline or avoid <= self._machines_to_avoid():
                 return None
 
     async def close(self) -> None:
-        """Give up the Lease, and stop watching; pods live on, but for those that no machine has taken yet: at the job's
-        end nobody would let them go."""
-        waiting = [name for name in self._waiting if (pod := self.view.pod(name)) is None or not pod.machine]
+        """Release the Lease and stop the watches.
+
+        Pods continue, except those that have no machine yet: after the job's end nothing would delete them.
+        """
+        unscheduled = []
+        for name in self._requested_pods:
+            pod = self.view.find_pod(name)
+            if pod is None or not pod.machine:
+                unscheduled.append(name)
         self.view.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if not self.replaced:
-            for name in waiting:
-                await self._delete(name, 0)
-            await self._ask(self.lease.release)
+            for name in unscheduled:
+                await self._delete_pod(name, 0)
+            await self._try(self.lease.release)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # the driver's place -----------------------------------------------------------------------------------------------
+    # the driver -------------------------------------------------------------------------------------------------------
 
-    def _towards(self, listen: str) -> str:
+    def _advertised_host(self, listen: str) -> str:
         if self._config.resilience.advertise:
             return self._config.resilience.advertise
         return listen if listen not in ("0.0.0.0", "::") else own_address(self.api)
 
-    async def _announce(self, token: bytes) -> None:
-        """Give agents the secret, and those that run another driver's place this one's."""
-        while await self._ask(self.objects.write_secret, token) is _FAILED:
+    async def _update_agents(self, token: bytes) -> None:
+        """Write the Secret, and the address of this driver into the annotations of existing pods."""
+        while await self._try(self.objects.write_secret, token) is _FAILED:
             await asyncio.sleep(1.0)
         assert self._driver is not None
-        host, port = self._driver
-        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        notes = {DRIVER: place, EPOCH: str(self._epoch)}
-        for each in [p for p in self.view.table.pods.values() if not p.over and p.driver != (place, str(self._epoch))]:
-            path, patch = self.api.path("pods", each.name), {"metadata": {"annotations": notes}}
-            self._spawn(self._ask(self.api.call, "PATCH", path, patch))
+        address = format_address(*self._driver)
+        epoch = str(self._epoch)
+        patch = {"metadata": {"annotations": {DRIVER: address, EPOCH: epoch}}}
+        for pod in list(self.view.table.pods.values()):
+            if not pod.is_over and pod.driver != (address, epoch):
+                self._spawn(self._try(self.api.call, "PATCH", self.api.path("pods", pod.name), patch))
 
-    async def _hold_lease(self) -> None:
-        """Renew the Lease; where that fails for too long, or another holds it, this driver ends."""
+    async def _renew_lease(self) -> None:
+        """Renew the Lease; this driver ends if that fails for too long or another driver holds it."""
         seconds = self._config.kubernetes.lease_seconds
         while not self.replaced:
             await asyncio.sleep(min(5.0, seconds / 6))
-            failed = await self._ask(self.lease.renew) is _FAILED
-            if self.lease.lost:
-                self.replaced = f"Lease {self._name} is held by {self.lease.lost}: that driver has the job now"
-            silent = time.monotonic() - self.lease.renewed
-            if failed and not self._away:
-                self._away = self.lease.renewed
-                text = f"the API server does not answer; training goes on, for {WITHDRAW * seconds:.0f} s without it"
-                self.view.report(Verdict(Event.CLUSTER_UNREACHABLE, action="alert", evidence=(text,)))
-            elif self._away and not failed:
-                text = f"the API server answers again, after {time.monotonic() - self._away:.1f} s"
-                self.view.report(Verdict(Event.CLUSTER_BACK, evidence=(text,)))
-                self._away = 0.0
-                self.view.kick()
-            if silent > WITHDRAW * seconds and not self.withdrawn:
+            has_failed = await self._try(self.lease.renew) is _FAILED
+            if self.lease.new_holder:
+                self.replaced = f"Lease {self._name} is held by {self.lease.new_holder}: that driver has the job now"
+            self._report_reachability(has_failed, WITHDRAW_SHARE * seconds)
+            silence = time.monotonic() - self.lease.renewed
+            if silence > WITHDRAW_SHARE * seconds and not self.withdrawn:
                 self.withdrawn = (
-                    f"Lease {self._name} was not renewed for {silent:.0f} s (kubernetes.lease_seconds={seconds:g}), "
+                    f"Lease {self._name} was not renewed for {silence:.0f} s (kubernetes.lease_seconds={seconds:g}), "
                     "another driver may hold it"
                 )
 
-    async def _judge(self) -> None:
-        """Look again at pods that wait: for some only time shows that something is wrong."""
+    def _report_reachability(self, has_failed: bool, limit: float) -> None:
+        """Add a verdict when the server stops answering, or answers again."""
+        if has_failed and not self._unreachable_since:
+            self._unreachable_since = self.lease.renewed
+            text = f"the API server does not answer; training continues without it for {limit:.0f} s"
+            self.view.add_verdict(Verdict(Event.CLUSTER_UNREACHABLE, action="alert", evidence=(text,)))
+        elif self._unreachable_since and not has_failed:
+            text = f"the API server answers again, after {time.monotonic() - self._unreachable_since:.1f} s"
+            self.view.add_verdict(Verdict(Event.CLUSTER_BACK, evidence=(text,)))
+            self._unreachable_since = 0.0
+            self.view.retry_now()
+
+    async def _judge_pods(self) -> None:
+        """Judge waiting and stuck pods repeatedly, since some problems show only by their duration."""
         while True:
-            await asyncio.sleep(JUDGE)
+            await asyncio.sleep(JUDGE_INTERVAL)
             self.view.judge()
-            for each in self.view.table.stuck(STUCK + FORCE):
-                text = f"pod {each.name} on {each.machine} was to end {each.grace + STUCK:.0f} s ago: removed by force"
-                self.view.report(Verdict(Event.POD_FAILED, (each.node,), evidence=(text,)), f"stuck {each.uid}")
-                await self._delete(each.name, 0)
+            for pod in self.view.table.list_stuck_pods(STUCK_SECONDS + FORCE_SECONDS):
+                seconds = pod.grace + STUCK_SECONDS
+                text = f"pod {pod.name} on {pod.machine} should have ended {seconds:.0f} s ago: deleted by force"
+                self.view.add_verdict(Verdict(Event.POD_FAILED, (pod.node,), evidence=(text,)), f"stuck {pod.uid}")
+                await self._delete_pod(pod.name, 0)
 
     # pods -------------------------------------------------------------------------------------------------------------
 
-    def _avoid(self) -> frozenset[str]:
-        """Machines that get no new pod now: blocked ones, those with a pod, and those where an old one may run on."""
-        lost = list(self.view.table.unproven.values())
-        unproven = {each.machine for each in lost if not self.has_stopped(each.node)}
-        barred = {self.view.machine_of(each) for each in self._barred} if self._config.kubernetes.one_a_node else set()
-        return frozenset({*self.objects.blocked, *unproven, *barred} - {""})
+    def _machines_to_avoid(self) -> frozenset[str]:
+        """Return the machines that are blocked, have a pod, or may still run processes of an earlier pod."""
+        avoid = set(self.objects.blocked)
+        for pod in list(self.view.table.unproven.values()):
+            if not self.has_stopped(pod.node):
+                avoid.add(pod.machine)
+        if self._config.kubernetes.one_a_node:
+            avoid |= {self.view.machine_of(node) for node in self._excluded}
+        return frozenset(avoid - {""})
 
-    def _outdated(self, avoid: frozenset[str], pod: Pod) -> bool:
-        """Whether a pod that no machine takes was made to avoid one that is free by now: its affinity cannot change."""
-        return not pod.machine and bool(pod.waiting[0]) and not avoid <= self._avoid()
+    def _is_outdated(self, avoid: frozenset[str], pod: Pod) -> bool:
+        """Return True if an unschedulable pod avoids a machine that is free now; its affinity cannot be changed."""
+        return not pod.machine and bool(pod.obstacle.reason) and not avoid <= self._machines_to_avoid()
 
-    async def _make(self, slot: str, machine: str, avoid: frozenset[str]) -> str | None:
-        """Ask for a pod, which `_waiting` has from before it can be there; its name, None if that was refused."""
+    async def _create_pod(self, slot: str, machine: str, avoid: frozenset[str]) -> str | None:
+        """Create a pod and return its name, None if the server refused."""
         name = f"{self._job}-{secrets.token_hex(3)}"
-        self._waiting.add(name)
-        manifest = make_pod(
+        self._requested_pods.add(name)  # before the pod can exist
+        pod = make_pod(
             self._config,
             name,
             self._gpus,
@@ -294,59 +323,63 @@ class KubernetesCluster:
             patch=self._patch,
         )
         try:
-            await self._do(self.api.call, "POST", self.api.path("pods"), manifest)
+            await self._call_in_thread(self.api.call, "POST", self.api.path("pods"), pod)
         except KubernetesError as error:
-            self._waiting.discard(name)
-            self.view.report(kubernetes_verdicts.of_refusal(error, f"pod {name}"))
+            self._requested_pods.discard(name)
+            self.view.add_verdict(judge_refusal(error, f"pod {name}"))
             return None
         return name
 
-    async def _runs(self, name: str, seconds: float, hopeless: Callable[[Pod], bool] = lambda pod: False) -> Pod | None:
-        """The pod, once its container runs; None if it ends first, is hopeless, or does not run in time."""
-        deadline, seen = time.monotonic() + seconds, False
+    async def _wait_until_running(
+        self, name: str, timeout: float, is_hopeless: Callable[[Pod], bool] = lambda pod: False
+    ) -> Pod | None:
+        """Return a pod once its container runs, None if it ends first, is hopeless or is too late."""
+        deadline = time.monotonic() + timeout
+        was_seen = False  # the watch may report the pod later than the answer to its creation
         while time.monotonic() < deadline:
-            found = self.view.pod(name)
-            if found is None and seen:
+            pod = self.view.find_pod(name)
+            if pod is None and was_seen:
                 return None
-            if found is not None and (found.over or found.deleting or hopeless(found)):
-                return None
-            if found is not None and found.running:
-                return found
-            seen = found is not None  # the watch may tell of it later than the answer to the request
-            await asyncio.sleep(LOOK)
+            if pod is not None:
+                was_seen = True
+                if pod.is_over or pod.deleting or is_hopeless(pod):
+                    return None
+                if pod.running:
+                    return pod
+            await asyncio.sleep(POLL_INTERVAL)
         return None
 
-    async def _remove(self, name: str, seconds: float) -> None:
-        """Have a node's pods end; those that do not are removed by force, and count as unproven."""
-        for each in self.view.table.of(name):
-            await self._delete(each.name, GRACE)
-        deadline = time.monotonic() + seconds
-        while self.view.table.of(name) and time.monotonic() < deadline:
-            await asyncio.sleep(LOOK)
-        for each in self.view.table.of(name):
-            self._say("driver", f"pod {each.name} on {each.machine} does not end: it is removed by force")
-            await self._delete(each.name, 0)
+    async def _remove_pods(self, node: str, timeout: float) -> None:
+        """Delete a node's pods; those that do not end are deleted by force and count as unproven."""
+        for pod in self.view.table.list_pods(node):
+            await self._delete_pod(pod.name, POD_GRACE)
+        deadline = time.monotonic() + timeout
+        while self.view.table.list_pods(node) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_INTERVAL)
+        for pod in self.view.table.list_pods(node):
+            self._report("driver", f"pod {pod.name} on {pod.machine} does not end: it is deleted by force")
+            await self._delete_pod(pod.name, 0)
 
-    async def _delete(self, name: str, grace: int) -> None:
+    async def _delete_pod(self, name: str, grace: int) -> None:
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": grace}
-        await self._ask(self.api.call, "DELETE", self.api.path("pods", name), body)
+        await self._try(self.api.call, "DELETE", self.api.path("pods", name), body)
 
-    async def _keep_blocked(self) -> None:
-        while await self._ask(self.objects.write_blocked, self.objects.blocked) is _FAILED:
+    async def _write_blocked(self) -> None:
+        while await self._try(self.objects.write_blocked, self.objects.blocked) is _FAILED:
             await asyncio.sleep(5.0)
 
     # threads ----------------------------------------------------------------------------------------------------------
 
-    async def _do(self, work: Callable[..., Any], *words: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *words))
+    async def _call_in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments))
 
-    async def _ask(self, work: Callable[..., Any], *words: Any) -> Any:
-        """As `_do`; _FAILED for what was refused or could not be asked. What is not there (404) is no failure."""
+    async def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of requests in a thread, None for a missing object (404) and _FAILED for other errors."""
         try:
-            return await self._do(work, *words)
+            return await self._call_in_thread(function, *arguments)
         except KubernetesError as error:
             return None if error.status == 404 else _FAILED
-        except RuntimeError:  # the threads have ended
+        except RuntimeError:  # the thread pool is shut down
             return _FAILED
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -356,31 +389,10 @@ class KubernetesCluster:
         log_failure(task, f"the cluster's task {getattr(work, '__qualname__', work)}", log)
 
 
-_FAILED = object()
-
-
-class _Kubernetes:
-    agent_lease = LEASE
-
-    def __call__(self, request: ClusterRequest) -> KubernetesCluster:
-        return KubernetesCluster(request)
-
-    def on_other_machines(self, config: Config) -> tuple[int, str]:
-        """As Elsewhere. ConfigError where something that pods need is not said."""
-        object_name(config.train.name)
-        if not config.kubernetes.image:
-            raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
-        return gpus_of_a_node(config), own_address(KubernetesApi(config.kubernetes))
-
-
-def gpus_of_a_node(config: Config) -> int:
-    """That each pod takes: parallel.gpus_per_host, 0 on CPUs."""
-    return 0 if config.train.device == "cpu" else config.parallel.gpus_per_host
-
-
 def own_address(api: KubernetesApi) -> str:
-    """Where pods reach this driver: its own pod's address, else the one that leads to the API server."""
-    if address := os.environ.get("MEGASCALE_POD_ADDRESS"):
+    """Return the address at which pods reach this driver: its own pod's, else the one that leads to the API server."""
+    address = os.environ.get("MEGASCALE_POD_ADDRESS")
+    if address:
         return address
     try:
         return address_towards(api.host)
@@ -388,4 +400,4 @@ def own_address(api: KubernetesApi) -> str:
         return "0.0.0.0"
 
 
-CLUSTERS.register("kubernetes", _Kubernetes())
+CLUSTERS.register("kubernetes", KubernetesCluster)

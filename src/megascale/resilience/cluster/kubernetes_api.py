@@ -1,157 +1,186 @@
-"""Requests to a Kubernetes API server by the official client, as plain JSON: a thousand pods need no thousand models.
+"""Requests to a Kubernetes API server by the official client, and watches that resume where they broke off.
 
-Everything here blocks: the driver's loop calls it in threads only. Requests are limited, so that a driver with many
-nodes is no burden to the server.
+Objects are plain JSON, since a thousand pods need no thousand models. Requests block, so the driver's loop makes them
+in threads only. Their rate is limited, so that a driver with many nodes does not overload the server.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megascale.config import KubernetesConfig
+from megascale.core.background import FailureLog
 from megascale.errors import ConfigError, remedy
 
-RATE = 40.0  # requests a second, at most
-BURST = 40  # that may come at once
-SECONDS = 5.0  # for an answer
+log = logging.getLogger("megascale.driver")
+REQUEST_RATE = 40.0  # requests per second
+REQUEST_BURST = 40
+ANSWER_TIMEOUT = 5.0  # seconds
+LIST_TIMEOUT = 30.0  # seconds for one page of a list
+PAGE_OBJECTS = 500  # objects per page of a list
+WATCH_SILENCE = 75.0  # seconds without data after which a watch is opened again; servers send a bookmark per minute
+WATCH_SECONDS = 240  # seconds after which the server is to end a watch
+_FIRST_PAUSE = 0.2  # seconds until a failed watch is tried again, doubled up to the longest pause
+_LONGEST_PAUSE = 3.0
+_LONGEST_REFUSED_PAUSE = 60.0
 _IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 Json = dict[str, Any]
+# ("all", every object), ("changed", objects) or ("deleted", objects).
+Change = tuple[Literal["all", "changed", "deleted"], list[Json]]
 
 
 class KubernetesError(Exception):
-    """A request that was refused, or could not be made.
+    """A request that was refused or could not be made.
 
     Attributes:
-        status: HTTP's, 0 where the server was not reached.
+        status: status of HTTP, 0 if the server was not reached.
         reason: one word, such as Forbidden or AlreadyExists.
     """
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
-        self.status, self.reason = status, reason
+        self.status = status
+        self.reason = reason
 
 
-class _Rate:
-    """A bucket of permissions to ask."""
+class _RateLimit:
+    """A token bucket."""
 
     def __init__(self) -> None:
-        self._lock, self._left, self._at = threading.Lock(), float(BURST), time.monotonic()
+        self._lock = threading.Lock()
+        self._tokens = float(REQUEST_BURST)
+        self._time = time.monotonic()
 
     def wait(self) -> None:
-        """Until a request may be made."""
+        """Wait until a request may be made."""
         with self._lock:
-            now = time.monotonic()
-            self._left = min(BURST, self._left + RATE * (now - self._at)) - 1
-            self._at = now
-            pause = -self._left / RATE
+            current_time = time.monotonic()
+            self._tokens = min(REQUEST_BURST, self._tokens + REQUEST_RATE * (current_time - self._time)) - 1
+            self._time = current_time
+            pause = -self._tokens / REQUEST_RATE
         if pause > 0:
             time.sleep(pause)
 
 
 class KubernetesApi:
-    """Args:
-    settings: where the server is and who asks.
+    """A connection to the API server that the settings name.
 
     Attributes:
-        namespace: of the job.
-        host: the server's name or address.
-        asked: requests made so far.
+        namespace: namespace of the job.
+        host: name or address of the server.
+        requests: number of requests so far.
     """
 
     def __init__(self, settings: KubernetesConfig) -> None:
-        client, config = _library()
+        try:
+            from kubernetes import client, config
+        except ImportError:
+            raise ConfigError(f"cluster kubernetes needs the official client: {remedy('kubernetes')}") from None
         configuration = client.Configuration()
-        own = "default"
         try:
             if not settings.kubeconfig and not settings.context and (_IN_POD / "token").exists():
                 config.load_incluster_config(client_configuration=configuration)
-                own = (_IN_POD / "namespace").read_text().strip() or own
+                namespace = (_IN_POD / "namespace").read_text().strip()
             else:
-                file, context = settings.kubeconfig or None, settings.context or None
+                file = settings.kubeconfig or None
+                context = settings.context or None
                 config.load_kube_config(file, context, client_configuration=configuration)
-                own = _context_namespace(config, file, context) or own
+                namespace = _context_namespace(config, file, context)
         except (config.ConfigException, OSError) as error:
             raise ConfigError(
                 f"no way to a Kubernetes API server is known: {error}; set --kubernetes.kubeconfig=FILE, or KUBECONFIG"
             ) from None
-        configuration.retries = 0  # a request that fails is made again where that is wanted
+        configuration.retries = 0  # The callers repeat requests.
         configuration.connection_pool_maxsize = 32
-        self.namespace = settings.namespace or own
+        self.namespace = settings.namespace or namespace or "default"
         self.host = urlsplit(configuration.host).hostname or ""
-        self.asked = 0
-        self._client, self._errors, self._rate = client.ApiClient(configuration), client.ApiException, _Rate()
+        self.requests = 0
+        self._client = client.ApiClient(configuration)
+        self._api_exception = client.ApiException
+        self._rate_limit = _RateLimit()
 
     def path(self, kind: str, name: str = "", group: str = "") -> str:
-        """Of objects in the job's namespace: kind in the plural, group such as coordination.k8s.io/v1."""
-        base = f"/apis/{group}" if group else "/api/v1"
-        return f"{base}/namespaces/{self.namespace}/{kind}" + (f"/{name}" if name else "")
+        """Return the path of objects in the job's namespace.
 
-    def call(self, method: str, path: str, body: Json | None = None, seconds: float = SECONDS, **query: Any) -> Json:
-        """The answer. Raises KubernetesError."""
-        kind = "application/strategic-merge-patch+json" if method == "PATCH" else "application/json"
-        response = self._open(method, path, body, kind, seconds, query)
+        Args:
+            kind: plural such as "pods".
+            name: name of one object, "" for all.
+            group: such as coordination.k8s.io/v1, "" for the core group.
+        """
+        base = f"/apis/{group}" if group else "/api/v1"
+        path = f"{base}/namespaces/{self.namespace}/{kind}"
+        return f"{path}/{name}" if name else path
+
+    def call(
+        self, method: str, path: str, body: Json | None = None, timeout: float = ANSWER_TIMEOUT, **query: Any
+    ) -> Json:
+        """Return the answer to a request. Raises KubernetesError."""
+        response = self._open(method, path, body, timeout, query)
         try:
             return dict(json.loads(response.data or b"{}"))
         except (ValueError, TypeError) as error:
-            raise KubernetesError(0, "NoJson", f"{path}: the server's answer is no JSON: {error}") from None
+            raise KubernetesError(0, "NoJson", f"{path}: the server's answer is not JSON: {error}") from None
 
-    def lines(self, path: str, seconds: float, **query: Any) -> Iterator[Json]:
-        """Events of a watch, until the server ends it; `seconds` may pass without one. Raises KubernetesError."""
-        response = self._open("GET", path, None, "application/json", seconds, query | {"watch": "true"})
-        rest = b""
+    def watch_events(self, path: str, timeout: float, **query: Any) -> Iterator[Json]:
+        """Yield the events of a watch until the server ends it, or no data comes for `timeout` seconds.
+
+        Raises KubernetesError.
+        """
+        response = self._open("GET", path, None, timeout, query | {"watch": "true"})
+        partial_line = b""
         try:
-            for piece in response.stream(65536, decode_content=True):
-                *whole, rest = (rest + piece).split(b"\n")
-                yield from (json.loads(line) for line in whole if line)
-        except Exception as error:  # urllib3's, the socket's, or half a line of JSON
+            for data in response.stream(65536, decode_content=True):
+                lines = (partial_line + data).split(b"\n")
+                partial_line = lines.pop()
+                for line in lines:
+                    if line:
+                        yield json.loads(line)
+        except Exception as error:  # of urllib3 or the socket, or half a line of JSON
             raise KubernetesError(0, type(error).__name__, f"{path}: the watch broke: {error}") from None
         finally:
             response.close()
 
-    def _open(self, method: str, path: str, body: Any, kind: str, seconds: float, query: Json) -> Any:
-        self._rate.wait()
-        self.asked += 1
+    def _open(self, method: str, path: str, body: Json | None, timeout: float, query: Json) -> Any:
+        self._rate_limit.wait()
+        self.requests += 1
+        content_type = "application/strategic-merge-patch+json" if method == "PATCH" else "application/json"
         try:
             return self._client.call_api(
                 path,
                 method,
                 query_params=list(query.items()),
-                header_params={"Accept": "application/json", "Content-Type": kind},
+                header_params={"Accept": "application/json", "Content-Type": content_type},
                 body=body,
                 auth_settings=["BearerToken"],
                 _preload_content=False,
                 _return_http_data_only=True,
-                _request_timeout=(min(3.0, seconds), seconds),
+                _request_timeout=(min(3.0, timeout), timeout),
             )
-        except self._errors as error:
-            raise _refused(method, path, error) from None
-        except Exception as error:  # urllib3's, and those of plugins that give tokens
+        except self._api_exception as error:
+            raise _parse_refusal(method, path, error) from None
+        except Exception as error:  # of urllib3, or of a plugin that provides tokens
             raise KubernetesError(0, type(error).__name__, f"{self.host} was not reached: {error}") from None
 
 
-def _refused(method: str, path: str, error: Any) -> KubernetesError:
+def _parse_refusal(method: str, path: str, error: Any) -> KubernetesError:
     try:
-        said = json.loads(error.body)
-        reason, message = str(said.get("reason") or error.reason), str(said.get("message") or error.reason)
+        body = json.loads(error.body)
+        reason = str(body.get("reason") or error.reason)
+        message = str(body.get("message") or error.reason)
     except (ValueError, TypeError, AttributeError):
-        reason, message = str(error.reason), f"{method} {path}: {error.reason}"
+        reason = str(error.reason)
+        message = f"{method} {path}: {error.reason}"
     return KubernetesError(int(error.status or 0), reason, message)
-
-
-def _library() -> tuple[Any, Any]:
-    try:
-        from kubernetes import client, config
-    except ImportError:
-        raise ConfigError(f"cluster kubernetes needs the official client: {remedy('kubernetes')}") from None
-    return client, config
 
 
 def _context_namespace(config: Any, file: str | None, context: str | None) -> str:
@@ -160,6 +189,109 @@ def _context_namespace(config: Any, file: str | None, context: str | None) -> st
     return str(chosen.get("context", {}).get("namespace") or "")
 
 
-def in_pod() -> bool:
-    """Whether this process runs in a pod."""
+def is_in_pod() -> bool:
+    """Return True if this process runs in a pod."""
     return "KUBERNETES_SERVICE_HOST" in os.environ
+
+
+class Watch:
+    """Follower of a kind of objects in a thread: a list, then its changes.
+
+    The official client's Watch keeps no resource version of bookmarks for plain JSON, and lists nothing.
+
+    Args:
+        api: the server.
+        path: path of the objects.
+        on_change: called in the thread with each change.
+        query: selectors.
+
+    Attributes:
+        version: newest resource version, "" if everything must be listed.
+        lists: number of times that everything was listed.
+    """
+
+    def __init__(self, api: KubernetesApi, path: str, on_change: Callable[[Change], None], **query: str) -> None:
+        self._api = api
+        self._path = path
+        self._on_change = on_change
+        self._query: dict[str, Any] = dict(query)
+        self._stopped = threading.Event()
+        self._retry = threading.Event()
+        self._refused = False
+        self.version = ""
+        self.lists = 0
+
+    def start(self) -> None:
+        """Follow from now on."""
+        name = f"watch {self._path.rpartition('/')[2]}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop; the thread ends at the server's next event or with the process."""
+        self._stopped.set()
+        self._retry.set()
+
+    def retry_now(self) -> None:
+        """Try again without a pause, since the server answers."""
+        self._retry.set()
+
+    def list(self) -> list[Json]:
+        """Return all objects. Raises KubernetesError."""
+        objects: list[Json] = []
+        query = self._query | {"limit": PAGE_OBJECTS}
+        while True:
+            page = self._api.call("GET", self._path, timeout=LIST_TIMEOUT, **query)
+            objects += page.get("items") or []
+            metadata = page.get("metadata") or {}
+            self.version = str(metadata.get("resourceVersion") or "")
+            if not metadata.get("continue"):
+                self.lists += 1
+                return objects
+            query["continue"] = metadata["continue"]
+
+    def _run(self) -> None:
+        pause = _FIRST_PAUSE
+        failures = FailureLog(log, f"following {self._path}")
+        while not self._stopped.is_set():
+            try:
+                if not self.version:
+                    self._on_change(("all", self.list()))
+                self._refused = False
+                for event in self._open_watch():
+                    pause = _FIRST_PAUSE
+                    if self._stopped.is_set():
+                        return
+                    self._handle(event)
+                continue
+            except KubernetesError as error:
+                self._refused = error.status in (401, 403)
+                if error.status in (400, 410):  # The version is too old, or another server's.
+                    self.version = ""
+            except Exception as error:  # of an unexpected object
+                failures.note(error, "everything is listed again")
+                self.version = ""
+            self._retry.clear()
+            self._retry.wait(pause * (0.5 + random.random()))
+            longest_pause = _LONGEST_REFUSED_PAUSE if self._refused else _LONGEST_PAUSE
+            pause = min(longest_pause, 2 * pause)
+
+    def _open_watch(self) -> Iterator[Json]:
+        return self._api.watch_events(
+            self._path,
+            WATCH_SILENCE,
+            resourceVersion=self.version,
+            allowWatchBookmarks="true",
+            timeoutSeconds=WATCH_SECONDS,
+            **self._query,
+        )
+
+    def _handle(self, event: Json) -> None:
+        kind = str(event.get("type"))
+        thing = event.get("object") or {}
+        if kind == "ERROR":
+            raise KubernetesError(int(thing.get("code") or 0), str(thing.get("reason")), str(thing.get("message")))
+        self.version = str((thing.get("metadata") or {}).get("resourceVersion") or self.version)
+        if kind in ("ADDED", "MODIFIED"):
+            self._on_change(("changed", [thing]))
+        elif kind == "DELETED":
+            self._on_change(("deleted", [thing]))

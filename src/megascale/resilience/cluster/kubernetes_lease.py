@@ -1,7 +1,8 @@
-"""One driver a job: a Lease of coordination.k8s.io that the leading driver renews, and others wait for.
+"""One driver per job: a Lease of coordination.k8s.io that the leading driver renews and others wait for.
 
-Who holds it says where it runs, so that a successor which can see that it is dead (the same pod started again, a
-process of the same machine that is gone) need not wait. Times are the successor's own: clocks of machines may differ.
+The holder's identity says where it runs. A successor that can verify the holder's end (the same pod started again, a
+process of this machine that has ended) need not wait. Durations are measured by the successor's own clock, since
+clocks of machines differ. The official client's leader election has no Lease, no release and no such check.
 """
 
 from __future__ import annotations
@@ -19,40 +20,42 @@ from megascale.resilience.cluster.kubernetes_api import Json, KubernetesApi, Kub
 from megascale.resilience.process_birth import born
 
 GROUP = "coordination.k8s.io/v1"
-LOOK = 1.0  # seconds between looks at a Lease that another driver holds
+CHECK_INTERVAL = 1.0  # seconds between reads of a Lease that another driver holds
 
 
 def own_identity() -> str:
-    """This driver as the Lease names it."""
-    pod = os.environ.get("MEGASCALE_POD_UID")
-    if pod:
-        return f"pod={os.environ.get('MEGASCALE_POD', socket.gethostname())} uid={pod}"
-    return f"host={socket.gethostname()} boot={_boot()} pid={os.getpid()} born={born(os.getpid())}"
+    """Return the identity of this driver in the Lease."""
+    uid = os.environ.get("MEGASCALE_POD_UID")
+    if uid:
+        return f"pod={os.environ.get('MEGASCALE_POD', socket.gethostname())} uid={uid}"
+    return f"host={socket.gethostname()} boot={_boot_id()} pid={os.getpid()} born={born(os.getpid())}"
 
 
 def is_dead(identity: str) -> bool:
-    """Whether a holder has ended for certain: an earlier life of this pod, or a process of this machine."""
-    theirs, mine = _words(identity), _words(own_identity())
-    if "uid" in theirs:
-        return theirs["uid"] == mine.get("uid")  # one container lives in a pod, and it is this one
-    if "pid" not in theirs or theirs.get("host") != mine.get("host") or theirs.get("boot") != mine.get("boot"):
+    """Return True if a holder has certainly ended: an earlier life of this pod, or a process of this machine."""
+    holder = _parse_identity(identity)
+    own_fields = _parse_identity(own_identity())
+    if "uid" in holder:
+        return holder["uid"] == own_fields.get("uid")  # a pod has one container, and this process is in it
+    if holder.get("host") != own_fields.get("host") or holder.get("boot") != own_fields.get("boot"):
         return False
-    if not theirs["pid"].isdigit():
-        return False
-    return str(born(int(theirs["pid"]))) != theirs.get("born")
+    pid = holder.get("pid", "")
+    return pid.isdigit() and str(born(int(pid))) != holder.get("born")
 
 
 class DriverLease:
-    """Args:
-    api: the server.
-    name: of the Lease.
-    seconds: for which it is given.
-    labels: of the object.
-    clock: seconds, monotonic.
+    """The Lease of a job.
+
+    Args:
+        api: the server.
+        name: name of the Lease.
+        seconds: duration of the Lease.
+        labels: labels of the object.
+        clock: monotonic clock in seconds.
 
     Attributes:
-        renewed: when it was last renewed, on the monotonic clock, as of before the request.
-        lost: who has it instead, "" while it is this driver's.
+        renewed: time of the last renewal, taken before the request.
+        new_holder: identity of the driver that holds the Lease instead, "" while this driver holds it.
     """
 
     def __init__(
@@ -63,80 +66,97 @@ class DriverLease:
         labels: dict[str, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._api = api
+        self._name = name
+        self._seconds = seconds
+        self._labels = labels
         self._clock = clock
-        self._api, self._name, self._seconds, self._labels = api, name, seconds, labels
         self._identity = own_identity()
-        self._object: Json = {}
-        self.renewed, self.lost = 0.0, ""
+        self._lease: Json = {}  # the object as this driver wrote it last
+        self.renewed = 0.0
+        self.new_holder = ""
 
-    def take(self, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep) -> None:
-        """Take it, waiting for one that is silent. Raises ConfigError where another driver renews it,
-        TrainingError where the server is not reached for as long as it is given."""
-        begun, seen, since, said = self._clock(), "", self._clock(), False
+    def acquire(self, report: Callable[[str], None], sleep: Callable[[float], None] = time.sleep) -> None:
+        """Acquire the Lease, waiting for a holder that is silent.
+
+        Raises:
+            ConfigError: another driver renews the Lease.
+            TrainingError: the server refused, or was not reached for the duration of the Lease.
+        """
+        begun = self._clock()
+        seen_version = ""
+        seen_at = begun
+        has_reported = False
         while True:
             try:
-                found = self._get()
-                holder, version = _holder(found), str((found or {}).get("spec", {}).get("renewTime"))
-                if not holder or holder == self._identity or is_dead(holder) or self._has_ended(holder):
-                    if self._write(found):
+                lease = self._read()
+                holder = _holder(lease)
+                if lease is None or self._is_free(holder):
+                    if self._write(lease):
                         return
                     continue
-                if f"{holder} {version}" != seen:
-                    if seen and said:
+                version = f"{holder} {lease['spec'].get('renewTime')}"
+                if version != seen_version:
+                    if has_reported:
                         raise ConfigError(
                             f"another driver has the job: {holder} holds Lease {self._name} in namespace "
                             f"{self._api.namespace} and renews it; end that one first"
                         )
-                    seen, since = f"{holder} {version}", self._clock()
-                seconds = float(found["spec"].get("leaseDurationSeconds") or self._seconds) if found else 0.0
-                if self._clock() - since > seconds:
-                    if self._write(found):
+                    seen_version = version
+                    seen_at = self._clock()
+                seconds = float(lease["spec"].get("leaseDurationSeconds") or self._seconds)
+                if self._clock() - seen_at > seconds:
+                    if self._write(lease):
                         return
                     continue
-                if not said:
-                    said = True
-                    say(f"Lease {self._name} is held by {holder}: waiting up to {seconds:g} s for it to run out")
+                if not has_reported:
+                    has_reported = True
+                    report(f"Lease {self._name} is held by {holder}: waiting up to {seconds:g} s for it to run out")
             except KubernetesError as error:
                 if error.status in (401, 403) or self._clock() - begun > self._seconds:
-                    raise TrainingError(f"Lease {self._name} cannot be had: {error}") from None
-            sleep(LOOK)
+                    raise TrainingError(f"Lease {self._name} cannot be acquired: {error}") from None
+            sleep(CHECK_INTERVAL)
 
     def renew(self) -> None:
-        """Show that this driver lives; `lost` says so if another is. Raises KubernetesError."""
-        at = self._clock()
+        """Renew the Lease, or set `new_holder` if another driver holds it. Raises KubernetesError."""
+        current_time = self._clock()
         try:
-            if self._put(self._object):
-                self.renewed = at
+            if self._replace(self._lease, self._identity):
+                self.renewed = current_time
                 return
         except KubernetesError as error:
             if error.status != 404:
                 raise
-        found = self._get()
-        holder = _holder(found)
+        lease = self._read()
+        holder = _holder(lease)
         if holder and holder != self._identity:
-            self.lost = holder
-        elif self._write(found):
-            self.renewed = at
+            self.new_holder = holder
+        else:
+            self._write(lease)
 
     def release(self) -> None:
-        """Give it up at once, if it is this driver's: a successor need not wait."""
-        if self._object and not self.lost:
-            self._put(self._object, holder="")
+        """Release the Lease at once if this driver holds it, so that a successor need not wait."""
+        if self._lease and not self.new_holder:
+            self._replace(self._lease, "")
+
+    def _is_free(self, holder: str) -> bool:
+        return not holder or holder == self._identity or is_dead(holder) or self._has_ended(holder)
 
     def _has_ended(self, holder: str) -> bool:
-        """Whether the holder is a pod of which the kubelet has said that its containers ended."""
-        theirs = _words(holder)
-        if not theirs.get("uid") or not theirs.get("pod"):
+        """Return True if the holder is a pod whose containers have ended by its kubelet's report."""
+        identity = _parse_identity(holder)
+        if not identity.get("uid") or not identity.get("pod"):
             return False
         try:
-            found = self._api.call("GET", self._api.path("pods", theirs["pod"]))
+            pod = self._api.call("GET", self._api.path("pods", identity["pod"]))
         except KubernetesError:
-            return False  # that it is not there any more proves nothing: it may have been removed by force
-        states = [each.get("state") or {} for each in (found.get("status") or {}).get("containerStatuses") or ()]
-        same = found["metadata"].get("uid") == theirs["uid"]
-        return same and bool(states) and all("terminated" in state for state in states)
+            return False  # A missing pod proves nothing, since it may have been deleted by force.
+        containers = (pod.get("status") or {}).get("containerStatuses") or ()
+        states = [container.get("state") or {} for container in containers]
+        is_same = pod["metadata"].get("uid") == identity["uid"]
+        return is_same and bool(states) and all("terminated" in state for state in states)
 
-    def _get(self) -> Json | None:
+    def _read(self) -> Json | None:
         try:
             return self._api.call("GET", self._api.path("leases", self._name, GROUP))
         except KubernetesError as error:
@@ -144,52 +164,61 @@ class DriverLease:
                 return None
             raise
 
-    def _write(self, found: Json | None) -> bool:
-        """Take it; False if somebody was quicker."""
-        at = self._clock()
-        if found is not None:
-            done = self._put(found)
+    def _write(self, lease: Json | None) -> bool:
+        """Take over the Lease that was read, or create it; return False if another driver was faster."""
+        current_time = self._clock()
+        if lease is not None:
+            succeeded = self._replace(lease, self._identity)
         else:
-            about = {"name": self._name, "labels": self._labels}
-            body = {"apiVersion": GROUP, "kind": "Lease", "metadata": about, "spec": self._spec(self._identity)}
-            done = self._do("POST", self._api.path("leases", "", GROUP), body)
-        if done:
-            self.renewed = at
-        return done
+            metadata = {"name": self._name, "labels": self._labels}
+            spec = self._make_spec(self._identity, {})
+            body = {"apiVersion": GROUP, "kind": "Lease", "metadata": metadata, "spec": spec}
+            succeeded = self._send("POST", self._api.path("leases", "", GROUP), body)
+        if succeeded:
+            self.renewed = current_time
+        return succeeded
 
-    def _put(self, found: Json, holder: str | None = None) -> bool:
-        holder = self._identity if holder is None else holder
-        body = found | {"spec": self._spec(holder, found)}
-        return self._do("PUT", self._api.path("leases", self._name, GROUP), body)
+    def _replace(self, lease: Json, holder: str) -> bool:
+        body = lease | {"spec": self._make_spec(holder, lease.get("spec") or {})}
+        return self._send("PUT", self._api.path("leases", self._name, GROUP), body)
 
-    def _do(self, method: str, path: str, body: Json) -> bool:
+    def _send(self, method: str, path: str, body: Json) -> bool:
+        """Send the object; return False if it has changed since it was read."""
         try:
-            self._object = self._api.call(method, path, body)
+            self._lease = self._api.call(method, path, body)
             return True
         except KubernetesError as error:
             if error.status == 409:
                 return False
             raise
 
-    def _spec(self, holder: str, before: Json | None = None) -> Json:
-        old: dict[str, Any] = (before or {}).get("spec") or {}
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        anew = old.get("holderIdentity") != holder
-        times = int(old.get("leaseTransitions") or 0) + (anew and bool(old))
-        spec = {"leaseDurationSeconds": max(1, round(self._seconds)), "renewTime": now, "leaseTransitions": times}
-        spec["acquireTime"] = now if anew else old.get("acquireTime") or now
-        return spec | {"holderIdentity": holder}
+    def _make_spec(self, holder: str, previous: dict[str, Any]) -> Json:
+        current_time = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        transitions = int(previous.get("leaseTransitions") or 0)
+        acquired = previous.get("acquireTime") or current_time
+        if previous.get("holderIdentity") != holder:
+            acquired = current_time
+            if previous:
+                transitions += 1
+        return {
+            "holderIdentity": holder,
+            "leaseDurationSeconds": max(1, round(self._seconds)),
+            "leaseTransitions": transitions,
+            "acquireTime": acquired,
+            "renewTime": current_time,
+        }
 
 
-def _holder(found: Json | None) -> str:
-    return str(((found or {}).get("spec") or {}).get("holderIdentity") or "")
+def _holder(lease: Json | None) -> str:
+    spec = (lease or {}).get("spec") or {}
+    return str(spec.get("holderIdentity") or "")
 
 
-def _words(identity: str) -> dict[str, str]:
+def _parse_identity(identity: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in identity.split() if "=" in word)
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:13]
     except OSError:

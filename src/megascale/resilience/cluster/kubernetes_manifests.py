@@ -1,8 +1,8 @@
-"""What `megascale launch --cluster kubernetes --dry-run` prints: objects for `kubectl apply`, in one of three forms.
+"""The objects that `megascale launch --cluster kubernetes --dry-run` prints for `kubectl apply`, in one of three forms.
 
-nodes: what a driver that runs here would make: ConfigMap, Secret, and a pod such as each node's.
-driver: the driver as a Job in the cluster, with its rights, its settings and the network policy; it makes the nodes.
-jobset: driver and nodes as one JobSet, which a queue such as Kueue admits as a whole; its nodes are agents that join.
+nodes: the objects that a driver on this machine would create: ConfigMap, Secret, and a pod like each node's.
+driver: the driver as a Job in the cluster, with its rights, its settings and the network policy; it creates the nodes.
+jobset: driver and nodes as one JobSet, which a queue such as Kueue admits as a whole; its nodes join the driver.
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ from megascale.core.environment_file import read_environment
 from megascale.core.python_command import module_command
 from megascale.errors import DataError
 from megascale.resilience.cluster.kubernetes_api import Json
-from megascale.resilience.cluster.kubernetes_objects import config_map, inherited_environment, inherited_secrets, secret
-from megascale.resilience.cluster.kubernetes_pod import (
+from megascale.resilience.cluster.kubernetes_objects import (
     JOB,
+    QUEUE,
     SECRET_FOLDER,
+    STATE_FOLDER,
+    field_variable,
+    inherited_environment,
+    inherited_secrets,
     labels,
+    make_config_map,
     make_pod,
+    make_secret,
     merge,
     object_name,
     read_patch,
@@ -32,18 +38,21 @@ from megascale.resilience.cluster.kubernetes_pod import (
 Form = Literal["nodes", "driver", "jobset"]
 FORMS: tuple[Form, ...] = ("nodes", "driver", "jobset")
 SETTINGS_FOLDER = "/etc/megascale/job"  # where the driver's pod finds job.toml
+TOKEN_FOLDER = "/etc/megascale/secret"  # where a JobSet's driver finds the token
 RBAC = "rbac.authorization.k8s.io/v1"
 AGENTS_PORT = 29400  # of a JobSet's driver
-TRIES = 6  # times that a driver's container is started again
+DRIVER_RESTARTS = 6
+# Parts of a node's pod spec that the driver's pod has too.
+_SHARED_SPEC = ("nodeSelector", "tolerations", "imagePullSecrets", "hostNetwork", "dnsPolicy", "securityContext")
 
 
 def make_manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json]:
-    """The objects, in the order in which they are made.
+    """Return the objects in the order of their creation.
 
     Args:
-        config: as given, with everything resolved.
-        gpus: of a node.
-        run: absolute path of the run folder, as the driver's pod has it.
+        config: the resolved configuration.
+        gpus: GPUs per node.
+        run: absolute path of the run folder in the driver's pod.
     """
     job = config.train.name
     if form == "nodes":
@@ -55,24 +64,27 @@ def make_manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json
             secrets=inherited_secrets(),
             patch=read_patch(config.kubernetes),
         )
-        return [config_map(job), secret(job, b"made-by-the-driver"), _in_namespace(config, node)]
-    kept = [*settings_objects(config), network_policy(job)]
+        return [make_config_map(job), make_secret(job, b"made-by-the-driver"), _in_namespace(config, node)]
     if form == "driver":
-        found = [*rights(job, config.kubernetes.namespace), *kept, driver_job(config, run)]
+        objects = rights(job, config.kubernetes.namespace)
+        workload = driver_job(config, run)
     else:
-        found = [secret(job, b"put-64-hexadecimal-digits-here"), *kept, jobset(config, gpus, run)]
-    return [_in_namespace(config, each) for each in found]
+        objects = [make_secret(job, b"put-64-hexadecimal-digits-here")]
+        workload = make_jobset(config, gpus, run)
+    objects += settings_objects(config)
+    objects += [network_policy(job), workload]
+    return [_in_namespace(config, thing) for thing in objects]
 
 
 def to_yaml(objects: Sequence[Json]) -> str:
-    """As kubectl reads it."""
+    """Return the objects as YAML documents for kubectl."""
     import yaml
 
-    class Plain(yaml.SafeDumper):
+    class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: object) -> bool:
             return True
 
-    return str(yaml.dump_all(objects, Dumper=Plain, sort_keys=False, width=120))
+    return str(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, width=120))
 
 
 def _in_namespace(config: Config, thing: Json) -> Json:
@@ -86,65 +98,74 @@ def _in_namespace(config: Config, thing: Json) -> Json:
 
 
 def rights(job: str = "", namespace: str = "") -> list[Json]:
-    """What a driver may do: pods and its own objects in its namespace, and see machines. Secrets it never reads.
+    """Return the driver's rights: pods and its own objects in its namespace, and listing machines.
 
-    job: whose objects they are restricted to; "": any.
+    The driver never reads Secrets. job: the job whose objects it may change, "" for all.
     """
     account = "megascale-driver"
-    only: Json = {"resourceNames": [object_name(job)]} if job else {}
-    role = [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "delete", "get", "list", "patch", "watch"]},
-        {"apiGroups": [""], "resources": ["configmaps", "secrets"], "verbs": ["create"]},
-        {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "patch"]} | only,
-        {"apiGroups": [""], "resources": ["secrets"], "verbs": ["update"]} | only,
-        {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
-        {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "update"]} | only,
+    sees_nodes = "megascale-sees-nodes"
+    own_objects: Json = {"resourceNames": [object_name(job)]} if job else {}
+    role_rules = [
+        _rule("", ["pods"], ["create", "delete", "get", "list", "patch", "watch"]),
+        _rule("", ["configmaps", "secrets"], ["create"]),
+        _rule("", ["configmaps"], ["get", "patch"]) | own_objects,
+        _rule("", ["secrets"], ["update"]) | own_objects,
+        _rule("coordination.k8s.io", ["leases"], ["create"]),
+        _rule("coordination.k8s.io", ["leases"], ["get", "update"]) | own_objects,
     ]
-    nodes = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]}]
+    node_rules = [_rule("", ["nodes"], ["list", "watch"])]
     subject = {"kind": "ServiceAccount", "name": account, "namespace": namespace or "default"}
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _about(account)},
-        {"apiVersion": RBAC, "kind": "Role", "metadata": _about(account), "rules": role},
-        {"apiVersion": RBAC, "kind": "RoleBinding", "metadata": _about(account)} | _binds("Role", account, subject),
-        {"apiVersion": RBAC, "kind": "ClusterRole", "metadata": _about("megascale-sees-nodes"), "rules": nodes},
-        {"apiVersion": RBAC, "kind": "ClusterRoleBinding", "metadata": _about("megascale-sees-nodes")}
-        | _binds("ClusterRole", "megascale-sees-nodes", subject),
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _metadata(account)},
+        {"apiVersion": RBAC, "kind": "Role", "metadata": _metadata(account), "rules": role_rules},
+        _binding("RoleBinding", "Role", account, subject),
+        {"apiVersion": RBAC, "kind": "ClusterRole", "metadata": _metadata(sees_nodes), "rules": node_rules},
+        _binding("ClusterRoleBinding", "ClusterRole", sees_nodes, subject),
     ]
 
 
-def _about(name: str) -> Json:
+def _metadata(name: str) -> Json:
     return {"name": name, "labels": {"app.kubernetes.io/name": "megascale"}}
 
 
-def _binds(kind: str, name: str, subject: Json) -> Json:
-    to = {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name}
-    return {"roleRef": to, "subjects": [subject]}
+def _rule(group: str, resources: list[str], verbs: list[str]) -> Json:
+    return {"apiGroups": [group], "resources": resources, "verbs": verbs}
+
+
+def _binding(kind: str, role_kind: str, name: str, subject: Json) -> Json:
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": role_kind, "name": name}
+    return {"apiVersion": RBAC, "kind": kind, "metadata": _metadata(name), "roleRef": role, "subjects": [subject]}
 
 
 def network_policy(job: str = "") -> Json:
-    """Nobody but the job's own pods reaches them; metrics (a port named so) may be read from anywhere.
+    """Return a policy that lets only the job's own pods reach its pods, and any client the port "metrics".
 
     job: "" for all jobs of the namespace together.
     """
-    mine = {"matchLabels": {JOB: job} if job else {"app.kubernetes.io/name": "megascale"}}
-    ingress = [{"from": [{"podSelector": mine}]}, {"ports": [{"port": "metrics", "protocol": "TCP"}]}]
-    spec = {"podSelector": mine, "policyTypes": ["Ingress"], "ingress": ingress}
-    about = _about(object_name(job) if job else "megascale")
-    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": about, "spec": spec}
+    metadata = _metadata("megascale")
+    own_labels = {"app.kubernetes.io/name": "megascale"}
+    if job:
+        metadata = _metadata(object_name(job))
+        own_labels = {JOB: job}
+    own_pods = {"matchLabels": own_labels}
+    ingress = [{"from": [{"podSelector": own_pods}]}, {"ports": [{"port": "metrics", "protocol": "TCP"}]}]
+    spec = {"podSelector": own_pods, "policyTypes": ["Ingress"], "ingress": ingress}
+    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": metadata, "spec": spec}
 
 
 # the driver as a pod --------------------------------------------------------------------------------------------------
 
 
 def settings_objects(config: Config) -> list[Json]:
-    """Return what the driver's pod finds in SETTINGS_FOLDER: a ConfigMap with the settings and the files that they
-    name, and a Secret with the environment, which may hold keys.
+    """Return the contents of SETTINGS_FOLDER in the driver's pod.
 
-    Raises DataError if a file cannot be read or is wrong.
+    A ConfigMap has the settings and the files that they name, and a Secret has the environment, which may hold keys.
+    Raises DataError if a file cannot be read or is malformed.
     """
-    limits, settings = config.resilience, config.kubernetes.model_copy(update={"kubeconfig": "", "context": ""})
-    data = {}
+    limits = config.resilience
+    settings = config.kubernetes.model_copy(update={"kubeconfig": "", "context": ""})
     files = {"pod.yaml": settings.pod, "placement.json": limits.placement, "environment": limits.environment}
+    data = {}
     for name, path in files.items():
         if path:
             try:
@@ -153,115 +174,150 @@ def settings_objects(config: Config) -> list[Json]:
                 raise DataError(f"{path}, which the settings name, cannot be read: {error}") from None
     if limits.environment:
         read_environment(Path(limits.environment), "resilience.environment")
-    there = {name: f"{SETTINGS_FOLDER}/{name}" for name in data}
-    settings = settings.model_copy(update={"pod": there.get("pod.yaml", "")})
-    changes = {"placement": there.get("placement.json"), "environment": there.get("environment")}
-    inside = {"kubernetes": settings, "resilience": limits.model_copy(update=changes)}
+    paths = {name: f"{SETTINGS_FOLDER}/{name}" for name in data}
+    settings = settings.model_copy(update={"pod": paths.get("pod.yaml", "")})
+    limits = limits.model_copy(
+        update={"placement": paths.get("placement.json"), "environment": paths.get("environment")}
+    )
     environment = data.pop("environment", None)
-    data["job.toml"] = config.model_copy(update=inside).to_toml()
-    about = {"name": f"{object_name(config.train.name)}-settings", "labels": labels(config.train.name, "job")}
-    objects: list[Json] = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}]
+    data["job.toml"] = config.model_copy(update={"kubernetes": settings, "resilience": limits}).to_toml()
+    metadata = {"name": f"{object_name(config.train.name)}-settings", "labels": labels(config.train.name, "job")}
+    objects: list[Json] = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}]
     if environment is not None:
         secret_data = {"environment": base64.b64encode(environment.encode()).decode()}
-        objects.append({"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": about, "data": secret_data})
+        objects.append(
+            {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": secret_data}
+        )
     return objects
 
 
-def _driver_pod(config: Config, run: str, words: Sequence[str]) -> Json:
-    """Template of the driver's pod: it sees what nodes see (mounts, patch), and has no devices."""
-    settings, job = config.kubernetes, config.train.name
+def _driver_pod(config: Config, run: str, overrides: Sequence[str]) -> Json:
+    """Return the template of the driver's pod, with the mounts and the patch of nodes but without devices."""
+    settings = config.kubernetes
+    job = config.train.name
     node = merge(make_pod(config, job, 0), read_patch(settings))
     container = node["spec"]["containers"][0]
-    own = ("secret", "about", "state", "shm")
-    fields = (("MEGASCALE_POD", "metadata.name"), ("MEGASCALE_POD_UID", "metadata.uid"))
+    node_volumes = ("secret", "about", "state", "shm")
+    mounts = [mount for mount in container["volumeMounts"] if mount["name"] not in node_volumes]
+    volumes = [volume for volume in node["spec"]["volumes"] if volume["name"] not in node_volumes]
     env = [
-        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-        for name, path in (*fields, ("MEGASCALE_POD_ADDRESS", "status.podIP"))
+        field_variable("MEGASCALE_POD", "metadata.name"),
+        field_variable("MEGASCALE_POD_UID", "metadata.uid"),
+        field_variable("MEGASCALE_POD_ADDRESS", "status.podIP"),
     ]
-    kept = [each for each in container["env"] if not each["name"].startswith("MEGASCALE_")]
-    mounts = [each for each in container["volumeMounts"] if each["name"] not in own]
-    volumes = [each for each in node["spec"]["volumes"] if each["name"] not in own]
+    env += [variable for variable in container["env"] if not variable["name"].startswith("MEGASCALE_")]
     name = f"{object_name(job)}-settings"
-    # The Secret exists where resilience.environment names a file.
+    # The Secret exists only if resilience.environment names a file.
     sources = [{"configMap": {"name": name}}, {"secret": {"name": name, "optional": True}}]
+    command = module_command("megascale", "launch", f"{SETTINGS_FOLDER}/job.toml", python=settings.python)
+    command += overrides
+    settings_mount = {"name": "settings", "mountPath": SETTINGS_FOLDER, "readOnly": True}
+    settings_volume = {"name": "settings", "projected": {"sources": sources}}
     driver: Json = {
         "name": "driver",
         "image": settings.image,
         "imagePullPolicy": settings.pull_policy,
-        "command": module_command("megascale", "launch", f"{SETTINGS_FOLDER}/job.toml", *words, python=settings.python),
-        "env": [*env, *kept],
-        "volumeMounts": [{"name": "settings", "mountPath": SETTINGS_FOLDER, "readOnly": True}, *mounts],
+        "command": command,
+        "env": env,
+        "volumeMounts": [settings_mount, *mounts],
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}},
         "securityContext": {"allowPrivilegeEscalation": False},
     }
-    kept_of_node = ("nodeSelector", "tolerations", "imagePullSecrets", "hostNetwork", "dnsPolicy", "securityContext")
     spec: Json = {
         "restartPolicy": "OnFailure",
         "serviceAccountName": "megascale-driver",
         "terminationGracePeriodSeconds": 30,
         "containers": [driver],
-        "volumes": [{"name": "settings", "projected": {"sources": sources}}, *volumes],
+        "volumes": [settings_volume, *volumes],
     }
-    spec |= {key: node["spec"][key] for key in kept_of_node if node["spec"].get(key)}
+    spec |= {key: node["spec"][key] for key in _SHARED_SPEC if node["spec"].get(key)}
     return {"metadata": {"labels": labels(job, "driver")}, "spec": spec}
 
 
 def driver_job(config: Config, run: str) -> Json:
-    """A Job that keeps one driver running until the job has ended. The run folder must lie on a mounted volume."""
+    """Return a Job that keeps one driver running until the training job ends.
+
+    The run folder must be on a mounted volume.
+    """
     job = config.train.name
-    spec = {"backoffLimit": TRIES, "template": _driver_pod(config, run, [])}
-    about = {"name": f"{object_name(job)}-driver", "labels": labels(job, "driver")}
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": about, "spec": spec}
+    spec = {"backoffLimit": DRIVER_RESTARTS, "template": _driver_pod(config, run, [])}
+    metadata = {"name": f"{object_name(job)}-driver", "labels": labels(job, "driver")}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
 # JobSet ---------------------------------------------------------------------------------------------------------------
 
 
-def jobset(config: Config, gpus: int, run: str) -> Json:
-    """Driver and nodes as one JobSet (jobset.x-k8s.io/v1alpha2), admitted as a whole by Kueue where a queue is named.
+def make_jobset(config: Config, gpus: int, run: str) -> Json:
+    """Return driver and nodes as one JobSet (jobset.x-k8s.io/v1alpha2), which Kueue admits as a whole.
 
-    Its nodes are not made by the driver: they join it (`--cluster manual`), spares among them, and the JobSet's
-    controller makes anew what is lost.
+    The driver does not create the nodes: they join it (`--cluster manual`), spares included, and the JobSet's
+    controller replaces lost ones.
     """
-    job, limits, settings = config.train.name, config.resilience, config.kubernetes
+    job = config.train.name
+    limits = config.resilience
     name = object_name(job)
-    words = ["--cluster=manual", "--resilience.listen=0.0.0.0", f"--resilience.port={AGENTS_PORT}"]
-    driver = _driver_pod(config, run, words)
-    driver["spec"].pop("serviceAccountName")
-    driver["spec"]["volumes"].append({"name": "token", "secret": {"secretName": name, "defaultMode": 0o400}})
-    driver["spec"]["containers"][0]["volumeMounts"].append({"name": "token", "mountPath": "/etc/megascale/secret"})
-    command = driver["spec"]["containers"][0]["command"]
-    folder = shlex.quote(f"{run}/driver")
-    begin = f"umask 77; mkdir -p {folder} && cp /etc/megascale/secret/token {folder}/token && exec "
-    driver["spec"]["containers"][0]["command"] = ["sh", "-c", begin + shlex.join(command)]
-    node = make_pod(config, job, gpus, environment=inherited_environment(), patch=read_patch(settings))
-    agent, place = node["spec"]["containers"][0], f"{name}-driver-0-0.{name}:{AGENTS_PORT}"
-    agent["command"] = module_command("megascale", "agent", place, "--job", job, python=settings.python)
-    agent["command"] += ["--node", "$(MEGASCALE_NODE)", "--folder", "/var/lib/megascale", "--secret-file", "-"]
-    # On stdin: a variable would stand in /proc/PID/environ for as long as the agent runs.
-    agent["command"] = ["sh", "-c", f'exec "$@" < {SECRET_FOLDER}/token', "agent", *agent["command"]]
-    node["spec"]["restartPolicy"] = "OnFailure"
-    marks = labels(job, "job") | ({"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {})
-    for thing in (node, driver):
-        thing["metadata"]["labels"].pop("kueue.x-k8s.io/queue-name", None)  # Kueue takes the JobSet as a whole
-    notes = {key: value for key, value in node["metadata"]["annotations"].items() if key.startswith("prometheus")}
-    template = {"metadata": {"labels": node["metadata"]["labels"], "annotations": notes}, "spec": node["spec"]}
-    count = limits.nodes + limits.spares
-    jobs = [_replicated("driver", driver, 1, 1), _replicated("nodes", template, count, 1000)]
+    queue_label = {QUEUE: config.kubernetes.queue} if config.kubernetes.queue else {}
+    driver = _jobset_driver(config, run)
+    node = _jobset_node(config, gpus)
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All", "targetReplicatedJobs": ["driver"]},
-        "failurePolicy": {"maxRestarts": TRIES},
-        "replicatedJobs": jobs,
+        "failurePolicy": {"maxRestarts": DRIVER_RESTARTS},
+        "replicatedJobs": [
+            _replicated_job("driver", driver, pods=1, restarts=DRIVER_RESTARTS),
+            _replicated_job("nodes", node, pods=limits.nodes + limits.spares, restarts=1000),
+        ],
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": name, "labels": marks},
+        "metadata": {"name": name, "labels": labels(job, "job") | queue_label},
         "spec": spec,
     }
 
 
-def _replicated(name: str, template: Json, pods: int, tries: int) -> Json:
-    spec = {"parallelism": pods, "completions": pods, "backoffLimit": max(tries, TRIES), "template": template}
-    return {"name": name, "replicas": 1, "template": {"spec": spec | {"completionMode": "Indexed"}}}
+def _jobset_driver(config: Config, run: str) -> Json:
+    """Return the template of a driver that nodes join. It copies the token into the run folder before it starts."""
+    overrides = ["--cluster=manual", "--resilience.listen=0.0.0.0", f"--resilience.port={AGENTS_PORT}"]
+    driver = _driver_pod(config, run, overrides)
+    spec = driver["spec"]
+    spec.pop("serviceAccountName")
+    secret = {"secretName": object_name(config.train.name), "defaultMode": 0o400}
+    spec["volumes"].append({"name": "token", "secret": secret})
+    container = spec["containers"][0]
+    container["volumeMounts"].append({"name": "token", "mountPath": TOKEN_FOLDER})
+    folder = shlex.quote(f"{run}/driver")
+    copy_token = f"umask 77; mkdir -p {folder} && cp {TOKEN_FOLDER}/token {folder}/token && exec "
+    container["command"] = ["sh", "-c", copy_token + shlex.join(container["command"])]
+    return driver
+
+
+def _jobset_node(config: Config, gpus: int) -> Json:
+    """Return the template of a node that joins the driver."""
+    settings = config.kubernetes
+    job = config.train.name
+    name = object_name(job)
+    node = make_pod(config, job, gpus, environment=inherited_environment(), patch=read_patch(settings))
+    address = f"{name}-driver-0-0.{name}:{AGENTS_PORT}"
+    command = module_command("megascale", "agent", address, "--job", job, python=settings.python)
+    command += ["--node", "$(MEGASCALE_NODE)", "--folder", STATE_FOLDER, "--secret-file", "-"]
+    # The secret comes on stdin, since a variable would stay in /proc/PID/environ for the agent's life.
+    script = f'exec "$@" < {SECRET_FOLDER}/token'
+    node["spec"]["containers"][0]["command"] = ["sh", "-c", script, "agent", *command]
+    node["spec"]["restartPolicy"] = "OnFailure"
+    metadata = node["metadata"]
+    metadata["labels"].pop(QUEUE, None)  # Kueue admits the JobSet as a whole.
+    annotations = {key: value for key, value in metadata["annotations"].items() if key.startswith("prometheus")}
+    return {"metadata": {"labels": metadata["labels"], "annotations": annotations}, "spec": node["spec"]}
+
+
+def _replicated_job(name: str, template: Json, *, pods: int, restarts: int) -> Json:
+    spec = {
+        "parallelism": pods,
+        "completions": pods,
+        "backoffLimit": restarts,
+        "template": template,
+        "completionMode": "Indexed",
+    }
+    return {"name": name, "replicas": 1, "template": {"spec": spec}}

@@ -1,53 +1,115 @@
-"""The objects that a job has besides its pods: the ConfigMap, owner of all and block list, and the Secret."""
+"""The objects of a job in Kubernetes: the pod of a node, the ConfigMap that owns all of them, and the Secret.
+
+The ConfigMap also holds the block list. An agent learns everything about its job from its pod's spec, the Secret and
+the downward API.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
+from megascale.config import Config, KubernetesConfig
+from megascale.config.text_files import read_text
+from megascale.core.python_command import module_command
 from megascale.core.secrets import PASSWORD_VARIABLE, REPLICA_VARIABLE
+from megascale.errors import ConfigError, DataError
+from megascale.resilience.cluster.base import format_address
 from megascale.resilience.cluster.kubernetes_api import Json, KubernetesApi, KubernetesError
-from megascale.resilience.cluster.kubernetes_pod import labels, object_name
+from megascale.resilience.cluster.kubernetes_table import SLOT
+from megascale.resilience.cluster.remote import INHERITED_PREFIXES
 
-BLOCKED = "blocked.json"  # key of the ConfigMap: {machine: why}
-# What nodes take over of the driver's environment; the rest is their image's own.
-_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "UCX_")
-SECRETS = (PASSWORD_VARIABLE, REPLICA_VARIABLE)
+JOB = "megascale.dev/job"  # labels
+ROLE = "megascale.dev/role"
+QUEUE = "kueue.x-k8s.io/queue-name"
+DRIVER = "megascale.dev/driver"  # annotations: the driver's address and epoch
+EPOCH = "megascale.dev/epoch"
+CONTAINER = "agent"
+AGENT_MODULE = "megascale.resilience.agent.pod"
+SECRET_FOLDER = "/etc/megascale/secret"
+ANNOTATIONS_FOLDER = "/etc/megascale/pod"
+STATE_FOLDER = "/var/lib/megascale"
+EXTRA_GRACE = 15  # seconds that a pod has to end beyond resilience.grace_period
+BLOCKED_KEY = "blocked.json"  # key of the ConfigMap with {machine: reason}
+SECRET_VARIABLES = (PASSWORD_VARIABLE, REPLICA_VARIABLE)
+_HOSTNAME = "kubernetes.io/hostname"
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+_TAINT = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^:\s]*))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?")
+
+
+def object_name(job: str) -> str:
+    """Return the name of a job's ConfigMap, Secret and Lease. Raises ConfigError for a name unfit for Kubernetes."""
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,45}[a-z0-9])?", job):
+        raise ConfigError(
+            f"train.name={job} cannot name objects of Kubernetes: at most 47 small letters, digits, hyphens, such as "
+            f"--train.name={re.sub('[^a-z0-9]+', '-', job.lower()).strip('-')[:47] or 'job'}"
+        )
+    return f"megascale-{job}"
+
+
+def labels(job: str, role: str) -> dict[str, str]:
+    """Return the labels of a job's objects."""
+    return {
+        "app.kubernetes.io/name": "megascale",
+        "app.kubernetes.io/managed-by": "megascale",
+        "app.kubernetes.io/instance": job,
+        JOB: job,
+        ROLE: role,
+    }
+
+
+def inherited_secrets() -> list[str]:
+    """Return the names of the secrets in this process's environment that nodes receive through the Secret."""
+    return [name for name in SECRET_VARIABLES if os.environ.get(name)]
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return the variables of this process that nodes receive; all others are their image's own."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(INHERITED_PREFIXES)}
+
+
+# The ConfigMap and the Secret -----------------------------------------------------------------------------------------
 
 
 class JobObjects:
-    """Args:
-    api: the server.
-    job: name of the run.
+    """The ConfigMap and the Secret of a job on the server.
 
     Attributes:
-        owner: reference by which all of a job is removed with its ConfigMap.
-        blocked: machines that the job must not get, and why.
+        owner: reference to the ConfigMap; all objects of the job are deleted with it.
+        blocked: machines that the job must not get, with the reason.
     """
 
     def __init__(self, api: KubernetesApi, job: str) -> None:
-        self._api, self._job, self._name = api, job, object_name(job)
+        self._api = api
+        self._job = job
+        self._name = object_name(job)
         self.owner: Json | None = None
         self.blocked: dict[str, str] = {}
 
-    def prepare(self, above: Json | None) -> None:
-        """Find or make the ConfigMap, and read the block list. above: what the ConfigMap goes with. Raises
-        KubernetesError."""
+    def prepare(self, controller: Json | None) -> None:
+        """Find or create the ConfigMap and read the block list. Raises KubernetesError.
+
+        controller: reference to the object that owns the ConfigMap.
+        """
         try:
-            found = self._api.call("GET", self._api.path("configmaps", self._name))
+            config_map = self._api.call("GET", self._api.path("configmaps", self._name))
         except KubernetesError as error:
             if error.status != 404:
                 raise
-            found = self._api.call("POST", self._api.path("configmaps"), config_map(self._job, above))
-        about = found["metadata"]
-        self.owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": about["name"], "uid": about["uid"]}
-        self.blocked.update(read_blocked(found))
+            config_map = self._api.call("POST", self._api.path("configmaps"), make_config_map(self._job, controller))
+        metadata = config_map["metadata"]
+        self.owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": metadata["name"], "uid": metadata["uid"]}
+        self.blocked.update(_parse_blocked(config_map))
 
     def write_secret(self, token: bytes) -> None:
-        """What agents prove to the driver. Raises KubernetesError."""
-        body = secret(self._job, token, self.owner)
+        """Create or replace the Secret with the job's token. Raises KubernetesError."""
+        body = make_secret(self._job, token, self.owner)
         try:
             self._api.call("POST", self._api.path("secrets"), body)
         except KubernetesError as error:
@@ -56,53 +118,308 @@ class JobObjects:
             self._api.call("PUT", self._api.path("secrets", self._name), body)
 
     def write_blocked(self, blocked: Mapping[str, str]) -> None:
-        """Keep the block list where it survives the driver. Raises KubernetesError."""
+        """Write the block list into the ConfigMap, which outlives the driver. Raises KubernetesError."""
         text = json.dumps(dict(sorted(blocked.items())), indent=1)
-        self._api.call("PATCH", self._api.path("configmaps", self._name), {"data": {BLOCKED: text}})
+        self._api.call("PATCH", self._api.path("configmaps", self._name), {"data": {BLOCKED_KEY: text}})
 
 
-def config_map(job: str, above: Json | None = None) -> Json:
-    """The manifest, with an empty block list."""
-    about: Json = {"name": object_name(job), "labels": labels(job, "job")}
-    about |= {"ownerReferences": [above]} if above else {}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {BLOCKED: "{}"}}
+def make_config_map(job: str, controller: Json | None = None) -> Json:
+    """Return the ConfigMap with an empty block list."""
+    metadata = _make_metadata(job, controller)
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {BLOCKED_KEY: "{}"}}
 
 
-def secret(job: str, token: bytes, owner: Json | None = None) -> Json:
-    """The manifest: the job's secret, and those that the driver has in its environment."""
+def make_secret(job: str, token: bytes, owner: Json | None = None) -> Json:
+    """Return the Secret with the job's token and the secrets in this process's environment."""
     values = {"token": token} | {name: os.environ[name].encode() for name in inherited_secrets()}
-    about: Json = {"name": object_name(job), "labels": labels(job, "job")}
-    about |= {"ownerReferences": [owner]} if owner else {}
     data = {name: base64.b64encode(value).decode() for name, value in values.items()}
-    return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": about, "data": data}
+    metadata = _make_metadata(job, owner)
+    return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": data}
 
 
-def inherited_secrets() -> list[str]:
-    """Names of those in this process's environment."""
-    return [name for name in SECRETS if os.environ.get(name)]
+def _make_metadata(job: str, owner: Json | None) -> Json:
+    metadata: Json = {"name": object_name(job), "labels": labels(job, "job")}
+    if owner is not None:
+        metadata["ownerReferences"] = [owner]
+    return metadata
 
 
-def inherited_environment() -> dict[str, str]:
-    """What nodes get of this process's environment."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
-
-
-def read_blocked(found: Json) -> dict[str, str]:
-    """The block list of a ConfigMap; what people have written there wrongly counts as nothing."""
+def _parse_blocked(config_map: Json) -> dict[str, str]:
+    """Return the block list of a ConfigMap, {} if a person has made it malformed."""
     try:
-        listed = json.loads((found.get("data") or {}).get(BLOCKED) or "{}")
-        return {str(name): str(why) for name, why in listed.items()}
+        blocked = json.loads((config_map.get("data") or {}).get(BLOCKED_KEY) or "{}")
+        return {str(name): str(reason) for name, reason in blocked.items()}
     except (ValueError, AttributeError):
         return {}
 
 
-def controller_of(api: KubernetesApi, pod: str) -> Json | None:
-    """What keeps the driver's own pod (a Job, a Deployment's ReplicaSet), None if that cannot be seen."""
+def find_controller(api: KubernetesApi, pod: str) -> Json | None:
+    """Return a reference to the Job, StatefulSet or JobSet that controls the driver's pod, None if there is none."""
     try:
-        found = api.call("GET", api.path("pods", pod))
+        config_map = api.call("GET", api.path("pods", pod))
     except KubernetesError:
         return None
-    for each in found["metadata"].get("ownerReferences") or ():
-        if each.get("controller") and each.get("kind") in ("Job", "StatefulSet", "JobSet"):
-            return {key: each[key] for key in ("apiVersion", "kind", "name", "uid")}
+    for owner in config_map["metadata"].get("ownerReferences") or ():
+        if owner.get("controller") and owner.get("kind") in ("Job", "StatefulSet", "JobSet"):
+            return {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
     return None
+
+
+# The pod of a node ----------------------------------------------------------------------------------------------------
+
+
+def read_patch(settings: KubernetesConfig) -> Json:
+    """Return the patch in the file `kubernetes.pod`, {} without one. Raises DataError for a malformed file."""
+    if not settings.pod:
+        return {}
+    import yaml
+
+    try:
+        patch = yaml.safe_load(read_text(Path(settings.pod)))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DataError(f"kubernetes.pod={settings.pod} cannot be read: {error}") from None
+    if not isinstance(patch, dict) or not set(patch) <= {"metadata", "spec", "apiVersion", "kind"}:
+        raise DataError(f"kubernetes.pod={settings.pod} is no part of a pod: it must have metadata or spec, or both")
+    return {key: value for key, value in patch.items() if key in ("metadata", "spec")}
+
+
+def make_pod(
+    config: Config,
+    name: str,
+    gpus: int,
+    *,
+    slot: str = "",
+    machine: str = "",
+    avoid: Iterable[str] = (),
+    driver: tuple[str, int] | None = None,
+    epoch: int = 0,
+    owner: Json | None = None,
+    environment: Mapping[str, str] | None = None,
+    secrets: Iterable[str] = (),
+    patch: Json | None = None,
+) -> Json:
+    """Return the pod of a node.
+
+    Args:
+        name: name of the pod.
+        gpus: number of GPUs.
+        slot: distinguishes pods on one machine, "" if there is one per machine.
+        machine: machine on which it must run, "" for any.
+        avoid: machines on which it must not run.
+        driver: address of the driver, None if it is unknown.
+        owner: reference to the object that it is deleted with.
+        environment: variables of its processes.
+        secrets: names of variables in the job's Secret.
+        patch: as returned by `read_patch`.
+    """
+    settings = config.kubernetes
+    pod_labels = labels(config.train.name, "agent")
+    if slot:
+        pod_labels[SLOT] = slot
+    if settings.queue:
+        pod_labels[QUEUE] = settings.queue
+    annotations = {DRIVER: "", EPOCH: str(epoch)}
+    if driver is not None:
+        annotations[DRIVER] = format_address(*driver)
+    annotations |= _prometheus_annotations(config.resilience.agent_metrics)
+    metadata: Json = {"name": name, "labels": pod_labels, "annotations": annotations}
+    if owner is not None:
+        metadata["ownerReferences"] = [owner]
+    spec: Json = {
+        "restartPolicy": "Never",  # The driver decides about restarts.
+        "terminationGracePeriodSeconds": round(config.resilience.grace_period) + EXTRA_GRACE,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "containers": [_make_container(config, gpus, slot, environment or {}, secrets)],
+        "volumes": _make_volumes(config),
+        "affinity": _make_affinity(settings, config.train.name, machine, avoid),
+        "tolerations": [_parse_toleration(text) for text in settings.tolerations],
+    }
+    if settings.host_network:
+        spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    if settings.node_selector:
+        spec["nodeSelector"] = dict(label.split("=", 1) for label in settings.node_selector)
+    if settings.service_account:
+        spec["serviceAccountName"] = settings.service_account
+    if settings.priority_class:
+        spec["priorityClassName"] = settings.priority_class
+    if settings.pull_secrets:
+        spec["imagePullSecrets"] = [{"name": secret} for secret in settings.pull_secrets]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    return merge(pod, patch or {})
+
+
+def _make_container(
+    config: Config, gpus: int, slot: str, environment: Mapping[str, str], secrets: Iterable[str]
+) -> Json:
+    settings = config.kubernetes
+    node = "$(MEGASCALE_MACHINE)"
+    if slot:
+        node += f".{slot}"
+    env: list[Json] = [
+        field_variable("MEGASCALE_MACHINE", "spec.nodeName"),
+        {"name": "MEGASCALE_NODE", "value": node},
+        field_variable("MEGASCALE_POD", "metadata.name"),
+        field_variable("MEGASCALE_POD_ADDRESS", "status.podIP"),
+        {"name": "MEGASCALE_JOB", "value": config.train.name},
+        {"name": "PYTHONUNBUFFERED", "value": "1"},
+    ]
+    env += [{"name": name, "value": value} for name, value in environment.items()]
+    for name in secrets:
+        reference = {"name": object_name(config.train.name), "key": name}
+        env.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
+    for text in settings.environment:
+        name, value = text.split("=", 1)
+        env.append({"name": name, "value": value})
+    resources = dict(text.split("=", 1) for text in settings.resources)
+    if gpus:
+        resources[settings.gpu_resource] = str(gpus)
+    mounts: list[Json] = [
+        {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},
+        {"name": "about", "mountPath": ANNOTATIONS_FOLDER, "readOnly": True},
+        {"name": "state", "mountPath": STATE_FOLDER},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    mounts += [_make_mount(i, text) for i, text in enumerate(settings.mounts)]
+    security: Json = {"allowPrivilegeEscalation": False}
+    if any(name.startswith("rdma/") for name in resources):
+        security["capabilities"] = {"add": ["IPC_LOCK"]}  # RDMA locks the memory that network devices access.
+    container: Json = {
+        "name": CONTAINER,
+        "image": settings.image,
+        "imagePullPolicy": settings.pull_policy,
+        "command": module_command(AGENT_MODULE, python=settings.python),
+        "env": env,
+        "volumeMounts": mounts,
+        "securityContext": security,
+    }
+    if resources:
+        container["resources"] = {"requests": resources, "limits": dict(resources)}
+    port = _parse_port(config.resilience.agent_metrics)
+    if port:
+        container["ports"] = [{"name": "metrics", "containerPort": port}]
+    return container
+
+
+def _make_volumes(config: Config) -> list[Json]:
+    settings = config.kubernetes
+    memory: Json = {"medium": "Memory"}
+    if settings.shm:
+        memory["sizeLimit"] = settings.shm
+    annotations = [
+        {"path": path, "fieldRef": {"fieldPath": f"metadata.annotations['{key}']"}}
+        for path, key in (("driver", DRIVER), ("epoch", EPOCH))
+    ]
+    secret = {
+        "secretName": object_name(config.train.name),
+        "items": [{"key": "token", "path": "token"}],
+        "defaultMode": 0o440,
+    }
+    volumes: list[Json] = [
+        {"name": "secret", "secret": secret},
+        {"name": "about", "downwardAPI": {"items": annotations}},
+        {"name": "state", "emptyDir": {}},
+        {"name": "shm", "emptyDir": memory},
+    ]
+    return volumes + [_make_mounted_volume(i, text) for i, text in enumerate(settings.mounts)]
+
+
+def _make_mounted_volume(number: int, text: str) -> Json:
+    """Return the volume of an entry of kubernetes.mounts, KIND:SOURCE:PATH[:ro]."""
+    kind, source, _ = text.removesuffix(":ro").split(":")
+    if kind == "claim":
+        return {"name": f"mount-{number}", "persistentVolumeClaim": {"claimName": source}}
+    return {"name": f"mount-{number}", "hostPath": {"path": source}}
+
+
+def _make_mount(number: int, text: str) -> Json:
+    """Return the mount of an entry of kubernetes.mounts."""
+    mount: Json = {"name": f"mount-{number}", "mountPath": text.removesuffix(":ro").split(":")[2]}
+    if text.endswith(":ro"):
+        mount["readOnly"] = True
+    return mount
+
+
+def _make_affinity(settings: KubernetesConfig, job: str, machine: str, avoid: Iterable[str]) -> Json:
+    """Return the affinity: one pod per machine, not on the machines to avoid, and close together."""
+    same_job = {"matchLabels": {JOB: job, ROLE: "agent"}}
+    affinity: Json = {}
+    fields = [_match_name("NotIn", name) for name in sorted(avoid)]  # a match has one value
+    if machine:
+        fields = [_match_name("In", machine)]
+    if fields:
+        affinity["nodeAffinity"] = {_REQUIRED: {"nodeSelectorTerms": [{"matchFields": fields}]}}
+    if settings.one_a_node:
+        affinity["podAntiAffinity"] = {_REQUIRED: [{"labelSelector": same_job, "topologyKey": _HOSTNAME}]}
+    if settings.switch_label and not machine:
+        near: Json = {"labelSelector": same_job, "topologyKey": settings.switch_label}
+        if settings.switch_required:
+            affinity["podAffinity"] = {_REQUIRED: [near]}
+        else:
+            affinity["podAffinity"] = {_PREFERRED: [{"weight": 100, "podAffinityTerm": near}]}
+    return affinity
+
+
+def _match_name(operator: str, name: str) -> Json:
+    return {"key": "metadata.name", "operator": operator, "values": [name]}
+
+
+def _parse_toleration(text: str) -> Json:
+    match = _TAINT.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"kubernetes.tolerations has {text!r}; write KEY=VALUE:EFFECT or KEY:EFFECT, as nvidia.com/gpu:NoSchedule"
+        )
+    toleration: Json = {"key": match["key"], "operator": "Exists"}
+    if match["value"] is not None:
+        toleration |= {"operator": "Equal", "value": match["value"]}
+    if match["effect"]:
+        toleration["effect"] = match["effect"]
+    return toleration
+
+
+def field_variable(name: str, path: str) -> Json:
+    """Return an environment variable with the value of a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _parse_port(address: str) -> int:
+    return int(address.rpartition(":")[2]) if address else 0
+
+
+def _prometheus_annotations(address: str) -> dict[str, str]:
+    port = _parse_port(address)
+    if not port:
+        return {}
+    return {"prometheus.io/scrape": "true", "prometheus.io/port": str(port), "prometheus.io/path": "/metrics"}
+
+
+def merge(base: Any, patch: Any) -> Any:
+    """Merge `patch` into `base` like kubectl's strategic merge.
+
+    Objects are merged key by key, and null removes a key. Lists whose entries have mount paths or names are merged
+    entry by entry. Other values are replaced.
+    """
+    if isinstance(base, dict) and isinstance(patch, dict):
+        merged = dict(base)
+        for key, value in patch.items():
+            if value is None:
+                merged.pop(key, None)
+            elif key in base:
+                merged[key] = merge(base[key], value)
+            else:
+                merged[key] = value
+        return merged
+    if isinstance(base, list) and isinstance(patch, list) and patch:
+        for key in ("mountPath", "name"):
+            if all(isinstance(entry, dict) and key in entry for entry in patch):
+                return _merge_lists(base, patch, key)
+    return patch
+
+
+def _merge_lists(base: list[Any], patch: list[Any], key: str) -> list[Any]:
+    if not all(isinstance(entry, dict) and key in entry for entry in base):
+        return patch
+    changes = {entry[key]: entry for entry in patch}
+    merged = [merge(entry, changes.pop(entry[key], {})) for entry in base]
+    return merged + list(changes.values())

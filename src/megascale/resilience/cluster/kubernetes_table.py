@@ -1,18 +1,34 @@
-"""What a Kubernetes cluster has of a job, its pods and the machines: kept from what the watches bring, without I/O."""
+"""The state of a job's pods and of the machines in a Kubernetes cluster, updated from watched objects without I/O."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megascale.resilience.cluster.kubernetes_api import Json
 
-SLOT = "megascale.dev/slot"  # label: which of several pods of a job on one machine; absent where there is one
-PULLS = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
-BROKEN = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
-OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"  # taint by which a person says that a machine is off
-_HOUSEKEEPING = 15.0  # seconds in which a kubelet that reaches the server ends what was force-deleted, beyond the grace
+SLOT = "megascale.dev/slot"  # label that distinguishes several pods of a job on one machine
+PULL_FAILURES = frozenset(
+    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
+)
+CONTAINER_FAILURES = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"  # taint by which a person states that a machine is off
+# Prefixes of the reason for which a kubelet refuses a pod before it runs.
+_REJECTIONS = ("OutOf", "NodeAffinity", "Unexpected", "Admission", "Topology")
+# Seconds beyond the grace period in which a connected kubelet ends the processes of a pod that was deleted by force.
+_KUBELET_SECONDS = 15.0
+
+
+class Obstacle(NamedTuple):
+    """Reason and message for which a container or a pod cannot start; empty if it can."""
+
+    reason: str = ""
+    message: str = ""
+
+
+NO_OBSTACLE = Obstacle()
 
 
 @dataclass
@@ -20,14 +36,18 @@ class Pod:
     """A pod of the job.
 
     Attributes:
-        node: its node's name in the job, "" until it has a machine.
-        running: its container runs; ended: it has ended for certain, or never will run.
-        over: its phase says that it has ended, which may be said from afar.
-        waiting: (reason, message) of a container that cannot be started, or of no machine that takes it.
-        grace: seconds that it gets to end, once it is deleted.
-        deleting: when it was seen to be deleted, on the monotonic clock, 0: it is not.
-        silent: whether its agent has said that it ends and that its ranks have ended.
-        absent: when it was gone from the server without having been seen to end, 0: it is there.
+        machine: name of its machine, "" before it is scheduled.
+        node: name of its node in the job, "" before it is scheduled.
+        running: its container runs.
+        ended: its container has ended for certain, or will never run.
+        is_over: its phase is final; a silent kubelet's pods get such a phase while they may still run.
+        problem: description of its end.
+        obstacle: the reason for which it cannot start.
+        deleting: time at which its deletion was seen, on the monotonic clock, 0 if it is not deleted.
+        grace: seconds that it has to end after its deletion.
+        agent_ended: its agent reported its own end and that of its ranks.
+        absent: time at which the object disappeared without an observed end, 0 while it exists.
+        driver: (address, epoch) of the driver in its annotations.
     """
 
     name: str
@@ -37,213 +57,251 @@ class Pod:
     address: str = ""
     running: bool = False
     ended: bool = False
-    over: bool = False
-    why: str = ""
-    waiting: tuple[str, str] = ("", "")
+    is_over: bool = False
+    problem: str = ""
+    obstacle: Obstacle = NO_OBSTACLE
     deleting: float = 0.0
     grace: float = 30.0
-    silent: bool = False
+    agent_ended: bool = False
     absent: float = 0.0
     driver: tuple[str, str] = ("", "")
     created: float = field(default_factory=time.monotonic)
 
+    @property
+    def is_living(self) -> bool:
+        """True unless the pod has ended, its phase is final or it is being deleted."""
+        return not (self.is_over or self.ended or self.deleting)
+
+    def update(self, thing: Json, current_time: float) -> None:
+        """Read a pod object that was received at time `now`."""
+        metadata = thing["metadata"]
+        spec = thing.get("spec") or {}
+        status = thing.get("status") or {}
+        slot = (metadata.get("labels") or {}).get(SLOT)
+        self.machine = spec.get("nodeName") or ""
+        self.node = self.machine
+        if self.machine and slot:
+            self.node += f".{slot}"
+        self.address = status.get("podIP") or self.address
+        annotations = metadata.get("annotations") or {}
+        self.driver = (annotations.get("megascale.dev/driver", ""), annotations.get("megascale.dev/epoch", ""))
+        containers = status.get("containerStatuses") or []
+        states = [container.get("state") or {} for container in containers]
+        runs_once = spec.get("restartPolicy") == "Never"
+        self.running = any("running" in state for state in states)
+        self.is_over = status.get("phase") in ("Failed", "Succeeded")
+        if containers:
+            # The containers of a pod that was marked as failed, since its kubelet is silent, have not ended.
+            self.ended = all(_has_ended(container, runs_once) for container in containers)
+        else:
+            was_rejected = str(status.get("reason", "")).startswith(_REJECTIONS)
+            self.ended = self.is_over and (not status.get("startTime") or was_rejected)
+        self.problem = _describe_end(status, states)
+        self.obstacle = _find_obstacle(status, states)
+        if metadata.get("deletionTimestamp") and not self.deleting:
+            self.deleting = current_time
+        if self.deleting and metadata.get("deletionGracePeriodSeconds") is not None:
+            self.grace = float(metadata["deletionGracePeriodSeconds"])
+
 
 @dataclass
 class Machine:
-    """A node of the cluster. ready: since when on the monotonic clock, 0: it is not; why: it takes nothing new, or is
-    not ready; devices: name -> how many are left; taken: out of service by a person's word."""
+    """A node of the Kubernetes cluster.
+
+    Attributes:
+        ready: time since when it is ready, on the monotonic clock, 0 if it is not.
+        problem: description of why it is not ready.
+        devices, capacity: number of allocatable and of all devices, None if the machine reports none.
+        drained: description of why it receives no new pods, "" if it does.
+        is_off: a person has stated that the machine is off.
+    """
 
     name: str
     ready: float = 0.0
-    why: str = ""
+    problem: str = ""
     labels: dict[str, str] = field(default_factory=dict)
-    devices: dict[str, int] = field(default_factory=dict)
-    capacity: dict[str, int] = field(default_factory=dict)
+    devices: int | None = None
+    capacity: int | None = None
     drained: str = ""
-    off: bool = False
+    is_off: bool = False
+
+    def update(self, thing: Json, resource: str, current_time: float) -> None:
+        """Read a node object that was received at time `now`."""
+        spec = thing.get("spec") or {}
+        status = thing.get("status") or {}
+        conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
+        ready = conditions.get("Ready") or {}
+        if ready.get("status") == "True":
+            self.ready = self.ready or current_time
+            self.problem = ""
+        else:
+            self.ready = 0.0
+            self.problem = f"machine {self.name} is not ready: {ready.get('message') or 'unknown'}"
+        self.labels = thing["metadata"].get("labels") or {}
+        self.is_off = any(taint.get("key") == OUT_OF_SERVICE for taint in spec.get("taints") or ())
+        self.drained = "it is unschedulable (cordoned or drained)" if spec.get("unschedulable") else ""
+        self.devices = _count(status.get("allocatable"), resource)
+        self.capacity = _count(status.get("capacity"), resource)
 
 
 class Table:
-    """Args:
-    resource: name of the devices that machines count.
-    clock: seconds, monotonic.
+    """The pods and machines.
+
+    Args:
+        resource: name of the devices that machines count.
+        clock: monotonic clock in seconds.
 
     Attributes:
-        pods: by uid, those that are there. named: uid of each by name.
-        unproven: by uid, those that were removed without having been seen to end: what they ran may run on.
-        machines: by name; empty where the driver may not see them.
+        pods: existing pods by uid.
+        uids: uid of each pod by name.
+        unproven: pods by uid that disappeared without an observed end, so their processes may still run.
+        machines: machines by name, empty if the driver may not list them.
     """
 
     def __init__(self, resource: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        self._resource, self._clock = resource, clock
+        self._resource = resource
+        self._clock = clock
         self.pods: dict[str, Pod] = {}
-        self.named: dict[str, str] = {}
+        self.uids: dict[str, str] = {}
         self.unproven: dict[str, Pod] = {}
         self.machines: dict[str, Machine] = {}
 
     # pods -------------------------------------------------------------------------------------------------------------
 
-    def all_pods(self, objects: Iterable[Json]) -> None:
-        """Exactly these are there now."""
-        found = list(objects)
-        there = {each["metadata"]["uid"] for each in found}
-        for pod in [pod for uid, pod in self.pods.items() if uid not in there]:
-            self._removed(pod)
-        for each in found:
-            self.pod_changed(each)
+    def set_pods(self, objects: Sequence[Json]) -> None:
+        """Set the complete list of pods."""
+        uids = {thing["metadata"]["uid"] for thing in objects}
+        for pod in list(self.pods.values()):
+            if pod.uid not in uids:
+                self._remove(pod)
+        for thing in objects:
+            self.update_pod(thing)
 
-    def pod_changed(self, thing: Json) -> Pod:
-        """A pod is there, or another than it was."""
-        about = thing["metadata"]
-        pod = self.pods.get(about["uid"])
+    def update_pod(self, thing: Json) -> Pod:
+        """Add or update a pod."""
+        metadata = thing["metadata"]
+        current_time = self._clock()
+        pod = self.pods.get(metadata["uid"])
         if pod is None:
-            pod = self.pods[about["uid"]] = Pod(about["name"], about["uid"], created=self._clock())
-            self.named[pod.name] = pod.uid
-        _read(pod, thing)
-        if about.get("deletionTimestamp") and not pod.deleting:
-            pod.deleting = self._clock()
-        if pod.deleting and about.get("deletionGracePeriodSeconds") is not None:
-            pod.grace = float(about["deletionGracePeriodSeconds"])
+            pod = Pod(metadata["name"], metadata["uid"], created=current_time)
+            self.pods[pod.uid] = pod
+            self.uids[pod.name] = pod.uid
+        pod.update(thing, current_time)
         return pod
 
-    def pod_gone(self, thing: Json) -> None:
-        """A pod is not there any more; its last state says whether it had ended."""
-        self._removed(self.pod_changed(thing))
+    def remove_pod(self, thing: Json) -> None:
+        """Remove a pod, whose last state shows whether it had ended."""
+        self._remove(self.update_pod(thing))
 
-    def _removed(self, pod: Pod) -> None:
+    def _remove(self, pod: Pod) -> None:
         self.pods.pop(pod.uid, None)
-        self.named.pop(pod.name, None)
-        if pod.machine and not (pod.ended or pod.silent):
+        self.uids.pop(pod.name, None)
+        if pod.machine and not (pod.ended or pod.agent_ended):
             pod.absent = self._clock()
             self.unproven[pod.uid] = pod
 
-    def of(self, node: str) -> list[Pod]:
-        """Pods of a node of the job that have not ended."""
+    def list_pods(self, node: str) -> list[Pod]:
+        """Return the pods of a node of the job that have not ended."""
         return [pod for pod in self.pods.values() if pod.node == node and not pod.ended]
 
-    def by_node(self) -> dict[str, list[Pod]]:
-        """Pods of each node, those that have ended too."""
-        found: dict[str, list[Pod]] = {}
+    def group_pods(self) -> dict[str, list[Pod]]:
+        """Return the pods of each node of the job, ended ones included."""
+        groups: dict[str, list[Pod]] = {}
         for pod in self.pods.values():
-            found.setdefault(pod.node, []).append(pod)
-        return found
+            groups.setdefault(pod.node, []).append(pod)
+        return groups
 
-    def stuck(self, beyond: float) -> list[Pod]:
-        """Pods on machines that are being deleted and should have ended `beyond` seconds ago."""
-        now = self._clock()
-        late = (pod for pod in self.pods.values() if pod.deleting and now > pod.deleting + pod.grace + beyond)
-        return [pod for pod in late if pod.machine and not pod.ended]
+    def list_stuck_pods(self, margin: float) -> list[Pod]:
+        """Return the scheduled pods that should have ended `margin` seconds ago by their deletion."""
+        current_time = self._clock()
+        return [
+            pod
+            for pod in self.pods.values()
+            if pod.deleting and pod.machine and not pod.ended and current_time > pod.deleting + pod.grace + margin
+        ]
 
-    def certain(self, node: str, grace: float) -> bool:
-        """Whether nothing that the job had on a node can run any more: as its kubelet has said, or must have done.
+    def has_stopped(self, node: str, grace: float) -> bool:
+        """Return True if no process of a node of the job can still run, as its kubelet reported or must have ensured.
 
-        grace: seconds that pods get to end.
+        grace: seconds that pods have to end.
         """
-        if self.of(node):
+        if self.list_pods(node):
             return False
         for pod in [pod for pod in self.unproven.values() if pod.node == node]:
             machine = self.machines.get(pod.machine)
-            since = max(pod.absent, machine.ready if machine and machine.ready else float("inf"))
-            if (machine is not None and machine.off) or self._clock() - since > grace + _HOUSEKEEPING:
-                del self.unproven[pod.uid]
-            else:
+            is_off = machine is not None and machine.is_off
+            waited = float("-inf")
+            if machine is not None and machine.ready:
+                waited = self._clock() - max(pod.absent, machine.ready)
+            if not is_off and waited <= grace + _KUBELET_SECONDS:
                 return False
+            del self.unproven[pod.uid]
         return True
 
-    def over(self, node: str) -> None:
-        """Its agent has said that it ends, and that its ranks have ended: no word of its kubelet is needed."""
+    def record_agent_end(self, node: str) -> None:
+        """Record that a node's agent reported its own end and that of its ranks; the kubelet need not confirm it."""
         self.unproven = {uid: pod for uid, pod in self.unproven.items() if pod.node != node}
         for pod in self.pods.values():
-            pod.silent = pod.silent or (pod.node == node and (pod.over or pod.deleting > 0))
+            if pod.node == node and (pod.is_over or pod.deleting > 0):
+                pod.agent_ended = True
 
     # machines ---------------------------------------------------------------------------------------------------------
 
-    def all_machines(self, objects: Iterable[Json]) -> None:
-        """Exactly these are there now."""
-        found = list(objects)
-        names = {each["metadata"]["name"] for each in found}
+    def set_machines(self, objects: Sequence[Json]) -> None:
+        """Set the complete list of machines."""
+        names = {thing["metadata"]["name"] for thing in objects}
         self.machines = {name: machine for name, machine in self.machines.items() if name in names}
-        for each in found:
-            self.machine_changed(each)
+        for thing in objects:
+            self.update_machine(thing)
 
-    def machine_changed(self, thing: Json) -> None:
-        """A machine is there, or another than it was."""
-        about, spec, status = thing["metadata"], thing.get("spec") or {}, thing.get("status") or {}
-        machine = self.machines.setdefault(about["name"], Machine(about["name"]))
-        conditions = {each["type"]: each for each in status.get("conditions") or ()}
-        ready = conditions.get("Ready") or {}
-        if ready.get("status") == "True":
-            machine.ready = machine.ready or self._clock()
-        else:
-            machine.ready = 0.0
-        machine.labels = about.get("labels") or {}
-        taints = spec.get("taints") or ()
-        machine.off = any(taint.get("key") == OUT_OF_SERVICE for taint in taints)
-        machine.drained = "it is unschedulable (cordoned or drained)" if spec.get("unschedulable") else ""
-        machine.why = (
-            "" if machine.ready else f"machine {machine.name} is not ready: {ready.get('message') or 'unknown'}"
-        )
-        machine.devices = _counts(status.get("allocatable"), self._resource)
-        machine.capacity = _counts(status.get("capacity"), self._resource)
+    def update_machine(self, thing: Json) -> Machine:
+        """Add or update a machine."""
+        name = thing["metadata"]["name"]
+        machine = self.machines.setdefault(name, Machine(name))
+        machine.update(thing, self._resource, self._clock())
+        return machine
 
-    def machine_gone(self, thing: Json) -> None:
-        """A machine was taken out of the cluster; what ran there may run on."""
+    def remove_machine(self, thing: Json) -> None:
+        """Remove a machine; its processes may still run."""
         self.machines.pop(thing["metadata"]["name"], None)
 
 
-def _counts(values: Json | None, resource: str) -> dict[str, int]:
+def _count(values: Json | None, resource: str) -> int | None:
     text = str((values or {}).get(resource, ""))
-    return {resource: int(text)} if text.isdigit() else {}
+    return int(text) if text.isdigit() else None
 
 
-def _read(pod: Pod, thing: Json) -> None:
-    """Take over what an object says of a pod."""
-    about, spec, status = thing["metadata"], thing.get("spec") or {}, thing.get("status") or {}
-    pod.machine = spec.get("nodeName") or ""
-    slot = (about.get("labels") or {}).get(SLOT)
-    pod.node = (f"{pod.machine}.{slot}" if slot else pod.machine) if pod.machine else ""
-    pod.address = status.get("podIP") or pod.address
-    notes = about.get("annotations") or {}
-    pod.driver = (notes.get("megascale.dev/driver", ""), notes.get("megascale.dev/epoch", ""))
-    states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
-    pod.running = bool(states) and any("running" in state for state in states)
-    # A pod that is marked as failed from afar (its kubelet is silent) has no ended container.
-    statuses = status.get("containerStatuses") or ()
-    once = spec.get("restartPolicy") == "Never"
-    pod.ended = bool(states) and all(_over(each, once) for each in statuses)
-    pod.over = status.get("phase") in ("Failed", "Succeeded")
-    pod.ended = pod.ended or (pod.over and not states and (not status.get("startTime") or _rejected(status)))
-    pod.why, pod.waiting = _why(status, states), _waiting(status, states)
+def _has_ended(container: Json, runs_once: bool) -> bool:
+    """Return True if a container has ended for good.
+
+    A kubelet that lost a container before it saw the end reports `waiting` with a last state; a container that runs
+    once is not started again after that.
+    """
+    state = container.get("state") or {}
+    last = container.get("lastState") or {}
+    return "terminated" in state or (runs_once and "waiting" in state and "terminated" in last)
 
 
-def _over(container: Json, once: bool) -> bool:
-    """Whether a container has ended for good. A kubelet that finds it gone before it has told how it ended calls it
-    `waiting` with a last state; once: it is never started again."""
-    state, last = container.get("state") or {}, container.get("lastState") or {}
-    return "terminated" in state or (once and "waiting" in state and "terminated" in last)
-
-
-def _rejected(status: Json) -> bool:
-    """Whether a kubelet refused the pod, before anything of it ran."""
-    return str(status.get("reason", "")).startswith(("OutOf", "NodeAffinity", "Unexpected", "Admission", "Topology"))
-
-
-def _why(status: Json, states: list[Json]) -> str:
+def _describe_end(status: Json, states: list[Json]) -> str:
     if status.get("phase") == "Failed" and status.get("reason"):
-        return f"{status['reason']}: {status.get('message') or 'no more is said'}"
+        return f"{status['reason']}: {status.get('message') or 'no message'}"
     for state in states:
-        if ended := state.get("terminated"):
-            signal = f", signal {ended['signal']}" if ended.get("signal") else ""
-            return f"{ended.get('reason') or 'ended'} with exit code {ended.get('exitCode')}{signal}"
+        end = state.get("terminated")
+        if end:
+            text = f"{end.get('reason') or 'ended'} with exit code {end.get('exitCode')}"
+            if end.get("signal"):
+                text += f", signal {end['signal']}"
+            return text
     return ""
 
 
-def _waiting(status: Json, states: list[Json]) -> tuple[str, str]:
+def _find_obstacle(status: Json, states: list[Json]) -> Obstacle:
     for state in states:
-        reason = (state.get("waiting") or {}).get("reason", "")
-        if reason in PULLS | BROKEN:
-            return reason, str(state["waiting"].get("message") or reason)
+        waiting = state.get("waiting") or {}
+        reason = waiting.get("reason", "")
+        if reason in PULL_FAILURES | CONTAINER_FAILURES:
+            return Obstacle(reason, str(waiting.get("message") or reason))
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return str(condition.get("reason") or "Unschedulable"), str(condition.get("message") or "")
-    return "", ""
+            return Obstacle(str(condition.get("reason") or "Unschedulable"), str(condition.get("message") or ""))
+    return NO_OBSTACLE

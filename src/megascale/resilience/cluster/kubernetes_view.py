@@ -1,54 +1,68 @@
-"""The driver's view of a Kubernetes cluster: watches in threads, the table that they keep, and the verdicts on it."""
+"""The driver's view of a Kubernetes cluster: watches in threads, the table of pods and machines, and verdicts on it.
+
+A verdict describes a refusal of the cluster (quota, admission, image, no machine) or a failure that it reports.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from functools import partial
 
 from megascale.config import Config
-from megascale.resilience.cluster import kubernetes_verdicts as verdicts
+from megascale.core.events import Event
 from megascale.resilience.cluster.base import NodeInfo
-from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError
-from megascale.resilience.cluster.kubernetes_pod import JOB, ROLE
-from megascale.resilience.cluster.kubernetes_table import Pod, Table
-from megascale.resilience.cluster.kubernetes_watch import Change, Watch
+from megascale.resilience.cluster.kubernetes_api import Change, Json, KubernetesApi, KubernetesError, Watch
+from megascale.resilience.cluster.kubernetes_objects import JOB, ROLE
+from megascale.resilience.cluster.kubernetes_table import CONTAINER_FAILURES, PULL_FAILURES, Machine, Pod, Table
 from megascale.resilience.rules.verdicts import Verdict
 
-STUCK = 5.0  # seconds beyond its grace after which a pod that is deleted counts as stuck
+STUCK_SECONDS = 5.0  # beyond its grace period, after which a deleted pod counts as stuck
+SCHEDULE_SECONDS = 2.0  # for the scheduler to place a pod before it counts as unschedulable
+_QUOTA = re.compile(r"exceeded quota|forbidden: maximum|quota", re.IGNORECASE)
+_CLUSTER_ENDS = ("Evicted", "OutOf", "Unexpected", "Admission", "NodeAffinity", "Preempting", "Topology")
 
 
 class ClusterView:
-    """Args:
-    api: the server.
-    config: of the job.
-    gpus: that each of its pods takes.
-    blocked: machines that the job must not get.
+    """The state of the cluster.
+
+    Args:
+        api: the server.
+        config: configuration of the job.
+        gpus: GPUs per pod.
+        blocked: machines that the job must not get.
 
     Attributes:
-        table: what there is.
-        known: nodes that there are or were -> their machines.
+        table: pods and machines.
+        machine_names: machine of each node of the job, earlier nodes included.
     """
 
     def __init__(self, api: KubernetesApi, config: Config, gpus: int, blocked: dict[str, str]) -> None:
+        settings = config.kubernetes
         self._blocked = blocked
-        self._resource, self._label = config.kubernetes.gpu_resource, config.kubernetes.switch_label
-        self._gpus = gpus > 0 or any(each.startswith(f"{self._resource}=") for each in config.kubernetes.resources)
+        self._resource = settings.gpu_resource
+        self._switch_label = settings.switch_label
+        self._has_gpus = gpus > 0 or any(text.startswith(f"{self._resource}=") for text in settings.resources)
         self.table = Table(self._resource)
-        self.known: dict[str, str] = {}
+        self.machine_names: dict[str, str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._reports: list[Verdict] = []
-        self._told: set[tuple[str, str]] = set()
-        pods = {"labelSelector": f"{JOB}={config.train.name},{ROLE}=agent"}
-        self.pods = Watch(api, api.path("pods"), partial(self._changed, True), **pods)
-        self.machines = Watch(api, "/api/v1/nodes", partial(self._changed, False))
+        self._verdicts: list[Verdict] = []
+        self._reported: set[tuple[str, str]] = set()
+        selector = f"{JOB}={config.train.name},{ROLE}=agent"
+        self.pods = Watch(api, api.path("pods"), partial(self._receive, True), labelSelector=selector)
+        self.machines = Watch(api, "/api/v1/nodes", partial(self._receive, False))
+        self._watches = (self.pods, self.machines)
 
-    def look(self) -> bool:
-        """List everything, before the watches begin; False where machines may not be seen. Raises KubernetesError."""
-        self.table.all_pods(self.pods.list())
-        self._remember()
+    def list_objects(self) -> bool:
+        """List everything before the watches start; return False if machines are not visible.
+
+        Raises KubernetesError.
+        """
+        self.table.set_pods(self.pods.list())
+        self._record_machine_names()
         try:
-            self.table.all_machines(self.machines.list())
+            self.table.set_machines(self.machines.list())
         except KubernetesError as error:
             if error.status != 403:
                 raise
@@ -56,130 +70,220 @@ class ClusterView:
         return True
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Follow from now on."""
+        """Follow the cluster from now on."""
         self._loop = loop
-        for watch in (self.pods, self.machines):
+        for watch in self._watches:
             watch.start()
 
     def stop(self) -> None:
-        """Follow no longer."""
-        for watch in (self.pods, self.machines):
+        """Stop the watches."""
+        for watch in self._watches:
             watch.stop()
 
-    def kick(self) -> None:
-        """The server answers again."""
-        for watch in (self.pods, self.machines):
-            watch.kick()
+    def retry_now(self) -> None:
+        """Open broken watches at once, since the server answers."""
+        for watch in self._watches:
+            watch.retry_now()
 
-    # what the driver asks ---------------------------------------------------------------------------------------------
+    # queries ----------------------------------------------------------------------------------------------------------
 
-    def pod(self, name: str) -> Pod | None:
-        """A pod by its own name."""
-        return self.table.pods.get(self.table.named.get(name, ""))
+    def find_pod(self, name: str) -> Pod | None:
+        """Return a pod by its name."""
+        return self.table.pods.get(self.table.uids.get(name, ""))
 
     def machine_of(self, node: str) -> str:
-        """Where a node of the job is or was."""
-        return self.known.get(node, node)
+        """Return the name of the machine of a node of the job."""
+        return self.machine_names.get(node, node)
 
-    def taken(self) -> frozenset[str]:
-        """Nodes whose pods should have ended and do not: what runs there is told to end, and replaced."""
-        return frozenset(each.node for each in self.table.stuck(STUCK))
+    def removed_nodes(self) -> frozenset[str]:
+        """Return the nodes whose deleted pods do not end; their agents are ended and replaced."""
+        return frozenset(pod.node for pod in self.table.list_stuck_pods(STUCK_SECONDS))
 
     def switch(self, node: str) -> str:
-        """What its machine's label says."""
+        """Return the switch in the label of a node's machine, "" if unknown."""
         machine = self.table.machines.get(self.machine_of(node))
-        return machine.labels.get(self._label, "") if machine is not None and self._label else ""
+        if machine is None or not self._switch_label:
+            return ""
+        return machine.labels.get(self._switch_label, "")
 
     def drained(self) -> dict[str, str]:
-        """Nodes on machines that are cordoned or drained."""
-        machines = self.table.machines
-        found = {node: machines[where].drained for node, where in self.known.items() if where in machines}
-        return {node: why for node, why in found.items() if why}
+        """Return the nodes on machines that are cordoned or drained, with the reason."""
+        drained = {}
+        for node, name in self.machine_names.items():
+            machine = self.table.machines.get(name)
+            if machine is not None and machine.drained:
+                drained[node] = machine.drained
+        return drained
 
     def ending(self) -> frozenset[str]:
-        """Nodes whose pods are all being deleted, have ended, or were removed while what they ran may run on."""
-        pods = self.table.pods.values()
-        living = {each.node for each in pods if not (each.over or each.ended or each.deleting)}
-        return frozenset({each.node for each in (*pods, *self.table.unproven.values()) if each.node} - living)
+        """Return the nodes without a living pod that have a pod, or had one whose processes may still run."""
+        pods = list(self.table.pods.values()) + list(self.table.unproven.values())
+        living = {pod.node for pod in self.table.pods.values() if pod.is_living}
+        return frozenset({pod.node for pod in pods if pod.node} - living)
 
-    def reports(self) -> list[Verdict]:
-        """Verdicts since the last call."""
-        found, self._reports = self._reports, []
-        return found
+    def take_verdicts(self) -> list[Verdict]:
+        """Return the verdicts since the last call."""
+        verdicts = self._verdicts
+        self._verdicts = []
+        return verdicts
 
-    def report(self, verdict: Verdict, about: str = "") -> None:
-        """Have the driver told; what is about one pod or machine once."""
-        if about:
-            if (verdict.kind, about) in self._told:
+    def add_verdict(self, verdict: Verdict, subject: str = "") -> None:
+        """Add a verdict; one kind per subject (a pod or machine) is reported once."""
+        if subject:
+            if (verdict.kind, subject) in self._reported:
                 return
-            self._told.add((verdict.kind, about))
-        self._reports.append(verdict)
+            self._reported.add((verdict.kind, subject))
+        self._verdicts.append(verdict)
 
-    def infos(self) -> list[NodeInfo]:
-        """All nodes that there are or were."""
-        pods = self.table.by_node()
-        return [self._info(node, pods.get(node, [])) for node in sorted(self.known)]
+    def list_nodes(self) -> list[NodeInfo]:
+        """Return all nodes of the job, earlier ones included."""
+        groups = self.table.group_pods()
+        return [self._describe(node, groups.get(node, [])) for node in sorted(self.machine_names)]
 
-    def info(self, node: str) -> NodeInfo:
-        """A node of the job now."""
-        return self._info(node, [each for each in self.table.pods.values() if each.node == node])
+    def describe_node(self, node: str) -> NodeInfo:
+        """Return the current state of a node of the job."""
+        return self._describe(node, [pod for pod in self.table.pods.values() if pod.node == node])
 
-    def _info(self, node: str, mine: list[Pod]) -> NodeInfo:
-        where = self.machine_of(node)
-        living = [each for each in mine if not (each.over or each.ended or each.deleting)]
-        machine = self.table.machines.get(where)
-        usable = bool(machine.ready and not machine.drained) if machine is not None else not self.table.machines
-        last = max(mine, key=lambda each: each.created, default=None)
-        why = machine.why if machine is not None and machine.why else last.why if last is not None else ""
-        address = living[0].address if living else ""
-        return NodeInfo(node, address, usable and where not in self._blocked, bool(living), why)
+    def _describe(self, node: str, pods: list[Pod]) -> NodeInfo:
+        name = self.machine_of(node)
+        machine = self.table.machines.get(name)
+        living = [pod for pod in pods if pod.is_living]
+        if machine is None:
+            usable = not self.table.machines  # machines are not visible
+        else:
+            usable = bool(machine.ready and not machine.drained)
+        address = ""
+        reason = ""
+        if living:
+            address = living[0].address
+        if machine is not None and machine.problem:
+            reason = machine.problem
+        elif pods:
+            reason = max(pods, key=lambda pod: pod.created).problem
+        return NodeInfo(node, address, usable and name not in self._blocked, bool(living), reason)
 
-    # what the watches bring -------------------------------------------------------------------------------------------
+    # changes ----------------------------------------------------------------------------------------------------------
 
-    def _changed(self, pods: bool, change: Change) -> None:
-        """In a watch's thread."""
+    def _receive(self, of_pods: bool, change: Change) -> None:
+        """Pass a change from a watch's thread to the loop."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self.take, pods, change)
+            loop.call_soon_threadsafe(self.apply, of_pods, change)
 
-    def take(self, pods: bool, change: Change) -> None:
-        """Something is there, has changed or is gone."""
+    def apply(self, of_pods: bool, change: Change) -> None:
+        """Update the table by a change of pods or machines, and judge it."""
         kind, things = change
-        table = self.table
-        if kind == "all":
-            (table.all_pods if pods else table.all_machines)(things)
-        for thing in things if kind != "all" else ():
-            if kind == "gone":
-                (table.pod_gone if pods else table.machine_gone)(thing)
-            elif pods:
-                self._judge(table.pod_changed(thing))
-            else:
-                table.machine_changed(thing)
-                self._judge_machine(thing["metadata"]["name"])
-        self._remember()
+        if of_pods:
+            self._apply_pods(kind, things)
+        else:
+            self._apply_machines(kind, things)
+        self._record_machine_names()
         if kind == "all":
             self.judge()
 
-    def _remember(self) -> None:
-        self.known |= {each.node: each.machine for each in self.table.pods.values() if each.node}
+    def _apply_pods(self, kind: str, things: list[Json]) -> None:
+        if kind == "all":
+            self.table.set_pods(things)
+            return
+        for thing in things:
+            if kind == "deleted":
+                self.table.remove_pod(thing)
+            else:
+                self._judge_pod(self.table.update_pod(thing))
+
+    def _apply_machines(self, kind: str, things: list[Json]) -> None:
+        if kind == "all":
+            self.table.set_machines(things)
+            return
+        for thing in things:
+            if kind == "deleted":
+                self.table.remove_machine(thing)
+            else:
+                self._judge_machine(self.table.update_machine(thing))
+
+    def _record_machine_names(self) -> None:
+        self.machine_names |= {pod.node: pod.machine for pod in self.table.pods.values() if pod.node}
 
     def judge(self) -> None:
-        """Verdicts on all that is there now."""
-        for each in list(self.table.pods.values()):
-            self._judge(each)
-        for name in list(self.table.machines) if self._gpus else ():
-            self._judge_machine(name)
+        """Add verdicts on all pods and machines."""
+        for pod in list(self.table.pods.values()):
+            self._judge_pod(pod)
+        for machine in list(self.table.machines.values()):
+            self._judge_machine(machine)
 
-    def _judge(self, pod: Pod) -> None:
-        waited = time.monotonic() - pod.created
-        found = verdicts.of_end(pod) if pod.over or pod.ended else verdicts.of_waiting(pod, waited)
-        if found is not None:
-            self.report(found, pod.uid)
+    def _judge_pod(self, pod: Pod) -> None:
+        if pod.is_over or pod.ended:
+            verdict = judge_end(pod)
+        else:
+            verdict = judge_obstacle(pod, time.monotonic() - pod.created)
+        if verdict is not None:
+            self.add_verdict(verdict, pod.uid)
 
-    def _judge_machine(self, name: str) -> None:
-        machine = self.table.machines[name]
-        running = (each for each in self.table.pods.values() if each.machine == name and each.running)
-        nodes = tuple(each.node for each in running) if self._gpus else ()
-        needed = machine.capacity.get(self._resource, 0)
-        if found := verdicts.of_devices(machine, nodes, self._resource, needed):
-            self.report(found, f"{name} {machine.devices[self._resource]}")
+    def _judge_machine(self, machine: Machine) -> None:
+        if not self._has_gpus:
+            return
+        pods = [pod for pod in self.table.pods.values() if pod.machine == machine.name and pod.running]
+        nodes = tuple(pod.node for pod in pods)
+        verdict = judge_devices(machine, nodes, self._resource, machine.capacity or 0)
+        if verdict is not None:
+            self.add_verdict(verdict, f"{machine.name} {machine.devices}")
+
+
+def judge_refusal(error: KubernetesError, subject: str) -> Verdict:
+    """Return the verdict on a request for a pod that the server refused or did not receive."""
+    if not error.status or error.status >= 500:
+        # A request fails with status 500 if a webhook is unreachable.
+        kind = Event.ADMISSION_DENIED if "webhook" in str(error) else Event.CLUSTER_UNREACHABLE
+        return Verdict(kind, action="alert", evidence=(f"{subject}: {error}",))
+    if error.status == 403 and _QUOTA.search(str(error)):
+        text = f"{subject} was refused, the namespace's quota is reached: {error}; raise the quota or free some of it"
+        return Verdict(Event.QUOTA_REACHED, action="alert", evidence=(text,), person=True)
+    is_denied_by_webhook = "admission" in str(error) or "denied the request" in str(error)
+    if error.status in (401, 403) and not is_denied_by_webhook:
+        text = f"{subject} was refused, the driver lacks the right: {error}; give it the Role of deploy/kubernetes"
+    else:
+        text = f"{subject} was refused by the server's admission: {error}"
+    return Verdict(Event.ADMISSION_DENIED, action="alert", evidence=(text,), person=True)
+
+
+def judge_obstacle(pod: Pod, seconds: float) -> Verdict | None:
+    """Return the verdict on a pod that cannot start `seconds` after its request, None if nothing is wrong."""
+    reason, message = pod.obstacle
+    if reason in PULL_FAILURES:
+        text = (
+            f"{pod.name} on {pod.machine}: the image cannot be pulled ({reason}): {message}; check kubernetes.image, "
+            "kubernetes.pull_secrets and the registry"
+        )
+        return Verdict(Event.IMAGE_PULL_FAILED, (pod.node,), action="alert", evidence=(text,), person=True)
+    if reason in CONTAINER_FAILURES:
+        text = f"{pod.name} on {pod.machine}: its container cannot be made ({reason}): {message}"
+        return Verdict(Event.POD_FAILED, (pod.node,), action="alert", evidence=(text,), person=True)
+    if reason and seconds > SCHEDULE_SECONDS:
+        text = f"no machine takes {pod.name} ({reason}): {message}"
+        return Verdict(Event.UNSCHEDULABLE, action="alert", evidence=(text,))
+    return None
+
+
+def judge_end(pod: Pod) -> Verdict | None:
+    """Return the verdict on a pod that its machine refused or ended, None for an ordinary end."""
+    nodes = (pod.node,) if pod.node else ()
+    if pod.problem.startswith(_CLUSTER_ENDS):
+        text = f"{pod.name} on {pod.machine} was ended by the cluster: {pod.problem}"
+        return Verdict(Event.POD_FAILED, nodes, action="none", evidence=(text,))
+    if pod.problem.startswith("OOMKilled"):
+        text = (
+            f"{pod.name} on {pod.machine} was ended for lack of memory: {pod.problem}; raise memory in "
+            "kubernetes.resources"
+        )
+        return Verdict(Event.OUT_OF_MEMORY, nodes, action="none", evidence=(text,))
+    return None
+
+
+def judge_devices(machine: Machine, nodes: tuple[str, ...], resource: str, needed: int) -> Verdict | None:
+    """Return the verdict on a machine with fewer healthy devices than its pods hold, None if all are healthy."""
+    if machine.devices is None or not nodes or machine.devices >= needed:
+        return None
+    count = needed if machine.capacity is None else machine.capacity
+    unhealthy = max(0, count - machine.devices)
+    text = f"the device plugin of {machine.name} reports {unhealthy} of {count} {resource} as unhealthy"
+    return Verdict(Event.DEVICE_FAULT, nodes, action="evict", evidence=(text,))

@@ -1,6 +1,6 @@
-"""Nodes on one machine: each is an agent process with a folder (RUN/nodes/NAME) and a loopback address of its own.
+"""Nodes on one machine: each is an agent process with a folder (RUN/nodes/NAME) and its own loopback address.
 
-A node whose folder holds a file `down` plays a broken machine: no agent can be started on it.
+A node whose folder holds a file `down` simulates a broken machine: no agent can be started on it.
 """
 
 from __future__ import annotations
@@ -13,123 +13,127 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megascale.core.python_command import module_command
-from megascale.resilience.agent.services import end_checkpoint_services
-from megascale.resilience.cluster.base import NodeInfo
+from megascale.resilience.agent.node_folder import end_checkpoint_services, find_agent
+from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
 from megascale.resilience.process_birth import born
-from megascale.resilience.protocol.given import JobDescription, write_job
+from megascale.resilience.protocol.job_description import JobDescription, write_job
 
 log = logging.getLogger("megascale.driver")
-DOWN = "down"
-STATE = "agent.json"
-UNTIL_FREE = 5.0  # seconds for the agent of a node that is replaced to end
+DOWN_FILE = "down"
+STATE_FILE = "agent.json"
+FREE_TIMEOUT = 5.0  # seconds for the agent of a replaced node to end and free its GPUs
+KILL_TIMEOUT = 5.0  # seconds for a killed agent to disappear
 
 
-class LocalCluster:
-    """Args:
-    run: the run folder.
-    devices: GPUs to be shared out, as CUDA_VISIBLE_DEVICES names them, one group a node in order of creation; empty on
-        CPU.
-    apart: as on machines of their own, agents and trainers see no folder of the run but that of its checkpoints;
-        theirs is RUN.apart/NAME.
-    """
+class LocalCluster(Cluster):
+    """Nodes that share this machine and the run folder."""
 
-    def __init__(self, run: Path, devices: Sequence[Sequence[str]] = (), apart: bool = False) -> None:
-        self.run, self.devices, self._apart = run, devices, apart
-        self._job: tuple[JobDescription, bytes] | None = None
-        self.folder = run / "nodes"
+    has_own_folders = False
+
+    def __init__(self, request: ClusterRequest) -> None:
+        super().__init__(request)
+        self.devices = request.devices
+        self.folder = request.run / "nodes"
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._job: tuple[JobDescription, bytes] | None = None
         self._children: list[subprocess.Popen[bytes]] = []
         self._blocked: set[str] = set()
 
     def announce(self, job: JobDescription, token: bytes) -> None:
         self._job = (job, token)
         for path in self.folder.iterdir():
-            self._give(path.name)
+            self._write_job(path.name)
 
-    def _give(self, name: str) -> Path:
-        """Put into a node's folder what its agent is given; that folder."""
+    def _write_job(self, name: str) -> Path:
+        """Write the job into the folder of a node's agent; return that folder."""
         if self._job is None:
             raise RuntimeError("no job was announced")
         job, token = self._job
         folder = self.folder / name
-        if self._apart:
-            folder = self._folder_apart(name)
+        if self.has_own_folders:
+            folder = self._own_folder(name)
             folder.mkdir(parents=True, exist_ok=True)
             (self.run / "checkpoints").mkdir(exist_ok=True)
-            job = job.on(folder / "runs" / self.run.name, self.run / "checkpoints")
+            job = job.with_own_folder(self._run_folder(name), self.run / "checkpoints")
         write_job(folder, replace(job, run=job.run or str(self.run)), token)
         return folder
 
     def nodes(self) -> list[NodeInfo]:
+        names = sorted((path.name for path in self.folder.iterdir()), key=_number)
         return [
-            NodeInfo(path.name, _address(path.name), not (path / DOWN).exists(), self._agent(path.name) is not None)
-            for path in sorted(self.folder.iterdir(), key=lambda p: _number(p.name))
+            NodeInfo(
+                name,
+                _address(name),
+                alive=not (self.folder / name / DOWN_FILE).exists(),
+                running=bool(find_agent(self.folder / name)),
+            )
+            for name in names
         ]
 
-    def foreseen(self, count: int) -> list[str]:
-        numbers = sorted(_number(path.name) for path in self.folder.iterdir())
-        new = max(numbers, default=-1) + 1
-        return [f"n{number}" for number in (*numbers, *range(new, new + max(0, count - len(numbers))))]
-
-    def prefer(self, names: Sequence[str]) -> None:
-        """Nothing: nodes are made in the order of their numbers, and as many as there are places in a job."""
+    def list_possible_nodes(self, count: int) -> list[str]:
+        numbers = sorted(self._numbers())
+        first_new = max(numbers, default=-1) + 1
+        new = range(first_new, first_new + max(0, count - len(numbers)))
+        return [f"n{number}" for number in numbers + list(new)]
 
     async def start_agent(self, name: str) -> bool:
         folder = self.folder / name
-        if (folder / DOWN).exists() or not folder.exists():
+        if (folder / DOWN_FILE).exists() or not folder.exists():
             return False
         await self.fence(name)
         self._children = [child for child in self._children if child.poll() is None]
         try:
-            own = self._give(name)
+            agent_folder = self._write_job(name)
         except OSError as error:
-            log.warning("no agent on %s: what it is given cannot be written: %s", name, error)
+            log.warning("no agent on %s: its job description cannot be written: %s", name, error)
             return False
-        command = module_command("megascale.resilience.agent.agent", "--node", name)
-        command += ["--folder", str(own), "--address", _address(name), "--pod", f"local-{name}"]
-        environment, devices = dict(os.environ), ""
+        environment = dict(os.environ)
+        devices = ""
         if self.devices:
-            devices = await self._free_devices(name)
+            devices = await self._find_free_devices(name)
             environment["CUDA_VISIBLE_DEVICES"] = devices
+        command = module_command("megascale.resilience.agent.agent", "--node", name, "--folder", str(agent_folder))
+        command += ["--address", _address(name), "--pod", f"local-{name}"]
         with open(folder / "agent.log", "ab") as out:
             child = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
         self._children.append(child)
         state = {"pid": child.pid, "born": born(child.pid), "devices": devices}
-        temporary = folder / f"{STATE}.tmp"
+        temporary = folder / f"{STATE_FILE}.tmp"
         try:
             temporary.write_text(json.dumps(state))
-            os.replace(temporary, folder / STATE)
+            os.replace(temporary, folder / STATE_FILE)
         except OSError as error:
-            child.kill()  # nobody could find it, nor end it
-            log.warning("no agent on %s: %s cannot be written: %s", name, folder / STATE, error)
+            child.kill()  # Without the file the agent could be neither found nor ended.
+            log.warning("no agent on %s: %s cannot be written: %s", name, folder / STATE_FILE, error)
             return False
         return True
 
     async def fence(self, name: str) -> bool:
-        """SIGKILL to the agent; the kernel then ends its fork server and trainers. Of a node that is blocked the
-        checkpoint service ends too: its snapshots would be read by nobody, and this machine's other nodes need the
-        memory."""
-        pid = self._agent(name)
-        if pid is not None:
+        """Kill the agent, with which the kernel ends its fork server and trainers.
+
+        For a blocked node the checkpoint service is killed too: its snapshots are no longer read, and the other nodes
+        of this machine need the memory.
+        """
+        pid = find_agent(self.folder / name)
+        if pid:
             os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 5.0
-        while self._agent(name) is not None and time.monotonic() < deadline:
+        deadline = time.monotonic() + KILL_TIMEOUT
+        while find_agent(self.folder / name) and time.monotonic() < deadline:
             for child in self._children:
                 child.poll()
             await asyncio.sleep(0.01)
-        if self._agent(name) is not None:
+        if find_agent(self.folder / name):
             return False
         if name in self._blocked:
-            ended = await asyncio.to_thread(end_checkpoint_services, self._run_of(name), name)
-            log.info("%s was evicted: ended its checkpoint services %s", name, ended)
+            pids = await asyncio.to_thread(end_checkpoint_services, self._run_folder(name), name)
+            log.info("%s was evicted: ended its checkpoint services %s", name, pids)
         return True
 
     def block(self, name: str, why: str) -> None:
@@ -138,63 +142,72 @@ class LocalCluster:
     def unblock(self, name: str) -> None:
         self._blocked.discard(name)
 
-    def _run_of(self, name: str) -> Path:
-        """The run folder as the node's trainers see it."""
-        return self._folder_apart(name) / "runs" / self.run.name if self._apart else self.run
-
-    def _folder_apart(self, name: str) -> Path:
-        return self.run.with_name(f"{self.run.name}.apart") / name
-
     async def request(self) -> str | None:
-        name = self._create()
+        name = f"n{max(self._numbers(), default=-1) + 1}"
+        (self.folder / name).mkdir()
         return name if await self.start_agent(name) else None
 
-    def _create(self) -> str:
-        numbers = [_number(path.name) for path in self.folder.iterdir()]
-        name = f"n{max(numbers, default=-1) + 1}"
-        (self.folder / name).mkdir()
-        return name
+    def _numbers(self) -> list[int]:
+        return [_number(path.name) for path in self.folder.iterdir()]
 
-    async def _free_devices(self, name: str) -> str:
-        """GPUs for a node's agent, as CUDA_VISIBLE_DEVICES has them: those it had, else of its number, else of a node
-        whose agent has ended. "" if all stay held for UNTIL_FREE: two ranks on a GPU would be worse."""
+    def _run_folder(self, name: str) -> Path:
+        """Return the folder that the trainers of a node write to."""
+        if not self.has_own_folders:
+            return self.run
+        return self._own_folder(name) / "runs" / self.run.name
+
+    def _own_folder(self, name: str) -> Path:
+        return self.run.with_name(f"{self.run.name}.apart") / name
+
+    # GPUs -------------------------------------------------------------------------------------------------------------
+
+    async def _find_free_devices(self, name: str) -> str:
+        """Return GPUs for a node's agent in the form of CUDA_VISIBLE_DEVICES.
+
+        The node's earlier GPUs come first, then those of its number, then those of a node whose agent has ended. The
+        result is "" if no group becomes free within FREE_TIMEOUT, since two ranks must not share a GPU.
+        """
         groups = [",".join(group) for group in self.devices]
-        deadline = time.monotonic() + UNTIL_FREE
+        candidates = [self._read_state(name).get("devices"), self._devices_of_number(name)]
+        candidates += groups
+        deadline = time.monotonic() + FREE_TIMEOUT
         while True:
-            held = {
-                self._state(path.name).get("devices") or self._first_devices(path.name)
+            used = {
+                self._read_state(path.name).get("devices") or self._devices_of_number(path.name)
                 for path in self.folder.iterdir()
-                if path.name != name and self._agent(path.name) is not None
+                if path.name != name and find_agent(path)
             }
-            wanted = (self._state(name).get("devices"), self._first_devices(name), *groups)
-            if free := next((group for group in wanted if group in groups and group not in held), ""):
-                return free
+            for group in candidates:
+                if group in groups and group not in used:
+                    return str(group)
             if time.monotonic() > deadline:
-                log.warning("no agent on %s has a GPU: nodes that run hold all of them", name)
+                log.warning("the agent of %s gets no GPU: running nodes use all of them", name)
                 return ""
             await asyncio.sleep(0.05)
 
-    def _first_devices(self, name: str) -> str:
-        """GPUs of a node of the job's first ones, by its number."""
+    def _devices_of_number(self, name: str) -> str:
+        """Return the GPUs of one of the job's first nodes by its number, "" for later nodes."""
         number = _number(name)
-        return ",".join(self.devices[number]) if number < len(self.devices) else ""
+        if number >= len(self.devices):
+            return ""
+        return ",".join(self.devices[number])
 
-    def _state(self, name: str) -> dict[str, Any]:
-        """What was written of the node's agent when it was started."""
+    def _read_state(self, name: str) -> dict[str, Any]:
+        """Return the record that was written when the node's agent was started."""
         try:
-            found = json.loads((self.folder / name / STATE).read_text())
+            state = json.loads((self.folder / name / STATE_FILE).read_text())
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return state if isinstance(state, dict) else {}
 
-    def _agent(self, name: str) -> int | None:
-        """Process id of the node's living agent."""
-        state = self._state(name)
-        try:
-            pid = int(state["pid"])
-            return pid if born(pid) == state["born"] != 0 else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+
+class ApartCluster(LocalCluster):
+    """Nodes as on separate machines: agents and trainers share only the run's folder of checkpoints.
+
+    The folder of a node is RUN.apart/NAME.
+    """
+
+    has_own_folders = True
 
 
 def _number(name: str) -> int:
@@ -202,6 +215,8 @@ def _number(name: str) -> int:
 
 
 def _address(name: str) -> str:
-    """127.0.1.1 for n0 and so on: loopback addresses are free on Linux; elsewhere all share 127.0.0.1."""
+    """Return 127.0.1.1 for n0 and so on. Linux has all loopback addresses; other systems only 127.0.0.1."""
+    if sys.platform != "linux":
+        return "127.0.0.1"
     number = _number(name) + 1
-    return f"127.0.{1 + number // 250}.{number % 250 + 1}" if sys.platform == "linux" else "127.0.0.1"
+    return f"127.0.{1 + number // 250}.{number % 250 + 1}"

@@ -1,4 +1,4 @@
-"""`--cluster manual`: `megascale agent` of a person, systemd or a container; nodes come by themselves."""
+"""`--cluster manual`: nodes join by themselves, started by a person, systemd or a container (`megascale agent`)."""
 
 from __future__ import annotations
 
@@ -6,36 +6,39 @@ import os
 
 from megascale.config import Config
 from megascale.core.ports import is_loopback
-from megascale.resilience.cluster.base import NodeInfo
-from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
+from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo, configured_gpus, format_address
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.remote import make_marker
 from megascale.resilience.protocol.contact import driver_folder
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.job_description import JobDescription
 
 
-class ManualCluster:
-    """Nodes that the driver neither starts nor ends: it knows those that have come.
+class ManualCluster(Cluster):
+    """Nodes that the driver neither starts nor ends; it learns of them when they join."""
 
-    Attributes:
-        unseen: agents may run of which `nodes` knows nothing.
-    """
-
-    unseen = True
+    has_unlisted_agents = True
 
     def __init__(self, request: ClusterRequest) -> None:
-        self._request = request
+        super().__init__(request)
+        self._advertised = request.config.resilience.advertise
         if request.config.checkpoint.location is None:
             make_marker(request.run / "checkpoints")
 
+    @classmethod
+    def on_other_machines(cls, config: Config) -> tuple[int, str]:
+        """Return the GPUs of a machine; the user sets the address to listen at."""
+        return configured_gpus(config), ""
+
     def announce(self, job: JobDescription, token: bytes) -> None:
-        host, port = job.driver
-        everywhere = os.uname().nodename if host in ("0.0.0.0", "::") else host
-        shown = self._request.config.resilience.advertise or everywhere
-        only = " (only this machine reaches it; --resilience.listen=ADDRESS opens it)" if is_loopback(host) else ""
-        secret = driver_folder(self._request.run) / "token"
-        where = f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
-        self._request.say("driver", f"agents join at {where}{only}; on each machine, with the secret from {secret}:")
-        self._request.say("driver", f"  megascale agent {where} --job {job.name} --secret-file SECRET")
+        listen, port = job.driver
+        host = os.uname().nodename if listen in ("0.0.0.0", "::") else listen
+        address = format_address(self._advertised or host, port)
+        note = ""
+        if is_loopback(listen):
+            note = " (reachable from this machine only; --resilience.listen=ADDRESS opens it)"
+        secret = driver_folder(self.run) / "token"
+        self._report("driver", f"agents join at {address}{note}; run on each machine with the secret of {secret}:")
+        self._report("driver", f"  megascale agent {address} --job {job.name} --secret-file SECRET")
 
     def nodes(self) -> list[NodeInfo]:
         return []
@@ -50,13 +53,4 @@ class ManualCluster:
         return None
 
 
-class _Manual:
-    def __call__(self, request: ClusterRequest) -> ManualCluster:
-        return ManualCluster(request)
-
-    def on_other_machines(self, config: Config) -> tuple[int, str]:
-        """As Elsewhere: a machine has `parallel.gpus_per_host` GPUs; where to listen is for the user to say."""
-        return (0 if config.train.device == "cpu" else config.parallel.gpus_per_host), ""
-
-
-CLUSTERS.register("manual", _Manual())
+CLUSTERS.register("manual", ManualCluster)

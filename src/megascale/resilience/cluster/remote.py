@@ -1,8 +1,8 @@
-"""Nodes on other machines, an agent each, started through a command that runs a program there (ssh, srun).
+"""Nodes on other machines, with agents that are started by a command which runs a program there (ssh, srun).
 
-The command runs agent/attach.py, gets the job and its secret on stdin, and lives as long as the agent, so that its end
-is known at once. Agents live on where the command, or this driver, ends; the next driver finds them by the same way.
-Which machines have an agent stands in RUN/nodes/NAME/host.json: the driver's own machine may be another by then.
+The command runs agent/attach.py, gets the job and its secret on stdin, and lives as long as the agent, so the agent's
+end is known at once. If the command or this driver ends, agents continue, and the next driver finds them in the same
+way. RUN/nodes/NAME/host.json records which machines have an agent, since the next driver may run on another machine.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import contextlib
 import json
 import logging
 import os
-import shlex
 import signal
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,84 +24,130 @@ from megascale.core.background import keep_running, log_failure
 from megascale.core.interfaces import address_towards
 from megascale.core.python_command import module_command
 from megascale.core.secrets import PASSWORD_VARIABLE, REPLICA_VARIABLE
-from megascale.resilience.cluster.base import NodeInfo
-from megascale.resilience.cluster.cluster_registry import ClusterRequest
-from megascale.resilience.cluster.hosts_file import Host
-from megascale.resilience.protocol.given import JobDescription, to_record
+from megascale.resilience.cluster.base import NO_REASONS, Cluster, ClusterRequest, NodeInfo
+from megascale.resilience.protocol.job_description import JobDescription, to_record
 
 log = logging.getLogger("megascale.driver")
 
-ATTACH = "megascale.resilience.agent.attach"
-RECORD = "host.json"
-START = 30.0  # seconds to reach a machine and have an agent's process there
-END = 15.0  # seconds to reach a machine and have the agent gone
-AGAIN = 5.0  # seconds until a connection that broke is made again
-REST = 20.0  # seconds in which a machine that could not be used is not tried again
-_LINE = 1 << 16  # bytes of an answer
-# What agents and their trainers take over of the driver's environment; the rest is their machine's own.
-_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "UCX_")
-_NAMES = (PASSWORD_VARIABLE, REPLICA_VARIABLE, "CUDA_DEVICE_MAX_CONNECTIONS")
+ATTACH_MODULE = "megascale.resilience.agent.attach"
+RECORD_FILE = "host.json"
+START_TIMEOUT = 30.0  # seconds to reach a machine and start an agent's process
+END_TIMEOUT = 15.0  # seconds to reach a machine and end its agent
+RECONNECT_INTERVAL = 5.0  # seconds before a broken connection is opened again
+REST_SECONDS = 20.0  # seconds for which a machine that failed is not tried again
+_ANSWER_BYTES = 1 << 16
+# Variables that agents and their trainers inherit from the driver; all others are their machine's own.
+INHERITED_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "UCX_")
+_INHERITED_NAMES = (PASSWORD_VARIABLE, REPLICA_VARIABLE, "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine on which agents can be started.
+
+    Attributes:
+        name: name of the node.
+        host: name or address for ssh.
+        user, port: for ssh; "" and 0 leave the choice to ssh's configuration.
+        gpus: number of GPUs to use, 0 if there are none or the number is unknown.
+        address: address at which other nodes reach the machine, "": that of `interface`, else the one that reaches
+            the driver.
+        interface: network interface of the ranks, "": as above.
+        folder: parent of the node's folder, "": ~/.megascale.
+        python: interpreter on the machine, "": the path of this one.
+    """
+
+    name: str
+    host: str
+    user: str = ""
+    port: int = 0
+    gpus: int = 0
+    address: str = ""
+    interface: str = ""
+    folder: str = ""
+    python: str = ""
 
 
 @dataclass
 class _Machine:
-    """What is known of one now.
+    """The state of a machine.
 
-    running: an agent was seen there and its end was not; process: the command that waits for its end.
+    Attributes:
+        engaged: the machine is a node of the job.
+        running: its agent was started and its end was not observed.
+        busy: a request to start or adopt an agent is being answered.
+        failed_at: time of the last failure, on the monotonic clock.
+        problem: description of the last failure.
+        process: the command that waits for the agent's end.
     """
 
     host: Host
     engaged: bool = False
     running: bool = False
     busy: bool = False
-    failed: float = float("-inf")
-    why: str = ""
+    failed_at: float = float("-inf")
+    problem: str = ""
     process: asyncio.subprocess.Process | None = None
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
+    def is_rested(self) -> bool:
+        """Return True if the last failure is long enough ago for another attempt."""
+        return time.monotonic() - self.failed_at > REST_SECONDS
 
-class RemoteCluster(ABC):
-    """Args:
-    request: what it is made for.
-    hosts: the machines, in the order in which they are used.
+    def set_ended(self, problem: str) -> None:
+        """Record that the agent has ended."""
+        self.running = False
+        self.problem = problem
+
+
+class RemoteCluster(Cluster):
+    """A fixed list of machines, in the order in which they are used.
 
     Attributes:
-        taken: those that are not the job's any more, whatever still runs there.
-        drained: those that are to get nothing new, and why.
-        separate: whether a command of its own waits for an agent's end, and not the one that started it.
-        at_once: agents that are started at the same time.
-        notice_seconds: seconds that it may take to tell a living agent of another driver.
-        slow_start: a spare takes over sooner than an agent that is started again, which has to import PyTorch first.
+        waits_separately: a separate command waits for an agent's end instead of the one that started it.
     """
 
-    separate = False
-    at_once = 64
-    slow_start = True
+    waits_separately = False
+    start_limit = 64
+    slow_start = True  # An agent that is started again has to import PyTorch first.
     notice_seconds = 20.0
+    removed_nodes: frozenset[str] = frozenset()
+    drained: Mapping[str, str] = NO_REASONS
 
     def __init__(self, request: ClusterRequest, hosts: Sequence[Host]) -> None:
-        self.run, self._say = request.run, request.say
-        self._advertise = request.config.resilience.advertise
+        super().__init__(request)
+        self._advertised = request.config.resilience.advertise
         self._folder = request.run / "nodes"
         self._job: tuple[JobDescription, bytes] | None = None
         self._marker = ""
         self._commands: set[asyncio.subprocess.Process] = set()
-        self._barred: frozenset[str] = frozenset()
-        self.taken: frozenset[str] = frozenset()
-        self.drained: dict[str, str] = {}
+        self._excluded: frozenset[str] = frozenset()
         if request.config.checkpoint.location is None:
             self._marker = make_marker(request.run / "checkpoints")
         self._machines = {host.name: _Machine(host) for host in hosts}
         for name, machine in self._machines.items():
-            machine.engaged = machine.running = (self._folder / name / RECORD).exists()
+            machine.engaged = machine.running = (self._folder / name / RECORD_FILE).exists()
 
     @abstractmethod
-    def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        """What to run here so that `words` run on a machine, with this process's stdin and stdout."""
+    def command(self, host: Host, program: Sequence[str]) -> list[str]:
+        """Return a local command that runs `program` on a machine with this process's stdin and stdout."""
 
-    def broke(self, host: Host) -> None:
-        """The connection to a machine ended without a word: its agent may be gone, or its machine."""
+    def on_broken_connection(self, host: Host) -> None:
+        """Handle a connection that ended without an answer: the agent or its machine may have failed."""
         return
+
+    def list_machines(self) -> list[str]:
+        """Return the names of all machines."""
+        return list(self._machines)
+
+    def set_removed_nodes(self, names: set[str]) -> None:
+        """Set the machines that no longer belong to the job."""
+        for name in names - self.removed_nodes:
+            machine = self._machines[name]
+            self._stop_waiting(machine)
+            self._forget_agent(name)
+            machine.set_ended("it was taken out of the allocation")
+        self.removed_nodes = frozenset(names)
 
     # Cluster ----------------------------------------------------------------------------------------------------------
 
@@ -113,186 +158,204 @@ class RemoteCluster(ABC):
             if machine.running:
                 self._spawn(machine, self._open(machine, "adopt"))
 
-    def bar(self, names: frozenset[str]) -> None:
-        self._barred = names
-
-    def names(self) -> list[str]:
-        """Of all machines."""
-        return list(self._machines)
-
-    def take(self, names: set[str]) -> None:
-        """Exactly these are not the job's any more."""
-        for name in names - self.taken:
-            self._let_go(self._machines[name])
-            with contextlib.suppress(OSError):  # the next driver need not look for an agent there
-                (self._folder / name / RECORD).unlink(missing_ok=True)
-            self._machines[name].running, self._machines[name].why = False, "it was taken out of the allocation"
-        self.taken = frozenset(names)
+    def exclude_nodes(self, names: frozenset[str]) -> None:
+        self._excluded = names
 
     def nodes(self) -> list[NodeInfo]:
-        now = time.monotonic()
         return [
             NodeInfo(
-                name, m.host.address or m.host.host, now - m.failed > REST and name not in self.taken, m.running, m.why
+                name,
+                machine.host.address or machine.host.host,
+                alive=machine.is_rested() and name not in self.removed_nodes,
+                running=machine.running,
+                reason=machine.problem,
             )
-            for name, m in self._machines.items()
-            if m.engaged
+            for name, machine in self._machines.items()
+            if machine.engaged
         ]
 
-    def foreseen(self, count: int) -> list[str]:
+    def list_possible_nodes(self, count: int) -> list[str]:
         return list(self._machines)
 
     def prefer(self, names: Sequence[str]) -> None:
-        first = {name: self._machines[name] for name in names if name in self._machines}
-        self._machines = first | {name: m for name, m in self._machines.items() if name not in first}
+        preferred = {name: self._machines[name] for name in names if name in self._machines}
+        self._machines = preferred | {name: m for name, m in self._machines.items() if name not in preferred}
 
     async def start_agent(self, name: str) -> bool:
-        machine = self._machines.get(name)
-        if name in self.taken:
+        if name in self.removed_nodes:
             return False
+        machine = self._machines.get(name)
         if machine is None:
-            self._say("driver", f"{name} is in no list of machines any more: no agent is started there")
+            self._report("driver", f"{name} is no longer in the list of machines: no agent is started there")
             return False
         return await self._open(machine, "start")
 
     async def fence(self, name: str) -> bool:
-        """True once the agent was seen to be gone; a machine that cannot be reached may still run it."""
+        """Return True once the agent's end was observed; a machine that is not reached may still run it."""
         machine = self._machines.get(name)
-        if machine is None or name in self.taken:
+        if machine is None or name in self.removed_nodes:
             return False
-        self._let_go(machine)
-        answer = await self._ask(machine, "end", END)
+        self._stop_waiting(machine)
+        answer = await self._send_request(machine, "end", END_TIMEOUT)
         if answer is None or not answer.get("ended"):
             return False
         machine.running = False
-        with contextlib.suppress(OSError):
-            (self._folder / name / RECORD).unlink(missing_ok=True)
+        self._forget_agent(name)
         return True
 
     async def request(self) -> str | None:
-        """The first machine that has no agent and takes one."""
-        for machine in sorted(self._machines.values(), key=lambda m: m.engaged):
-            name, rested = machine.host.name, time.monotonic() - machine.failed > REST
-            if machine.running or machine.busy or not rested or name in self._barred | self.taken | self.drained.keys():
+        """Return the first machine without an agent on which one can be started."""
+        for machine in sorted(self._machines.values(), key=lambda machine: machine.engaged):
+            name = machine.host.name
+            unusable = name in self._excluded or name in self.removed_nodes or name in self.drained
+            if unusable or machine.running or machine.busy or not machine.is_rested():
                 continue
-            if await self._open(machine, "adopt"):  # one that was cut off may still have its agent
+            # A machine whose connection broke may still have its agent, which is adopted.
+            if await self._open(machine, "adopt"):
                 return name
         return None
 
     async def close(self) -> None:
-        """End the commands that wait for agents' ends, and not the agents."""
+        """End the commands that wait for agents; the agents continue."""
         tasks = [task for machine in self._machines.values() for task in machine.tasks]
         for machine in self._machines.values():
-            self._let_go(machine)
+            self._stop_waiting(machine)
         await asyncio.gather(*tasks, return_exceptions=True)
         for process in self._commands:
             kill_command(process)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
-                    await process.communicate()  # to the end of what it says: else a closed loop is told of it
+                    await process.communicate()  # The pipes must be read to their end before the loop closes.
 
-    # a machine --------------------------------------------------------------------------------------------------------
+    # one machine ------------------------------------------------------------------------------------------------------
 
-    async def _open(self, machine: _Machine, do: str) -> bool:
-        """Have an agent there, and wait for its end in the background."""
-        self._let_go(machine)
+    async def _open(self, machine: _Machine, action: str) -> bool:
+        """Start or adopt a machine's agent, and wait for its end in the background."""
+        self._stop_waiting(machine)
         machine.busy = True
         try:
-            answer = await self._ask(machine, do, START)
+            answer = await self._send_request(machine, action, START_TIMEOUT)
         finally:
             machine.busy = False
         if answer is None or "running" not in answer:
-            # Whether one that was there before lives on is not known where nobody answers.
-            machine.running = machine.running and do == "adopt" and answer is None
+            # Without an answer it is unknown whether an earlier agent still runs.
+            machine.running = machine.running and action == "adopt" and answer is None
             return False
-        machine.engaged = machine.running = True
-        machine.failed, machine.why = float("-inf"), ""
+        machine.engaged = True
+        machine.running = True
+        machine.failed_at = float("-inf")
+        machine.problem = ""
+        name = machine.host.name
         try:
-            (self._folder / machine.host.name).mkdir(parents=True, exist_ok=True)
-            (self._folder / machine.host.name / RECORD).write_text(json.dumps({"host": machine.host.host}))
+            (self._folder / name).mkdir(parents=True, exist_ok=True)
+            (self._folder / name / RECORD_FILE).write_text(json.dumps({"host": machine.host.host}))
         except OSError as error:
-            self._say("driver", f"{machine.host.name}: the next driver will not find its agent: {error}")
-        self._spawn(machine, keep_running(lambda: self._follow(machine), f"following {machine.host.name}", log))
+            self._report("driver", f"{name}: the next driver will not find its agent: {error}")
+        self._spawn(machine, keep_running(lambda: self._wait_for_end(machine), f"following {name}", log))
         return True
 
-    async def _follow(self, machine: _Machine) -> None:
-        """Until the agent has ended; a connection that breaks is made again."""
-        separate = self.separate
+    async def _wait_for_end(self, machine: _Machine) -> None:
+        """Wait until the agent has ended; a broken connection is opened again."""
+        process = machine.process
+        assert process is not None
+        if self.waits_separately:
+            kill_command(process)
+        else:
+            if await self._observe_end(machine):
+                return
+            await asyncio.sleep(RECONNECT_INTERVAL)
         while True:
-            process = machine.process
-            assert process is not None
-            if separate:
-                kill_command(process)
-                separate = False
-            else:
-                answer = await _answer(process)
-                if answer is not None and "over" in answer:
-                    machine.running, machine.why = False, f"its agent ended: {answer['over']}"
-                    return
-                self.broke(machine.host)
-                await asyncio.sleep(AGAIN)
-            again = await self._ask(machine, "watch", START)
-            if again is not None and "refused" in again:
+            answer = await self._send_request(machine, "watch", START_TIMEOUT)
+            if answer is not None and "refused" in answer:
                 return
-            if again is not None and "over" in again:
-                machine.running, machine.why = False, "its agent ended unseen"
+            if answer is not None and "over" in answer:
+                machine.set_ended("its agent ended unobserved")
                 return
+            if await self._observe_end(machine):
+                return
+            await asyncio.sleep(RECONNECT_INTERVAL)
 
-    async def _ask(self, machine: _Machine, do: str, seconds: float) -> dict[str, Any] | None:
-        """The first answer to a request, None if none comes; why stands in `machine.why` then, and is said."""
+    async def _observe_end(self, machine: _Machine) -> bool:
+        """Wait for the next answer of the waiting command; return True if it reports the agent's end."""
+        process = machine.process
+        assert process is not None
+        answer = await _read_answer(process)
+        if answer is not None and "over" in answer:
+            machine.set_ended(f"its agent ended: {answer['over']}")
+            return True
+        self.on_broken_connection(machine.host)
+        return False
+
+    async def _send_request(self, machine: _Machine, action: str, timeout: float) -> dict[str, Any] | None:
+        """Return the first answer to a request, None if there is none. A failure is recorded and reported."""
+        request = json.dumps(self._make_request(machine.host, action))
+        process = await self._start_command(machine)
+        if process is None:
+            return None
+        if action != "end":
+            machine.process = process
+        answer = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                assert process.stdin is not None
+                with contextlib.suppress(ConnectionError):
+                    process.stdin.write(request.encode() + b"\n")
+                    await process.stdin.drain()
+                    process.stdin.close()
+                answer = await _read_answer(process)
+        if answer is None:
+            self._record_failure(machine, await _read_errors(process) or f"no answer within {timeout:g} s")
+        elif "refused" in answer:
+            self._record_failure(machine, str(answer["refused"]))
+        return answer
+
+    async def _start_command(self, machine: _Machine) -> asyncio.subprocess.Process | None:
+        command = self.command(machine.host, _attach_command(machine.host))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=_ANSWER_BYTES,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._record_failure(machine, f"{command[0]} cannot be started: {error.strerror}")
+            return None
+        self._commands = {command for command in self._commands if not _is_finished(command)} | {process}
+        return process
+
+    def _make_request(self, host: Host, action: str) -> dict[str, Any]:
         if self._job is None:
             raise RuntimeError("no job was announced")
-        host = machine.host
         job, token = self._job
-        request = {
-            "do": do,
+        return {
+            "do": action,
             "node": host.name,
             "folder": host.folder,
-            "job": to_record(replace(job, driver=self._towards(host, job.driver))),
+            "job": to_record(replace(job, driver=self._driver_address(host, job.driver))),
             "token": token.decode(),
             "marker": self._marker,
             "address": host.address,
             "interface": host.interface,
             "pod": host.host,
-            "environment": _environment(host),
+            "environment": _agent_environment(host),
         }
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *self.command(host, _attach(host)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                limit=_LINE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            self._failed(machine, f"{self.command(host, [])[0]} cannot be started: {error.strerror}")
-            return None
-        self._commands = {each for each in self._commands if not _over(each)} | {process}
-        if do != "end":
-            machine.process = process
-        answer = None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                assert process.stdin is not None
-                with contextlib.suppress(ConnectionError):
-                    process.stdin.write(json.dumps(request).encode() + b"\n")
-                    await process.stdin.drain()
-                    process.stdin.close()
-                answer = await _answer(process)
-        if answer is None or "refused" in answer:
-            said = answer["refused"] if answer is not None else await _said(process)
-            self._failed(machine, str(said) or f"no answer within {seconds:g} s")
-        return answer
 
-    def _failed(self, machine: _Machine, why: str) -> None:
-        machine.failed = time.monotonic()
-        if why != machine.why:
-            machine.why = why
-            self._say("driver", f"{machine.host.name}: {why}")
+    def _record_failure(self, machine: _Machine, problem: str) -> None:
+        machine.failed_at = time.monotonic()
+        if problem != machine.problem:
+            machine.problem = problem
+            self._report("driver", f"{machine.host.name}: {problem}")
 
-    def _let_go(self, machine: _Machine) -> None:
-        """Wait no more for the end of the agent that is there now."""
+    def _forget_agent(self, name: str) -> None:
+        """Remove the record by which the next driver would look for an agent."""
+        with contextlib.suppress(OSError):
+            (self._folder / name / RECORD_FILE).unlink(missing_ok=True)
+
+    def _stop_waiting(self, machine: _Machine) -> None:
+        """Stop waiting for the end of a machine's agent."""
         current = asyncio.current_task()
         for task in list(machine.tasks):
             if task is not current:
@@ -301,92 +364,96 @@ class RemoteCluster(ABC):
             kill_command(machine.process)
             machine.process = None
 
-    def _spawn(self, machine: _Machine, work: Any) -> None:
+    def _spawn(self, machine: _Machine, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         machine.tasks.add(task)
         task.add_done_callback(machine.tasks.discard)
         log_failure(task, f"a task about {machine.host.name}", log)
 
-    def _towards(self, host: Host, driver: tuple[str, int]) -> tuple[str, int]:
-        """Where a machine reaches the driver."""
-        if self._advertise:
-            return self._advertise, driver[1]
-        if driver[0] not in ("0.0.0.0", "::"):
+    def _driver_address(self, host: Host, driver: tuple[str, int]) -> tuple[str, int]:
+        """Return the address at which a machine reaches the driver."""
+        listen, port = driver
+        if self._advertised:
+            return self._advertised, port
+        if listen not in ("0.0.0.0", "::"):
             return driver
         try:
-            return address_towards(host.address or host.host), driver[1]
-        except OSError:  # ssh may know the name, or a way, that this machine's network does not
-            return os.uname().nodename, driver[1]
+            return address_towards(host.address or host.host), port
+        except OSError:  # The name, or the route to it, may be known to ssh only.
+            return os.uname().nodename, port
 
 
 def make_marker(folder: Path) -> str:
-    """A file by which other machines see that a folder is this one; its name. One is enough for a run's life."""
+    """Return the name of the run's marker file in a folder, by which other machines recognise the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    there = sorted(folder.glob(".shared-*"))
-    if there:
-        return there[0].name
+    markers = sorted(folder.glob(".shared-*"))
+    if markers:
+        return markers[0].name
     name = f".shared-{os.urandom(8).hex()}"
     (folder / name).touch()
     return name
 
 
-def _attach(host: Host) -> list[str]:
-    words = module_command(ATTACH, python=host.python)
+def kill_command(process: asyncio.subprocess.Process) -> None:
+    """Kill a command that runs a program on a machine; the program itself continues."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            # The whole session: srun's second process would otherwise end the program.
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _attach_command(host: Host) -> list[str]:
+    command = module_command(ATTACH_MODULE, python=host.python)
     path = os.environ.get("PYTHONPATH")
-    return ["env", f"PYTHONPATH={path}", *words] if path else words
+    if path:
+        return ["env", f"PYTHONPATH={path}", *command]
+    return command
 
 
-def _environment(host: Host) -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) or name in _NAMES}
+def _agent_environment(host: Host) -> dict[str, str]:
+    environment = {}
+    for name, value in os.environ.items():
+        if name.startswith(INHERITED_PREFIXES) or name in _INHERITED_NAMES:
+            environment[name] = value
     if host.interface:
-        found |= {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": host.interface}
-    return found
+        environment |= {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": host.interface}
+    return environment
 
 
-async def _answer(process: asyncio.subprocess.Process) -> dict[str, Any] | None:
-    """The next line of JSON; what login scripts print is passed over. None at the end."""
+async def _read_answer(process: asyncio.subprocess.Process) -> dict[str, Any] | None:
+    """Return the next line that is a JSON object, None at the end; output of login scripts is skipped."""
     assert process.stdout is not None
     while True:
         try:
             line = await process.stdout.readline()
-        except ValueError:  # longer than any answer
+        except ValueError:  # The line is longer than any answer.
             return None
         if not line:
             return None
         with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                return found
+            answer = json.loads(line)
+            if isinstance(answer, dict):
+                return answer
 
 
-async def _said(process: asyncio.subprocess.Process) -> str:
-    """The end of what a command that failed said, and how it ended."""
+async def _read_errors(process: asyncio.subprocess.Process) -> str:
+    """Kill a command that failed; return the end of its stderr, or its exit code."""
     assert process.stderr is not None
-    said = b""
+    output = b""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(1.0):
-            said = await process.stderr.read(4096)
+            output = await process.stderr.read(4096)
             await process.wait()
     kill_command(process)
-    lines = [line for line in said.decode(errors="replace").strip().splitlines() if line.strip()]
-    code = process.returncode
-    return "; ".join(lines[-3:]) or (f"the command ended with {code} and said nothing" if code is not None else "")
-
-
-def _over(process: asyncio.subprocess.Process) -> bool:
-    """Whether it has ended, and all that it said was read."""
-    return process.returncode is not None and all(
-        end is None or end.at_eof() for end in (process.stdout, process.stderr)
-    )
-
-
-def kill_command(process: asyncio.subprocess.Process) -> None:
-    """End a command that runs something on a machine, and not what it runs there."""
+    lines = [line for line in output.decode(errors="replace").strip().splitlines() if line.strip()]
+    if lines:
+        return "; ".join(lines[-3:])
     if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # srun's second process would end what the first has started
+        return ""
+    return f"the command ended with exit code {process.returncode} and no output"
 
 
-def quoted(words: Sequence[str]) -> str:
-    """Words as a shell reads them."""
-    return " ".join(map(shlex.quote, words))
+def _is_finished(process: asyncio.subprocess.Process) -> bool:
+    """Return True if a command has ended and its output was read."""
+    streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]
+    return process.returncode is not None and all(stream.at_eof() for stream in streams)

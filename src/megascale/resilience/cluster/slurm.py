@@ -1,9 +1,10 @@
-"""`--cluster slurm`: the nodes of one allocation, an agent each as a step of its own, the driver on the batch node.
+"""`--cluster slurm`: the nodes of one allocation with one agent each; the driver runs on the batch node.
 
-Slurm says which nodes the job has. One that it has taken away (down, powered off, slurmd silent for long) is not the
-job's any more, even if an agent there still answers: a task whose slurmd was killed runs on until that comes back.
-This driver is such a task too. Where Slurm has started the job again, on other nodes, it must end; where Slurm has
-taken its node, a standby on another goes on (slurm_standby.py), and this one only waits: its end would end the job.
+Slurm decides which nodes the job has. A node that Slurm has removed (down, powered off, slurmd silent for long) no
+longer belongs to the job even if its agent still answers, since a task whose slurmd was killed runs until that returns.
+This driver is such a task too. If Slurm has started the job again on other nodes, the driver must end. If Slurm has
+removed the driver's node, a standby on another node takes over (slurm_standby.py), and this driver only waits, since
+its end would end the job.
 """
 
 from __future__ import annotations
@@ -26,246 +27,283 @@ from megascale.core.background import keep_running, log_failure
 from megascale.core.python_command import module_command
 from megascale.errors import EXIT_INTERRUPTED, ConfigError
 from megascale.resilience.cluster import slurm_standby
-from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
-from megascale.resilience.cluster.hosts_file import Host
-from megascale.resilience.cluster.remote import REST, START, RemoteCluster, kill_command
+from megascale.resilience.cluster.base import ClusterRequest, configured_gpus
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
+from megascale.resilience.cluster.remote import REST_SECONDS, START_TIMEOUT, Host, RemoteCluster, kill_command
 from megascale.resilience.protocol.contact import driver_folder
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.job_description import JobDescription
 
 log = logging.getLogger("megascale.driver")
 
-LOOK = 2.0  # seconds between questions to Slurm's controller about the job
-DRAINS = 10.0  # seconds between those about its nodes, unless one seems gone
-_ANSWER = 10.0  # seconds that it gets to answer
-_SILENT = 120.0  # seconds after which a standby that has shown no life is replaced
-_STANDBY = "megascale.resilience.cluster.slurm_standby"
-_JOB = "SLURM_JOB_ID"
+JOB_INTERVAL = 2.0  # seconds between queries of the job's state
+DRAIN_INTERVAL = 10.0  # seconds between queries of drained nodes, unless a node seems to have failed
+STANDBY_SILENCE = 120.0  # seconds without a sign of life after which a standby is replaced
+_STANDBY_MODULE = "megascale.resilience.cluster.slurm_standby"
+_JOB_VARIABLE = "SLURM_JOB_ID"
 
 
 class SlurmCluster(RemoteCluster):
-    """See RemoteCluster.
+    """The nodes of an allocation.
 
-    Slurm ends a job by SIGTERM to all its processes, on which srun has its step killed: no srun may be there whose step
-    holds an agent, or trainers are killed before they have saved.
+    Slurm ends a job by SIGTERM to all its processes. An srun that receives it has its step killed, and trainers in
+    that step would die before they have saved. So no srun may wait for an agent.
     """
 
-    separate = True
+    waits_separately = True
 
     def __init__(self, request: ClusterRequest) -> None:
-        self._job_id = _allocation()
-        names = _names(os.environ["SLURM_JOB_NODELIST"])
+        self._job_id = _check_allocation()
+        names = _expand_nodelist(os.environ["SLURM_JOB_NODELIST"])
         super().__init__(request, [Host(name, name) for name in names])
-        self._cores = dict(zip(names, _each(os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")), strict=False))
-        self._starts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        self._looking: asyncio.Task[None] | None = None
-        self._standing: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
-        self._own = os.environ.get("SLURMD_NODENAME", "")
-        self._standby = ""  # the node that has one
-        self._shown = (0, 0.0)  # its file's time, and when that was new
-        self._tried = float("-inf")
-        self.withdrawn = ""
+        cores = expand_counts(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+        self._cores = dict(zip(names, cores, strict=False))
+        self._restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self._own_node = os.environ.get("SLURMD_NODENAME", "")
+        self._watch_task: asyncio.Task[None] | None = None
+        self._standby_task: asyncio.Task[None] | None = None
+        self._wakeup = asyncio.Event()
+        self._standby_node = ""
+        self._standby_mtime = 0  # modification time of the standby's file
+        self._standby_seen = 0.0  # time at which it changed, on the monotonic clock
+        self._standby_tried = float("-inf")
 
-    def command(self, host: Host, words: Sequence[str], name: str = "agent") -> list[str]:
-        step = ["srun", f"--jobid={self._job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}"]
-        # All of the node: trainers are started by the agent within this one task.
-        step += [f"--cpus-per-task={self._cores.get(host.name, 1)}", "--cpu-bind=none", "--kill-on-bad-exit=0"]
-        return [*step, "--no-kill", "--quiet", "--export=ALL", f"--job-name={name}", *words]
+    @classmethod
+    def on_other_machines(cls, config: Config) -> tuple[int, str]:
+        """Return GPUs per node and the address of this one. Raises ConfigError outside of a large enough allocation."""
+        _check_allocation()
+        nodelist = os.environ["SLURM_JOB_NODELIST"]
+        limits = config.resilience
+        count = len(_expand_nodelist(nodelist))
+        required = limits.nodes + limits.spares
+        if required > count:
+            raise ConfigError(
+                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {required} nodes, but this "
+                f"allocation has {count} ({nodelist}); request more from sbatch, or lower --nodes or --spares"
+            )
+        return gpus_per_node(config), _own_address()
+
+    def command(self, host: Host, program: Sequence[str], name: str = "agent") -> list[str]:
+        return [
+            "srun",
+            f"--jobid={self._job_id}",
+            "--overlap",
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={host.name}",
+            # All cores of the node, since the agent starts the trainers within this task.
+            f"--cpus-per-task={self._cores.get(host.name, 1)}",
+            "--cpu-bind=none",
+            "--kill-on-bad-exit=0",
+            "--no-kill",
+            "--quiet",
+            "--export=ALL",
+            f"--job-name={name}",
+            *program,
+        ]
 
     def announce(self, job: JobDescription, token: bytes) -> None:
         super().announce(job, token)
-        if self._looking is None:
-            look = keep_running(self._look, "the look at Slurm's job", log)
-            self._looking = asyncio.get_running_loop().create_task(look)
+        if self._watch_task is None:
+            watch = keep_running(self._watch_job, "the query of Slurm's job", log)
+            self._watch_task = asyncio.get_running_loop().create_task(watch)
 
     async def close(self) -> None:
-        tasks = [task for task in (self._looking, self._standing) if task is not None]
+        tasks = [task for task in (self._watch_task, self._standby_task) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await super().close()
 
-    def broke(self, host: Host) -> None:
-        self._wake.set()  # Slurm may know why, and that is known at once
+    def on_broken_connection(self, host: Host) -> None:
+        self._wakeup.set()  # Slurm may know already that the node has failed.
 
-    async def _look(self) -> None:
-        """Ask Slurm again and again which nodes the job still has, and which of them are drained."""
-        drains = 0.0
+    def wait_for_job_end(self) -> int | None:
+        # The end of this process ends its batch script, which Slurm takes for the end of the job, even on a node that
+        # Slurm has removed from the job.
         while True:
-            woken, now = self._wake.is_set(), time.monotonic()
-            self._wake.clear()
-            await self._look_at_job()
-            if woken or now >= drains:
-                drains = now + DRAINS
-                await self._look_for_drains()
-            if self._standing is None or self._standing.done():
-                self._standing = asyncio.get_running_loop().create_task(self._keep_standby())
-                log_failure(self._standing, "the start of a standby driver", log)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK):
-                    await self._wake.wait()
+            job = slurm_standby.query_job(self._job_id)
+            if not self._own_node or self._own_node in slurm_standby.list_nodes(job):
+                return None
+            code = slurm_standby.read_exit_code(self.run, self._job_id, self._restarts)
+            if code is not None:
+                return code
+            if job and not slurm_standby.is_running(job, self._restarts):
+                return EXIT_INTERRUPTED
+            time.sleep(JOB_INTERVAL)
 
-    async def _look_at_job(self) -> None:
-        """What does not answer, or not of this job, says nothing of nodes."""
-        about = await _ask("scontrol", "show", "job", self._job_id, "--oneliner")
-        job = slurm_standby.fields(about)
+    # Slurm's view of the job ------------------------------------------------------------------------------------------
+
+    async def _watch_job(self) -> None:
+        """Query which nodes the job has and which of them are drained, and keep a standby; never returns."""
+        next_drains = 0.0
+        while True:
+            was_woken = self._wakeup.is_set()
+            self._wakeup.clear()
+            current_time = time.monotonic()
+            await self._query_job()
+            if was_woken or current_time >= next_drains:
+                next_drains = current_time + DRAIN_INTERVAL
+                await self._query_drains()
+            if self._standby_task is None or self._standby_task.done():
+                self._standby_task = asyncio.get_running_loop().create_task(self._keep_standby())
+                log_failure(self._standby_task, "the start of a standby driver", log)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(JOB_INTERVAL):
+                    await self._wakeup.wait()
+
+    async def _query_job(self) -> None:
+        """Update the nodes of the job; without an answer about this job nothing changes."""
+        job = slurm_standby.parse_fields(await _run("scontrol", "show", "job", self._job_id, "--oneliner"))
         if job.get("JobId") != self._job_id:
             return
-        if int(job.get("Restarts") or 0) > self._starts:
-            self.withdrawn = f"Slurm has taken job {self._job_id} off its nodes and starts it again"
+        if int(job.get("Restarts") or 0) > self._restarts:
+            self.withdrawn = f"Slurm has removed job {self._job_id} from its nodes and starts it again"
         elif job.get("JobState") == "RUNNING":
-            names = await _ask("scontrol", "show", "hostnames", job["NodeList"])
+            names = await _run("scontrol", "show", "hostnames", job["NodeList"])
             if names:
-                self.take({name for name in self.names() if name not in names.split()})
+                self.set_removed_nodes(set(self.list_machines()) - set(names.split()))
 
-    async def _look_for_drains(self) -> None:
-        words = ["--noheader", "--Node", "--states=drain", f"--nodes={','.join(self.names())}", "--format=%N %E"]
-        said = await _ask("sinfo", *words)
-        if said is not None:
-            self.drained = {name: why or "no reason given" for name, _, why in map(_split, said.splitlines())}
+    async def _query_drains(self) -> None:
+        nodes = ",".join(self.list_machines())
+        output = await _run("sinfo", "--noheader", "--Node", "--states=drain", f"--nodes={nodes}", "--format=%N %E")
+        if output is None:
+            return
+        drained = {}
+        for line in output.splitlines():
+            name, _, reason = line.strip().partition(" ")
+            drained[name] = reason or "no reason given"
+        self.drained = drained
 
-    # a driver elsewhere -----------------------------------------------------------------------------------------------
+    # the standby of the driver ----------------------------------------------------------------------------------------
 
     async def _keep_standby(self) -> None:
-        """Have somebody on another node who goes on should Slurm take this one out of the job."""
-        now = time.monotonic()
-        if self._standby and self._standby not in self.taken and self._shows_life(now):
+        """Keep a process on another node that continues if Slurm removes this one from the job."""
+        if self._standby_node and self._standby_node not in self.removed_nodes and self._is_standby_alive():
             return
-        others = [name for name in self.names() if name not in self.taken | self.drained.keys() | {self._own}]
-        if not others or not self._own or now - self._tried < REST:
+        unsuitable = self.removed_nodes | self.drained.keys() | {self._own_node}
+        candidates = [name for name in self.list_machines() if name not in unsuitable]
+        current_time = time.monotonic()
+        if not candidates or not self._own_node or current_time - self._standby_tried < REST_SECONDS:
             return
-        self._tried, name, number = now, others[-1], secrets.token_hex(4)
+        self._standby_tried = current_time
+        name = candidates[-1]
+        number = secrets.token_hex(4)
         try:
             file = driver_folder(self.run) / slurm_standby.CURRENT
             temporary = file.with_suffix(".tmp")
             temporary.write_text(json.dumps({"number": number, "node": name}))
             os.replace(temporary, file)
         except OSError as error:
-            self._say("driver", f"no standby: {error}")
+            self._report("driver", f"no standby for the driver: {error}")
             return
-        words = module_command(_STANDBY, str(self.run), number, self._own)
-        pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        command = self.command(Host(name, name), words, "standby")
+        if await self._start_standby(name, number):
+            self._standby_node = name
+            self._standby_mtime = 0
+            self._standby_seen = current_time
+        else:
+            self._standby_node = ""
+            self._report("driver", f"{name}: no standby for the driver started there; it is tried again")
+
+    async def _start_standby(self, name: str, number: str) -> bool:
+        program = module_command(_STANDBY_MODULE, str(self.run), number, self._own_node)
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=null, stdout=pipe, stderr=null, start_new_session=True
+            *self.command(Host(name, name), program, "standby"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
         )
         line = b""
         try:
-            async with asyncio.timeout(START):
+            async with asyncio.timeout(START_TIMEOUT):
                 assert process.stdout is not None
                 line = await process.stdout.readline()
         except TimeoutError:
             pass
         finally:
-            kill_command(process)  # as with agents: no srun may be there when Slurm ends the job
+            kill_command(process)  # No srun may wait when Slurm ends the job, as for agents.
             await process.communicate()
-        ready = line.decode(errors="replace").strip() == slurm_standby.READY
-        self._standby, self._shown = (name, (0, now)) if ready else ("", self._shown)
-        if not ready:
-            self._say("driver", f"{name}: no standby for the driver came up there; it is tried again")
+        return line.decode(errors="replace").strip() == slurm_standby.READY
 
-    def _shows_life(self, now: float) -> bool:
+    def _is_standby_alive(self) -> bool:
+        """Return True if the standby has touched its file within STANDBY_SILENCE."""
+        current_time = time.monotonic()
         with contextlib.suppress(OSError):
-            shown = (driver_folder(self.run) / slurm_standby.CURRENT).stat().st_mtime_ns
-            if shown != self._shown[0]:
-                self._shown = (shown, now)
-        return now - self._shown[1] < _SILENT
-
-    def wait_for_job_end(self) -> int | None:
-        """Where this process ends, its batch script does, and Slurm takes that for the job's end, even on a node that
-        it has taken out of the job."""
-        while True:
-            about = slurm_standby.ask_about(self._job_id)
-            if not self._own or self._own in slurm_standby.nodes_of(about):
-                return None
-            code = slurm_standby.verdict_of(self.run, self._job_id, self._starts)
-            if code is not None:
-                return code
-            if about and not slurm_standby.runs(about, self._starts):
-                return EXIT_INTERRUPTED
-            time.sleep(LOOK)
+            mtime = (driver_folder(self.run) / slurm_standby.CURRENT).stat().st_mtime_ns
+            if mtime != self._standby_mtime:
+                self._standby_mtime = mtime
+                self._standby_seen = current_time
+        return current_time - self._standby_seen < STANDBY_SILENCE
 
 
-def _split(line: str) -> tuple[str, str, str]:
-    return line.strip().partition(" ")
-
-
-class _Slurm:
-    def __call__(self, request: ClusterRequest) -> SlurmCluster:
-        return SlurmCluster(request)
-
-    def on_other_machines(self, config: Config) -> tuple[int, str]:
-        """As Elsewhere. ConfigError outside of an allocation, and in one that is too small."""
-        _allocation()
-        nodelist, limits = os.environ["SLURM_JOB_NODELIST"], config.resilience
-        there, wanted = len(_names(nodelist)), limits.nodes + limits.spares
-        if wanted > there:
-            raise ConfigError(
-                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {wanted} nodes, but this allocation "
-                f"has {there} ({nodelist}); ask sbatch for more, or lower --nodes or --spares"
-            )
-        return gpus_of_a_node(config), _own_address()
-
-
-def gpus_of_a_node(config: Config) -> int:
-    """What Slurm has given or is to give: SLURM_GPUS_ON_NODE in an allocation, else parallel.gpus_per_host."""
+def gpus_per_node(config: Config) -> int:
+    """Return the GPUs per node: SLURM_GPUS_ON_NODE in an allocation, else parallel.gpus_per_host."""
     if config.train.device == "cpu":
         return 0
-    return int(os.environ.get("SLURM_GPUS_ON_NODE") or (0 if _JOB in os.environ else config.parallel.gpus_per_host))
+    if _JOB_VARIABLE in os.environ:
+        return int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    return int(os.environ.get("SLURM_GPUS_ON_NODE") or configured_gpus(config))
 
 
-def _allocation() -> str:
-    """The job's id; ConfigError where this is not one of Slurm's."""
+def expand_counts(text: str) -> list[int]:
+    """Return [4, 4, 8] for 4(x2),8, the form of SLURM_JOB_CPUS_PER_NODE."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is not None:
+            counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _check_allocation() -> str:
+    """Return the job's id. Raises ConfigError outside of an allocation."""
     missing = [name for name in ("srun", "scontrol", "squeue") if shutil.which(name) is None]
     if missing:
         raise ConfigError(f"cluster slurm needs Slurm's commands on this machine: {', '.join(missing)} not found")
-    if not os.environ.get(_JOB) or not os.environ.get("SLURM_JOB_NODELIST"):
+    if not os.environ.get(_JOB_VARIABLE) or not os.environ.get("SLURM_JOB_NODELIST"):
         raise ConfigError(
             "cluster slurm runs within an allocation: `megascale launch ... --cluster slurm --dry-run > job.sbatch`, "
             "look at it, then `sbatch job.sbatch`"
         )
-    return os.environ[_JOB]
+    return os.environ[_JOB_VARIABLE]
 
 
-def _names(nodelist: str) -> list[str]:
-    """n1, n2, n3 of n[1-3]."""
-    done = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigError(f"`scontrol show hostnames {nodelist}` failed: {done.stderr.strip()}")
-    return done.stdout.split()
-
-
-def _each(text: str) -> list[int]:
-    """4, 4, 8 of SLURM_JOB_CPUS_PER_NODE's 4(x2),8."""
-    found: list[int] = []
-    for part in text.split(","):
-        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
-            found += [int(match[1])] * int(match[2] or 1)
-    return found
+def _expand_nodelist(nodelist: str) -> list[str]:
+    """Return [n1, n2, n3] for n[1-3]."""
+    result = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True)
+    if result.returncode:
+        raise ConfigError(f"`scontrol show hostnames {nodelist}` failed: {result.stderr.strip()}")
+    return result.stdout.split()
 
 
 def _own_address() -> str:
-    """Where the other nodes reach this one: as Slurm does."""
+    """Return the address at which Slurm, and so the other nodes, reach this node."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    done = subprocess.run(["scontrol", "show", "node", name, "--oneliner"], capture_output=True, text=True)
-    found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
+    result = subprocess.run(["scontrol", "show", "node", name, "--oneliner"], capture_output=True, text=True)
+    match = re.search(r"\bNodeAddr=(\S+)", result.stdout)
     try:
-        return socket.gethostbyname(found[1] if found else name)
+        if match:
+            name = match[1]
+        return socket.gethostbyname(name)
     except OSError:
         return "0.0.0.0"
 
 
-async def _ask(*words: str) -> str | None:
-    """What a command of Slurm's says; None if it fails or does not answer."""
-    pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(*words, stdin=null, stdout=pipe, stderr=null)
+async def _run(*command: str) -> str | None:
+    """Return the output of a command of Slurm, None if it fails or does not answer in time."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
     try:
-        async with asyncio.timeout(_ANSWER):
-            out, _ = await process.communicate()
+        async with asyncio.timeout(slurm_standby.ANSWER_TIMEOUT):
+            output, _ = await process.communicate()
     except TimeoutError:
         process.kill()
         return None
-    return out.decode(errors="replace") if process.returncode == 0 else None
+    return output.decode(errors="replace") if process.returncode == 0 else None
 
 
-CLUSTERS.register("slurm", _Slurm())
+CLUSTERS.register("slurm", SlurmCluster)

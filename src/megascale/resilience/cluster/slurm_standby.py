@@ -1,16 +1,15 @@
-"""A standby for the driver of a Slurm job, on another node of the allocation: it goes on once Slurm has taken the
-driver's node.
+"""A standby for the driver of a Slurm job on another node of the allocation.
 
-With --no-kill Slurm only takes a node away that fails, the batch node too. The driver is gone with it, or is killed
-when that node's slurmd comes back, and nothing would end the job, which stands as RUNNING. The standby then runs the
-job's own batch script on its node, as Slurm would after a requeue: the driver there takes the job over while training
-goes on. It also does what Slurm does for a batch script: it signals before the time limit, and ends the job with the
-script's exit code.
+With --no-kill Slurm only removes a node that fails from the job, the batch node too. The driver has then failed with
+its node, or is killed when that node's slurmd returns, and the job would stay RUNNING without end. The standby runs the
+job's own batch script on its node, as Slurm would after a requeue, and the driver in it takes the job over while
+training continues. The standby also does what Slurm does for a batch script: it sends the signal before the time
+limit, and ends the job with the script's exit code.
 
     python -m megascale.resilience.cluster.slurm_standby RUN NUMBER NODE
 
-NUMBER is what RUN/driver/standby.json has while this is the current standby, NODE the driver's. It says "ready" and
-needs nobody from then on.
+NUMBER is the number in RUN/driver/standby.json while this is the current standby, and NODE is the driver's node. The
+standby prints "ready" and needs no other process from then on.
 """
 
 from __future__ import annotations
@@ -28,159 +27,173 @@ from pathlib import Path
 
 from megascale.core.python_command import module_command
 from megascale.errors import DataError
-from megascale.resilience.cluster.slurm_script import BEFORE
+from megascale.resilience.cluster.slurm_script import SIGNAL_SECONDS
 from megascale.resilience.protocol.contact import ENDED_EPOCH, driver_folder, read_contact
 
-CURRENT, VERDICT = "standby.json", "slurm-verdict.json"
+CURRENT = "standby.json"
+VERDICT = "slurm-verdict.json"
 READY = "ready"
-_LOOK = 2.0  # seconds between questions to Slurm
-_ANSWER = 10.0  # seconds that it gets to answer
-_LEAVE = 6.0  # seconds for a batch script that lives on the lost node to end the job itself
+ANSWER_TIMEOUT = 10.0  # seconds for a command of Slurm
+_POLL_INTERVAL = 2.0  # seconds between queries of Slurm
+_END_TIMEOUT = 6.0  # seconds for the batch script on the removed node to end the job itself
 
 
-def main(words: Sequence[str]) -> int:
-    """Stand by until there is no need, or take over and see the job to its end."""
-    run, number, driver = Path(words[0]), words[1], words[2]
-    job, own = os.environ["SLURM_JOB_ID"], os.environ["SLURMD_NODENAME"]
-    starts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+def main(arguments: Sequence[str]) -> int:
+    """Stand by until there is no need, or take over and run the job to its end; return the exit code."""
+    run = Path(arguments[0])
+    number = arguments[1]
+    driver_node = arguments[2]
+    job_id = os.environ["SLURM_JOB_ID"]
+    own_node = os.environ["SLURMD_NODENAME"]
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     print(READY, flush=True)
-    while (current := read_current(run)).get("number") == number:
-        about = ask_about(job)
-        nodes = nodes_of(about)
-        if about and not runs(about, starts):
+    while (current := _read_json(driver_folder(run) / CURRENT)).get("number") == number:
+        job = query_job(job_id)
+        if job and not is_running(job, restarts):
             return 0
-        if nodes and own not in nodes:
+        nodes = list_nodes(job)
+        if nodes and own_node not in nodes:
             return 0
-        if nodes and driver not in nodes:
-            return take_over(run, job, starts, f"Slurm has taken {driver}, the driver's node: {own} goes on")
+        if nodes and driver_node not in nodes:
+            message = f"Slurm has removed {driver_node}, the driver's node: {own_node} takes over"
+            return take_over(run, job_id, restarts, message)
         with contextlib.suppress(OSError):
             os.utime(driver_folder(run) / CURRENT)
-        time.sleep(_LOOK)
-    print(f"standby {number} was followed by {current}", flush=True)
+        time.sleep(_POLL_INTERVAL)
+    print(f"standby {number} was replaced by {current}", flush=True)
     return 0
 
 
-def take_over(run: Path, job: str, starts: int, why: str) -> int:
-    """Run the batch script here and end the job as Slurm does when its script ends; the script's exit code."""
-    # Slurm tells every process of a job to end; what then ends the job is the script's end. (No child inherits this.)
+def take_over(run: Path, job_id: str, restarts: int, message: str) -> int:
+    """Run the batch script here and end the job like Slurm does after a script; return the script's exit code."""
+    # Slurm sends SIGTERM to every process of a job that it ends; this one must wait for the script's end. Children do
+    # not inherit the handler.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    about = ask_about(job)
-    text = subprocess.run(["scontrol", "write", "batch_script", job, "-"], capture_output=True, text=True).stdout
+    job = query_job(job_id)
+    text = subprocess.run(["scontrol", "write", "batch_script", job_id, "-"], capture_output=True, text=True).stdout
     script = driver_folder(run) / "standby.sbatch"
     script.write_text(text)
     environment = dict(os.environ)
     with contextlib.suppress(DataError):
         environment[ENDED_EPOCH] = str(read_contact(run).epoch)
-    out = about.get("StdOut", "")
-    with open(out if out and "%" not in out else f"{run}.slurm-{job}.out", "ab") as said:
-        with contextlib.suppress(OSError):  # on a full disk
-            said.write(f"standby: {why}\n".encode())
-            said.flush()
+    output = job.get("StdOut", "")
+    if not output or "%" in output:
+        output = f"{run}.slurm-{job_id}.out"
+    with open(output, "ab") as log:
+        with contextlib.suppress(OSError):  # for example on a full disk
+            log.write(f"standby: {message}\n".encode())
+            log.flush()
         process = subprocess.Popen(
-            ["bash", str(script)], stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment
+            ["bash", str(script)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
         )
-    before, told = seconds_before(text), False
-    while True:
-        try:
-            code = process.wait(_LOOK)
-            break
-        except subprocess.TimeoutExpired:
-            if not told and seconds_left(ask_about(job), time.time()) < before:
-                process.send_signal(signal.SIGUSR1)
-                told = True
-    code = code if code >= 0 else 128 - code
-    _end(run, job, starts, code)
+    code = _wait_for_script(process, job_id, signal_seconds(text))
+    _end_job(run, job_id, restarts, code)
     return code
 
 
-def _end(run: Path, job: str, starts: int, code: int) -> None:
-    """Have Slurm end the job with a script's exit code: by what is left of it on the lost node, else by its library,
-    else by scancel."""
+def _wait_for_script(process: subprocess.Popen[bytes], job_id: str, seconds: int) -> int:
+    """Return the exit code of the batch script, which gets SIGUSR1 `seconds` before the time limit."""
+    was_signalled = False
+    while True:
+        try:
+            code = process.wait(_POLL_INTERVAL)
+        except subprocess.TimeoutExpired:
+            if not was_signalled and seconds_left(query_job(job_id), time.time()) < seconds:
+                process.send_signal(signal.SIGUSR1)
+                was_signalled = True
+            continue
+        return code if code >= 0 else 128 - code
+
+
+def _end_job(run: Path, job_id: str, restarts: int, code: int) -> None:
+    """End the job with a script's exit code.
+
+    The batch script on the removed node does so if it still runs; otherwise Slurm's library does, otherwise scancel.
+    """
     file = driver_folder(run) / VERDICT
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"job": job, "starts": starts, "code": code}))
+    temporary.write_text(json.dumps({"job": job_id, "starts": restarts, "code": code}))
     os.replace(temporary, file)
-    deadline = time.monotonic() + _LEAVE
+    deadline = time.monotonic() + _END_TIMEOUT
     while time.monotonic() < deadline:
-        about = ask_about(job)
-        if about and not runs(about, starts):
+        job = query_job(job_id)
+        if job and not is_running(job, restarts):
             return
-        time.sleep(_LOOK / 2)
-    complete = module_command("megascale.resilience.cluster.slurm_completion", job, str(code))
+        time.sleep(_POLL_INTERVAL / 2)
+    complete = module_command("megascale.resilience.cluster.slurm_completion", job_id, str(code))
     if subprocess.run(complete).returncode:
-        subprocess.run(["scancel", job])
+        subprocess.run(["scancel", job_id])
 
 
-def verdict_of(run: Path, job: str, starts: int) -> int | None:
-    """The exit code of the script that a standby ran, once it has ended."""
-    found = _read(driver_folder(run) / VERDICT)
-    if (found.get("job"), found.get("starts")) != (job, starts):
+def read_exit_code(run: Path, job_id: str, restarts: int) -> int | None:
+    """Return the exit code of the script that a standby ran, None before its end."""
+    verdict = _read_json(driver_folder(run) / VERDICT)
+    if verdict.get("job") != job_id or verdict.get("starts") != restarts:
         return None
-    code = found.get("code")
+    code = verdict.get("code")
     return code if isinstance(code, int) else None
 
 
-def read_current(run: Path) -> dict[str, object]:
-    """What the newest driver has written of its standby: its number and node."""
-    return _read(driver_folder(run) / CURRENT)
-
-
-def _read(file: Path) -> dict[str, object]:
+def _read_json(file: Path) -> dict[str, object]:
+    """Return the object in a JSON file, {} if there is none."""
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 # Slurm ----------------------------------------------------------------------------------------------------------------
 
 
-def fields(text: str | None) -> dict[str, str]:
-    """Return the fields of what `scontrol show job --oneliner` says; values such as paths may hold blanks."""
-    return dict(re.findall(r"(\w+)=(.*?)(?=\s+[\w:/]+=|\s*$)", text, re.MULTILINE)) if text else {}
+def parse_fields(text: str | None) -> dict[str, str]:
+    """Return the fields of `scontrol show job --oneliner`; values such as paths may hold blanks."""
+    if not text:
+        return {}
+    return dict(re.findall(r"(\w+)=(.*?)(?=\s+[\w:/]+=|\s*$)", text, re.MULTILINE))
 
 
-def ask_about(job: str) -> dict[str, str]:
-    """What Slurm says of a job; nothing where it does not answer."""
-    found = fields(_said("scontrol", "show", "job", job, "--oneliner"))
-    return found if found.get("JobId") == job else {}
+def query_job(job_id: str) -> dict[str, str]:
+    """Return Slurm's fields of a job, {} without an answer."""
+    fields = parse_fields(_run("scontrol", "show", "job", job_id, "--oneliner"))
+    return fields if fields.get("JobId") == job_id else {}
 
 
-def runs(about: Mapping[str, str], starts: int) -> bool:
-    """Whether a job is at work, and was not started anew."""
-    return about.get("JobState") == "RUNNING" and int(about.get("Restarts") or 0) <= starts
+def is_running(job: Mapping[str, str], restarts: int) -> bool:
+    """Return True if a job runs and was not started again."""
+    return job.get("JobState") == "RUNNING" and int(job.get("Restarts") or 0) <= restarts
 
 
-def nodes_of(about: Mapping[str, str]) -> list[str]:
-    """The nodes that a running job has now; none where that is not known."""
-    if about.get("JobState") != "RUNNING" or not about.get("NodeList"):
+def list_nodes(job: Mapping[str, str]) -> list[str]:
+    """Return the nodes of a running job, [] if they are unknown."""
+    if job.get("JobState") != "RUNNING" or not job.get("NodeList"):
         return []
-    return (_said("scontrol", "show", "hostnames", about["NodeList"]) or "").split()
+    return (_run("scontrol", "show", "hostnames", job["NodeList"]) or "").split()
 
 
-def seconds_left(about: Mapping[str, str], now: float) -> float:
-    """Until a running job's time limit; of one that is ending Slurm says when that began."""
-    if about.get("JobState") != "RUNNING":
-        return float("inf")
+def seconds_left(job: Mapping[str, str], current_time: float) -> float:
+    """Return the seconds until a running job's time limit, infinity if it is unknown."""
+    if job.get("JobState") != "RUNNING":
+        return float("inf")  # For a job that is ending, EndTime is the start of its end.
     try:
-        return time.mktime(time.strptime(about.get("EndTime", ""), "%Y-%m-%dT%H:%M:%S")) - now
+        return time.mktime(time.strptime(job.get("EndTime", ""), "%Y-%m-%dT%H:%M:%S")) - current_time
     except (ValueError, OverflowError):
         return float("inf")
 
 
-def seconds_before(script: str) -> int:
-    """How long before the time limit a batch script wants its signal."""
-    found = re.findall(r"^#SBATCH .*--signal[= ]B:USR1@(\d+)", script, re.MULTILINE)
-    return int(found[-1]) if found else BEFORE
+def signal_seconds(script: str) -> int:
+    """Return the seconds before the time limit at which a batch script requests its signal."""
+    values = re.findall(r"^#SBATCH .*--signal[= ]B:USR1@(\d+)", script, re.MULTILINE)
+    return int(values[-1]) if values else SIGNAL_SECONDS
 
 
-def _said(*words: str) -> str | None:
+def _run(*command: str) -> str | None:
+    """Return the output of a command of Slurm, None if it fails or does not answer in time."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWER)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return result.stdout if result.returncode == 0 else None
 
 
 if __name__ == "__main__":

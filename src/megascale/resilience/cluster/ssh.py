@@ -1,4 +1,4 @@
-"""`--cluster ssh --hosts FILE`: nodes are machines of a list, reached by this system's ssh and its configuration."""
+"""`--cluster ssh --hosts FILE`: nodes are the machines of a list, reached by the system's ssh and its configuration."""
 
 from __future__ import annotations
 
@@ -6,88 +6,185 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from megascale.config import Config
+from megascale.config.text_files import read_text
 from megascale.core.interfaces import address_towards
 from megascale.core.ports import is_loopback
 from megascale.errors import ConfigError
-from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
-from megascale.resilience.cluster.hosts_file import Host, read_hosts
-from megascale.resilience.cluster.remote import RemoteCluster, quoted
+from megascale.resilience.cluster.base import ClusterRequest
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
+from megascale.resilience.cluster.remote import Host, RemoteCluster
 
-# No question on a terminal that nobody watches; a machine that is gone is known within seconds.
-OPTIONS: tuple[str, ...] = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
-OPTIONS += ("-o", "ServerAliveCountMax=3", "-o", "LogLevel=ERROR")
+# ssh must not prompt on a terminal, and must notice within seconds that a machine has failed.
+SSH_OPTIONS = [
+    "-T",
+    "-oBatchMode=yes",
+    "-oConnectTimeout=10",
+    "-oServerAliveInterval=5",
+    "-oServerAliveCountMax=3",
+    "-oLogLevel=ERROR",
+]
+_HOST = re.compile(
+    r"(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
+    r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*))(?::(?P<port>[0-9]{1,5}))?"
+)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_HOST_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "name": str,
+    "user": str,
+    "port": int,
+    "gpus": int,
+    "address": str,
+    "interface": str,
+    "folder": str,
+    "python": str,
+}
 
 
 class SshCluster(RemoteCluster):
-    """See RemoteCluster."""
+    """Machines of a hosts file."""
 
     def __init__(self, request: ClusterRequest) -> None:
         super().__init__(request, read_hosts(request.config.resilience.hosts))
-        self._ssh = _words(request.config.resilience.ssh)
+        self._ssh = split_command(request.config.resilience.ssh)
 
-    def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        port = ["-p", str(host.port)] if host.port else []
-        login = ["-l", host.user] if host.user else []
-        return [*self._ssh, *OPTIONS, *port, *login, "--", host.host, f"exec {quoted(words)}"]
+    @classmethod
+    def on_other_machines(cls, config: Config) -> tuple[int, str]:
+        """Return GPUs per machine and this machine's address.
 
-
-class _Ssh:
-    def __call__(self, request: ClusterRequest) -> SshCluster:
-        return SshCluster(request)
-
-    def on_other_machines(self, config: Config) -> tuple[int, str]:
-        """As Elsewhere. ConfigError for a list that cannot be used or is too short, and where GPUs are not counted."""
-        limits, hosts = config.resilience, read_hosts(config.resilience.hosts)
-        wanted = limits.nodes + limits.spares
-        if wanted > len(hosts):
+        Raises ConfigError for a malformed or too short list, or if the number of GPUs is unknown.
+        """
+        limits = config.resilience
+        hosts = read_hosts(limits.hosts)
+        required = limits.nodes + limits.spares
+        if required > len(hosts):
             raise ConfigError(
-                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {wanted} machines, but "
+                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {required} machines, but "
                 f"{limits.hosts} names {len(hosts)}; lower --nodes or --spares, or add machines"
             )
         if not hosts[0].gpus and config.train.device != "cpu" and config.parallel.data is None:
             raise ConfigError(
-                f"how many ranks has a machine? Say gpus=8 (or how many there are) behind each in {limits.hosts}, or "
-                "--parallel.data, or --train.device=cpu"
+                f"the number of ranks per machine is unknown: write gpus=8 (their number) after each machine in "
+                f"{limits.hosts}, or set --parallel.data or --train.device=cpu"
             )
         return hosts[0].gpus, _own_address(hosts, limits.ssh, is_loopback(limits.listen))
 
+    def command(self, host: Host, program: Sequence[str]) -> list[str]:
+        command = self._ssh + SSH_OPTIONS
+        if host.port:
+            command += ["-p", str(host.port)]
+        if host.user:
+            command += ["-l", host.user]
+        command += ["--", host.host, f"exec {shlex.join(program)}"]
+        return command
 
-def _own_address(hosts: Sequence[Host], ssh: str, needed: bool) -> str:
-    """Where the machines reach this one, "" on this very machine; ConfigError where that is needed and not to be
-    found out."""
-    unknown = 0
+
+def split_command(ssh: str) -> list[str]:
+    """Return the words of `resilience.ssh` as a shell splits them, with home folders for a leading ~."""
+    return [os.path.expanduser(word) for word in shlex.split(ssh)]
+
+
+def _own_address(hosts: Sequence[Host], ssh: str, is_required: bool) -> str:
+    """Return the address at which the machines reach this one, "" if all of them are this machine.
+
+    Raises ConfigError if an address is required and no host name resolves.
+    """
+    unresolved = 0
     for host in hosts:
         try:
-            found = _towards(host, ssh)
+            address = _address_towards(host, ssh)
         except OSError:
-            unknown += 1
+            unresolved += 1
             continue
-        if not is_loopback(found):
-            return found
-    if needed and unknown == len(hosts):
+        if not is_loopback(address):
+            return address
+    if is_required and unresolved == len(hosts):
         raise ConfigError(
-            f"none of the names of machines ({hosts[0].host}, ...) resolves here, nor does `{ssh} -G` give an address: "
-            "say at which address of this machine they reach the driver: --resilience.listen=ADDRESS"
+            f"none of the machines' names ({hosts[0].host}, ...) resolves here, and `{ssh} -G` gives no address: set "
+            "the address of this machine at which they reach the driver, --resilience.listen=ADDRESS"
         )
     return ""
 
 
-def _words(ssh: str) -> list[str]:
-    """Return the words of `resilience.ssh` as a shell does, with home folders for a leading ~."""
-    return [os.path.expanduser(word) for word in shlex.split(ssh)]
-
-
-def _towards(host: Host, ssh: str) -> str:
+def _address_towards(host: Host, ssh: str) -> str:
     try:
         return address_towards(host.address or host.host)
-    except OSError:  # a name that only ssh's configuration knows
-        words = [*_words(ssh), "-G", host.host]
-        said = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
-        name = re.search(r"^hostname (\S+)$", said, re.MULTILINE)
+    except OSError:  # The name may be defined in ssh's configuration only.
+        command = [*split_command(ssh), "-G", host.host]
+        settings = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+        name = re.search(r"^hostname (\S+)$", settings, re.MULTILINE)
         return address_towards(name[1] if name else host.host)
 
 
-CLUSTERS.register("ssh", _Ssh())
+# The hosts file -------------------------------------------------------------------------------------------------------
+
+
+def read_hosts(file: str) -> list[Host]:
+    """Return the machines of a hosts file in its order.
+
+    A line is `[user@]host[:port] [key=value ...]`, and `#` begins a comment. Raises ConfigError that names the line.
+    """
+    if not file:
+        raise ConfigError(
+            "cluster ssh needs a list of machines: --hosts FILE (resilience.hosts), with one machine per line"
+        )
+    try:
+        text = read_text(Path(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hosts={file} cannot be read: {getattr(error, 'strerror', error)}") from None
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        entry = line.partition("#")[0].split()
+        if not entry:
+            continue
+        location = f"{file}, line {number}"
+        host = _parse_host(entry, location)
+        if host.name in hosts:
+            raise ConfigError(f"{location}: {host.name} is listed already; give each of the two nodes a name=")
+        hosts[host.name] = host
+    if not hosts:
+        raise ConfigError(f"--hosts={file} names no machine; write one per line, such as `gpu01 gpus=8`")
+    _check_equal_gpus(file, list(hosts.values()))
+    return list(hosts.values())
+
+
+def _check_equal_gpus(file: str, hosts: Sequence[Host]) -> None:
+    different = [f"{host.name} {host.gpus}" for host in hosts if host.gpus != hosts[0].gpus]
+    if different:
+        raise ConfigError(
+            f"{file}: all machines of a job have equally many ranks, but {hosts[0].name} has gpus={hosts[0].gpus} and "
+            f"others differ ({', '.join(different)}); give all the smallest number, or remove these machines"
+        )
+
+
+def _parse_host(entry: Sequence[str], location: str) -> Host:
+    match = _HOST.fullmatch(entry[0])
+    if match is None:
+        raise ConfigError(
+            f"{location}: {entry[0]!r} is not a machine; write [user@]host[:port], IPv6 as [2001:db8::1]:22"
+        )
+    host = Host("", match["host"] or match["v6"], match["user"] or "", int(match["port"] or 0))
+    for word in entry[1:]:
+        key, equals, value = word.partition("=")
+        if not equals or key not in _HOST_OPTIONS:
+            raise ConfigError(
+                f"{location}: {word!r} is not known; write key=value with a key among {', '.join(_HOST_OPTIONS)}"
+            )
+        try:
+            host = replace(host, **{key: _HOST_OPTIONS[key](value)})
+        except ValueError:
+            raise ConfigError(f"{location}: {key}={value} is not an integer") from None
+    if not 0 <= host.port < 65536 or not 0 <= host.gpus <= 4096:
+        raise ConfigError(f"{location}: port must be 1 to 65535 and gpus 0 to 4096")
+    host = replace(host, name=host.name or host.host.replace(":", "-"))
+    if not _NAME.fullmatch(host.name):
+        raise ConfigError(f"{location}: name={host.name} is not a node's name; use letters, digits, dots and dashes")
+    return host
+
+
+CLUSTERS.register("ssh", SshCluster)

@@ -1,4 +1,4 @@
-"""Self-checks of a node: does it compute what it should, as fast as its kind does, and do its links carry?
+"""Self-checks of a node: correct results, usual speed, and working links (MegaScale section 4.3).
 
-Kept light on purpose: a check that runs for minutes costs more than a fault it finds (MegaScale section 4.3).
+The checks are short on purpose: a check that runs for minutes costs more than the faults it finds.
 """

@@ -1,104 +1,108 @@
-"""All-to-all among the devices of this host through NCCL: each process a device, bits checked.
+"""All-to-all among the GPUs of this host through NCCL, with one process per GPU; received bits are checked.
 
-Run as a module it is one of the processes: `python -m megascale.resilience.diagnose.alltoall RANK WORLD PORT`.
+`python -m megascale.resilience.diagnose.alltoall RANK WORLD PORT DEVICE BYTES` runs one of the processes.
 """
 
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
+from megascale.core.ports import free_port
 from megascale.core.python_command import module_command
-from megascale.resilience.diagnose.check import SelfCheck, absent
+from megascale.resilience.diagnose.check import SelfCheck, absent_hardware, failed_check
 
-_BYTES = 256 << 20  # that each process sends
-_SECONDS = 90.0
+_BYTES = 256 << 20  # sent by each process
+_TIMEOUT = 90.0  # seconds
+_REPEATS = 4
 
 
-def all_to_all() -> Iterator[SelfCheck]:
-    """The check: starts a process a device and reads the slowest rate."""
+def check_all_to_all() -> Iterator[SelfCheck]:
+    """Start one process per GPU and yield the slowest rate."""
     import torch
 
     world = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if world < 2:
-        yield absent("all-to-all in host", f"{world} CUDA devices on this host")
+        yield absent_hardware("all-to-all in host", f"{world} CUDA devices on this host")
         return
     yield exchange(world)
 
 
-def exchange(world: int, device: str = "cuda", bytes_: int = _BYTES) -> SelfCheck:
-    """All-to-all among `world` processes on "cuda" (NCCL) or "cpu" (gloo)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    module = module_command("megascale.resilience.diagnose.alltoall")
-    words = [str(world), str(port), device, str(bytes_)]
-    processes = [
-        subprocess.Popen([*module, str(r), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for r in range(world)
-    ]
-    name = "all-to-all in host" if device == "cuda" else "all-to-all in host cpu"
-    rates, deadline = [], time.monotonic() + _SECONDS
+def exchange(world: int, device: str = "cuda", size: int = _BYTES) -> SelfCheck:
+    """Run an all-to-all of `size` bytes among `world` processes on "cuda" (NCCL) or "cpu" (gloo)."""
+    module = "megascale.resilience.diagnose.alltoall"
+    port = free_port("127.0.0.1")
+    processes = []
+    for rank in range(world):
+        command = module_command(module, str(rank), str(world), str(port), device, str(size))
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    name = "all-to-all in host"
+    if device == "cpu":
+        name += " cpu"
+    rates: list[float] = []
+    deadline = time.monotonic() + _TIMEOUT
     try:
         for rank, process in enumerate(processes):
-            out, error = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            stdout, stderr = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
             if process.returncode:
-                last = (error.strip().splitlines() or ["no output"])[-1]
-                return SelfCheck(name, "failed", details=f"rank {rank}: {last[:300]}")
-            rates.append(float(json.loads(out.strip().splitlines()[-1])["rate"]))
+                lines = stderr.strip().splitlines() or ["no output"]
+                return failed_check(name, f"rank {rank}: {lines[-1][:300]}")
+            rates.append(float(json.loads(stdout.strip().splitlines()[-1])["rate"]))
     except subprocess.TimeoutExpired:
-        return SelfCheck(name, "failed", details=f"rank {len(rates)} did not end within {_SECONDS:g} s")
+        return failed_check(name, f"rank {len(rates)} did not end within {_TIMEOUT:g} s")
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    text = f"{world} processes, {bytes_ >> 20} MiB each; rate of the slowest"
-    return SelfCheck(name, "passed", min(rates), "GB/s", details=text)
+    details = f"{world} processes, {size >> 20} MiB each; rate of the slowest"
+    return SelfCheck(name, "passed", min(rates), "GB/s", details=details)
 
 
-def _one(rank: int, world: int, port: int, kind: str, size: int) -> float:
-    """Bytes this process sent to others a second, in GB/s. Raises where wrong bits arrive."""
-    from datetime import timedelta
-
+def _run_rank(rank: int, world: int, port: int, kind: str, size: int) -> float:
+    """Return the rate at which this process sends to others in GB/s. Raises RuntimeError if received bits are wrong."""
     import torch
     import torch.distributed as dist
 
-    device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
+    from megascale.resilience.diagnose.compute import synchronize
+
+    device = torch.device("cpu")
+    backend = "gloo"
     if kind == "cuda":
+        device = torch.device("cuda", rank)
+        backend = "nccl"
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=60))
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     part = size // 8 // world
     source = torch.arange(part * world, dtype=torch.int64, device=device) + rank * part * world
     target = torch.empty_like(source)
     best = float("inf")
-    for _ in range(4):
+    for _ in range(_REPEATS):
         dist.barrier()
-        _wait(device)
+        synchronize(device)
         started = time.perf_counter()
         dist.all_to_all_single(target, source)
-        _wait(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - started)
-    base = torch.arange(world, device=device).repeat_interleave(part) * part * world + rank * part
-    if not torch.equal(target, base + torch.arange(part, device=device).repeat(world)):
+    starts = torch.arange(world, device=device).repeat_interleave(part) * part * world + rank * part
+    if not torch.equal(target, starts + torch.arange(part, device=device).repeat(world)):
         raise RuntimeError(f"rank {rank} received other bits than were sent")
     dist.barrier()
     dist.destroy_process_group()
     return part * 8 * (world - 1) / best / 1e9
 
 
-def _wait(device) -> None:  # type: ignore[no-untyped-def]
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def main(arguments: list[str]) -> None:
+    """Run one process and print its rate as JSON."""
+    rank, world, port = (int(argument) for argument in arguments[:3])
+    rate = _run_rank(rank, world, port, arguments[3], int(arguments[4]))
+    print(json.dumps({"rate": rate}))
 
 
 if __name__ == "__main__":
-    rank_, world_, port_ = map(int, sys.argv[1:4])
-    print(json.dumps({"rate": _one(rank_, world_, port_, sys.argv[4], int(sys.argv[5]))}))
+    main(sys.argv[1:])

@@ -1,26 +1,44 @@
-"""The result of one self-check, and which checks there are."""
+"""The result of a self-check, and the expected rates and digests of a kind of hardware.
+
+Expectations are learned from the machines themselves and kept in one JSON file. The file has the last rates of
+machines that passed; a rate far below their median fails. Digests of bits are kept by hardware and torch version,
+since other machines of the kind must compute the same bits.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megascale.errors import DataError
 
 Result = Literal["passed", "failed", "absent"]
+STORED_RATES = 50  # per check
+LEAST_RATES = 3  # learned rates before a check can fail by its rate
+# Least part of the median rate that passes. A CPU is shared with other processes, such as the self-checks of other
+# nodes on the machine, so only a collapse counts; GPUs are the node's own.
+TOLERANCE = {"cuda": 0.8, "cpu": 0.1}
 
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
         name: such as "gemm rate cuda:0".
-        result: passed, failed, or absent where the hardware is not there.
-        measured: a rate in `unit`, None where there is nothing to count.
+        result: passed, failed, or absent if the machine lacks the hardware.
+        measured: a rate in `unit`, None if the check measures none.
         unit: such as "TFLOP/s" or "GB/s".
-        expected: least rate that passes, None while nothing was learned of this hardware.
-        digest: of bits that must be equal on all machines of the kind, "" where there are none.
-        details: a sentence: what was done, or why it failed.
+        expected: least rate that passes, None before enough rates are learned.
+        digest: digest of bits that must be equal on all machines of the kind, "" if there are none.
+        details: the test that was made, or the reason of a failure.
     """
 
     name: str
@@ -33,19 +51,125 @@ class SelfCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing speaks against the node; absent hardware does not."""
+        """True unless the check failed; absent hardware is no failure."""
         return self.result != "failed"
 
 
-def absent(name: str, why: str) -> SelfCheck:
-    """The hardware is not there."""
-    return SelfCheck(name, "absent", details=why)
+def failed_check(name: str, reason: str) -> SelfCheck:
+    """Return a check that failed."""
+    return SelfCheck(name, "failed", details=reason)
+
+
+def absent_hardware(name: str, reason: str) -> SelfCheck:
+    """Return a check whose hardware is absent."""
+    return SelfCheck(name, "absent", details=reason)
 
 
 def run_guarded(name: str, check: Callable[[], Iterable[SelfCheck]]) -> list[SelfCheck]:
-    """The check's results; what it raises is a failure, as a healthy machine raises nothing."""
+    """Return a check's results; an exception is a failure, since a healthy machine raises none."""
     try:
         return list(check())
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        return [SelfCheck(name, "failed", details=f"{type(error).__name__}: {first[:300]}")]
+        lines = str(error).strip().splitlines() or [""]
+        return [failed_check(name, f"{type(error).__name__}: {lines[0][:300]}")]
+
+
+def default_file() -> Path:
+    """Return the default file of expectations."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "megascale" / "expected.json"
+
+
+def describe_hardware() -> str:
+    """Return the kind of this machine: number and model of its GPUs, or model and cores of its CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    model = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    return f"{model}, {os.cpu_count()} cores"
+
+
+@dataclass
+class Expected:
+    """Expectations for a kind of hardware.
+
+    Attributes:
+        kind: as returned by `describe_hardware`.
+        version: torch version.
+        rates: {kind: {check: [rates]}}.
+        digests: {kind and torch version: {check: digest}}.
+    """
+
+    kind: str
+    version: str
+    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    digests: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, file: Path, kind: str, version: str) -> Expected:
+        """Read a file of expectations, which need not exist. Raises DataError if it is malformed."""
+        try:
+            record: dict[str, Any] = json.loads(file.read_text())
+            rates = {
+                kind: {name: [float(rate) for rate in values] for name, values in checks.items()}
+                for kind, checks in record["rates"].items()
+            }
+            digests = {
+                kind: {name: str(digest) for name, digest in checks.items()}
+                for kind, checks in record["digests"].items()
+            }
+            return cls(kind, version, rates, digests)
+        except FileNotFoundError:
+            return cls(kind, version)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise DataError(
+                f"{file} was not written by `megascale diagnose` ({error}); move it away to learn expectations again"
+            ) from None
+
+    def save(self, file: Path) -> None:
+        """Write the file atomically; if several nodes of a machine write it at once, the last one wins."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f"{file.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({"rates": self.rates, "digests": self.digests}, indent=1))
+        os.replace(temporary, file)
+
+    def judge(self, check: SelfCheck) -> SelfCheck:
+        """Return `check` with the expected rate, failed if its rate is lower or its bits differ."""
+        if check.result != "passed":
+            return check
+        digest = self.digests.get(self._digest_key(), {}).get(check.name)
+        if check.digest and digest and digest != check.digest:
+            text = f"bits {check.digest} differ from {digest}, which this hardware computed before; {check.details}"
+            return replace(check, result="failed", details=text)
+        rates = self.rates.get(self.kind, {}).get(_rate_key(check.name), [])
+        if check.measured is None or len(rates) < LEAST_RATES:
+            return check
+        median = statistics.median(rates)
+        least = TOLERANCE["cuda" if "cuda" in check.name else "cpu"] * median
+        if check.measured >= least:
+            return replace(check, expected=least)
+        text = f"{check.measured:.3g} {check.unit} where machines of this kind reach {median:.3g}; {check.details}"
+        return replace(check, result="failed", expected=least, details=text)
+
+    def learn(self, check: SelfCheck) -> None:
+        """Add the rate and digest of a check that passed."""
+        if check.result != "passed":
+            return
+        if check.measured is not None:
+            rates = self.rates.setdefault(self.kind, {}).setdefault(_rate_key(check.name), [])
+            rates.append(round(check.measured, 6))
+            del rates[:-STORED_RATES]
+        if check.digest:
+            self.digests.setdefault(self._digest_key(), {}).setdefault(check.name, check.digest)
+
+    def _digest_key(self) -> str:
+        return f"{self.kind}, torch {self.version}"
+
+
+def _rate_key(name: str) -> str:
+    """Return the name of a check without GPU numbers, since equal GPUs have equal expectations."""
+    return " ".join("cuda" if word.startswith("cuda:") else word for word in name.split())

@@ -1,4 +1,4 @@
-"""Memory of host and devices: how fast it copies, and whether it holds what is written; links between the two."""
+"""Checks of host and GPU memory: bandwidth, stored bits, and the links between memories."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megascale.resilience.diagnose.check import SelfCheck, absent
-from megascale.resilience.diagnose.compute import devices, seconds_of
+from megascale.resilience.diagnose.check import Result, SelfCheck, absent_hardware, failed_check
+from megascale.resilience.diagnose.compute import list_devices, measure_seconds
 
 _HOST_BYTES = 128 << 20
 _DEVICE_BYTES = 2 << 30
@@ -15,97 +15,120 @@ _LINK_BYTES = 512 << 20
 _PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
 
 
-def _all() -> list[torch.device]:
-    found = devices()
-    return found if found[0].type == "cpu" else [torch.device("cpu"), *found]
+def _list_memories() -> list[torch.device]:
+    """Return the CPU and all GPUs."""
+    devices = list_devices()
+    if devices[0].type == "cpu":
+        return devices
+    return [torch.device("cpu"), *devices]
 
 
-def _bytes(device: torch.device) -> int:
+def _test_bytes(device: torch.device) -> int:
+    """Return the size of a test, a multiple of 8 bytes."""
     if device.type == "cpu":
         return _HOST_BYTES
     free, _ = torch.cuda.mem_get_info(device)
     return min(_DEVICE_BYTES, free // 4) // 8 * 8
 
 
-def bandwidth() -> Iterator[SelfCheck]:
-    """Bytes read and written a second by a copy within a memory."""
-    for device in _all():
-        size = _bytes(device)
+def check_bandwidth() -> Iterator[SelfCheck]:
+    """Measure the bytes per second that a copy within each memory reads and writes."""
+    for device in _list_memories():
+        size = _test_bytes(device)
         source = torch.ones(size // 8, dtype=torch.int64, device=device)
         target = torch.empty_like(source)
-        seconds = seconds_of(device, lambda: target.copy_(source))  # noqa: B023
-        yield SelfCheck(
-            f"memory bandwidth {device}",
-            "passed",
-            2 * size / seconds / 1e9,
-            "GB/s",
-            details=f"copy of {size >> 20} MiB",
-        )
+        rate = 2 * size / _measure_copy(device, source, target) / 1e9
+        details = f"copy of {size >> 20} MiB"
+        yield SelfCheck(f"memory bandwidth {device}", "passed", rate, "GB/s", details=details)
 
 
-def patterns() -> Iterator[SelfCheck]:
-    """Patterns of bits, and each word's own address, written and read back."""
-    for device in _all():
-        name, words = f"memory pattern {device}", _bytes(device) // 8
-        memory = torch.empty(words, dtype=torch.int64, device=device)
-        addresses = torch.arange(words, dtype=torch.int64, device=device)
-        wrong = ""
-        for pattern in _PATTERNS:
-            memory.view(torch.uint8).fill_(pattern)
-            value = int.from_bytes(bytes([pattern] * 8), "little", signed=True)
-            bad = int((memory != value).sum())
-            if bad:
-                wrong = f"{bad} of {words} words do not hold the pattern {pattern:#04x}"
-                break
-        memory.copy_(addresses).bitwise_not_()
-        bad = int((memory != ~addresses).sum())
-        if bad and not wrong:
-            wrong = f"{bad} of {words} words do not hold their address"
-        text = f"{words * 8 >> 20} MiB, {len(_PATTERNS)} patterns and addresses"
-        yield SelfCheck(name, "failed" if wrong else "passed", details=wrong or text)
+def _measure_copy(device: torch.device, source: torch.Tensor, target: torch.Tensor) -> float:
+    return measure_seconds(device, lambda: target.copy_(source, non_blocking=True))
 
 
-def host_device() -> Iterator[SelfCheck]:
-    """Copies between pinned host memory and each device, both ways, bits compared."""
+def check_patterns() -> Iterator[SelfCheck]:
+    """Write patterns of bits and each word's own address into each memory, and compare them."""
+    for device in _list_memories():
+        name = f"memory pattern {device}"
+        word_count = _test_bytes(device) // 8
+        problem = _find_wrong_words(device, word_count)
+        if problem:
+            yield failed_check(name, problem)
+        else:
+            details = f"{word_count * 8 >> 20} MiB, {len(_PATTERNS)} patterns and addresses"
+            yield SelfCheck(name, "passed", details=details)
+
+
+def _find_wrong_words(device: torch.device, word_count: int) -> str:
+    """Return a description of words that do not hold what was written, "" if all do."""
+    memory = torch.empty(word_count, dtype=torch.int64, device=device)
+    for pattern in _PATTERNS:
+        memory.view(torch.uint8).fill_(pattern)
+        value = int.from_bytes(bytes([pattern] * 8), "little", signed=True)
+        wrong_words = int((memory != value).sum())
+        if wrong_words:
+            return f"{wrong_words} of {word_count} words do not hold the pattern {pattern:#04x}"
+    addresses = torch.arange(word_count, dtype=torch.int64, device=device)
+    memory.copy_(addresses).bitwise_not_()
+    wrong_words = int((memory != ~addresses).sum())
+    if wrong_words:
+        return f"{wrong_words} of {word_count} words do not hold their address"
+    return ""
+
+
+def check_host_device() -> Iterator[SelfCheck]:
+    """Measure copies between pinned host memory and each GPU in both directions, and compare the bits."""
     if not torch.cuda.is_available():
-        yield absent("host-device bandwidth", "no CUDA device")
+        yield absent_hardware("host-device bandwidth", "no CUDA device")
         return
-    for device in devices():
-        host = torch.randint(-(2**62), 2**62, (_LINK_BYTES // 8,)).pin_memory()
-        back = torch.empty_like(host).pin_memory()
-        there = torch.empty_like(host, device=device)
-        down = seconds_of(device, lambda: there.copy_(host, non_blocking=True))  # noqa: B023
-        up = seconds_of(device, lambda: back.copy_(there, non_blocking=True))  # noqa: B023
-        same = torch.equal(host, back)
-        for name, seconds in (("host to", down), ("host from", up)):
-            text = f"{_LINK_BYTES >> 20} MiB pinned" if same else "what came back has other bits"
-            result = "passed" if same else "failed"
-            yield SelfCheck(f"{name} {device}", result, _LINK_BYTES / seconds / 1e9, "GB/s", details=text)  # type: ignore[arg-type]
+    for device in list_devices():
+        host = _random_words(torch.device("cpu")).pin_memory()
+        returned = torch.empty_like(host).pin_memory()
+        on_device = torch.empty_like(host, device=device)
+        seconds_to = _measure_copy(device, host, on_device)
+        seconds_from = _measure_copy(device, on_device, returned)
+        is_equal = torch.equal(host, returned)
+        details = f"{_LINK_BYTES >> 20} MiB pinned"
+        if not is_equal:
+            details = "the copy that came back has other bits"
+        yield _link_check(f"host to {device}", seconds_to, is_equal, details)
+        yield _link_check(f"host from {device}", seconds_from, is_equal, details)
 
 
-def device_pairs() -> Iterator[SelfCheck]:
-    """Copies between every pair of devices of the host (NVLink where there is one), bits compared."""
-    found = devices()
-    if found[0].type != "cuda" or len(found) < 2:
-        yield absent("device pairs", f"{len(found) if found[0].type == 'cuda' else 0} CUDA devices on this host")
+def check_device_pairs() -> Iterator[SelfCheck]:
+    """Measure copies between every pair of GPUs of the host (NVLink if there is one), and compare the bits."""
+    devices = [device for device in list_devices() if device.type == "cuda"]
+    if len(devices) < 2:
+        yield absent_hardware("device pairs", f"{len(devices)} CUDA devices on this host")
         return
-    for source in found:
-        for target in found:
+    for source in devices:
+        for target in devices:
             if source != target:
-                yield _pair(source, target)
+                yield _check_pair(source, target)
 
 
-def _pair(source: torch.device, target: torch.device) -> SelfCheck:
-    a = torch.randint(-(2**62), 2**62, (_LINK_BYTES // 8,), device=source)
+def _check_pair(source: torch.device, target: torch.device) -> SelfCheck:
+    a = _random_words(source)
     b = torch.empty_like(a, device=target)
 
     def copy() -> None:
         b.copy_(a, non_blocking=True)
         torch.cuda.synchronize(source)
 
-    seconds = seconds_of(target, copy)
-    same = torch.equal(a.cpu(), b.cpu())
-    peer = torch.cuda.can_device_access_peer(source.index, target.index)
-    text = ("peer to peer" if peer else "through the host") if same else "what arrived has other bits"
-    result = "passed" if same else "failed"
-    return SelfCheck(f"device pair {source} {target}", result, _LINK_BYTES / seconds / 1e9, "GB/s", details=text)  # type: ignore[arg-type]
+    seconds = measure_seconds(target, copy)
+    is_equal = torch.equal(a.cpu(), b.cpu())
+    is_peer = torch.cuda.can_device_access_peer(source.index, target.index)
+    details = "peer to peer" if is_peer else "through the host"
+    if not is_equal:
+        details = "the copy has other bits"
+    return _link_check(f"device pair {source} {target}", seconds, is_equal, details)
+
+
+def _random_words(device: torch.device) -> torch.Tensor:
+    """Return _LINK_BYTES of random bits."""
+    return torch.randint(-(2**62), 2**62, (_LINK_BYTES // 8,), device=device)
+
+
+def _link_check(name: str, seconds: float, passed: bool, details: str) -> SelfCheck:
+    result: Result = "passed" if passed else "failed"
+    return SelfCheck(name, result, _LINK_BYTES / seconds / 1e9, "GB/s", details=details)

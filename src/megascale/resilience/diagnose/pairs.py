@@ -1,46 +1,137 @@
-"""All-reduce between pairs of nodes, regrouped until the bad ones are named: one process a node takes part.
+"""All-reduce between pairs of nodes, regrouped until the bad nodes are identified, with one process per node.
 
-Nodes meet in a store that the first one serves. It decides each round's pairs (regroup.py); a node that does not report
-in time counts as failed, so a dead node is found like a slow one. Slow pairs are measured once more before that counts,
-since a host may have been busy with something else. Every measurement is a process of its own, which can hang or crash
-without taking the inquiry with it.
+Neighbours are tested first. A pair that fails makes both nodes suspects. Each suspect is then tested with nodes that
+have passed with another one. It is bad if it fails with two of them. If it passes once it is good, and the link of the
+failed pair is bad. (DLRover regroups pairs once for the same purpose.)
+
+Nodes meet in a store that the first one serves and that announces the pairs of each round. A node that does not report
+in time has failed, so a dead node is found like a slow one. Slow pairs are measured once more before that counts, since
+a host may have been busy. Every measurement is a separate process, which can hang or crash alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from megascale.core.python_command import module_command
 from megascale.resilience.diagnose.check import SelfCheck
-from megascale.resilience.diagnose.regroup import Inquiry, Pair, thresholds
 
-PART = 0.5  # of the median rate of the first round that a pair must reach
+LEAST_SHARE = 0.5  # of the first round's median rate that a pair must reach
 _MEASURE_SECONDS = 60.0
-_DEVICE_BYTES, _HOST_BYTES = 64 << 20, 8 << 20
-# The best of so many all-reduces counts, for so many seconds: a node that is busy for a moment is no slow one.
-_LEAST_TRIES, _TRY_SECONDS = 5, 1.0
-_ROUNDS = 32  # those in which slow pairs are measured again among them
+_DEVICE_BYTES = 64 << 20
+_HOST_BYTES = 8 << 20
+# The fastest of at least so many all-reduces in at least so many seconds counts, since a node may be busy for a moment.
+_LEAST_REPEATS = 5
+_LEAST_SECONDS = 1.0
+_ROUNDS = 32  # including those that measure slow pairs again
 
-# (pair, this node, number of the round) -> GB/s; raises where it fails.
+Pair = tuple[int, int]
+# (pair, this node, number of the round) -> GB/s; raises if the measurement fails.
 Measure = Callable[[Pair, int, int], float]
+
+
+@dataclass
+class Inquiry:
+    """The state of an inquiry over nodes, without I/O.
+
+    Attributes:
+        nodes: node numbers in the order of their location, so that neighbours share a switch.
+        good: nodes that passed with another one.
+        bad: nodes that failed with two good ones.
+        failed_pairs: pairs that failed.
+        tested: pairs that were tested, lower number first.
+    """
+
+    nodes: Sequence[int]
+    good: set[int] = field(default_factory=set)
+    bad: set[int] = field(default_factory=set)
+    failed_pairs: set[Pair] = field(default_factory=set)
+    tested: set[Pair] = field(default_factory=set)
+
+    @property
+    def suspects(self) -> list[int]:
+        """Nodes that have neither passed nor been found bad, in order."""
+        return [node for node in self.nodes if node not in self.good and node not in self.bad]
+
+    @property
+    def bad_links(self) -> list[Pair]:
+        """Failed pairs of two good nodes, whose link must be bad."""
+        return sorted(pair for pair in self.failed_pairs if set(pair) <= self.good)
+
+    def choose_pairs(self) -> list[Pair]:
+        """Return the pairs of the next round, no node twice; empty if nothing more can be learned."""
+        if not self.tested:
+            # An odd last node is tested in the next round.
+            return [_sorted_pair(a, b) for a, b in zip(self.nodes[::2], self.nodes[1::2], strict=False)]
+        witnesses = [node for node in self.nodes if node in self.good]
+        if witnesses:
+            return self._pair_with_witnesses(witnesses)
+        return self._pair_suspects()
+
+    def _pair_with_witnesses(self, witnesses: list[int]) -> list[Pair]:
+        """Pair each suspect with the nearest good node with which it was not tested."""
+        pairs = []
+        for suspect in self.suspects:
+            location = self.nodes.index(suspect)
+            for witness in sorted(witnesses, key=lambda node: abs(self.nodes.index(node) - location)):
+                if _sorted_pair(suspect, witness) not in self.tested:
+                    witnesses.remove(witness)
+                    pairs.append(_sorted_pair(suspect, witness))
+                    break
+        return pairs
+
+    def _pair_suspects(self) -> list[Pair]:
+        """Pair suspects anew, since no node has passed yet."""
+        pairs = []
+        unpaired = self.suspects
+        while len(unpaired) > 1:
+            suspect = unpaired.pop(0)
+            for partner in unpaired:
+                if _sorted_pair(suspect, partner) not in self.tested:
+                    unpaired.remove(partner)
+                    pairs.append(_sorted_pair(suspect, partner))
+                    break
+        return pairs
+
+    def record_results(self, results: Iterable[tuple[Pair, bool]]) -> None:
+        """Record the results of a round: (pair, passed)."""
+        for nodes, passed in results:
+            pair = _sorted_pair(nodes[0], nodes[1])
+            self.tested.add(pair)
+            if passed:
+                self.good.update(pair)
+            else:
+                self.failed_pairs.add(pair)
+        for node in self.suspects:
+            partners = {a + b - node for a, b in self.failed_pairs if node in (a, b)}
+            if len(partners & self.good) > 1:
+                self.bad.add(node)
+        self.bad -= self.good
+
+
+def _sorted_pair(a: int, b: int) -> Pair:
+    return (a, b) if a < b else (b, a)
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The end of an inquiry.
+    """The result of an inquiry.
 
     Attributes:
-        bad: nodes that fail with others; links: pairs between which the way is bad; undecided: suspects without proof.
-        rounds: how many rounds it took.
-        rates: GB/s by pair, None where it failed.
+        bad: nodes that fail with good ones.
+        links: pairs of good nodes with a bad link.
+        undecided: suspects without proof.
+        rounds: number of rounds.
+        rates: GB/s by pair "A-B", None for a failed one.
     """
 
     bad: tuple[int, ...]
@@ -50,156 +141,191 @@ class Findings:
     rates: dict[str, float | None]
 
     def to_self_check(self, node: int) -> SelfCheck:
-        """What the inquiry says of one node."""
-        mine = [rate for pair, rate in self.rates.items() if str(node) in pair.split("-") and rate is not None]
-        name, best = "all-reduce with neighbours", max(mine, default=None)
+        """Return the result for one node."""
+        name = "all-reduce with neighbours"
+        rates = [rate for pair, rate in self.rates.items() if str(node) in pair.split("-") and rate is not None]
+        best = max(rates, default=None)
         if node in self.bad:
             return SelfCheck(name, "failed", best, "GB/s", details=f"node {node} fails with good nodes")
         if node in self.undecided:
             return SelfCheck(name, "failed", best, "GB/s", details=f"nodes {list(self.undecided)} fail with each other")
-        bad = f"; bad nodes: {list(self.bad)}" if self.bad else ""
-        bad += f"; bad links: {[list(link) for link in self.links]}" if self.links else ""
-        return SelfCheck(name, "passed", best, "GB/s", details=f"{self.rounds} rounds{bad}")
+        details = f"{self.rounds} rounds"
+        if self.bad:
+            details += f"; bad nodes: {list(self.bad)}"
+        if self.links:
+            details += f"; bad links: {[list(link) for link in self.links]}"
+        return SelfCheck(name, "passed", best, "GB/s", details=details)
 
 
 def join_inquiry(store: Any, node: int, world: int, measure: Measure, seconds: float = _MEASURE_SECONDS) -> Findings:
-    """Go through the rounds; every node returns the same findings.
+    """Take part in all rounds; every node returns the same findings.
 
     Args:
-        store: a torch store that all nodes share.
-        node: this node's number, in the order of the nodes' location; 0 leads.
-        seconds: for a measurement; a node that has not reported by then has failed.
+        store: torch store that all nodes share.
+        node: number of this node in the order of the nodes' location; node 0 leads.
+        seconds: time for a measurement, after which a silent node has failed.
     """
-    lead = _Lead(store, world, seconds) if node == 0 else None
+    leader = _Leader(store, world, seconds) if node == 0 else None
     for number in range(_ROUNDS):
-        if lead is not None:
-            lead.announce(number)
+        if leader is not None:
+            leader.announce(number)
         store.wait([f"round/{number}"], timedelta(seconds=4 * seconds))
         order = json.loads(store.get(f"round/{number}"))
         if "findings" in order:
-            found = order["findings"]
+            findings = order["findings"]
             store.set(f"done/{node}", "1")
-            if lead is not None:
-                lead.part()
-            links = tuple((a, b) for a, b in found["links"])
-            return Findings(tuple(found["bad"]), links, tuple(found["undecided"]), number, found["rates"])
+            if leader is not None:
+                leader.wait_for_readers()
+            links = tuple((a, b) for a, b in findings["links"])
+            return Findings(tuple(findings["bad"]), links, tuple(findings["undecided"]), number, findings["rates"])
         for a, b in order["pairs"]:
             if node in (a, b):
-                store.set(f"result/{number}/{node}", json.dumps(_measured(measure, (a, b), node, number)))
-        if lead is not None:
-            lead.collect(number)
+                rate = None
+                with contextlib.suppress(Exception):  # a failed measurement is a result
+                    rate = measure((a, b), node, number)
+                store.set(f"result/{number}/{node}", json.dumps(rate))
+        if leader is not None:
+            leader.collect(number)
     raise AssertionError("an inquiry ends within its rounds")
 
 
-def _measured(measure: Measure, pair: Pair, node: int, number: int) -> float | None:
-    try:
-        return measure(pair, node, number)
-    except Exception:
-        return None
-
-
-class _Lead:
-    """Node 0's part: pairs out, results in."""
+class _Leader:
+    """The part of node 0: it announces pairs and collects results."""
 
     def __init__(self, store: Any, world: int, seconds: float) -> None:
-        self.store, self.world, self.seconds = store, world, seconds
-        self.inquiry = Inquiry(range(world))
-        self.pairs: list[Pair] = []
-        self.rates: dict[str, float | None] = {}
-        self.least: float | None = None
-        self.slow: dict[Pair, float] = {}  # of the last round, to be measured again
-        self.held: dict[Pair, float | None] = {}  # the last round's other pairs
+        self._store = store
+        self._world = world
+        self._seconds = seconds
+        self._inquiry = Inquiry(range(world))
+        self._pairs: list[Pair] = []
+        self._rates: dict[str, float | None] = {}
+        self._least_rate: float | None = None
+        self._slow: dict[Pair, float] = {}  # slow pairs of the last round, which are measured again
+        self._pending: dict[Pair, float | None] = {}  # the other pairs of the last round
 
     def announce(self, number: int) -> None:
-        self.pairs = list(self.slow) or self.inquiry.choose_pairs() if number + 1 < _ROUNDS else []
-        order: dict[str, Any] = {"pairs": self.pairs}
-        if not self.pairs:
-            i = self.inquiry
-            left = i.suspects
-            order = {"findings": {"bad": sorted(i.bad), "links": i.links, "undecided": left, "rates": self.rates}}
-        self.store.set(f"round/{number}", json.dumps(order))
+        """Announce the pairs of a round, or the findings after the last one."""
+        self._pairs = []
+        if number + 1 < _ROUNDS:
+            self._pairs = list(self._slow) or self._inquiry.choose_pairs()
+        order: dict[str, Any] = {"pairs": self._pairs}
+        if not self._pairs:
+            inquiry = self._inquiry
+            order = {
+                "findings": {
+                    "bad": sorted(inquiry.bad),
+                    "links": inquiry.bad_links,
+                    "undecided": inquiry.suspects,
+                    "rates": self._rates,
+                }
+            }
+        self._store.set(f"round/{number}", json.dumps(order))
 
-    def part(self) -> None:
-        """The store ends with node 0, so the others must have read the findings first; a silent node is not waited for
-        longer than a measurement."""
-        done = [f"done/{node}" for node in range(self.world) if node not in self.inquiry.bad]
+    def wait_for_readers(self) -> None:
+        """Wait until the other nodes have read the findings, since the store ends with node 0."""
+        keys = [f"done/{node}" for node in range(self._world) if node not in self._inquiry.bad]
         with contextlib.suppress(RuntimeError):
-            self.store.wait(done, timedelta(seconds=min(10.0, self.seconds)))
+            self._store.wait(keys, timedelta(seconds=min(10.0, self._seconds)))
 
     def collect(self, number: int) -> None:
-        """Wait for the round's results; who stays silent has failed."""
-        deadline = time.monotonic() + self.seconds
-        rates: dict[Pair, float | None] = {}
-        for pair in self.pairs:
-            results = [self._result(number, node, deadline) for node in pair]
-            known = [rate for rate in results if rate is not None]
-            rates[pair] = min(known) if len(known) == 2 else None
-        fine = [rate for rate in rates.values() if rate is not None]
-        if self.least is None and fine:
-            self.least = thresholds(fine, PART)
-        least = self.least or 0.0
-        again = self.slow
-        self.slow = {pair: rate for pair, rate in rates.items() if rate is not None and rate < least and not again}
-        if self.slow:
-            self.held = {pair: rate for pair, rate in rates.items() if pair not in self.slow}
-            return
-        for pair in again:
+        """Collect the results of a round; a silent node has failed."""
+        rates = self._read_rates(number)
+        valid_rates = [rate for rate in rates.values() if rate is not None]
+        if self._least_rate is None and valid_rates:
+            self._least_rate = LEAST_SHARE * statistics.median(valid_rates)
+        least_rate = self._least_rate or 0.0
+        if not self._slow:
+            slow = {pair: rate for pair, rate in rates.items() if rate is not None and rate < least_rate}
+            if slow:
+                self._slow = slow
+                self._pending = {pair: rate for pair, rate in rates.items() if pair not in slow}
+                return
+        for pair, earlier_rate in self._slow.items():
             rate = rates[pair]
-            rates[pair] = None if rate is None else max(rate, again[pair])
-        rates |= self.held
-        self.held = {}
-        self.rates |= {f"{a}-{b}": rate for (a, b), rate in rates.items()}
-        self.inquiry.record_results((pair, rate is not None and rate >= least) for pair, rate in rates.items())
+            if rate is not None:
+                rates[pair] = max(rate, earlier_rate)
+        rates |= self._pending
+        self._slow = {}
+        self._pending = {}
+        self._rates |= {f"{a}-{b}": rate for (a, b), rate in rates.items()}
+        self._inquiry.record_results((pair, rate is not None and rate >= least_rate) for pair, rate in rates.items())
 
-    def _result(self, number: int, node: int, deadline: float) -> float | None:
+    def _read_rates(self, number: int) -> dict[Pair, float | None]:
+        """Return the lower of both nodes' rates for each pair, None for a failed pair."""
+        deadline = time.monotonic() + self._seconds
+        rates: dict[Pair, float | None] = {}
+        for pair in self._pairs:
+            results = [self._read_result(number, node, deadline) for node in pair]
+            valid = [rate for rate in results if rate is not None]
+            rates[pair] = None
+            if len(valid) == 2:
+                rates[pair] = min(valid)
+        return rates
+
+    def _read_result(self, number: int, node: int, deadline: float) -> float | None:
         key = f"result/{number}/{node}"
         try:
-            self.store.wait([key], timedelta(seconds=max(0.05, deadline - time.monotonic())))
-            rate = json.loads(self.store.get(key))
+            self._store.wait([key], timedelta(seconds=max(0.05, deadline - time.monotonic())))
+            rate = json.loads(self._store.get(key))
         except (RuntimeError, ValueError):  # torch's DistError is a RuntimeError
             return None
-        return None if rate is None else float(rate)
+        if rate is None:
+            return None
+        return float(rate)
 
 
 def measure_in_process(host: str, port: int, seconds: float = _MEASURE_SECONDS) -> Measure:
-    """Measures by a process of its own on each side, which meet in the store at host:port."""
+    """Return a measurement by a child process on each side; the processes meet in the store at host:port."""
 
     def measure(pair: Pair, node: int, number: int) -> float:
-        words = [host, str(port), f"pair/{number}/{pair[0]}-{pair[1]}", str(pair.index(node)), str(seconds)]
-        module = module_command("megascale.resilience.diagnose.pairs")
-        done = subprocess.run([*module, *words], capture_output=True, text=True, timeout=seconds, check=True)
-        return float(done.stdout.strip().splitlines()[-1])
+        module = "megascale.resilience.diagnose.pairs"
+        prefix = f"pair/{number}/{pair[0]}-{pair[1]}"
+        command = module_command(module, host, str(port), prefix, str(pair.index(node)), str(seconds))
+        result = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+        return float(result.stdout.strip().splitlines()[-1])
 
     return measure
 
 
 def _all_reduce(host: str, port: int, prefix: str, rank: int, seconds: float) -> float:
-    """GB/s of an all-reduce between two processes, sums checked."""
+    """Return the rate of an all-reduce between two processes in GB/s. Raises RuntimeError if a sum is wrong."""
     import torch
     import torch.distributed as dist
 
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    limit = timedelta(seconds=seconds)
-    store = dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False))
-    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=2, timeout=limit)
-    size = _DEVICE_BYTES if cuda else _HOST_BYTES
-    best, tries = float("inf"), 0
-    more = torch.ones(1, device=device)
-    began = time.perf_counter()
-    while more.item():
+    from megascale.resilience.diagnose.compute import synchronize
+
+    device = torch.device("cpu")
+    backend = "gloo"
+    size = _HOST_BYTES
+    if torch.cuda.is_available():
+        device = torch.device("cuda", 0)
+        backend = "nccl"
+        size = _DEVICE_BYTES
+    timeout = timedelta(seconds=seconds)
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(prefix, store),
+        rank=rank,
+        world_size=2,
+        timeout=timeout,
+    )
+    best = float("inf")
+    repeats = 0
+    unfinished = torch.ones(1, device=device)
+    begun = time.perf_counter()
+    while unfinished.item():
         x = torch.full((size // 4,), rank + 1.0, device=device)
         dist.barrier()
         started = time.perf_counter()
         dist.all_reduce(x)
-        if cuda:
-            torch.cuda.synchronize()
+        synchronize(device)
         best = min(best, time.perf_counter() - started)
         if not bool((x == 3.0).all()):
             raise RuntimeError("the sum is wrong")
-        tries += 1
-        more.fill_(tries < _LEAST_TRIES or time.perf_counter() - began < _TRY_SECONDS)
-        dist.all_reduce(more)  # both go on for as long as one wants to
+        repeats += 1
+        unfinished.fill_(repeats < _LEAST_REPEATS or time.perf_counter() - begun < _LEAST_SECONDS)
+        dist.all_reduce(unfinished)  # both continue until both have finished
     dist.barrier()
     dist.destroy_process_group()
     return size / best / 1e9

@@ -1,4 +1,4 @@
-"""All self-checks of a node in order, judged against what its kind of hardware has reached before."""
+"""All self-checks of a node in order, judged by the rates of earlier runs on the same kind of hardware."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from typing import Any
 
 from megascale.errors import ConfigError
 from megascale.resilience.diagnose import alltoall, compute, memory_check, nics
-from megascale.resilience.diagnose.check import SelfCheck, run_guarded
-from megascale.resilience.diagnose.expected import Expected, hardware
+from megascale.resilience.diagnose.check import Expected, SelfCheck, describe_hardware, run_guarded
 
 CHECKS: dict[str, Callable[[], Iterable[SelfCheck]]] = {
-    "gemm": compute.gemms,
-    "model": compute.small_model,
-    "memory": memory_check.bandwidth,
-    "patterns": memory_check.patterns,
-    "host-device": memory_check.host_device,
-    "device-pairs": memory_check.device_pairs,
-    "all-to-all": alltoall.all_to_all,
-    "nic-links": nics.links,
-    "nic-streams": nics.streams,
-    "rdma-ports": nics.rdma_ports,
-    "rdma-loopback": nics.rdma_loopback,
+    "gemm": compute.check_gemms,
+    "model": compute.check_small_model,
+    "memory": memory_check.check_bandwidth,
+    "patterns": memory_check.check_patterns,
+    "host-device": memory_check.check_host_device,
+    "device-pairs": memory_check.check_device_pairs,
+    "all-to-all": alltoall.check_all_to_all,
+    "nic-links": nics.check_links,
+    "nic-streams": nics.check_streams,
+    "rdma-ports": nics.check_rdma_ports,
+    "rdma-loopback": nics.check_rdma_loopback,
 }
 
 
 def run_checks(names: Iterable[str], expected: Expected) -> Iterator[tuple[SelfCheck, float]]:
-    """Run checks by name, each judged: (check, seconds since the one before). ConfigError for an unknown name."""
+    """Run checks by name, all if there is none; yield (judged check, seconds since the one before).
+
+    Raises ConfigError for an unknown name.
+    """
     names = list(names) or list(CHECKS)
     for name in names:
         if name not in CHECKS:
@@ -42,14 +44,14 @@ def run_checks(names: Iterable[str], expected: Expected) -> Iterator[tuple[SelfC
 
 
 def load_expectations(file: Path) -> Expected:
-    """What is known of this machine's kind."""
+    """Return the expectations for this machine's kind."""
     import torch
 
-    return Expected.load(file, hardware(), torch.__version__)
+    return Expected.load(file, describe_hardware(), torch.__version__)
 
 
 def make_report(kind: str, checks: Iterable[SelfCheck]) -> dict[str, Any]:
-    """The report for machines."""
+    """Return the report as a JSON object."""
     checks = list(checks)
     return {
         "hardware": kind,

@@ -36,7 +36,7 @@ from typing import Any
 from megascale.config import Config
 from megascale.core.events import Event
 from megascale.errors import EXIT_INTERRUPTED
-from megascale.resilience.cluster.base import Closing, Cluster
+from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.driver.audit_log import AuditLog
 from megascale.resilience.driver.diagnosis.diagnosis import Diagnosis
 from megascale.resilience.driver.diagnosis.observations import Observations
@@ -68,7 +68,7 @@ from megascale.resilience.driver.telemetry.response import Response
 from megascale.resilience.protocol.agent_channel import DriverTls
 from megascale.resilience.protocol.agent_messages import Hello
 from megascale.resilience.protocol.contact import Contact, make_token, write_contact
-from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.job_description import JobDescription
 
 TICK = 0.25  # seconds between looks when nothing happens
 COALESCE = 0.02  # seconds in which what happens together is looked at together
@@ -202,8 +202,7 @@ class Driver:
             garbage.close()
             self.tasks.cancel()
             await self.agent_server.close()
-            if isinstance(self.nodes.cluster, Closing):
-                await self.nodes.cluster.close()
+            await self.nodes.cluster.close()
             await asyncio.to_thread(self.files.close)
         return self.job.state.exit_code
 

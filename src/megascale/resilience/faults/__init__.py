@@ -1,1 +1,1 @@
-"""Faults on purpose, to see that a job recovers."""
+"""Fault injection into a running job."""

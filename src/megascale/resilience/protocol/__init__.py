@@ -1,1 +1,1 @@
-"""The protocol of driver and agents: messages, the channel they go over, and how both ends find each other."""
+"""The protocol between driver and agents: message types, the authenticated channel, and files with addresses."""

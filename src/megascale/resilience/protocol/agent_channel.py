@@ -1,9 +1,9 @@
-"""The channel between driver and agents: messages of a schema over TCP, each authenticated, in order, of bounded size.
+"""The channel between driver and agents: authenticated, ordered messages of bounded size over TCP.
 
-Both ends prove that they know the job's token without sending it (HMAC over fresh random numbers of both), and derive
-a key for this connection, which seals every frame (services/framing.py). Where other machines reach the driver both
-then go on in TLS: the driver says under that seal which certificate it will show, so nobody between them can answer
-with another, nor keep them from encrypting. Strangers cost no TLS handshake, and no certificate is handed around.
+Both ends prove that they know the job's token without sending it (HMAC over fresh random numbers of both). They derive
+a key for the connection, which seals every frame (services/framing.py). If other machines reach the driver, both ends
+then switch to TLS. The driver announces the fingerprint of its certificate under the seal, so an attacker in between
+can neither show another certificate nor prevent encryption. A client without the token causes no TLS handshake.
 """
 
 from __future__ import annotations
@@ -32,110 +32,121 @@ from megascale.services.framing import (
 from megascale.services.messages import Message
 from megascale.services.shared_token import PROOF_BYTES, TokenProof
 
-# What both ends must be of: a release, and the form of frames and messages.
+# Both ends must have the same release and the same format of frames and messages.
 VERSION = f"{megascale.__version__} (form {PROTOCOL_VERSION})"
-
-
-_PLAIN = bytes(32)  # in place of a certificate's fingerprint: this connection stays as it is
+_PLAIN = bytes(32)  # sent in place of a certificate's fingerprint if the connection is not encrypted
 
 
 @dataclass(frozen=True)
 class DriverTls:
-    """What a driver encrypts with. fingerprint: SHA-256 of the certificate (DER) that `context` shows."""
+    """A driver's TLS context, and the SHA-256 fingerprint of its certificate (DER)."""
 
     context: ssl.SSLContext
     fingerprint: bytes
 
 
 class AgentChannel:
-    """One authenticated connection. Only one task may receive at a time; sending never interleaves.
+    """One authenticated connection. Only one task may receive at a time; messages never interleave.
 
     Args:
-        key: of this connection.
-        driver: whether this end is the driver's.
+        key: key of this connection.
+        driver: this end is the driver's.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, driver: bool) -> None:
-        self._reader, self._writer, self._seal = reader, writer, Seal(key, driver)
-        self._out, self._in = (FROM_DRIVER, FROM_AGENT) if driver else (FROM_AGENT, FROM_DRIVER)
+        self._reader = reader
+        self._writer = writer
+        self._seal = Seal(key, driver)
+        self._sent_schema = FROM_DRIVER if driver else FROM_AGENT
+        self._received_schema = FROM_AGENT if driver else FROM_DRIVER
 
     def send(self, message: Message) -> None:
         """Queue one message.
 
-        ValueError if the other side would refuse it; ConnectionError if the connection is closing or the other side
-        has long stopped reading.
+        Raises:
+            ValueError: the other side would reject the message.
+            ConnectionError: the connection is closing, or the other side does not read.
         """
         if self._writer.is_closing():
             raise ConnectionError("the connection is closed")
-        data = self._out.encode(message)
-        if self.backlog > 4 * self._out.limit:
+        data = self._sent_schema.encode(message)
+        if self.backlog > 4 * self._sent_schema.limit:
             self.close()
             raise ConnectionError("the other side does not read")
         self._writer.write(make_head(len(data)) + self._seal.make(data) + data)
 
     def send_message(self, *, do: str, **fields: Any) -> None:
-        """As `send`, of the kind `do`."""
-        self.send(self._out.build(do, fields))
+        """Queue a message of the kind `do`; see `send`."""
+        self.send(self._sent_schema.build(do, fields))
 
     async def receive(self) -> Any:
-        """The next message. ProtocolError: one too large, forged, repeated or malformed; EOFError at the end."""
+        """Return the next message.
+
+        Raises:
+            ProtocolError: the message is too large, forged, repeated or malformed.
+            EOFError: the connection was closed.
+        """
         try:
-            size, _, files = read_head(await self._reader.readexactly(HEAD.size), self._in.limit)
+            size, _, files = read_head(await self._reader.readexactly(HEAD.size), self._received_schema.limit)
             data = await self._reader.readexactly(SEAL_BYTES + size)
         except asyncio.IncompleteReadError:
             raise EOFError from None
         if files:
-            raise ProtocolError("open files do not travel over a network")
+            raise ProtocolError("a message from the network carries open files, which is not supported")
         self._seal.check(data[:SEAL_BYTES], data[SEAL_BYTES:])
-        return self._in.decode(data[SEAL_BYTES:])
+        return self._received_schema.decode(data[SEAL_BYTES:])
 
     @property
     def backlog(self) -> int:
-        """Bytes that were queued and are not on their way yet."""
+        """Number of queued bytes that the kernel has not accepted yet."""
         return int(self._writer.transport.get_write_buffer_size())
 
     async def drain(self) -> None:
-        """Wait until what was queued is on its way."""
+        """Wait until the queued bytes are below the transport's limit."""
         await self._writer.drain()
 
     async def secure(self, tls: DriverTls | None) -> None:
-        """The driver's end, once the agent has proved itself: say whether this connection is encrypted, and do it."""
+        """Announce to an authenticated agent how the connection is encrypted, and start TLS. Driver only."""
         fingerprint = tls.fingerprint if tls is not None else _PLAIN
         self._writer.write(self._seal.make(fingerprint) + fingerprint)
         if tls is not None:
             await self._writer.start_tls(tls.context)
 
     async def secured(self) -> None:
-        """The agent's end of `secure`. ProtocolError if the certificate is not the one that the driver named."""
+        """Follow the driver's `secure`. Raises ProtocolError for another certificate than the announced one."""
         try:
             data = await self._reader.readexactly(SEAL_BYTES + len(_PLAIN))
         except asyncio.IncompleteReadError:
-            raise ProtocolError("the driver hung up: it knows another token, or takes no more agents") from None
+            raise ProtocolError(
+                "the driver closed the connection: its token differs, or it takes no more agents"
+            ) from None
         fingerprint = data[SEAL_BYTES:]
         self._seal.check(data[:SEAL_BYTES], fingerprint)
         if fingerprint == _PLAIN:
             return
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the certificate itself is known
+        # The certificate is verified by its fingerprint.
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
         await self._writer.start_tls(context)
-        shown = self._writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
-        if hashlib.sha256(shown).digest() != fingerprint:
-            raise ProtocolError("somebody between this node and its driver shows another certificate than the driver's")
+        certificate = self._writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
+        if hashlib.sha256(certificate).digest() != fingerprint:
+            raise ProtocolError("a host between this node and its driver shows another certificate than the driver's")
 
     @property
     def encrypted(self) -> bool:
-        """Whether it goes over TLS."""
+        """True if the connection uses TLS."""
         return self._writer.get_extra_info("ssl_object") is not None
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         with contextlib.suppress(Exception):
             self._writer.close()
 
     @property
     def peer(self) -> str:
-        """Address of the other side."""
+        """Address of the other side, "?" if unknown."""
         name = self._writer.get_extra_info("peername")
         return f"{name[0]}:{name[1]}" if name else "?"
 
@@ -148,10 +159,11 @@ async def open_channel(
     driver: bool,
     tls: DriverTls | None = None,
 ) -> AgentChannel:
-    """Prove the token both ways, then encrypt if the driver does (`tls`).
+    """Authenticate both sides by the job's token, then encrypt if the driver has `tls`. The caller sets a time limit.
 
-    ProtocolError if the other side does not know the token or shows a wrong certificate; ssl.SSLError (an OSError) if
-    TLS fails. The caller sets a time limit.
+    Raises:
+        ProtocolError: the other side does not know the token or shows a wrong certificate.
+        ssl.SSLError: TLS failed (an OSError).
     """
     proof = TokenProof(token, "agents", "server" if driver else "client")
     writer.write(make_greeting(proof.nonce))
@@ -159,9 +171,12 @@ async def open_channel(
         writer.write(proof.answer_nonce(read_greeting(await reader.readexactly(GREETING_BYTES))))
         answer = await reader.readexactly(PROOF_BYTES)
     except asyncio.IncompleteReadError:
-        raise ProtocolError("left before it had shown that it knows the job's token") from None
+        raise ProtocolError("closed the connection before it proved the job's token") from None
     if not proof.accepts(answer):
         raise ProtocolError("does not know the job's token")
     channel = AgentChannel(reader, writer, proof.connection_key(), driver)
-    await (channel.secure(tls) if driver else channel.secured())
+    if driver:
+        await channel.secure(tls)
+    else:
+        await channel.secured()
     return channel

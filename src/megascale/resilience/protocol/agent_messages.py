@@ -1,4 +1,4 @@
-"""What driver and agents say to each other, besides heartbeats: greetings, orders and what came of them."""
+"""Messages between driver and agents apart from heartbeats: greetings, orders and their results."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from megascale.services.messages import (
     Text,
 )
 
-LIMIT = MAX_BYTES + 1024
-STATE = 200_000  # characters of a job's state
-SETTINGS = 200_000  # characters of a configuration
-PIECE = 64 * 1024  # bytes of a file that are sent at once
-FAULT = 4096  # characters of a fault that a trainer injects into itself
+MESSAGE_BYTES = MAX_BYTES + 1024
+STATE_CHARACTERS = 200_000  # characters of a job's state
+SETTINGS_CHARACTERS = 200_000  # characters of a configuration
+PIECE_BYTES = 64 * 1024  # bytes of a file that are sent at once
+FAULT_CHARACTERS = 4096  # characters of a fault that a trainer injects into itself
 FAULT_FILE = r"[0-9]{20}-[0-9a-f]{6}\.json"
-REPORT = 50_000  # characters of a self-check's report
-_State = Annotated[str, Meta(max_length=STATE)]
-_MANY = Meta(max_length=4096)
-_Settings = Annotated[str, Meta(max_length=SETTINGS)]
+REPORT_CHARACTERS = 50_000  # characters of a self-check's report
+_State = Annotated[str, Meta(max_length=STATE_CHARACTERS)]
+_LONG_LIST = Meta(max_length=4096)
+_Settings = Annotated[str, Meta(max_length=SETTINGS_CHARACTERS)]
 
 
 # From an agent ----------------------------------------------------------------------------------------------------
 
 
 class RunningTrainers(Part, frozen=True):
-    """What a driver must know to go on with the trainers that run, should its journal be lost (telemetry/adoption.py).
+    """State from which a driver with a lost journal adopts the running trainers (telemetry/adoption.py).
 
     Attributes:
-        state: the job as the trainers were started (JobState.to_json).
-        stepped: whether they have done a step.
+        state: the job's state when the trainers were started (JobState.to_json).
+        stepped: the trainers have completed a step.
     """
 
     state: _State
@@ -51,13 +51,14 @@ class RunningTrainers(Part, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """An agent comes, or comes again.
+    """The first message of an agent on a connection.
 
     Attributes:
-        version: of MegaScale and its protocol (agent_channel.VERSION).
-        boot: names one life of the agent.
-        epoch: newest driver that it has obeyed.
-        attempt: of which it holds processes.
+        version: release and protocol version of MegaScale (agent_channel.VERSION).
+        boot: random name of this life of the agent.
+        epoch: newest epoch that the agent has obeyed.
+        attempt: attempt whose processes the agent has.
+        trainers: the running trainers, None if there are none.
     """
 
     job: NonEmptyName
@@ -71,13 +72,13 @@ class Hello(Message, frozen=True):
     pid: Count = 0
     hardware: Facts = field(default_factory=dict)
     versions: Facts = field(default_factory=dict)
-    held: RunningTrainers | None = None
+    trainers: RunningTrainers | None = None
 
 
 class Join(Message, frozen=True):
-    """A node that nobody but a person, systemd or a container has told anything asks in, before its agent starts.
+    """Request of a node that was started by a person, systemd or a container to join the job.
 
-    Fields as those of `Hello`. The driver answers `Described` or `Refuse` and hangs up.
+    The fields are those of `Hello`. The driver answers `JobOffer` or `Refuse` and closes the connection.
     """
 
     job: NonEmptyName
@@ -89,16 +90,16 @@ class Join(Message, frozen=True):
 
 
 class Stopped(Message, frozen=True):
-    """Stop order `order` is carried out; `port` is free for the next attempt's store. codes: exit code of each rank."""
+    """Stop order `order` is done. `port` is free for the next attempt's store; `codes` are exit codes by rank."""
 
     order: Count
     attempt: Count
     port: Port
-    codes: Annotated[dict[Rank, Integer], _MANY] = field(default_factory=dict)
+    codes: Annotated[dict[Rank, Integer], _LONG_LIST] = field(default_factory=dict)
 
 
 class StartFailed(Message, frozen=True, tag="failed"):
-    """An attempt could not be started; errno: of the system call that it is about, 0: none."""
+    """An attempt could not be started; errno is the number of the failed system call, 0 if there is none."""
 
     attempt: Count
     reason: Text
@@ -106,11 +107,11 @@ class StartFailed(Message, frozen=True, tag="failed"):
 
 
 class Diagnosed(Message, frozen=True):
-    """Result of the self-checks that order `order` asked for. code: their exit code; report: JSON; said: in words."""
+    """Result of the self-checks of order `order`: their exit code, JSON report and stderr."""
 
     order: Count
     code: Integer
-    report: Annotated[str, Meta(max_length=REPORT)] = ""
+    report: Annotated[str, Meta(max_length=REPORT_CHARACTERS)] = ""
     stderr: Text = ""
 
 
@@ -122,7 +123,7 @@ class Lines(Message, frozen=True):
 
 
 class StepFigures(Part, frozen=True):
-    """What a step gave: its loss and gradient norm (which may be no numbers), and its seconds."""
+    """Metrics of a step. Loss and gradient norm may be NaN or infinite."""
 
     step: Count
     loss: float
@@ -131,7 +132,7 @@ class StepFigures(Part, frozen=True):
 
 
 class Steps(Message, frozen=True):
-    """Steps that the trainers have done, in order; anew: those told before do not count any more."""
+    """Completed steps in order. With `replaces_earlier` the driver drops the steps of earlier messages."""
 
     steps: Annotated[tuple[StepFigures, ...], Meta(max_length=512)]
     replaces_earlier: bool = False
@@ -141,60 +142,62 @@ class FileData(Message, frozen=True):
     """A piece of a file that trainers wrote.
 
     Attributes:
-        name: in the run folder.
-        start: position of the piece in the sender's file.
-        first: the first of a session, or of a file that was begun anew.
-        left_out: bytes before it that are not sent.
-        more: whether the file went on after it.
-        whole: the file is replaced by it.
+        name: path relative to the run folder.
+        start: offset of the piece in the sender's file, in bytes.
+        first: first piece of a session, or of a file that was truncated.
+        skipped_bytes: bytes before the piece that are not sent.
+        has_more: the file continues after the piece.
+        replaces_file: the piece is the complete file.
     """
 
     name: NonEmptyName
     start: Count
-    data: Annotated[bytes, Meta(max_length=PIECE)]
+    data: Annotated[bytes, Meta(max_length=PIECE_BYTES)]
     first: bool = False
-    left_out: Count = 0
+    skipped_bytes: Count = 0
     has_more: bool = False
     replaces_file: bool = False
 
 
 class Evidence(Message, frozen=True):
-    """What is known of one rank that stands still, for `Explain` order `order` (rank_evidence.py).
+    """Evidence about one rank for `Explain` order `order` (agent.py::collect_evidence).
 
-    moving: it came further while it was looked at. data: compressed; empty: the rank left no record. keep: it writes
-    elsewhere than into the run folder, which is to have what is known of it.
+    Attributes:
+        data: compressed evidence, empty if the rank left no record.
+        moving: the rank made progress during the observation.
+        must_store: the rank writes to another folder than the run folder, so the driver stores the evidence there.
     """
 
     order: Count
     rank: Rank
     data: Annotated[bytes, Meta(max_length=MOST)] = b""
     moving: bool = False
-    keep: bool = False
+    must_store: bool = False
 
 
 # From the driver, each with its epoch -----------------------------------------------------------------------------
 
 
 class Welcome(Message, frozen=True):
-    """The agent is in; version: of the driver, as in `Hello`."""
+    """The driver accepts the agent; `version` is that of the driver, as in `Hello`."""
 
     epoch: Count
     version: Name
 
 
 class Refuse(Message, frozen=True):
-    """The agent is not wanted."""
+    """The driver rejects the agent."""
 
     reason: Text
 
 
-class JobOffer(Message, frozen=True):
-    """The job that a node asked into, as given.py has it.
+class JobOffer(Message, frozen=True, tag="described"):
+    """The job that a node may join, with the fields of a JobDescription.
 
     Attributes:
-        limits: the section [resilience], as JSON.
-        checkpoints: folder that all nodes share for checkpoints, "": the settings name a place.
-        marker: name of a file in it, by which a node sees that it is the same folder and not one of the same name.
+        limits: the configuration section [resilience] as JSON.
+        checkpoints: folder of checkpoints shared by all nodes, "": the settings name a location.
+        marker: name of a file in that folder by which a node verifies that it sees the same folder.
     """
 
     epoch: Count
@@ -205,28 +208,28 @@ class JobOffer(Message, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Start the ranks of an attempt.
+    """Order to start the ranks of an attempt.
 
     Attributes:
-        ranks: of this node; local rank i is the i-th.
+        ranks: ranks of this node; local rank i is the i-th.
         master: (host, port) of the job's store.
-        settings: the configuration in force, as TOML.
-        words: further settings of the trainers' command line.
-        env: added to the trainers' environment.
-        fresh: with a new fork server.
-        forward: rank whose log is passed on, None: none here.
-        state: the job, for `HeldTrainers`.
-        identity: the run's random name, "" before it has one: for a node whose run folder has not seen it.
+        settings: the configuration as TOML.
+        words: overrides on the trainers' command line.
+        env: variables added to the trainers' environment.
+        fresh: use a new fork server.
+        forward: rank whose log lines are sent to the driver, None: no rank of this node.
+        state: the job's state, for `RunningTrainers`.
+        identity: the run's random name for a node whose run folder has none yet, "" before the run has one.
     """
 
     epoch: Count
     attempt: Count
     job: NonEmptyName
-    ranks: Annotated[tuple[Rank, ...], _MANY]
+    ranks: Annotated[tuple[Rank, ...], _LONG_LIST]
     world: Count
     master: tuple[Name, Port]
     settings: _Settings
-    words: Annotated[tuple[Path, ...], _MANY] = ()
+    words: Annotated[tuple[Path, ...], _LONG_LIST] = ()
     env: Annotated[dict[Name, Path], Meta(max_length=256)] = field(default_factory=dict)
     fresh: bool = False
     forward: Count | None = None
@@ -235,12 +238,12 @@ class Start(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """End the trainers and say `Stopped`.
+    """Order to end the trainers and answer `Stopped`.
 
     Attributes:
-        how: let them save first, or not.
-        grace_period: seconds that they have for it.
-        forget: end this node's checkpoint services too: what they hold in memory is not trusted.
+        how: save a checkpoint first, or kill at once.
+        grace_period: seconds that the trainers have to save.
+        forget: end this node's checkpoint services too, since their memory is not trusted.
     """
 
     epoch: Count
@@ -251,7 +254,7 @@ class Stop(Message, frozen=True):
 
 
 class Diagnose(Message, frozen=True):
-    """Run the self-checks for at most `grace_period` seconds and say `Diagnosed`."""
+    """Order to run the self-checks for at most `grace_period` seconds and answer `Diagnosed`."""
 
     epoch: Count
     order: Count
@@ -259,8 +262,12 @@ class Diagnose(Message, frozen=True):
 
 
 class Explain(Message, frozen=True):
-    """The trainers stand still: say `Evidence` of each rank, with its last `history` calls, after `watch` seconds in
-    which it may move."""
+    """Order to send `Evidence` of each rank, since the trainers make no progress.
+
+    Attributes:
+        history: number of collective calls per rank to include.
+        watch: seconds for which the ranks are observed for progress.
+    """
 
     epoch: Count
     order: Count
@@ -268,8 +275,8 @@ class Explain(Message, frozen=True):
     watch: Annotated[float, Meta(ge=0, le=10)] = 0.5
 
 
-class Kept(Message, frozen=True):
-    """The driver has written a file to position `end` of the sender's."""
+class FileStored(Message, frozen=True, tag="kept"):
+    """The driver has written a file up to offset `end` of the sender's file."""
 
     epoch: Count
     name: NonEmptyName
@@ -277,37 +284,49 @@ class Kept(Message, frozen=True):
 
 
 class Inject(Message, frozen=True):
-    """Trainers that write elsewhere than into the run folder are to find a file there that asks for a fault."""
+    """Order to put a fault request into the folder of trainers that do not read the run folder."""
 
     epoch: Count
     name: Annotated[str, Meta(pattern=f"^{FAULT_FILE}$")]
-    fault: Annotated[str, Meta(max_length=FAULT)]
+    fault: Annotated[str, Meta(max_length=FAULT_CHARACTERS)]
 
 
-class Heard(Message, frozen=True):
-    """Heartbeat `sequence` has come: the agent's ranks may run on (agent/rank_lease.py)."""
+class HeartbeatReceived(Message, frozen=True, tag="heard"):
+    """The driver received heartbeat `sequence`, so the agent's ranks may continue (agent/rank_lease.py)."""
 
     epoch: Count
     sequence: Count
 
 
-class Parted(Message, frozen=True):
-    """The driver gives this node up and hangs up: its ranks must end, others may get them."""
+class NodeReleased(Message, frozen=True, tag="parted"):
+    """The driver removes the node from the job and closes the connection; the node's ranks must end."""
 
     epoch: Count
 
 
 class Leave(Message, frozen=True):
-    """The job is over, or the node is not needed any more."""
+    """The job has ended, or the node is no longer needed."""
 
     epoch: Count
 
 
-Order = Start | Stop | Diagnose | Explain | Kept | Inject | Heard | Parted | Leave
+Order = Start | Stop | Diagnose | Explain | FileStored | Inject | HeartbeatReceived | NodeReleased | Leave
 
 FROM_AGENT = Schema(
-    Hello, Join, Heartbeat, Stopped, StartFailed, Diagnosed, Lines, Steps, FileData, Evidence, limit=LIMIT
+    Hello, Join, Heartbeat, Stopped, StartFailed, Diagnosed, Lines, Steps, FileData, Evidence, limit=MESSAGE_BYTES
 )
 FROM_DRIVER = Schema(
-    Welcome, Refuse, JobOffer, Start, Stop, Diagnose, Explain, Kept, Inject, Heard, Parted, Leave, limit=LIMIT
+    Welcome,
+    Refuse,
+    JobOffer,
+    Start,
+    Stop,
+    Diagnose,
+    Explain,
+    FileStored,
+    Inject,
+    HeartbeatReceived,
+    NodeReleased,
+    Leave,
+    limit=MESSAGE_BYTES,
 )

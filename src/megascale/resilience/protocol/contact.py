@@ -1,4 +1,4 @@
-"""How agents and commands find a run's driver: RUN/driver/contact.json and the token next to it (mode 600)."""
+"""The address of a run's driver: RUN/driver/contact.json, and the job's token next to it (mode 600)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from megascale.core.untrusted_files import read_small_text
 from megascale.errors import DataError
 from megascale.services import shared_token
 
-# In a driver's environment: the newest epoch whose driver has lost the job by the word of whoever gives machines.
+# Environment variable of a driver: the newest epoch whose driver lost the job by a decision of the cluster.
 ENDED_EPOCH = "MEGASCALE_ENDED_EPOCH"
 
 
 @dataclass(frozen=True)
 class Contact:
-    """Where the newest driver listens. agents: (host, port); api: base URL; epoch: (state/journal.py)."""
+    """The addresses of the newest driver.
+
+    Attributes:
+        job: name of the job.
+        epoch: epoch of the driver (state/journal.py).
+        pid: process id of the driver.
+        agents: (host, port) where the driver accepts agents.
+        api: base URL of the HTTP API.
+    """
 
     job: str
     epoch: int
@@ -27,19 +35,19 @@ class Contact:
 
 
 def driver_folder(run: Path) -> Path:
-    """RUN/driver."""
+    """Return RUN/driver."""
     return run / "driver"
 
 
 def write_contact(run: Path, contact: Contact) -> None:
-    """Replace the contact in one move."""
+    """Replace the contact file atomically."""
     temporary = driver_folder(run) / "contact.tmp"
     temporary.write_text(json.dumps(asdict(contact)))
     os.replace(temporary, driver_folder(run) / "contact.json")
 
 
 def read_contact(run: Path) -> Contact:
-    """DataError if there is none."""
+    """Read the contact file. Raises DataError if it is missing or damaged."""
     try:
         record = json.loads(read_small_text(driver_folder(run) / "contact.json"))
         record["agents"] = tuple(record["agents"])
@@ -51,10 +59,10 @@ def read_contact(run: Path) -> Contact:
 
 
 def make_token(run: Path) -> bytes:
-    """The job's token, made at the first start; DataError as shared_token.read_token."""
+    """Return the job's token, created by the first start. Raises DataError like `shared_token.read_token`."""
     return shared_token.make_token(driver_folder(run) / "token")
 
 
 def read_token(run: Path) -> bytes:
-    """The job's token; DataError as shared_token.read_token."""
+    """Return the job's token. Raises DataError like `shared_token.read_token`."""
     return shared_token.read_token(driver_folder(run) / "token")

@@ -1,4 +1,4 @@
-"""What an agent and its fork server say to each other, and what a child says before it ends badly."""
+"""Messages between an agent and its fork server, and the report of a child that ends with an exception."""
 
 from __future__ import annotations
 
@@ -10,29 +10,35 @@ from msgspec import Meta
 from megascale.services.framing import HEAD, ProtocolError, make_head, read_head
 from megascale.services.messages import Count, Message, Path, Schema, Text
 
-_LIMIT = 1 << 20  # bytes of an order: an environment and a command line
+_MESSAGE_BYTES = 1 << 20  # an order holds an environment and a command line
 _Tail = Annotated[str, Meta(max_length=4000)]
-_Words = Annotated[str, Meta(max_length=1 << 17)]
+_Argument = Annotated[str, Meta(max_length=1 << 17)]
 
 
 class Fork(Message, frozen=True):
-    """Fork the process of a rank, with its environment, its command line behind `megascale` and its log."""
+    """Order to fork the process of a rank.
+
+    Attributes:
+        env: variables added to the environment.
+        arguments: command line after `megascale`.
+        log: file that receives stdout and stderr.
+    """
 
     rank: Count
     attempt: Count
-    env: Annotated[dict[_Words, _Words], Meta(max_length=4096)]
-    words: Annotated[tuple[_Words, ...], Meta(max_length=4096)]
+    env: Annotated[dict[_Argument, _Argument], Meta(max_length=4096)]
+    arguments: Annotated[tuple[_Argument, ...], Meta(max_length=4096)]
     log: Path
 
 
 class ForkServerReady(Message, frozen=True):
-    """What trainers need is imported."""
+    """The modules that trainers need are imported."""
 
     pid: Count
 
 
 class Broken(Message, frozen=True):
-    """What trainers need cannot be imported."""
+    """The modules that trainers need cannot be imported. `tail` is the end of the traceback."""
 
     error: Text
     errno: Count = 0
@@ -40,7 +46,7 @@ class Broken(Message, frozen=True):
 
 
 class Forked(Message, frozen=True):
-    """A rank's process."""
+    """The process of a rank exists."""
 
     rank: Count
     attempt: Count
@@ -48,7 +54,7 @@ class Forked(Message, frozen=True):
 
 
 class LastWords(Message, frozen=True):
-    """Which exception ends a child."""
+    """The exception that ends a child."""
 
     pid: Count
     errno: Count
@@ -56,7 +62,7 @@ class LastWords(Message, frozen=True):
 
 
 class Ended(Message, frozen=True):
-    """A child has ended; status: its wait status; errno, error: of its exception, if it told one."""
+    """A child has ended with wait status `status`; errno and error describe its exception if it reported one."""
 
     pid: Count
     status: Count
@@ -64,30 +70,31 @@ class Ended(Message, frozen=True):
     error: Text = ""
 
 
-TO_FORK_SERVER = Schema(Fork, limit=_LIMIT)
-FROM_FORK_SERVER = Schema(ForkServerReady, Broken, Forked, Ended, limit=_LIMIT)
-FROM_CHILD = Schema(LastWords, limit=_LIMIT)
+TO_FORK_SERVER = Schema(Fork, limit=_MESSAGE_BYTES)
+FROM_FORK_SERVER = Schema(ForkServerReady, Broken, Forked, Ended, limit=_MESSAGE_BYTES)
+FROM_CHILD = Schema(LastWords, limit=_MESSAGE_BYTES)
 
 
 def framed(schema: Schema, message: Message) -> bytes:
-    """A message with its head, to be written as it is."""
+    """Return an encoded message with its frame head."""
     data = schema.encode(message)
     return make_head(len(data)) + data
 
 
 class Frames:
-    """Messages out of a stream of bytes, as they come."""
+    """Decoder of messages in a stream of bytes."""
 
     def __init__(self, schema: Schema) -> None:
-        self._schema, self._buffer = schema, bytearray()
+        self._schema = schema
+        self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that are complete with `data`; ProtocolError if something else comes."""
+        """Yield the messages that `data` completes. Raises ProtocolError for anything but messages of the schema."""
         self._buffer += data
         while len(self._buffer) >= HEAD.size:
             size, _, files = read_head(self._buffer[: HEAD.size], self._schema.limit)
             if files:
-                raise ProtocolError("open files do not travel here")
+                raise ProtocolError("a message to or from the fork server carries open files, which is not supported")
             stop = HEAD.size + size
             if len(self._buffer) < stop:
                 return

@@ -1,7 +1,6 @@
-"""The heartbeat: what an agent sends the driver about its node: workers, logs, devices, traffic.
+"""The heartbeat: an agent's report to the driver about trainers, logs, GPUs and network traffic of its node.
 
-It comes over a network, so every type, range and length is checked as it is read (services/messages.py), and a driver
-keeps many, so names that all of them say are kept once.
+Heartbeats come over a network, so every type, range and length is checked during decoding (services/messages.py).
 """
 
 from __future__ import annotations
@@ -13,30 +12,30 @@ from msgspec import Meta, field
 from megascale.services.messages import Count, Facts, Finite, Integer, Message, Name, NonEmptyName, Part, Text
 
 MAX_BYTES = 256 * 1024
-TAIL = 4000  # characters of stderr_tail
+TAIL_CHARACTERS = 4000  # characters of stderr_tail
 _ITEMS = Meta(max_length=256)
-Tail = Annotated[str, Meta(max_length=TAIL)]
+Tail = Annotated[str, Meta(max_length=TAIL_CHARACTERS)]
 Rank = Annotated[int, Meta(ge=0, lt=10**9)]
 
 
 class Worker(Part, frozen=True):
-    """One trainer process as its agent sees it.
+    """One trainer process.
 
     Attributes:
-        rank, pid: its rank in the world; process id on its node.
-        state: "running", "exited" (by itself) or "signalled" (ended by a signal).
-        code: exit code, or the number of the signal; 0 while it runs.
-        phase, step, action, microbatch: its last entry in the status file (core/status.py).
-        status_age: seconds since that entry changed, on the agent's monotonic clock.
-        message: its status message, such as the error it failed with.
+        rank, pid: rank in the world; process id on the node.
+        state: "running", "exited" (without a signal) or "signalled" (ended by a signal).
+        code: exit code, or number of the signal; 0 while the process runs.
+        phase, step, action, microbatch: newest record of the status file (core/status.py).
+        status_age: seconds since that record changed, on the agent's monotonic clock.
+        message: message of the status file, such as the error that the trainer failed with.
         rss: resident memory in bytes.
-        cpu_seconds: CPU time used so far.
-        stopped: whether a signal (SIGSTOP) or a debugger holds it.
-        stderr_tail: the last lines it wrote, when it ended badly; else empty.
-        errno: of the system call that its last exception is about (core/failure.py), 0: none, or it reported none.
-        error: that exception, "TYPE: TEXT".
-        ended_age: seconds since it ended, on the agent's monotonic clock; 0 while it runs.
-        by_agent: its agent ended it, or what the agent started it from did; it did not end by itself.
+        cpu_seconds: CPU time used.
+        stopped: the process is stopped by a signal (SIGSTOP) or a debugger.
+        stderr_tail: end of the log of a process that failed, else empty.
+        errno: system error number of the last exception (core/failure.py), 0 if it has none.
+        error: the last exception as "TYPE: TEXT".
+        ended_age: seconds since the process ended, on the agent's monotonic clock; 0 while it runs.
+        by_agent: the agent or its fork server ended the process.
     """
 
     rank: Count
@@ -60,7 +59,7 @@ class Worker(Part, frozen=True):
 
 
 class LogMatch(Part, frozen=True):
-    """A line of a trainer's log that matched a pattern since the last heartbeat. age: seconds since it was seen."""
+    """A line of a trainer's log that matched a pattern since the last heartbeat, read `age` seconds ago."""
 
     rank: Count
     pattern: Name
@@ -69,11 +68,15 @@ class LogMatch(Part, frozen=True):
 
 
 class GpuReport(Part, frozen=True):
-    """Health of one device. temperature in degrees Celsius; ecc_errors: uncorrected since boot.
+    """Health of one GPU.
 
-    xid: the last error that the agent was notified of, one that a machine does not outlive (core/xid.py) before others;
-    0: none. recovery: what its driver says that it needs, such as "reset"; "": nothing. unanswered: seconds for which
-    its driver has not answered, 0 as long as it does; all but the Xid is what it said before.
+    Attributes:
+        temperature: degrees Celsius.
+        ecc_errors: uncorrected errors since boot.
+        xid: the last Xid error, 0 if there was none. A fatal Xid (core/xid.py) hides later ones.
+        throttled: heat or a power brake reduces the clocks.
+        recovery: action that the NVIDIA driver recommends, such as "reset", "" if none.
+        silent_seconds: time for which the NVIDIA driver has not answered. All values but `xid` are older than that.
     """
 
     index: Count
@@ -88,13 +91,13 @@ class GpuReport(Part, frozen=True):
 
 
 class NetworkTraffic(Part, frozen=True):
-    """One network interface since the last heartbeat, from samples some milliseconds apart.
+    """Traffic of one network interface since the last heartbeat, from samples some milliseconds apart.
 
     Attributes:
-        rx_bytes_per_s, tx_bytes_per_s: mean.
-        rx_min, rx_max, tx_min, tx_max: slowest and fastest sample, bytes/s.
-        errors: receive and transmit errors and drops in the interval.
-        samples: how many there were.
+        rx_bytes_per_s, tx_bytes_per_s: mean rates.
+        rx_min, rx_max, tx_min, tx_max: slowest and fastest sample in bytes/s.
+        errors: receive and transmit errors and drops.
+        samples: number of samples.
     """
 
     interface: Name
@@ -109,20 +112,20 @@ class NetworkTraffic(Part, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """A node's state.
+    """The state of a node.
 
     Attributes:
-        job, attempt: what its workers belong to.
-        node: the node's name.
-        sequence: counts up over the agent's life.
-        sent_ns: the sender's clock, for display only: clocks may be minutes apart.
-        address, pod: where it is.
+        job, attempt: job and attempt that the workers belong to.
+        node: name of the node.
+        sequence: number of the heartbeat, increasing over the agent's life.
+        sent_ns: the sender's wall clock, for display only, since clocks of machines differ.
+        address, pod: address of the node and name of its pod.
         hardware, versions: facts such as {"cpu": "..."} and {"torch": "2.13.0"}.
         workers, logs, gpus, traffic: see the classes.
         checksums: "step:rank" -> hexadecimal checksum of that rank's parameters after that step.
-        step_seconds: rank -> recent compute seconds a step (communication waits excluded).
-        disks: folder -> bytes that may still be written to its disk; looked at when a worker has ended badly.
-        leaving: its agent ends, and starts no ranks any more.
+        step_seconds: rank -> compute seconds per step, without communication waits.
+        disks: folder -> free bytes on its disk; filled after a worker failed.
+        leaving: the agent is ending and starts no more ranks.
     """
 
     job: NonEmptyName
@@ -145,11 +148,13 @@ class Heartbeat(Message, frozen=True):
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing of the job runs on the node, nor will under this agent."""
+        """True if no process of the job runs on the node and this agent starts no more."""
         return self.leaving and all(worker.state != "running" for worker in self.workers)
 
 
 def truncate(text: str, limit: int = 2000) -> str:
-    """`text` cut to what a heartbeat may hold, keeping its end; bytes that are no text (of a file's name) as "?"."""
+    """Return the last `limit` characters of `text`, with "?" for bytes that are not UTF-8."""
     text = text.encode(errors="replace").decode()
-    return text if len(text) <= limit else "..." + text[len(text) - limit + 3 :]
+    if len(text) <= limit:
+        return text
+    return "..." + text[len(text) - limit + 3 :]

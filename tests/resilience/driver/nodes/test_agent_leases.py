@@ -15,7 +15,7 @@ class Seeing:
 
     certain = False
 
-    def gone(self, name: str) -> bool:
+    def has_stopped(self, name: str) -> bool:
         return self.certain
 
 
@@ -25,7 +25,7 @@ def lost(since: float = 0.0) -> Node:
 
 def leases(seconds: float | None = 2.0, cluster: object = None) -> AgentLeases:
     limits = ResilienceConfig(interval=0.5, agent_lease=seconds, orphan=60.0)
-    return AgentLeases(limits, cluster or object())  # type: ignore[arg-type]
+    return AgentLeases(limits, cluster or Seeing())
 
 
 def test_a_lost_node_is_waited_for_until_its_lease_is_over():

@@ -24,7 +24,6 @@ class Seeing(Elsewhere):
     """A cluster that may see that nothing of a node runs any more."""
 
     certain = False
-    ending: frozenset[str] = frozenset()
 
     def nodes(self) -> list[NodeInfo]:
         return [NodeInfo(n, "", n not in self.over, n not in self.over) for n in self.names]
@@ -33,10 +32,10 @@ class Seeing(Elsewhere):
         super().__init__(count)
         self.noted: list[str] = []
 
-    def gone(self, name: str) -> bool:
+    def has_stopped(self, name: str) -> bool:
         return self.certain
 
-    def note_end(self, name: str) -> None:
+    def record_agent_end(self, name: str) -> None:
         self.noted.append(name)
 
 

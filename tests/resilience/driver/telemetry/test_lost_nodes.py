@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megascale.config import Config, ResilienceConfig
-from megascale.resilience.cluster.base import NodeInfo
+from megascale.resilience.cluster.base import NO_REASONS, Cluster, NodeInfo
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.state.job_state import JobState, NodeState, Phase
 from megascale.resilience.driver.state.lasting_journal import LastingJournal
@@ -18,23 +18,27 @@ from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers,
 from tests.resilience.driver.telemetry.test_adoption import Channel
 
 
-class Elsewhere:  # Taking, Ending and Barring (cluster/base.py)
+class Elsewhere(Cluster):
     """Nodes whose agents others start; what is `taken` or `over` is for the test to say."""
+
+    removed_nodes: frozenset[str] = frozenset()
+    ending: frozenset[str] = frozenset()
+    drained: Mapping[str, str] = NO_REASONS
 
     def __init__(self, count: int) -> None:
         self.names = [f"n{i}" for i in range(count)]
-        self.taken: frozenset[str] = frozenset()
-        self.ending: frozenset[str] = frozenset()
         self.over: set[str] = set()
         self.barred: frozenset[str] = frozenset()
 
-    def bar(self, names: frozenset[str]) -> None:
+    def exclude_nodes(self, names: frozenset[str]) -> None:
         self.barred = names
 
     def announce(self, job: Any, token: bytes) -> None: ...
 
     def nodes(self) -> list[NodeInfo]:
-        return [NodeInfo(n, "", n not in self.taken, n not in self.taken | self.over) for n in self.names]
+        return [
+            NodeInfo(n, "", n not in self.removed_nodes, n not in self.removed_nodes | self.over) for n in self.names
+        ]
 
     async def start_agent(self, name: str) -> bool:
         return False
@@ -57,7 +61,7 @@ def hello(node: str, placement: tuple[str, ...], **changes: Any) -> Hello:
         "boot": node,
         "epoch": 1,
         "attempt": 1,
-        "held": held,
+        "trainers": held,
     }
     return Hello(**words | changes)
 
@@ -89,7 +93,7 @@ def play(run: Path, scene: Scene, nodes: int = 2, spares: int = 1) -> list[Any]:
 
 def test_what_still_runs_on_a_node_that_was_taken_away_is_ended_and_replaced(tmp_path):
     async def scene(driver, cluster, channels):
-        cluster.taken = frozenset({"n1"})
+        cluster.removed_nodes = frozenset({"n1"})
         driver.lost.watch(time.monotonic())
         assert channels["n1"].orders[:3] == ["welcome", "stop", "leave"]
         assert driver.nodes["n1"].state is NodeState.LOST
@@ -114,7 +118,7 @@ def test_a_node_that_was_taken_away_is_not_waited_for_by_a_driver_that_is_new(tm
         driver.telemetry.left("n1", channels["n1"])
         driver.nodes.change("n1", NodeEvent.AWAITED)  # as at its start: the agent may come
         driver.nodes["n1"].last_seen = time.monotonic() + 20.0
-        cluster.taken = frozenset({"n1"})
+        cluster.removed_nodes = frozenset({"n1"})
         driver.lost.watch(time.monotonic())
         assert driver.nodes["n1"].state is NodeState.LOST
         assert driver.job.phase is Phase.STOPPING

@@ -117,7 +117,7 @@ class AgentServer:
         if described is not None:
             return channel.send(described)
         if why:
-            channel.send_message(do="refuse", why=why)
+            channel.send_message(do="refuse", reason=why)
             return self._listener.refused(peer, node, why)
         try:
             await self._receive(channel, node)

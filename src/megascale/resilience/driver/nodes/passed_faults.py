@@ -15,7 +15,7 @@ from typing import Any
 from megascale.core.untrusted_files import read_bounded
 from megascale.resilience.driver.nodes.nodes import Nodes
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.protocol.agent_messages import FAULT, FAULT_FILE
+from megascale.resilience.protocol.agent_messages import FAULT_CHARACTERS, FAULT_FILE
 
 
 class PassedFaults:
@@ -53,7 +53,7 @@ class PassedFaults:
 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(read_bounded(file, FAULT))
+        found = json.loads(read_bounded(file, FAULT_CHARACTERS))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

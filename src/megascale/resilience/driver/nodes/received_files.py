@@ -135,8 +135,8 @@ class ReceivedFiles:
             return self._steps[piece.name].write(file, piece)
         if piece.name.endswith(".jsonl"):
             return _append_lines(file, piece)
-        if piece.left_out:
-            data = f"[{piece.left_out} bytes left out]\n".encode() + data
+        if piece.skipped_bytes:
+            data = f"[{piece.skipped_bytes} bytes left out]\n".encode() + data
         # Records of bytes: a piece that comes again must change nothing.
         in_place = re.fullmatch(rf"{_BOARD}|{_TOKENIZER}", piece.name)
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | (0 if in_place else os.O_APPEND), 0o644)

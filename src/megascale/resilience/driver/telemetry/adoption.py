@@ -121,7 +121,7 @@ class Adoption:
 
 def _held(hello: Hello, name: str) -> tuple[JobState, bool] | None:
     """(the job as the agent's trainers were started, whether they have done a step); None: it holds no trainers."""
-    held = hello.held
+    held = hello.trainers
     if held is None:
         return None
     try:

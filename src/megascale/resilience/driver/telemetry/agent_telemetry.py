@@ -111,7 +111,7 @@ class AgentTelemetry:
         node = self._nodes.known(name)
         if node.channel is not None:
             node.channel.close()  # a connection that broke unnoticed, or an agent started anew
-        self._nodes.leases.came(node, node.boot == hello.boot, hello.held is not None)
+        self._nodes.leases.came(node, node.boot == hello.boot, hello.trainers is not None)
         again, node.boot = node.boot not in ("", hello.boot), hello.boot
         node.ends, node.given_up = node.ends and not again, False
         node.channel, node.last_seen, node.joined, node.attempt = channel, now, now, hello.attempt
@@ -194,7 +194,7 @@ class AgentTelemetry:
             return
         elif isinstance(message, Evidence):
             self._standing.received(name, message)
-            if message.keep and message.rank in self._job.state.ranks(name):
+            if message.must_store and message.rank in self._job.state.ranks(name):
                 self._files.keep(message)
             return
         self._tasks.wake.set()

@@ -56,7 +56,7 @@ class LostNodes:
             if node.state is NodeState.UP and now - node.last_seen > self._window:
                 why = f"no message from {node.name} for {now - node.last_seen:.1f} s"
             elif node.state is NodeState.JOINING and now > node.deadline:
-                about = next((i.why for i in self._nodes.cluster.nodes() if i.name == node.name), "")
+                about = next((i.reason for i in self._nodes.cluster.nodes() if i.name == node.name), "")
                 why = f"the agent of {node.name} did not come" + (f": {about}" if about else "")
             else:
                 continue
