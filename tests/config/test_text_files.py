@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from megascale.resilience.cluster.hosts_file import read_hosts
 
 from megascale.config import Config, from_tree, load
 from megascale.config.text_files import decode_text, read_toml
 from megascale.core.environment_file import read_environment
 from megascale.errors import ConfigError
-from megascale.resilience.cluster.ssh import _words
+from megascale.observe.analysis.decline import _words
+from megascale.resilience.cluster.ssh import read_hosts
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.fabric.fabric_spec import load_fabric

@@ -72,7 +72,7 @@ def diagnose(
       megascale diagnose --pairs 10.0.0.1:29700 --node 3 --world 8
     """
     from megascale.resilience.diagnose import suite
-    from megascale.resilience.diagnose.expected import default_file
+    from megascale.resilience.diagnose.check import default_file
 
     if pairs is not None:
         results, kind = [_check_pairs(pairs, node, world)], f"node {node} of {world}"

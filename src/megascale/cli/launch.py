@@ -131,7 +131,7 @@ def _print_manifests(config: Config, form: str) -> None:
     """Print Kubernetes manifests for `kubectl apply`."""
     from typing import cast
 
-    from megascale.resilience.cluster.kubernetes import gpus_of_a_node
+    from megascale.resilience.cluster.base import configured_gpus
     from megascale.resilience.cluster.kubernetes_manifests import FORMS, Form, make_manifests, to_yaml
 
     if form not in FORMS:
@@ -139,14 +139,14 @@ def _print_manifests(config: Config, form: str) -> None:
     if not config.kubernetes.image:
         raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
     run_folder = str(config.run_folder.absolute())
-    typer.echo(to_yaml(make_manifests(config, cast(Form, form), gpus_of_a_node(config), run_folder)), nl=False)
+    typer.echo(to_yaml(make_manifests(config, cast(Form, form), configured_gpus(config), run_folder)), nl=False)
 
 
 def _print_batch_script(config: Config, arguments: list[str]) -> None:
     """Print a Slurm batch script for `sbatch`."""
     import os
 
-    from megascale.resilience.cluster.slurm import gpus_of_a_node
+    from megascale.resilience.cluster.slurm import gpus_per_node
     from megascale.resilience.cluster.slurm_script import batch_script
     from megascale.resilience.driver.state.evicted import evicted_nodes
 
@@ -158,7 +158,7 @@ def _print_batch_script(config: Config, arguments: list[str]) -> None:
     config.run_folder.parent.mkdir(parents=True, exist_ok=True)  # Slurm writes no log if this folder is missing
     evicted = evicted_nodes(config.run_folder)
     python_path = os.environ.get("PYTHONPATH", "")
-    typer.echo(batch_script(config, gpus_of_a_node(config), arguments, evicted, python_path), nl=False)
+    typer.echo(batch_script(config, gpus_per_node(config), arguments, evicted, python_path), nl=False)
 
 
 def agent(

@@ -20,9 +20,9 @@ from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_channel import AgentChannel
 from megascale.resilience.protocol.agent_messages import MESSAGE_BYTES, Order, Refuse, Welcome
 from megascale.resilience.protocol.job_description import read_job, read_job_token
+from megascale.services.conversation import set_peer_timeout
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Message
-from megascale.services.silence import set_peer_timeout
 
 log = logging.getLogger("megascale.agent")
 RETRY_INTERVAL = 0.25  # seconds between attempts to reach a driver

@@ -19,7 +19,7 @@ from megascale.checkpoint.background.service_protocol import private_folder
 from megascale.errors import ConfigError
 from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.job_description import JobDescription, write_job
-from megascale.services.private_folder import make_private_folder
+from megascale.services.host_service import make_private_folder
 
 PROCESS_FILE = "agent.json"
 _KILL_TIMEOUT = 5.0  # seconds for a killed process to disappear

@@ -15,9 +15,9 @@ from megascale.core.calls import Call, CallRecord, Calls
 from megascale.errors import DataError
 from megascale.observe.hang.scene import RankEvidence, Scene
 from megascale.observe.hang.sent_evidence import MOST, pack, unpack
+from megascale.resilience.agent.agent import collect_evidence
 from megascale.resilience.driver.diagnosis.hang_diagnosis import refine
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Explain
-from megascale.resilience.protocol.rank_evidence import collect_evidence
 from megascale.resilience.rules.verdicts import Verdict
 from tests.resilience.rules.views import heartbeat, view, worker
 

@@ -17,7 +17,7 @@ import msgspec
 from megascale.config import ResilienceConfig
 from megascale.core.events import Event
 from megascale.core.preflight import wave
-from megascale.resilience.cluster.base import Barring, Blocking, Cluster, Draining, Ending, Hearing, Switched, Taking
+from megascale.resilience.cluster.base import Barring, Blocking, Cluster, Draining, Hearing, Switched, Taking
 from megascale.resilience.driver.nodes.agent_leases import AgentLeases
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
 from megascale.resilience.driver.state.job import Job
@@ -27,6 +27,7 @@ from megascale.resilience.protocol.agent_channel import AgentChannel
 from megascale.resilience.protocol.agent_messages import Diagnosed
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.rules.view import HISTORY, RankView
+from megascale.train.ending import Ending
 
 log = logging.getLogger("megascale.driver")
 
