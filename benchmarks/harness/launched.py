@@ -192,7 +192,9 @@ def weights(run: Path) -> dict[str, Any]:
     from megascale.train.restore import restore_engine
 
     engine, _ = restore_engine(run, device="cpu")
-    return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
+    return {
+        name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical_tensors() if name.startswith("model.")
+    }
 
 
 class Steps:

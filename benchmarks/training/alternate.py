@@ -135,7 +135,7 @@ def measure(
     from benchmarks.harness.training_runs import describe_machine
     from megascale.bench.timing import sustained_gemm_rate
     from megascale.bench.train import join_groups, random_rows
-    from megascale.core.flops import CONVENTION, device_peak, mfu
+    from megascale.core.flops import CONVENTION, device_peak_tflops, mfu
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
@@ -155,10 +155,10 @@ def measure(
         made += 1
         began, busy = time.perf_counter(), time.process_time()
         recorder = engine.runtime.recorder
-        recorder.step_begins(made)
+        recorder.begin_step(made)
         engine.start_gather()
         result = engine.step(lambda i: (rows[:-1], rows[1:]), made, 0.0, has_next_step=True)
-        recorder.step_ended()
+        recorder.end_step()
         garbage.collect(made)
         loss, norm = float(result.loss), float(result.grad_norm)  # waits for the update
         return time.perf_counter() - began, time.process_time() - busy, loss, norm
@@ -192,7 +192,7 @@ def measure(
     if place.rank:
         return None
     about = describe_machine(config)
-    peak = config.observe.peak_tflops or device_peak(about["device"])
+    peak = config.observe.peak_tflops or device_peak_tflops(about["device"])
     tokens = train.global_batch * model.sequence_length
 
     def share(one: Value) -> float | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.config import Config, with_precision
+from megascale.config import Config, resolve_precision
 from megascale.config import load as load_config
 from megascale.errors import ConfigError, MegascaleError
 
@@ -85,15 +85,15 @@ def resolve(config: Config) -> Config:
 
 def describe(config: Config) -> RunDescription:
     """Return the sizes of a run on this machine without starting it."""
-    from megascale.core.flops import flops_per_token, parameters
+    from megascale.core.flops import count_parameters, flops_per_token
 
-    config = with_precision(resolve(config), visible_gpus(config) > 0)
+    config = resolve_precision(resolve(config), visible_gpus(config) > 0)
     model, train_section = config.model, config.train
-    total = parameters(model)
+    total = count_parameters(model)
     return RunDescription(
         config=config,
         parameters=total,
-        embedding_parameters=total - parameters(model, embeddings=False),
+        embedding_parameters=total - count_parameters(model, embeddings=False),
         flops_per_token=flops_per_token(model).training,
         tokens=train_section.steps * train_section.global_batch * model.sequence_length,
     )
@@ -119,7 +119,7 @@ def train(config: Config) -> TrainResult:
     try:
         config = resolve(config)
         rank_info = find_rank_info(config)
-        config = with_precision(config, has_bfloat16(rank_info.device))
+        config = resolve_precision(config, has_bfloat16(rank_info.device))
         layout = lay_out(config, rank_info.world)
         check_local_ranks(layout, rank_info, saves_checkpoints=True)
     except MegascaleError as error:
@@ -187,7 +187,7 @@ def generate(
     The text ends after `tokens` tokens, at the tokenizer's end of document, at an end token of the imported model's
     generation settings, or before the first of the texts `stop`.
     """
-    from megascale.model.huggingface.generation_config import end_ids, load_generation_config
+    from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
     from megascale.train.generation import Sampling, decode_stream, generate_tokens
     from megascale.train.rank_info import choose_device
     from megascale.train.restore import restore_model
@@ -199,7 +199,7 @@ def generate(
         raise ConfigError("--stop is an empty text, which every text begins with; name the text to end before")
     config, _ = load_trained_config(run, step)
     _, tokenizer = load_trained_tokenizer(run, config, step)  # before the model, which may take long to load
-    ends = {tokenizer.end_of_document, *end_ids(load_generation_config(run))}
+    ends = {tokenizer.end_of_document, *list_end_ids(load_generation_config(run))}
     model, _ = restore_model(run, step=step, device=device)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     stream = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, ends=ends)

@@ -8,13 +8,13 @@ import pytest
 
 from megascale import config as configuration
 from megascale.config.parts import ACTIVATIONS
-from megascale.core.graph_choice import why_no_graphs
+from megascale.core.graph_choice import explain_no_graphs
 from megascale.core.grid import Grid
 
 
 def why(*settings: str, data: int = 1, tensor: int = 1) -> str:
     tree = configuration.load(None, ["model.preset=gpt2-124m", "train.global_batch=16", *settings])
-    return why_no_graphs(tree, Grid(tensor=tensor, data=data))
+    return explain_no_graphs(tree, Grid(tensor=tensor, data=data))
 
 
 def test_small_micro_batches_are_and_large_ones_gain_nothing():

@@ -56,15 +56,15 @@ def test_tensor_groups_stay_on_one_host_when_they_divide_it(grid):
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
 def test_data_is_what_is_left(tensor, pipeline, data):
-    assert Grid.of_world(tensor * pipeline * data, tensor, pipeline) == Grid(tensor, data, pipeline)
-    assert Grid.of_world(tensor * pipeline * data, tensor, pipeline, data).data == data
+    assert Grid.from_world_size(tensor * pipeline * data, tensor, pipeline) == Grid(tensor, data, pipeline)
+    assert Grid.from_world_size(tensor * pipeline * data, tensor, pipeline, data).data == data
 
 
 def test_errors_name_what_would_fit():
     with pytest.raises(FitError, match="such as 12288 ranks"):
-        Grid.of_world(12290, 8, 8)
+        Grid.from_world_size(12290, 8, 8)
     with pytest.raises(FitError, match="use 24 ranks"):
-        Grid.of_world(16, 2, 4, data=3)
+        Grid.from_world_size(16, 2, 4, data=3)
     with pytest.raises(FitError, match="tensor=0"):
         Grid(tensor=0)
     with pytest.raises(IndexError, match="rank 8"):
@@ -76,7 +76,7 @@ def test_errors_name_what_would_fit():
 
 
 def test_the_paper_s_layout():
-    grid = Grid.of_world(12288, 8, 8)
-    assert (grid.data, grid.hosts) == (192, 1536)
+    grid = Grid.from_world_size(12288, 8, 8)
+    assert (grid.data, grid.host_count) == (192, 1536)
     assert grid.group("pipeline", 0) == [1536 * s for s in range(8)]
     assert len(grid.groups(("tensor", "data"))) == 8

@@ -153,7 +153,7 @@ def _gloo_group(group: Any) -> Any:
         return group
     if group not in _gloo_groups:
         ranks = dist.get_process_group_ranks(group)
-        with torch_private.gloo_loop_shared():
+        with torch_private.share_gloo_loop():
             _gloo_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _gloo_groups[group]
 

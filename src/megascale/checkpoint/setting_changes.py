@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from megascale.config import ACCEPTABLE, Config, ModelConfig, OptimizerConfig, Section, from_tree
+from megascale.config import CHANGEABLE_KEYS, Config, ModelConfig, OptimizerConfig, Section, from_tree
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.errors import ConfigError
 
@@ -111,13 +111,13 @@ def _classify_change(key: str, present: Config, begun: bool) -> Kind:
     section, _, name = key.partition(".")
     if key == "model.sequence_length" and present.model.positions == "learned":
         return "refused"  # the table of positions has that length
-    if section == "model" and key not in ACCEPTABLE and name not in _FREE_MODEL_KEYS:
+    if section == "model" and key not in CHANGEABLE_KEYS and name not in _FREE_MODEL_KEYS:
         return "refused"
     if not begun:
         return "free"
     if key == "data.text_key":
         return "refused"
-    return "asked" if key in ACCEPTABLE else "free"
+    return "asked" if key in CHANGEABLE_KEYS else "free"
 
 
 def _flatten(config: Config) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _effective_values(config: Config) -> dict[str, Any]:
 
 def _effective_model(model: ModelConfig) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "kv_heads": model.kv,
+        "kv_heads": model.num_kv_heads,
         "head_dim": model.head_size,
         "ffn_hidden": model.ffn,
         "attention_out_bias": model.out_bias,
@@ -147,13 +147,13 @@ def _effective_model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _unused_optimizer_keys(optimizer: OptimizerConfig) -> list[str]:
-    used = OPTIMIZERS[optimizer.name].settings if optimizer.name in OPTIMIZERS else ()
+    used = OPTIMIZERS[optimizer.name].own_settings if optimizer.name in OPTIMIZERS else ()
     return [key for key in _optimizer_specific_keys() if key not in used]
 
 
 def _optimizer_specific_keys() -> list[str]:
     """Return the keys that only one optimizer reads."""
-    return [key for name in OPTIMIZERS.names() for key in OPTIMIZERS[name].settings]
+    return [key for name in OPTIMIZERS.names() for key in OPTIMIZERS[name].own_settings]
 
 
 def explain_changes(name: str, changes: Sequence[Change], accepted: Sequence[str]) -> str | None:

@@ -321,11 +321,11 @@ def _lock_runs(command: str, *paths: str) -> contextlib.ExitStack:
             continue
         resolved = folder.resolve()
         folders |= {parent for parent in (resolved, *resolved.parents[:2]) if (parent / "config.toml").is_file()}
-        if (resolved / run_lock.TRAINERS).is_file():
+        if (resolved / run_lock.TRAINER_LOCK).is_file():
             folders.add(resolved)
     with contextlib.ExitStack() as stack:
         for folder in sorted(folders):
-            stack.enter_context(run_lock.take(folder, command, 0.0))
+            stack.enter_context(run_lock.acquire_trainer_lock(folder, command, 0.0))
         return stack.pop_all()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.core import strict_json
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,11 +36,11 @@ def load_for_gpus(file: Path | None, overrides: Sequence[str]) -> Config:
 
     Without a FILE argument, typer passes the first override as `file`.
     """
-    from megascale.config import load_command_line, with_precision
+    from megascale.config import load_command_line, resolve_precision
 
     if file is not None and str(file).startswith("--"):
         file, overrides = None, join_arguments(file, overrides)
-    return with_precision(load_command_line(file, list(overrides)), bfloat16=True)
+    return resolve_precision(load_command_line(file, list(overrides)), bfloat16=True)
 
 
 def check_picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
@@ -70,7 +70,7 @@ def check_finite(value: float | None) -> float | None:
 def require(module: str, extra: str) -> None:
     """Raise ConfigError with the remedy if an optional package is not installed."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"this command needs the package {module}; {remedy(extra)}")
+        raise ConfigError(f"this command needs the package {module}; {describe_install(extra)}")
 
 
 def write_text(path: Path, text: str, option: str) -> None:

@@ -49,17 +49,17 @@ def config(
     from megascale.config import reference
 
     if schema:
-        print_json(reference.schema(), indent=1)
+        print_json(reference.make_json_schema(), indent=1)
     elif markdown:
-        typer.echo(reference.markdown(), nl=False)
+        typer.echo(reference.render_markdown(), nl=False)
     elif file is not None:
         from megascale.config import load
 
-        _print_differences(reference.differences(load(file)), name)
+        _print_differences(reference.list_differences(load(file)), name)
     elif not name:
         _print_sections()
     else:
-        settings = reference.find(name)
+        settings = reference.find_settings(name)
         if len(settings) == 1:
             _print_setting(settings[0])
         else:
@@ -93,8 +93,8 @@ def _print_sections() -> None:
     from megascale.config import reference
 
     table = _make_table("section", "keys", "what it sets")
-    for name, description in reference.sections().items():
-        table.add_row(f"[bold]{name}[/bold]", str(len(reference.settings(name))), escape(description))
+    for name, description in reference.describe_sections().items():
+        table.add_row(f"[bold]{name}[/bold]", str(len(reference.list_settings(name))), escape(description))
     console = make_console()
     console.print(table)
     console.print("\nmegascale config SECTION lists its keys, megascale config SECTION.KEY explains one.", markup=False)
@@ -105,7 +105,7 @@ def _print_settings(settings: list[Setting]) -> None:
 
     table = _make_table("key", "default", "what it does", gap=1)
     for setting in settings:
-        description = f"{setting.about} [dim]({escape(setting.values())})[/dim]"
+        description = f"{setting.description} [dim]({escape(setting.describe_values())})[/dim]"
         table.add_row(f"[bold]{setting.key}[/bold]", _format_value(setting.default), description)
     make_console().print(table)
 
@@ -117,8 +117,8 @@ def _print_setting(setting: Setting) -> None:
     section, _, key = setting.key.partition(".")
     example = setting.default or next(iter(setting.choices), "VALUE")
     table = Table.grid(padding=(0, 2))
-    table.add_row("[bold]does[/bold]", escape(setting.about))
-    table.add_row("[bold]values[/bold]", escape(setting.values()))
+    table.add_row("[bold]does[/bold]", escape(setting.description))
+    table.add_row("[bold]values[/bold]", escape(setting.describe_values()))
     table.add_row("[bold]default[/bold]", _format_value(setting.default))
     table.add_row("[bold]command line[/bold]", escape(f"--{setting.key}={example.strip(chr(34))}"))
     table.add_row("[bold]file[/bold]", escape(f"[{section}]\n{key} = {example}"))

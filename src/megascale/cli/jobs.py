@@ -254,7 +254,7 @@ def _read_trainer_events(run: Path) -> list[dict[str, Any]]:
     entries = []
     with contextlib.suppress(OSError):
         for record in RecordReader(run / "events.jsonl"):
-            seconds = strict_json.number(record.get("time"))
+            seconds = strict_json.to_float(record.get("time"))
             if record.get("by") != "driver" and is_plausible_time(seconds):
                 entries.append(record | {"time": seconds, "event": str(record.get("event", ""))})
     return entries
@@ -263,12 +263,12 @@ def _read_trainer_events(run: Path) -> list[dict[str, Any]]:
 def _print_trainer_event(console: Any, entry: dict[str, Any]) -> None:
     from rich.text import Text
 
-    from megascale.core.events import date_of
+    from megascale.core.events import format_time
 
     hidden = ("time", "date", "event", "attempt")
     details = [f"{k} {v}" for k, v in entry.items() if k not in hidden and not isinstance(v, dict)]
     attempt = str(entry.get("attempt", 0))[:20]
-    texts = (f"{date_of(entry['time'])} {attempt:>3} ", f"{'':10}{entry['event']}  ", ", ".join(details))
+    texts = (f"{format_time(entry['time'])} {attempt:>3} ", f"{'':10}{entry['event']}  ", ", ".join(details))
     # A record of another process may hold half a character.
     date, event, text = (part.encode(errors="replace").decode() for part in texts)
     console.print(Text.assemble((date, "dim"), event, (text, "dim")))
@@ -278,11 +278,11 @@ def _print_event(console: Any, entry: dict[str, Any], start: float) -> None:
     """Print a driver's event and its evidence; `start`: time of the first event printed."""
     from rich.text import Text
 
-    from megascale.core.events import date_of
+    from megascale.core.events import format_time
 
     colours = {"stop": "bold red", "evict": "red", "alert": "yellow", "": "cyan", "none": "cyan"}
     text = Text.assemble(
-        (f"{date_of(entry['time'])} {entry['attempt']:>3} ", "dim"),
+        (f"{format_time(entry['time'])} {entry['attempt']:>3} ", "dim"),
         (f"{entry['time'] - start:+8.2f}s ", "dim"),
         (entry["kind"], colours.get(entry["action"], "yellow")),
     )

@@ -85,9 +85,9 @@ def launch(
 def _drive(config: Config, dashboard: int | None) -> int:
     """Check the job, run its driver, and return the exit code."""
     from megascale import api
-    from megascale.config import with_precision
+    from megascale.config import resolve_precision
     from megascale.core.layout import lay_out
-    from megascale.core.preflight import Share, preflight
+    from megascale.core.preflight import HostShare, check_host
     from megascale.data.dataset.data_checks import check_data
 
     require("fastapi", "driver")
@@ -98,7 +98,7 @@ def _drive(config: Config, dashboard: int | None) -> int:
     config, size = start_driver.prepare(config)
     check_timeouts(config)  # the cluster may have set some of them
     has_gpus = bool(size.devices)
-    resolved = with_precision(api.resolve(config), has_gpus)
+    resolved = resolve_precision(api.resolve(config), has_gpus)
     layout = lay_out(resolved, size.world)  # one error message, before any process starts
     console = make_console(soft_wrap=True)
 
@@ -117,8 +117,8 @@ def _drive(config: Config, dashboard: int | None) -> int:
             resolved.data, resolved.model.sequence_length, needs_tokenizer=resolved.train.sample_prompt is not None
         )
         local_nodes = config.resilience.nodes + config.resilience.spares
-        share = Share(size.world, 0, size.world, nodes=local_nodes, gpus=has_gpus)
-        preflight(layout, share, say=lambda line: log_line("driver", line))
+        share = HostShare(size.world, 0, size.world, nodes=local_nodes, uses_gpus=has_gpus)
+        check_host(layout, share, report=lambda line: log_line("driver", line))
     if dashboard is None:
         return start_driver.drive(config, size, log_line)
     from megascale.cli.dashboard import serving

@@ -115,11 +115,11 @@ def _print_layout(cost: LayoutCost, console: Console) -> None:
     parallel, train = cost.config.parallel, cost.config.train
     layer_counts, flops = facts["layout"]["layers_by_chunk"], facts["flops"]
     layers = " to ".join(str(count) for count in sorted({min(layer_counts), max(layer_counts)}))
-    pipeline = f"{cost.schedule.name}, {cost.schedule.virtual} chunks per stage, {layers} layers per chunk"
+    pipeline = f"{cost.schedule.name}, {cost.schedule.virtual_stages} chunks per stage, {layers} layers per chunk"
     if parallel.micro_batch_group_size:
         pipeline += f", rounds of {parallel.micro_batch_group_size} micro-batches"
-    hosts = f"{grid.hosts:,} host(s) of {parallel.gpus_per_host}"
-    table = Table(title=f"{train.name} on {grid.world:,} GPUs", title_justify="left", show_header=False)
+    hosts = f"{grid.host_count:,} host(s) of {parallel.gpus_per_host}"
+    table = Table(title=f"{train.name} on {grid.world_size:,} GPUs", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
     table.add_row("layout", f"tensor {grid.tensor} x data {grid.data} x pipeline {grid.pipeline}, {hosts}")
@@ -180,10 +180,10 @@ def _print_schedule(cost: LayoutCost, console: Console) -> None:
     from megascale.simulate.planner.schedule_picture import terminal_rows
 
     schedule = cost.schedule
-    ideal = ideal_bubble(schedule.stages, schedule.virtual, schedule.microbatches)
+    ideal = ideal_bubble(schedule.stages, schedule.virtual_stages, schedule.microbatches)
     console.print(
         f"\n[bold]bubble[/bold] {cost.bubble:.2%} replayed, {ideal:.2%} ideal (p-1)/(v m); mean idle share of a stage "
-        f"{cost.idle:.2%}; in flight on the first stage {schedule.in_flight(0)} chunk-forwards",
+        f"{cost.idle:.2%}; in flight on the first stage {schedule.count_in_flight(0)} chunk-forwards",
         soft_wrap=True,
     )
     if schedule.stages == 1:
@@ -196,7 +196,7 @@ def _print_schedule(cost: LayoutCost, console: Console) -> None:
     for stage, row in enumerate(rows):
         console.print(f"stage {stage}".ljust(label_width), row, sep="", soft_wrap=True)
     legend = 'number: micro-batch; blue: forward; green and "<": backward; equal chunks'
-    if schedule.virtual > 1:
+    if schedule.virtual_stages > 1:
         legend += "; a darker shade is an earlier chunk"
     console.print(f"[dim]{legend}[/dim]")
 

@@ -47,7 +47,7 @@ def train(
 
       megascale train --model.preset=gpt2-124m --data.train=datasets/mine/train --train.precision=bf16
     """
-    from megascale.config import load_command_line, with_precision
+    from megascale.config import load_command_line, resolve_precision
 
     config = load_command_line(file, context.args)
     from megascale import api
@@ -62,7 +62,7 @@ def train(
     if not launcher.is_launched_rank():
         world = launcher.count_processes(config, api.visible_gpus(config))
         if world > 1:
-            config = with_precision(api.resolve(config), api.visible_gpus(config) > 0)
+            config = resolve_precision(api.resolve(config), api.visible_gpus(config) > 0)
             layout = lay_out(config, world)  # one error message, before any process starts
             check_data(
                 config.data, config.model.sequence_length, needs_tokenizer=config.train.sample_prompt is not None
@@ -81,7 +81,7 @@ def train(
 def _print_dry_run(config: Config, world: int) -> None:
     """Print the resolved configuration as TOML, its differences from the defaults, the sizes, and refusals."""
     from megascale import api
-    from megascale.config.reference import differences
+    from megascale.config.reference import list_differences
     from megascale.core.layout import lay_out
     from megascale.data.dataset.data_checks import check_data
     from megascale.train import launcher
@@ -89,7 +89,7 @@ def _print_dry_run(config: Config, world: int) -> None:
     console = make_console(soft_wrap=True)
     description = api.describe(config)
     console.print(description.config.to_toml(), markup=False, soft_wrap=False)
-    for key, value, default in differences(description.config):
+    for key, value, default in list_differences(description.config):
         console.print(f"# {key} = {value}  (default {default or 'unset'})", markup=False)
     for label, value in _describe_sizes(description) + _describe_layout(description.config, world):
         console.print(f"# {label}: {value}", markup=False)

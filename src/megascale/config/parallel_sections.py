@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from megascale.config.base import DEEP, MOST, Section
+from megascale.config.base import MAX_LAYERS, MOST, Section
 
 
 def _whole(count: float) -> int | float:
@@ -14,14 +14,14 @@ def _whole(count: float) -> int | float:
 
 
 # A number of layers, and halves of one; written as a whole number where it is one.
-Layers = Annotated[float, Field(allow_inf_nan=False, le=DEEP), AfterValidator(_whole)]
+Layers = Annotated[float, Field(allow_inf_nan=False, le=MAX_LAYERS), AfterValidator(_whole)]
 
 
 class ParallelConfig(Section):
     """How the model is laid over processes. Data parallelism is what is left of the world."""
 
     tensor: int = Field(1, ge=1, le=1_000_000, description="tensor-parallel ranks (with sequence parallelism)")
-    pipeline: int = Field(1, ge=1, le=DEEP, description="pipeline stages")
+    pipeline: int = Field(1, ge=1, le=MAX_LAYERS, description="pipeline stages")
     virtual_stages: int = Field(1, ge=1, le=1000, description="model chunks a stage (interleaved 1F1B when above 1)")
     schedule: str = Field(
         "auto",
@@ -109,7 +109,7 @@ class OverlapConfig(Section):
         12, ge=1, le=64, description="most NCCL channels of gathering parameters and of reducing gradients, likewise"
     )
 
-    def channels(self, axis: str) -> int | None:
+    def max_channels(self, axis: str) -> int | None:
         """Most NCCL channels of `axis`, pipeline or data; None, NCCL's own choice, where no compute runs beside it."""
         on, most = {"pipeline": (self.pipeline, self.pipeline_channels), "data": (self.data, self.data_channels)}[axis]
         return most if on else None

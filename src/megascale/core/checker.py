@@ -58,14 +58,14 @@ class Report:
     transitions: int
 
 
-def own_channel(channel: Channel) -> Hashable:
+def channel_communicator(channel: Channel) -> Hashable:
     """One communicator for each directed edge and direction of travel: what the executor makes."""
     return channel
 
 
-def check(
+def check_schedule(
     schedule: Schedule,
-    communicator: CommunicatorOf = own_channel,
+    communicator: CommunicatorOf = channel_communicator,
     seed: int | None = None,
 ) -> Report:
     """Prove that `schedule` finishes for any message timing and computes every micro-batch in order.
@@ -82,7 +82,7 @@ def check(
     transitions = machine.run(at, done, random.Random(seed) if seed is not None else None)
     if not machine.finished(at, done):
         raise ScheduleError(f"the schedule {schedule.name} deadlocks: {machine.describe(at, done)}")
-    return Report(sum(done), tuple(schedule.in_flight(s) for s in range(schedule.stages)), transitions)
+    return Report(sum(done), tuple(schedule.count_in_flight(s) for s in range(schedule.stages)), transitions)
 
 
 def check_order(schedule: Schedule) -> None:
@@ -101,13 +101,13 @@ def has_message(schedule: Schedule, stage: int, kind: ActionKind) -> np.ndarray:
 
     The model's first chunk takes no activations and gives no gradient, the last the other way round.
     """
-    g = np.arange(schedule.virtual) * schedule.stages + stage
+    g = np.arange(schedule.virtual_stages) * schedule.stages + stage
     first = kind in (ActionKind.RECV_FORWARD, ActionKind.SEND_BACKWARD)
     return (schedule.stages > 1) & (g != (0 if first else schedule.chunks - 1))
 
 
 def _check_stage(schedule: Schedule, stage: int) -> None:
-    v, m, table = schedule.virtual, schedule.microbatches, schedule.table[stage]
+    v, m, table = schedule.virtual_stages, schedule.microbatches, schedule.table[stage]
     where = f"stage {stage} of the schedule {schedule.name}"
     kind, chunk, i = table.T
     outside = (chunk < 0) | (chunk >= v) | (i < -1) | (i >= m)

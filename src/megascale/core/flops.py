@@ -55,7 +55,7 @@ def layer_flops(model: ModelConfig, layer: int) -> FlopCount:
 
 
 def _gemm_flops(tensors: tuple[LogicalTensor, ...]) -> float:
-    return 2.0 * sum(tensor.elements for tensor in tensors if tensor.gemm)
+    return 2.0 * sum(tensor.elements for tensor in tensors if tensor.is_gemm_weight)
 
 
 def logits_flops(model: ModelConfig) -> float:
@@ -77,7 +77,7 @@ def flops_per_token(model: ModelConfig) -> FlopCount:
     )
 
 
-def parameters(model: ModelConfig, embeddings: bool = True) -> int:
+def count_parameters(model: ModelConfig, embeddings: bool = True) -> int:
     """Number of trained parameters, padding rows not counted."""
     total = model.layers * sum(tensor.elements for tensor in layer_inventory(model))
     outer = [*norm_tensors(model, "norm")]
@@ -98,7 +98,7 @@ PEAKS = {
 }
 
 
-def device_peak(name: str) -> float | None:
+def device_peak_tflops(name: str) -> float | None:
     """Dense bf16 peak of a device in TFLOP/s by its name, or None if unknown."""
     return next((peak for key, peak in PEAKS.items() if key in name), None)
 

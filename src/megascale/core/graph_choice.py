@@ -16,7 +16,7 @@ from megascale.core.grid import Grid
 MOST_FLOPS = 6e12
 
 
-def why_no_graphs(config: Config, grid: Grid | None = None) -> str:
+def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
     """Why chunks cannot be captured, or gain nothing by it under kernels.graphs=auto; "" if they are.
 
     grid: None where the configuration's own sizes are all that is known; data parallelism is then taken to be there.

@@ -14,7 +14,7 @@ from megascale.errors import ConfigError
 _SIOCGIFADDR = 0x8915  # Linux: the first IPv4 address of an interface
 
 
-def address_towards(host: str) -> str:
+def find_local_address(host: str) -> str:
     """The address of this machine from which its kernel would talk to `host`; nothing is sent.
 
     OSError where the name does not resolve or no route leads there.
@@ -25,7 +25,7 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def addresses() -> dict[str, str]:
+def list_interface_addresses() -> dict[str, str]:
     """Interface -> its first address, IPv4 before IPv6, of those that have one."""
     found: dict[str, str] = {}
     with contextlib.suppress(OSError):
@@ -41,15 +41,15 @@ def addresses() -> dict[str, str]:
     return found
 
 
-def address_of(interface: str) -> str:
+def get_interface_address(interface: str) -> str:
     """The address of an interface; ConfigError, with those there are, if it has none."""
-    there = addresses()
+    there = list_interface_addresses()
     if interface not in there:
         shown = ", ".join(f"{name} ({address})" for name, address in sorted(there.items())) or "none"
         raise ConfigError(f"--interface={interface} has no address on this machine; interfaces with one: {shown}")
     return there[interface]
 
 
-def interface_of(address: str) -> str:
+def find_interface(address: str) -> str:
     """The interface that has `address` as its first one; "" if none does, or it is a name."""
-    return next((name for name, own in addresses().items() if own == address), "")
+    return next((name for name, own in list_interface_addresses().items() if own == address), "")

@@ -37,10 +37,10 @@ class LogicalTensor:
 
     name: str
     shape: tuple[int, ...]
-    cut: int | None = None
-    std: float | None = None
-    value: float = 0.0
-    gemm: bool = False
+    partition_dim: int | None = None
+    init_std: float | None = None
+    init_value: float = 0.0
+    is_gemm_weight: bool = False
     rows: int | None = None
 
     @property
@@ -58,21 +58,21 @@ class LogicalTensor:
         """The shape with padding."""
         return self.shape if self.rows is None else (self.rows, *self.shape[1:])
 
-    def local(self, ranks: int) -> tuple[int, ...]:
+    def local_shape(self, ranks: int) -> tuple[int, ...]:
         """The shape on one of `ranks` tensor-parallel ranks, with padding."""
-        return tuple(n // ranks if d == self.cut else n for d, n in enumerate(self.stored))
+        return tuple(n // ranks if d == self.partition_dim else n for d, n in enumerate(self.stored))
 
     def piece(self, rank: int, ranks: int) -> Piece:
         """The part that tensor-parallel rank `rank` holds."""
-        sizes = self.local(ranks)
-        offsets = [rank * n if d == self.cut else 0 for d, n in enumerate(sizes)]
+        sizes = self.local_shape(ranks)
+        offsets = [rank * n if d == self.partition_dim else 0 for d, n in enumerate(sizes)]
         first = min(offsets[0], self.shape[0])
         count = max(0, min(sizes[0], self.shape[0] - first))
         return Piece(self.name, self.shape, Box((first, *offsets[1:]), (count, *sizes[1:])), self.decay)
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedActivation:
     """A tensor that a forward keeps for its backward: [sequence, batch, width] values of a micro-batch.
 
     Attributes:
@@ -90,7 +90,7 @@ class Kept:
     over: Literal["sequence", "columns"]
     statistic: bool = False
     dropped: str = ""
-    gradient: bool = False
+    has_gradient: bool = False
     gemm: Literal["no", "only", "also"] = "no"
 
 
@@ -106,7 +106,7 @@ class PartInventory:
     """
 
     tensors: Callable[[ModelConfig, str], list[LogicalTensor]]
-    keeps: Callable[[ModelConfig], list[Kept]]
+    saved_activations: Callable[[ModelConfig], list[SavedActivation]]
     flops: Callable[[ModelConfig, int], float] = lambda model, layer: 0.0
     splits: bool = False
 
@@ -125,23 +125,23 @@ class BlockInventory:
     norms: Callable[[ModelConfig], int]
     collectives: Callable[[ModelConfig], tuple[int, int]]
     together: bool
-    divides: bool = False
+    can_split: bool = False
 
 
-def linear(name: str, rows: int, columns: int, cut: int, bias: bool, std: float) -> list[LogicalTensor]:
+def linear_tensors(name: str, rows: int, columns: int, cut: int, bias: bool, std: float) -> list[LogicalTensor]:
     """Weight [rows, columns] and bias [rows] of a linear layer, cut by rows (0) or by columns (1)."""
-    weight = LogicalTensor(f"{name}.weight", (rows, columns), cut, std, gemm=True)
+    weight = LogicalTensor(f"{name}.weight", (rows, columns), cut, std, is_gemm_weight=True)
     return [weight, LogicalTensor(f"{name}.bias", (rows,), 0 if cut == 0 else None)] if bias else [weight]
 
 
-def out_std(model: ModelConfig) -> float:
+def output_init_std(model: ModelConfig) -> float:
     """Standard deviation of first values of the matrices that add to the residual stream (GPT-2)."""
     return model.init_std / (2 * model.layers) ** 0.5
 
 
 def norm_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
     """Of one norm."""
-    weight = LogicalTensor(f"{name}.weight", (model.hidden,), value=1.0)
+    weight = LogicalTensor(f"{name}.weight", (model.hidden,), init_value=1.0)
     return [weight, LogicalTensor(f"{name}.bias", (model.hidden,))] if NORMS[model.norm].bias else [weight]
 
 
@@ -151,22 +151,24 @@ def norm_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
 def _attention_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
     h, d, std, bias = model.hidden, model.head_size, model.init_std, model.attention_bias
     tensors: list[LogicalTensor] = []
-    for part, heads in (("query", model.heads), ("key", model.kv), ("value", model.kv)):
-        tensors += linear(f"{name}.attention.{part}", heads * d, h, 0, bias, std)
-    return tensors + linear(f"{name}.attention.output", h, model.heads * d, 1, model.out_bias, out_std(model))
+    for part, heads in (("query", model.heads), ("key", model.num_kv_heads), ("value", model.num_kv_heads)):
+        tensors += linear_tensors(f"{name}.attention.{part}", heads * d, h, 0, bias, std)
+    return tensors + linear_tensors(
+        f"{name}.attention.output", h, model.heads * d, 1, model.out_bias, output_init_std(model)
+    )
 
 
-def _attention_keeps(model: ModelConfig) -> list[Kept]:
+def _attention_keeps(model: ModelConfig) -> list[SavedActivation]:
     d, turned = model.head_size, model.positions == "rotary"
     return [
-        Kept("query_key_value", (model.heads + 2 * model.kv) * d, "columns", gradient=True),
-        *([Kept("rotated_query_key", (model.heads + model.kv) * d, "columns")] if turned else []),
-        Kept("attention_output", model.heads * d, "columns", gradient=True, gemm="also"),
-        Kept("attention_logsumexp", model.heads, "columns", statistic=True),
+        SavedActivation("query_key_value", (model.heads + 2 * model.num_kv_heads) * d, "columns", has_gradient=True),
+        *([SavedActivation("rotated_query_key", (model.heads + model.num_kv_heads) * d, "columns")] if turned else []),
+        SavedActivation("attention_output", model.heads * d, "columns", has_gradient=True, gemm="also"),
+        SavedActivation("attention_logsumexp", model.heads, "columns", statistic=True),
     ]
 
 
-def window_share(sequence: int, window: int | None) -> float:
+def window_area_fraction(sequence: int, window: int | None) -> float:
     """Part of the causal triangle's area that a window keeps: 1 for full attention."""
     if window is None or window >= sequence:
         return 1.0
@@ -176,23 +178,23 @@ def window_share(sequence: int, window: int | None) -> float:
 
 def _score_flops(model: ModelConfig, layer: int) -> float:
     s, q = model.sequence_length, model.heads * model.head_size
-    return 4.0 * s * q * window_share(s, model.layer_window(layer))
+    return 4.0 * s * q * window_area_fraction(s, model.layer_window(layer))
 
 
 def _mlp_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
     h, f, std, bias = model.hidden, model.ffn, model.init_std, model.mlp_bias
-    gate = linear(f"{name}.mlp.gate", f, h, 0, bias, std) if model.gated else []
+    gate = linear_tensors(f"{name}.mlp.gate", f, h, 0, bias, std) if model.has_gated_mlp else []
     return [
         *gate,
-        *linear(f"{name}.mlp.in", f, h, 0, bias, std),
-        *linear(f"{name}.mlp.out", h, f, 1, bias, out_std(model)),
+        *linear_tensors(f"{name}.mlp.in", f, h, 0, bias, std),
+        *linear_tensors(f"{name}.mlp.out", h, f, 1, bias, output_init_std(model)),
     ]
 
 
-def _mlp_keeps(model: ModelConfig) -> list[Kept]:
+def _mlp_keeps(model: ModelConfig) -> list[SavedActivation]:
     return [
-        Kept("mlp_in", model.ffn * (2 if model.gated else 1), "columns", gradient=True),
-        Kept("mlp_activation", model.ffn, "columns", dropped="activation", gradient=True, gemm="only"),
+        SavedActivation("mlp_in", model.ffn * (2 if model.has_gated_mlp else 1), "columns", has_gradient=True),
+        SavedActivation("mlp_activation", model.ffn, "columns", dropped="activation", has_gradient=True, gemm="only"),
     ]
 
 
@@ -202,7 +204,7 @@ ATTENTION_PARTS: Registry[PartInventory] = Registry(
 MLP_PARTS: Registry[PartInventory] = Registry(MLPS.key, {"dense": PartInventory(_mlp_tensors, _mlp_keeps, splits=True)})
 
 
-def splits_projection(model: ModelConfig) -> bool:
+def has_fused_projection(model: ModelConfig) -> bool:
     """Whether a parallel block has one projection for both halves: they share a norm, and both can read it."""
     parts = ATTENTION_PARTS[model.attention], MLP_PARTS[model.mlp]
     return model.parallel_norms == 1 and all(part.splits for part in parts)
@@ -211,10 +213,10 @@ def splits_projection(model: ModelConfig) -> bool:
 BLOCK_PARTS: Registry[BlockInventory] = Registry(
     BLOCKS.key,
     {
-        "serial": BlockInventory(lambda model: 2, lambda model: (2, 2), together=False, divides=True),
+        "serial": BlockInventory(lambda model: 2, lambda model: (2, 2), together=False, can_split=True),
         "parallel": BlockInventory(
             lambda model: model.parallel_norms,
-            lambda model: (1 if splits_projection(model) else 2, 1),
+            lambda model: (1 if has_fused_projection(model) else 2, 1),
             together=True,
         ),
     },
@@ -255,33 +257,41 @@ def layer_inventory(model: ModelConfig, layer: int = 0) -> LayerInventory:
 
 
 @lru_cache(maxsize=256)
-def layer_keeps(model: ModelConfig) -> tuple[Kept, ...]:
+def layer_keeps(model: ModelConfig) -> tuple[SavedActivation, ...]:
     """What a layer's forward keeps, in the order of the table in core/memory.py."""
     attention, mlp = half_keeps(model)
     return attention + (mlp[1:] if BLOCK_PARTS[model.block].together else mlp)
 
 
 @lru_cache(maxsize=256)
-def half_keeps(model: ModelConfig) -> tuple[tuple[Kept, ...], tuple[Kept, ...]]:
+def half_keeps(model: ModelConfig) -> tuple[tuple[SavedActivation, ...], tuple[SavedActivation, ...]]:
     """Of them what belongs to the attention, and to the MLP; each begins with the stream that it reads."""
     h, moments = model.hidden, 2 if NORMS[model.norm].bias else 1
 
-    def norm(prefix: str) -> list[Kept]:
+    def norm(prefix: str) -> list[SavedActivation]:
         return [
-            Kept(f"{prefix}norm_statistics", moments, "sequence", statistic=True, dropped="norms"),
-            Kept(f"{prefix}norm_output", h, "sequence", dropped="norms", gemm="only"),
+            SavedActivation(f"{prefix}norm_statistics", moments, "sequence", statistic=True, dropped="norms"),
+            SavedActivation(f"{prefix}norm_output", h, "sequence", dropped="norms", gemm="only"),
         ]
 
-    attention = (Kept("input", h, "sequence"), *norm(""), *ATTENTION_PARTS[model.attention].keeps(model))
+    attention = (
+        SavedActivation("input", h, "sequence"),
+        *norm(""),
+        *ATTENTION_PARTS[model.attention].saved_activations(model),
+    )
     second = norm("second_") if BLOCK_PARTS[model.block].norms(model) == 2 else []
-    return attention, (Kept("middle", h, "sequence"), *second, *MLP_PARTS[model.mlp].keeps(model))
+    return attention, (
+        SavedActivation("middle", h, "sequence"),
+        *second,
+        *MLP_PARTS[model.mlp].saved_activations(model),
+    )
 
 
 @lru_cache(maxsize=256)
 def gradient_widths(model: ModelConfig) -> tuple[int, int]:
     """Values of a token whose gradients exist while the attention, and while the MLP goes backward."""
     parts = ATTENTION_PARTS[model.attention], MLP_PARTS[model.mlp]
-    attention, mlp = (sum(one.width for one in part.keeps(model) if one.gradient) for part in parts)
+    attention, mlp = (sum(one.width for one in part.saved_activations(model) if one.has_gradient) for part in parts)
     return attention, mlp
 
 
@@ -327,4 +337,4 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def elements(tensors: Iterator[LogicalTensor] | tuple[LogicalTensor, ...] | LayerInventory, ranks: int = 1) -> int:
     """Numbers held on one of `ranks` tensor-parallel ranks, padding included."""
-    return sum(prod(tensor.local(ranks)) for tensor in tensors)
+    return sum(prod(tensor.local_shape(ranks)) for tensor in tensors)

@@ -33,7 +33,7 @@ class ChunkLayers:
     stop: int
 
     @classmethod
-    def of(cls, layers: range) -> ChunkLayers:
+    def from_range(cls, layers: range) -> ChunkLayers:
         """Whole layers."""
         return cls(2 * layers.start, 2 * max(layers.start, layers.stop))
 
@@ -44,17 +44,17 @@ class ChunkLayers:
             yield layer, "both" if begins and ends else "attention" if begins else "mlp"
 
     @property
-    def attentions(self) -> int:
+    def attention_count(self) -> int:
         """Layers whose attention is here."""
         return (self.stop + 1) // 2 - (self.first + 1) // 2
 
     @property
-    def mlps(self) -> int:
+    def mlp_count(self) -> int:
         """Layers whose MLP is here."""
         return self.stop // 2 - self.first // 2
 
     @property
-    def count(self) -> int | float:
+    def layer_count(self) -> int | float:
         """Layers, half of one as 0.5."""
         halves = self.stop - self.first
         return halves / 2 if halves % 2 else halves // 2
@@ -141,7 +141,7 @@ def _checked(split: list[int | float], layers: int, chunks: int) -> list[int | f
     return split
 
 
-def chunk_layers(model: ModelConfig, parallel: ParallelConfig) -> list[ChunkLayers]:
+def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[ChunkLayers]:
     """The layers of each model chunk, in model order; chunk g lies on stage g mod parallel.pipeline.
 
     Logits weigh as their share of FLOPs; the embedding look-up costs next to nothing. FitError as split_layers, and
@@ -152,7 +152,7 @@ def chunk_layers(model: ModelConfig, parallel: ParallelConfig) -> list[ChunkLaye
     chunks = parallel.pipeline * parallel.virtual_stages
     explicit = None if parallel.layer_split is None else tuple(parallel.layer_split)
     found = _chunks(model.layers, chunks, logits, parallel.pipeline, explicit)
-    if not BLOCK_PARTS[model.block].divides and any(chunk.stop % 2 for chunk in found):
+    if not BLOCK_PARTS[model.block].can_split and any(chunk.stop % 2 for chunk in found):
         raise FitError(
             f"parallel.layer_split={parallel.layer_split} puts a layer's attention and its MLP into different chunks, "
             f"and a block of model.block={model.block} is one piece; give whole numbers, or --model.block=serial"

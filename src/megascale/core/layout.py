@@ -7,15 +7,15 @@ from math import gcd, isqrt
 
 from megascale.config import Config, ModelConfig, ParallelConfig
 from megascale.core.grid import Grid
-from megascale.core.layers import ChunkLayers, chunk_layers
+from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
-from megascale.core.rank_memory import rank_memory
+from megascale.core.rank_memory import estimate_rank_memory
 from megascale.core.schedule import Schedule
-from megascale.core.schedule_registry import SCHEDULES, checked_schedule, made_schedule
+from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, made_schedule
 from megascale.errors import FitError
 
 # Forward passes in a step's schedule, over all stages: far above the thousands that published runs have.
-MOST_FORWARDS = 400_000
+MAX_FORWARDS = 400_000
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Layout:
 
     def schedule(self) -> Schedule:
         """The pipeline schedule of a step, proven by the checker: what runs. ScheduleError if it hangs."""
-        return checked_schedule(*self._schedule())
+        return build_checked_schedule(*self._schedule())
 
     def unchecked_schedule(self) -> Schedule:
         """The same without its proof, for sizing layouts that nobody runs."""
@@ -85,9 +85,9 @@ class Layout:
         Args:
             limit: bytes that the rank may use, if known: kernels.graphs=auto has graphs only if they fit.
         """
-        return rank_memory(self.config, self.grid, self.schedule(), stage, limit, uses_gpus)
+        return estimate_rank_memory(self.config, self.grid, self.schedule(), stage, limit, uses_gpus)
 
-    def chunks_of(self, stage: int) -> list[ChunkLayers]:
+    def stage_layers(self, stage: int) -> list[ChunkLayers]:
         """Layers of each chunk of a stage, chunk 0 first."""
         return list(self.layers[stage :: self.grid.pipeline])
 
@@ -114,12 +114,12 @@ def lay_out(config: Config, world: int) -> Layout:
         )
     grid = layers = microbatches = None
     try:
-        layers = chunk_layers(config.model, parallel)
+        layers = assign_layers(config.model, parallel)
     except FitError as error:
         faults.append(str(error))
     try:
-        grid = Grid.of_world(world, parallel.tensor, parallel.pipeline, parallel.data, parallel.gpus_per_host)
-        microbatches = config.microbatches(grid.data)
+        grid = Grid.from_world_size(world, parallel.tensor, parallel.pipeline, parallel.data, parallel.gpus_per_host)
+        microbatches = config.count_microbatches(grid.data)
     except FitError as error:
         faults.append(str(error))
     if microbatches is not None and layers is not None:
@@ -133,14 +133,14 @@ def _schedule_faults(config: Config, data: int, microbatches: int) -> list[str]:
     """A step whose list of actions alone would take minutes to make and gigabytes to hold."""
     parallel, train = config.parallel, config.train
     forwards = parallel.pipeline * parallel.virtual_stages * microbatches
-    if forwards <= MOST_FORWARDS:
+    if forwards <= MAX_FORWARDS:
         return []
     chunks = f"parallel.pipeline={parallel.pipeline} x parallel.virtual_stages={parallel.virtual_stages}"
-    fitting = max(1, MOST_FORWARDS // (parallel.pipeline * parallel.virtual_stages)) * train.micro_batch * data
+    fitting = max(1, MAX_FORWARDS // (parallel.pipeline * parallel.virtual_stages)) * train.micro_batch * data
     return [
         f"train.global_batch={train.global_batch} is {microbatches:,} micro-batches of train.micro_batch="
         f"{train.micro_batch} on each of {data} data-parallel ranks, with {chunks} {forwards:,} forward passes in a "
-        f"step's schedule, which holds {MOST_FORWARDS:,} at most; lower train.global_batch to {fitting} or less, or "
+        f"step's schedule, which holds {MAX_FORWARDS:,} at most; lower train.global_batch to {fitting} or less, or "
         "raise train.micro_batch"
     ]
 
@@ -167,13 +167,13 @@ def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
     """What tensor parallelism cannot cut evenly, a sentence each."""
     sizes = {
         "model.heads": model.heads,
-        **({"model.kv_heads": model.kv} if model.kv != model.heads else {}),
+        **({"model.kv_heads": model.num_kv_heads} if model.num_kv_heads != model.heads else {}),
         "model.ffn_hidden": model.ffn,
         "model.sequence_length": model.sequence_length,
     }
     faults = []
     common = gcd(*sizes.values(), model.padded_vocab)
-    ranks = " or ".join(str(n) for n in near_divisors(common, tensor))
+    ranks = " or ".join(str(n) for n in nearest_divisors(common, tensor))
     for key, value in sizes.items():
         if value % tensor:
             advice = f"use --parallel.tensor={ranks} (fits all sizes)"
@@ -191,7 +191,7 @@ def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
     return faults
 
 
-def near_divisors(value: int, wanted: int) -> list[int]:
+def nearest_divisors(value: int, wanted: int) -> list[int]:
     """The divisors of `value` next to `wanted`, below and above."""
     small = [n for n in range(1, isqrt(value) + 1) if value % n == 0]
     divisors = sorted({*small, *(value // n for n in small)})

@@ -57,11 +57,11 @@ from megascale.core.inventory import (
     norm_tensors,
     output_matrix,
 )
-from megascale.core.layers import ChunkLayers, Half, chunk_layers
-from megascale.core.optimizer_state import state_elements
+from megascale.core.layers import ChunkLayers, Half, assign_layers
+from megascale.core.optimizer_state import count_state_elements
 from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
 
-BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # The loss takes as many tokens at a time as keep their logits within this (ops/cross_entropy.py).
 LOGITS_BYTES = 2**30
 
@@ -122,12 +122,12 @@ class MemoryEstimate:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-def layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
+def count_layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
     """Parameters of one layer on one tensor-parallel rank. Norms and row-parallel biases are replicated."""
     return _parameter_counts(model, tensor)[0]
 
 
-def chunk_parameters(
+def count_chunk_parameters(
     model: ModelConfig, layers: ChunkLayers, chunk: int, chunks: int, tensor: int = 1, stages: int | None = None
 ) -> int:
     """Parameters of global chunk `chunk` on one tensor-parallel rank, padding rows of the vocabulary included.
@@ -143,7 +143,7 @@ def chunk_parameters(
 def _of_layers(layers: ChunkLayers, attention: int, mlp: int) -> int:
     """What a chunk has of something of which a layer's halves have so much; a block that is one piece has whole layers
     only, so that it does not matter to which half its parts are counted."""
-    return layers.attentions * attention + layers.mlps * mlp
+    return layers.attention_count * attention + layers.mlp_count * mlp
 
 
 @lru_cache(maxsize=256)
@@ -172,36 +172,38 @@ def _tables(model: ModelConfig, chunk: int, chunks: int, tensor: int, stages: in
     return (embeddings if chunk == 0 else 0) + (logits if has_logits else 0)
 
 
-def stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
+def count_stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Parameters of all chunks of a stage on one tensor-parallel rank."""
     return sum(_chunk_counts(model, parallel, stage))
 
 
 def stage_matrices(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Of them those of the matrices that linear layers multiply with; the vocabulary's is none."""
-    halves = (tuple(one for one in half if one.gemm) for half in layer_inventory(model).halves)
+    halves = (tuple(one for one in half if one.is_gemm_weight) for half in layer_inventory(model).halves)
     attention, mlp = (elements(matrices, parallel.tensor) for matrices in halves)
-    return sum(_of_layers(own, attention, mlp) for own in chunk_layers(model, parallel)[stage :: parallel.pipeline])
+    return sum(_of_layers(own, attention, mlp) for own in assign_layers(model, parallel)[stage :: parallel.pipeline])
 
 
 def _chunk_counts(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
     p, chunks = parallel.pipeline, parallel.pipeline * parallel.virtual_stages
-    layers = chunk_layers(model, parallel)
-    return [chunk_parameters(model, layers[g], g, chunks, parallel.tensor, p) for g in range(stage, chunks, p)]
+    layers = assign_layers(model, parallel)
+    return [count_chunk_parameters(model, layers[g], g, chunks, parallel.tensor, p) for g in range(stage, chunks, p)]
 
 
 def _kept_by_optimizer(model: ModelConfig, parallel: ParallelConfig, stage: int, optimizer: str) -> int:
     """Elements of optimizer state of all chunks of a stage on one tensor-parallel rank, before any sharding."""
-    p, chunks, layers = parallel.pipeline, parallel.pipeline * parallel.virtual_stages, chunk_layers(model, parallel)
+    p, chunks, layers = parallel.pipeline, parallel.pipeline * parallel.virtual_stages, assign_layers(model, parallel)
     count = (
-        sum(layers[g].attentions for g in range(stage, chunks, p)),
-        sum(layers[g].mlps for g in range(stage, chunks, p)),
+        sum(layers[g].attention_count for g in range(stage, chunks, p)),
+        sum(layers[g].mlp_count for g in range(stage, chunks, p)),
     )
     tables = sum(_tables(model, g, chunks, parallel.tensor, p) for g in range(stage, chunks, p))
-    return state_elements(optimizer, model, stage_parameters(model, parallel, stage), count, tables, parallel.tensor)
+    return count_state_elements(
+        optimizer, model, count_stage_parameters(model, parallel, stage), count, tables, parallel.tensor
+    )
 
 
-def saved_by_layer(
+def layer_saved_tensors(
     model: ModelConfig,
     tensor: int,
     micro_batch: int,
@@ -214,7 +216,7 @@ def saved_by_layer(
 
     half: of a layer that is divided, from the input or from the middle on.
     """
-    s, b, a = model.sequence_length, micro_batch, BYTES[precision]
+    s, b, a = model.sequence_length, micro_batch, DTYPE_BYTES[precision]
     kept = layer_keeps(model) if half == "both" else half_keeps(model)[half == "mlp"]
     if recompute == "full":
         kept = kept[:1]
@@ -247,17 +249,21 @@ class KeptBytes:
         """Arguments as of `saved_by_layer`."""
         about = (model, tensor, micro_batch, precision, recompute, linear_precision)
         halves: tuple[Half, ...] = ("both", "attention", "mlp")
-        return cls(*(sum(one.bytes for one in saved_by_layer(*about, half)) for half in halves))
+        return cls(*(sum(one.bytes for one in layer_saved_tensors(*about, half)) for half in halves))
 
     def of_chunk(self, layers: ChunkLayers) -> int:
         """All that a chunk's layers keep."""
         whole = max(0, layers.stop // 2 - (layers.first + 1) // 2)
-        return whole * self.both + (layers.attentions - whole) * self.attention + (layers.mlps - whole) * self.mlp
+        return (
+            whole * self.both
+            + (layers.attention_count - whole) * self.attention
+            + (layers.mlp_count - whole) * self.mlp
+        )
 
 
 def saved_by_head(model: ModelConfig, tensor: int, micro_batch: int, precision: str) -> list[Saved]:
     """What final norm and loss keep on the last chunk."""
-    s, b, h, a = model.sequence_length, micro_batch, model.hidden, BYTES[precision]
+    s, b, h, a = model.sequence_length, micro_batch, model.hidden, DTYPE_BYTES[precision]
     moments, wide = (2 if NORMS[model.norm].bias else 1), max(4, a)
     return [
         Saved("final_norm_input", (s // tensor, b, h), a),
@@ -267,7 +273,7 @@ def saved_by_head(model: ModelConfig, tensor: int, micro_batch: int, precision: 
     ]
 
 
-def stage_memory(
+def estimate_stage_memory(
     model: ModelConfig,
     parallel: ParallelConfig,
     grid: Grid,
@@ -293,9 +299,9 @@ def stage_memory(
         linear_precision: as train.linear_precision; what it means is in config/parts.py.
         graphs: whether chunks are CUDA graphs (core/graph_choice.py).
     """
-    t, a = grid.tensor, BYTES[precision]
+    t, a = grid.tensor, DTYPE_BYTES[precision]
     master = max(4, a)
-    count = stage_parameters(model, parallel, stage)
+    count = count_stage_parameters(model, parallel, stage)
     shard = -(-count // grid.data)
     state = _kept_by_optimizer(model, parallel, stage, optimizer) + (count if a < master else 0)
     gradients = master * count
@@ -304,8 +310,8 @@ def stage_memory(
     if parallel.reduce_dtype == "bfloat16" and grid.data > 1:
         # Rounded copies in flight: of a whole stage at the end of a step, of two chunks with ZeRO-2.
         sent = count if parallel.zero < 2 else 2 * max(_chunk_counts(model, parallel, stage))
-        gradients += BYTES["bfloat16"] * sent
-    full = sum(x.bytes for x in saved_by_layer(model, t, micro_batch, precision, "none", linear_precision))
+        gradients += DTYPE_BYTES["bfloat16"] * sent
+    full = sum(x.bytes for x in layer_saved_tensors(model, t, micro_batch, precision, "none", linear_precision))
     kept = KeptBytes.of(model, t, micro_batch, precision, parallel.recompute, linear_precision)
     restored = full - kept.both
 
@@ -316,11 +322,11 @@ def stage_memory(
     inside = attention + mlp if block.together else max(attention, mlp)
     # Two of them may be under way, whose factors then live on (ops/side_stream.py): the two with the widest.
     wide = sum(_columns(part, t) for part in ((layer.attention, layer.mlp) if block.together else (layer.mlp,)))
-    f = max((one.shape[1] // t for one in layer.mlp if one.gemm and one.cut == 1), default=0)
+    f = max((one.shape[1] // t for one in layer.mlp if one.is_gemm_weight and one.partition_dim == 1), default=0)
     factors = (h + wide) + (h + f) if side_stream else 0
     message = s // t * b * h * a
     moves = stage_moves(schedule, stage)
-    held = sum(chunk_layers(model, parallel)[g].count for g in range(stage, schedule.chunks, schedule.stages))
+    held = sum(assign_layers(model, parallel)[g].layer_count for g in range(stage, schedule.chunks, schedule.stages))
     logits = min(s * b * (model.padded_vocab // t) * a, LOGITS_BYTES) if stage == schedule.stages - 1 else 0
     workspace = s * b * (inside + factors) * a + restored
     held_by_graphs = 0
@@ -330,7 +336,7 @@ def stage_memory(
         if schedule.chunks > 1:
             held_by_graphs += 3 * flying * message  # input, gradient of the output, gradient of the input
         if grid.data > 1:
-            one = ceil(held / schedule.virtual) * kept.both
+            one = ceil(held / schedule.virtual_stages) * kept.both
             held_by_graphs += one + workspace + logits
     return MemoryEstimate(
         weights=a * count,
@@ -378,7 +384,7 @@ def _posted(schedule: Schedule, stage: int, receive: ActionKind) -> int:
 
 def _columns(part: tuple[LogicalTensor, ...], tensor: int) -> int:
     """Columns on one rank of the projection that a part reads."""
-    return sum(one.shape[0] // tensor for one in part if one.gemm and one.cut == 0)
+    return sum(one.shape[0] // tensor for one in part if one.is_gemm_weight and one.partition_dim == 0)
 
 
 def _peak(
@@ -392,10 +398,10 @@ def _peak(
 ) -> int:
     """Bytes of activations held at the moment of the schedule at which they are most."""
     p, chunks = schedule.stages, schedule.chunks
-    layers = chunk_layers(model, parallel)
-    own = [c * p + stage for c in range(schedule.virtual)]
+    layers = assign_layers(model, parallel)
+    own = [c * p + stage for c in range(schedule.virtual_stages)]
     head = sum(x.bytes for x in saved_by_head(model, parallel.tensor, micro_batch, precision))
-    a, s = BYTES[precision], model.sequence_length // parallel.tensor
+    a, s = DTYPE_BYTES[precision], model.sequence_length // parallel.tensor
     output = s * micro_batch * model.hidden * a if p > 1 else 0
     size = np.array([kept.of_chunk(layers[g]) + (head if g == chunks - 1 else output) for g in own])
     kind, chunk, _ = schedule.table[stage].T

@@ -10,7 +10,7 @@ from collections.abc import Container
 from pathlib import Path
 
 # In the environment of rank 0: the file descriptor of the listening socket for its store that its launcher holds.
-LISTENER = "MEGASCALE_STORE_LISTENER"
+STORE_LISTENER_VARIABLE = "MEGASCALE_STORE_LISTENER"
 
 
 def is_loopback(host: str) -> bool:
@@ -22,7 +22,7 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
 
 
-def free_port(address: str = "127.0.0.1", avoid: Container[int] = ()) -> int:
+def find_free_port(address: str = "127.0.0.1", avoid: Container[int] = ()) -> int:
     """A port of `address` that is free now, none of `avoid`.
 
     It is below those that the kernel gives to outgoing connections and to whoever binds port 0, so that only another

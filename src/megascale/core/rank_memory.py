@@ -7,15 +7,15 @@ graphs where their buffers fit beside all else.
 from __future__ import annotations
 
 from megascale.config import Config
-from megascale.core.graph_choice import why_no_graphs
+from megascale.core.graph_choice import explain_no_graphs
 from megascale.core.grid import Grid
-from megascale.core.memory import MemoryEstimate, stage_memory
+from megascale.core.memory import MemoryEstimate, estimate_stage_memory
 from megascale.core.schedule import Schedule
 
 GPU_CONTEXT = 1 << 30  # bytes of a GPU that CUDA and its libraries take
 
 
-def rank_memory(
+def estimate_rank_memory(
     config: Config, grid: Grid, schedule: Schedule, stage: int, most: float | None = None, gpus: bool = True
 ) -> tuple[MemoryEstimate, str]:
     """(memory of a rank of pipeline stage `stage` at its peak, why its chunks are no CUDA graphs; "" if they are).
@@ -26,9 +26,11 @@ def rank_memory(
 
     def estimate(graphs: bool) -> MemoryEstimate:
         about = (grid, schedule, stage, train.micro_batch, train.precision, config.gemms_on_side_stream)
-        return stage_memory(config.model, parallel, *about, config.optimizer.name, train.linear_precision, graphs)
+        return estimate_stage_memory(
+            config.model, parallel, *about, config.optimizer.name, train.linear_precision, graphs
+        )
 
-    why = why_no_graphs(config, grid) if gpus else "graphs are of GPUs"
+    why = explain_no_graphs(config, grid) if gpus else "graphs are of GPUs"
     if why:
         return estimate(False), why
     memory = estimate(True)

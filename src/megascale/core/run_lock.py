@@ -24,10 +24,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megascale.core.untrusted_files import read_small_text
-from megascale.core.writers import other_writers
+from megascale.core.writers import describe_other_writers
 from megascale.errors import ConfigError, TrainingError
 
-TRAINERS, DRIVERS = "trainer.lock", "driver.lock"
+TRAINER_LOCK, DRIVERS = "trainer.lock", "driver.lock"
 GRACE_PERIOD = 5.0  # seconds for a holder that was just killed to be gone
 _LOOK = 0.05  # seconds between two looks
 _BUSY = (errno.EAGAIN, errno.EACCES)  # NFS says the second
@@ -56,7 +56,7 @@ class Holder:
         return f"process {self.pid} on {self.host} ({self.what}, since {self.since})"
 
 
-class Busy(ConfigError):
+class RunBusyError(ConfigError):
     """Somebody else trains here (exit 2)."""
 
 
@@ -116,7 +116,7 @@ def _drop_all() -> None:
 os.register_at_fork(after_in_child=_drop_all)
 
 
-def take(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
+def acquire_trainer_lock(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
     """The right to train in a folder (of a run, or of checkpoints), or to change what is there.
 
     Args:
@@ -129,7 +129,7 @@ def take(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock
         TrainingError: an older attempt of the job that this process belongs to still runs; or no file can be made.
     """
     lock = _claim(folder, grace_period)
-    before, host = _read(folder / TRAINERS), socket.gethostname()
+    before, host = _read(folder / TRAINER_LOCK), socket.gethostname()
     if not started_by_driver() and before.host not in ("", host) and not lock.warning:
         lock.warning = (
             f"{before} did not say good-bye in {folder}: if it still runs, the hosts' file system does not share "
@@ -139,16 +139,16 @@ def take(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock
     return _told(lock, folder)
 
 
-def check(folder: Path, grace_period: float = GRACE_PERIOD) -> None:
+def check_available(folder: Path, grace_period: float = GRACE_PERIOD) -> None:
     """Raise what `take` would, before anything is started."""
-    if (folder / TRAINERS).exists() or (folder / DRIVERS).exists():
+    if (folder / TRAINER_LOCK).exists() or (folder / DRIVERS).exists():
         _claim(folder, grace_period).drop()
 
 
 def _claim(folder: Path, grace_period: float) -> RunLock:
-    lock, driven = _lock(folder / TRAINERS, fcntl.LOCK_EX, grace_period), started_by_driver()
+    lock, driven = _lock(folder / TRAINER_LOCK, fcntl.LOCK_EX, grace_period), started_by_driver()
     if lock is None:
-        holder = _read(folder / TRAINERS)
+        holder = _read(folder / TRAINER_LOCK)
         if driven and holder.driver:
             raise TrainingError(
                 f"{folder} is still held by {holder}, which an older attempt of this job has left and which did not "
@@ -164,7 +164,7 @@ def _claim(folder: Path, grace_period: float) -> RunLock:
     return lock
 
 
-def take_for_driver(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
+def acquire_driver_lock(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
     """A driver's hold on its run; others of the same job may hold it too, and trainers of that job may be running.
 
     Raises Busy if somebody trains there who belongs to no driver.
@@ -172,14 +172,14 @@ def take_for_driver(folder: Path, what: str, grace_period: float = GRACE_PERIOD)
     deadline = time.monotonic() + grace_period
     lock = _lock(folder / DRIVERS, fcntl.LOCK_SH, grace_period)
     if lock is None:  # held exclusively by somebody who only looks: not for long
-        raise _busy(folder, _read(folder / TRAINERS))
+        raise _busy(folder, _read(folder / TRAINER_LOCK))
     lock.sign(_me(what, driver=True))
-    while (folder / TRAINERS).exists():
-        probe = _lock(folder / TRAINERS, fcntl.LOCK_EX, 0.0)
+    while (folder / TRAINER_LOCK).exists():
+        probe = _lock(folder / TRAINER_LOCK, fcntl.LOCK_EX, 0.0)
         if probe is not None:
             probe.drop()
             break
-        holder = _read(folder / TRAINERS)
+        holder = _read(folder / TRAINER_LOCK)
         if holder.driver:
             break
         if time.monotonic() > deadline:
@@ -191,7 +191,7 @@ def take_for_driver(folder: Path, what: str, grace_period: float = GRACE_PERIOD)
 
 def _told(lock: RunLock, folder: Path) -> RunLock:
     """With a word on who else may write there: whoever writes into a run's folders is trusted."""
-    lock.warning = "; ".join(filter(None, (lock.warning, other_writers(folder))))
+    lock.warning = "; ".join(filter(None, (lock.warning, describe_other_writers(folder))))
     return lock
 
 
@@ -232,7 +232,7 @@ def _read(path: Path) -> Holder:
         return Holder()
 
 
-def _busy(folder: Path, holder: Holder) -> Busy:
+def _busy(folder: Path, holder: Holder) -> RunBusyError:
     if holder.driver:
         remedy = (
             f"`megascale events {folder}` tells how its job stands, Ctrl-C in its terminal saves and ends it, and "
@@ -240,4 +240,4 @@ def _busy(folder: Path, holder: Holder) -> Busy:
         )
     else:
         remedy = "wait for it, or end it (it saves on SIGTERM)"
-    return Busy(f"{folder} is in use by {holder}: {remedy}; for a run beside it give another --train.name")
+    return RunBusyError(f"{folder} is in use by {holder}: {remedy}; for a run beside it give another --train.name")

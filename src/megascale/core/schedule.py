@@ -116,13 +116,13 @@ class Schedule:
 
     name: str
     stages: int
-    virtual: int
+    virtual_stages: int
     microbatches: int
     table: tuple[np.ndarray, ...]
     exposed: bool = False
 
     @classmethod
-    def of(cls, like: Schedule, actions: Sequence[Iterable[Action]]) -> Schedule:
+    def replace_actions(cls, like: Schedule, actions: Sequence[Iterable[Action]]) -> Schedule:
         """`like` with other actions, given as lists, one a stage."""
         table = tuple(np.array(list(rows), dtype=np.int32).reshape(-1, 3) for rows in actions)
         return replace(like, table=table)
@@ -139,7 +139,8 @@ class Schedule:
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Schedule)
-            and (self.stages, self.virtual, self.microbatches) == (other.stages, other.virtual, other.microbatches)
+            and (self.stages, self.virtual_stages, self.microbatches)
+            == (other.stages, other.virtual_stages, other.microbatches)
             and all(np.array_equal(a, b) for a, b in zip(self.table, other.table, strict=True))
         )
 
@@ -148,7 +149,7 @@ class Schedule:
     @property
     def chunks(self) -> int:
         """Model chunks over all stages."""
-        return self.stages * self.virtual
+        return self.stages * self.virtual_stages
 
     @cached_property
     def _kinds(self) -> list[ActionKind]:
@@ -210,10 +211,10 @@ class Schedule:
         p = self.stages
         if p == 1:
             return []
-        edges = [(s, (s + 1) % p) for s in range(p if self.virtual > 1 else p - 1)]
+        edges = [(s, (s + 1) % p) for s in range(p if self.virtual_stages > 1 else p - 1)]
         return [Channel("forward", a, b) for a, b in edges] + [Channel("backward", b, a) for a, b in edges]
 
-    def in_flight(self, stage: int) -> int:
+    def count_in_flight(self, stage: int) -> int:
         """Most chunk-forwards of `stage` whose backward has not run: how many sets of activations it holds."""
         kinds = self.table[stage][:, 0]
         steps = np.where(kinds == ActionKind.FORWARD, 1, np.where(kinds == ActionKind.BACKWARD, -1, 0))
@@ -270,12 +271,16 @@ def group_sizes(stages: int, microbatches: int, micro_batch_group_size: int | No
 
 
 def pipeline_schedule(
-    stages: int, virtual: int, microbatches: int, reduce_each: bool = False, micro_batch_group_size: int | None = None
+    stages: int,
+    virtual: int,
+    microbatches: int,
+    reduce_each_microbatch: bool = False,
+    micro_batch_group_size: int | None = None,
 ) -> Schedule:
     """The schedule that a layout trains with: 1F1B for one chunk a stage, else interleaved 1F1B."""
     if virtual == 1:
-        return one_f_one_b(stages, microbatches, reduce_each)
-    return interleaved_1f1b(stages, virtual, microbatches, reduce_each, micro_batch_group_size)
+        return one_f_one_b(stages, microbatches, reduce_each_microbatch)
+    return interleaved_1f1b(stages, virtual, microbatches, reduce_each_microbatch, micro_batch_group_size)
 
 
 def without_overlap(schedule: Schedule) -> Schedule:

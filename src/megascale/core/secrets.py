@@ -18,7 +18,7 @@ _PIPE_BYTES = 4096  # that a pipe holds without a reader
 _KEY = "--rendezvous.url"
 
 
-def without_password(words: Sequence[str]) -> tuple[list[str], str | None]:
+def remove_password(words: Sequence[str]) -> tuple[list[str], str | None]:
     """(a command line with no password in rendezvous.url, the last one that was there or None)."""
     if not any("rendezvous" in word for word in words):
         return list(words), None  # reading the settings' types takes longer than the rest of a command's start
@@ -47,7 +47,7 @@ def hide_secrets() -> None:
     at its start. A password in rendezvous.url goes into the environment, which trainers inherit; an agent's job secret
     goes into a pipe, which it reads once. Does nothing in a fork, whose words are another command's.
     """
-    words, password = without_password(sys.orig_argv)
+    words, password = remove_password(sys.orig_argv)
     job_secret = os.environ.get(JOB_SECRET_VARIABLE) if sys.argv[1:2] == ["agent"] else None
     if password is None and job_secret is None:
         return

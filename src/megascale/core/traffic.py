@@ -11,8 +11,8 @@ from megascale.config import ModelConfig, ParallelConfig
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.grid import Grid
 from megascale.core.inventory import BLOCK_PARTS, output_matrix
-from megascale.core.layers import chunk_layers
-from megascale.core.memory import BYTES, stage_matrices, stage_parameters
+from megascale.core.layers import assign_layers
+from megascale.core.memory import DTYPE_BYTES, count_stage_parameters, stage_matrices
 from megascale.core.schedule import ActionKind, Schedule
 
 
@@ -37,7 +37,7 @@ class TrafficEstimate:
 
 def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
     """Whether `data` data-parallel ranks gather matrices as float8: parallel.gather_precision with auto resolved."""
-    can = LINEAR_PRECISIONS[linear_precision].gathered is not None and parallel.zero > 0 and data > 1
+    can = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is not None and parallel.zero > 0 and data > 1
     return can and parallel.gather_precision != "default"
 
 
@@ -45,11 +45,11 @@ def gathered_bytes(
     model: ModelConfig, parallel: ParallelConfig, stage: int, precision: str, linear_precision: str, data: int
 ) -> int:
     """Bytes of a stage's parameters, on one tensor-parallel rank, as `data` data-parallel ranks gather them."""
-    count, width = stage_parameters(model, parallel, stage), BYTES[precision]
+    count, width = count_stage_parameters(model, parallel, stage), DTYPE_BYTES[precision]
     if not gathers_float8(parallel, linear_precision, data):
         return width * count
     matrices = stage_matrices(model, parallel, stage)
-    return width * (count - matrices) + (LINEAR_PRECISIONS[linear_precision].gathered or width) * matrices
+    return width * (count - matrices) + (LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or width) * matrices
 
 
 def layer_collectives(model: ModelConfig) -> tuple[int, int]:
@@ -61,7 +61,7 @@ def layer_collectives(model: ModelConfig) -> tuple[int, int]:
     return BLOCK_PARTS[model.block].collectives(model)
 
 
-def stage_traffic(
+def estimate_stage_traffic(
     model: ModelConfig,
     parallel: ParallelConfig,
     grid: Grid,
@@ -72,21 +72,21 @@ def stage_traffic(
     linear_precision: str = "default",
 ) -> TrafficEstimate:
     """What a rank of pipeline stage `stage` sends in a step; arguments as in memory.stage_memory."""
-    t, d, a = grid.tensor, grid.data, BYTES[precision]
+    t, d, a = grid.tensor, grid.data, DTYPE_BYTES[precision]
     master = max(4, a)
     whole = model.sequence_length * micro_batch * model.hidden * a
-    layers = chunk_layers(model, parallel)[stage :: grid.pipeline]
+    layers = assign_layers(model, parallel)[stage :: grid.pipeline]
     gathers, scatters = layer_collectives(model)
     # Forward, its mirror in backward, inputs gathered again; full recompute runs the forward twice.
     passes = 2 if parallel.recompute == "full" else 1
-    moves = round(sum(own.count for own in layers) * ((gathers + scatters) * (1 + passes) + gathers))
+    moves = round(sum(own.layer_count for own in layers) * ((gathers + scatters) * (1 + passes) + gathers))
     # Embedding: scatter forward, gather backward. Logits: gather forward, scatter backward.
     moves += 2 * (stage == 0) + 2 * (stage == grid.pipeline - 1)
     kinds = schedule.table[stage][:, 0]
     sends = int(((kinds == ActionKind.SEND_FORWARD) | (kinds == ActionKind.SEND_BACKWARD)).sum())
-    count = stage_parameters(model, parallel, stage)
+    count = count_stage_parameters(model, parallel, stage)
     share = (d - 1) / d
-    reduce_bytes = BYTES["bfloat16"] if parallel.reduce_dtype == "bfloat16" else master
+    reduce_bytes = DTYPE_BYTES["bfloat16"] if parallel.reduce_dtype == "bfloat16" else master
     reductions = schedule.microbatches if parallel.zero == 2 else 1
     tied = model.tied_embeddings and grid.pipeline > 1 and stage in (0, grid.pipeline - 1)
     return TrafficEstimate(
@@ -96,5 +96,5 @@ def stage_traffic(
         if parallel.zero
         else 0.0,
         data_reduce=share * reduce_bytes * count * (2 if parallel.zero == 0 else reductions),
-        embedding=float(master * prod(output_matrix(model).local(t))) if tied else 0.0,
+        embedding=float(master * prod(output_matrix(model).local_shape(t))) if tied else 0.0,
     )

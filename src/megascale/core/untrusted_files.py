@@ -46,7 +46,7 @@ def is_small_file(path: Path, most: int = 1 << 20) -> bool:
     return stat.S_ISREG(about.st_mode) and about.st_size <= most
 
 
-def read_end(path: Path, most: int = 1 << 16) -> str:
+def read_tail(path: Path, most: int = 1 << 16) -> str:
     """Return the last `most` bytes of a file as text. OSError if it is not a file or cannot be read."""
     with open(path, "rb", opener=open_regular) as file:
         size = file.seek(0, os.SEEK_END)

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 
-def other_writers(folder: Path) -> str:
+def describe_other_writers(folder: Path) -> str:
     """A sentence on who else may change what lies in a folder; "" for nobody but this user and root.
 
     Looks at the folder and at those that it lies in (who may write there may put another in its place), but for

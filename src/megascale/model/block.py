@@ -16,13 +16,13 @@ from torch import nn
 
 from megascale.config.parts import BLOCKS, PartFacts
 from megascale.config.registry import Registry
-from megascale.core.inventory import BLOCK_PARTS, BlockInventory, splits_projection
+from megascale.core.inventory import BLOCK_PARTS, BlockInventory, has_fused_projection
 from megascale.core.layers import Half
 from megascale.model import attention as attentions
 from megascale.model import mlp as mlps
 from megascale.model.attention import CausalAttention
 from megascale.model.context import ForwardContext, LayerSetup, Rotary
-from megascale.model.fusion import Branch, Flow, add_residual, recomputes, sum_branches
+from megascale.model.fusion import Branch, ResidualStream, add_residual, recomputes, sum_branches
 from megascale.model.mlp import DenseMlp
 from megascale.model.norm import Norm, norm_and_project
 from megascale.ops.activation import fuses
@@ -60,11 +60,13 @@ class Block(_Parts):
         super().__init__(at, recompute)
         # Parts may be anybody's, so that what is asked of them is not in a type.
         self.attention: Any = attentions.KINDS[at.model.attention](at)
-        self.mlp: Any = mlps.KINDS[at.model.mlp](at)
+        self.mlp: Any = mlps.MLP_MODULES[at.model.mlp](at)
         self.norm1 = Norm(at.model, at.tensors.norm1, at.dtype)
 
 
-def _attend(half: _Parts, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool) -> Flow:
+def _attend(
+    half: _Parts, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool
+) -> ResidualStream:
     """x + Attn(LN x) of a serial block."""
     at, part = half.at, half.part
     attention = part["attention"]
@@ -73,7 +75,7 @@ def _attend(half: _Parts, x: Flow, rotary: Rotary, context: ForwardContext, defe
     return add_residual(at, y, x_SBH, 0, context, defer_add, attention.residual_bias)
 
 
-def _feed(half: _Parts, x: Flow, context: ForwardContext, defer_add: bool) -> Flow:
+def _feed(half: _Parts, x: ResidualStream, context: ForwardContext, defer_add: bool) -> ResidualStream:
     """x + MLP(LN x) of a serial block."""
     at, part, recompute = half.at, half.part, half.recompute
     mlp, mlp_in = part["mlp"], part.get("mlp_in")
@@ -92,7 +94,9 @@ class SerialBlock(Block):
         self.attention_in = self.project(self.attention)
         self.mlp_in = self.project(self.mlp)
 
-    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+    def forward(
+        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
+    ) -> ResidualStream:
         """[s/t, b, h] -> [s/t, b, h]. With `defer_add` the last residual sum may be left to the next norm."""
         return _feed(self, _attend(self, x, rotary, context, True), context, defer_add)
 
@@ -106,7 +110,9 @@ class SerialAttention(_Parts):
         self.norm1 = Norm(at.model, at.tensors.norm1, at.dtype)
         self.attention_in = self.project(self.attention)
 
-    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+    def forward(
+        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
+    ) -> ResidualStream:
         """As SerialBlock.forward."""
         return _attend(self, x, rotary, context, defer_add)
 
@@ -116,11 +122,13 @@ class SerialMlp(_Parts):
 
     def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
         super().__init__(at, recompute)
-        self.mlp: Any = mlps.KINDS[at.model.mlp](at)
+        self.mlp: Any = mlps.MLP_MODULES[at.model.mlp](at)
         self.norm2 = Norm(at.model, at.tensors.norm2, at.dtype)
         self.mlp_in = self.project(self.mlp)
 
-    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+    def forward(
+        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
+    ) -> ResidualStream:
         """As SerialBlock.forward."""
         return _feed(self, x, context, defer_add)
 
@@ -134,7 +142,9 @@ class ParallelBlock(Block):
         self.attention_in = self.project(self.attention)
         self.mlp_in = self.project(self.mlp)
 
-    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+    def forward(
+        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
+    ) -> ResidualStream:
         """As SerialBlock.forward."""
         at, part, recompute = self.at, self.part, self.recompute
         attention, mlp, mlp_in = part["attention"], part["mlp"], part.get("mlp_in")
@@ -149,7 +159,7 @@ class ParallelBlock(Block):
 OPERATOR = "split fused projection"
 
 
-def fuses_split(mlp: DenseMlp, x: Flow) -> bool:
+def fuses_split(mlp: DenseMlp, x: ResidualStream) -> bool:
     """Whether the split of a fused projection makes the gradient of its bias."""
     return fuses(mlp.activation, OPERATOR, x if isinstance(x, torch.Tensor) else x.y_SBH)
 
@@ -201,7 +211,9 @@ class FusedParallelBlock(Block):
             if biases and not both:
                 part.bias = local_parameter(biases, at.axis.rank, at.axis.size, at.dtype)
 
-    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+    def forward(
+        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
+    ) -> ResidualStream:
         """As SerialBlock.forward."""
         at, part, recompute = self.at, self.part, self.recompute
         attention, mlp, into = part["attention"], part["mlp"], part["into"]
@@ -214,12 +226,12 @@ class FusedParallelBlock(Block):
 
 def parallel_block(at: LayerSetup, recompute: str = "none") -> Block:
     """The parallel block, with one projection for both halves where they have one norm and can read it."""
-    return FusedParallelBlock(at, recompute) if splits_projection(at.model) else ParallelBlock(at, recompute)
+    return FusedParallelBlock(at, recompute) if has_fused_projection(at.model) else ParallelBlock(at, recompute)
 
 
 Make = Callable[[LayerSetup, str], nn.Module]
 
-KINDS: Registry[Make] = Registry(BLOCKS.key, {"serial": SerialBlock, "parallel": parallel_block})
+BLOCK_MODULES: Registry[Make] = Registry(BLOCKS.key, {"serial": SerialBlock, "parallel": parallel_block})
 # Of blocks that a boundary between chunks may divide (BlockInventory.divides): the attention's half, and the MLP's.
 HALVES: dict[str, tuple[Make, Make]] = {"serial": (SerialAttention, SerialMlp)}
 
@@ -233,7 +245,7 @@ def register(
     """
     BLOCKS.register(name, PartFacts(about))
     BLOCK_PARTS.register(name, replace(inventory, divides=halves is not None))
-    KINDS.register(name, made)
+    BLOCK_MODULES.register(name, made)
     if halves is not None:
         HALVES[name] = halves
 
@@ -241,5 +253,5 @@ def register(
 def make_block(at: LayerSetup, recompute: str = "none", half: Half = "both") -> nn.Module:
     """The block that model.block names, or the half of it that a chunk has."""
     if half == "both":
-        return KINDS[at.model.block](at, recompute)
+        return BLOCK_MODULES[at.model.block](at, recompute)
     return HALVES[at.model.block][half == "mlp"](at, recompute)

@@ -30,7 +30,7 @@ class DeferredResidualAdd:
         return dropout_add(self.y_SBH, self.bias, self.residual_SBH, 0.0, dropout_key(0, 0, 0), 0, 0)
 
 
-Flow = torch.Tensor | DeferredResidualAdd  # the residual stream between blocks
+ResidualStream = torch.Tensor | DeferredResidualAdd  # the residual stream between blocks
 
 
 def add_residual(
@@ -41,7 +41,7 @@ def add_residual(
     context: ForwardContext,
     defer_add: bool,
     *biases: torch.Tensor | None,
-) -> Flow:
+) -> ResidualStream:
     """residual + dropout(y + biases): in one pass where fused, or left to its reader with `defer_add`."""
     bias: torch.Tensor | None = None
     for one in biases:

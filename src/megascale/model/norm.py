@@ -13,7 +13,7 @@ from megascale.config import ModelConfig
 from megascale.config.parts import NORMS, NormFacts
 from megascale.config.registry import Registry
 from megascale.core.inventory import LogicalTensor
-from megascale.model.fusion import Flow, recomputes
+from megascale.model.fusion import ResidualStream, recomputes
 from megascale.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear
@@ -40,7 +40,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> T
     return layer_norm(x, weight, bias, eps)
 
 
-KINDS: Registry[NormOperators] = Registry(
+NORM_OPERATORS: Registry[NormOperators] = Registry(
     NORMS.key,
     {
         "layernorm": NormOperators(_layer_norm, add_layer_norm),
@@ -52,7 +52,7 @@ KINDS: Registry[NormOperators] = Registry(
 def register(name: str, operators: NormOperators, bias: bool) -> None:
     """Let `model.norm` be `name`. bias: whether it has one beside its weight."""
     NORMS.register(name, NormFacts(bias))
-    KINDS.register(name, operators)
+    NORM_OPERATORS.register(name, operators)
 
 
 class Norm(nn.Module):
@@ -60,7 +60,7 @@ class Norm(nn.Module):
 
     def __init__(self, model: ModelConfig, tensors: Sequence[LogicalTensor], dtype: torch.dtype) -> None:
         super().__init__()
-        self.eps, self._operators = model.norm_eps, KINDS[model.norm]
+        self.eps, self._operators = model.norm_eps, NORM_OPERATORS[model.norm]
         weight, *bias = tensors
         self.weight = local_parameter([weight], 0, 1, dtype)
         self.bias = local_parameter(bias, 0, 1, dtype) if bias else None
@@ -69,7 +69,7 @@ class Norm(nn.Module):
         own: Any = self._parameters  # as `self.weight` and `self.bias`, which nn.Module looks for in several places
         return self._operators.norm(x_SBH, own["weight"], own.get("bias"), self.eps)
 
-    def of(self, x: Flow) -> tuple[Tensor, Tensor]:
+    def of(self, x: ResidualStream) -> tuple[Tensor, Tensor]:
         """x and the norm of it; a sum that is still to be taken is taken and normed in one pass each way."""
         if isinstance(x, Tensor):
             return x, self(x)
@@ -81,7 +81,7 @@ class Norm(nn.Module):
 
 
 def norm_and_project(
-    norm: Norm, projection: ColumnLinear | None, x: Flow, recompute: str, fused_bias_gradient: bool = False
+    norm: Norm, projection: ColumnLinear | None, x: ResidualStream, recompute: str, fused_bias_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The residual stream as it enters, and the projection of its norm; without a projection the norm itself."""
     if projection is None:

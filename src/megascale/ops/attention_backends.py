@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from megascale import torch_private
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 from megascale.ops import dispatch
 from megascale.ops.rope import allocate_qkv_gradients
 
@@ -96,7 +96,7 @@ def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tenso
     return _merge_heads(out.permute(2, 0, 1, 3))
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _FlashWindow(torch.autograd.Function):
     """torch's built-in FlashAttention-2 with its window, which F.scaled_dot_product_attention does not pass on."""
 
@@ -183,7 +183,7 @@ def _batch_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.transpose(0, 1) for t in tensors)
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _FlashAttention4(torch.autograd.Function):
     """FlashAttention-4 for Hopper and newer (package flash-attn-4), compiled when first used.
 
@@ -242,7 +242,7 @@ def _packaged(
     try:
         return run(q_SBND, k_SBGD, v_SBGD, window)
     except ImportError as error:
-        raise ConfigError(f"kernels.attention={name!r} is unavailable: {error}; {remedy(extra)}") from error
+        raise ConfigError(f"kernels.attention={name!r} is unavailable: {error}; {describe_install(extra)}") from error
 
 
 BACKENDS: dict[str, Backend] = {

@@ -383,7 +383,7 @@ def _finish_gradient(parameter: Tensor | None, grad: Tensor | None) -> Tensor | 
     return None
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -76,7 +76,7 @@ def _masked(x: Tensor, p: float, key: int | Tensor, sequence_start: int, sample_
     return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _DropoutReference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *draw: Any) -> Tensor:
@@ -205,7 +205,7 @@ def _launch(
     return out, None if partial is None or sum_dtype is None else sum_parts(partial, sum_dtype)
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, *draw: Any) -> Tensor:

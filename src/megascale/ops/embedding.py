@@ -104,7 +104,7 @@ def embedding_reference(tokens: Tensor, weight: Tensor, is_local: Tensor | None 
     return rows * is_local[..., None].to(rows.dtype)
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, is_local: Tensor | None) -> Tensor:

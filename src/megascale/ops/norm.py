@@ -619,7 +619,7 @@ def _launch_backward(
     return dx, gradients[0], None if bias is None else gradients[1], d_add_bias
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _Norm(torch.autograd.Function):
     """LayerNorm (`centre`) or RMSNorm."""
 
@@ -642,7 +642,7 @@ class _Norm(torch.autograd.Function):
         return dx.view(ctx.shape), d_weight, d_bias, None
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(

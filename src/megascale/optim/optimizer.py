@@ -14,7 +14,7 @@ import torch
 from megascale import torch_private
 from megascale.config import OptimizerConfig
 from megascale.config.optimizers import OPTIMIZERS
-from megascale.optim.base import Shards, ShardState, Step, cut_parts
+from megascale.optim.base import Shards, ShardState, UpdateStep, cut_parts
 from megascale.optim.rules import RULES
 from megascale.parallel.buffers import Extent, FlatShard, ParamAndGradBuffer, extent_boxes
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce
@@ -91,7 +91,7 @@ class ShardedOptimizer:
         if config.clip:
             scale = (config.clip / (norm + 1e-6)).clamp(max=1.0)
         skip = ~torch.isfinite(norm)
-        self.rule.update(Step(learning_rate, step, scale, skip), updated)
+        self.rule.update(UpdateStep(learning_rate, step, scale, skip), updated)
         return norm, piggybacked_scalars
 
     def _summed(
@@ -126,7 +126,7 @@ class ShardedOptimizer:
             if s.param_out is not None:
                 s.param_out.copy_(s.master)
 
-    def logical(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+    def logical_tensors(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
         """What a checkpoint holds: (name, whole shape, offsets, view of this rank's box) of weights and state."""
         for s in self.states:
             for part in s.parts:

@@ -211,7 +211,7 @@ class Exchange:
         recorder = self._runtime.recorder
         start = recorder.mark()
         self._streams.stream_wait("main", event)
-        recorder.waited(start, SpanKind.WAIT, SpanAxis.TENSOR)
+        recorder.record_wait(start, SpanKind.WAIT, SpanAxis.TENSOR)
 
     def _copy_waits_for_main(self) -> None:
         self._streams.stream_wait("copy", self._streams.record_event("main"))

@@ -37,11 +37,14 @@ class ParameterSpec:
 def local_parameter(tensors: Sequence[LogicalTensor], rank: int, ranks: int, dtype: torch.dtype) -> nn.Parameter:
     """Return the stacked pieces that tensor-parallel rank `rank` holds of logical tensors with equal cut and init."""
     first = tensors[0]
-    assert all((t.cut, t.std, t.value) == (first.cut, first.std, first.value) for t in tensors), tensors
-    rows = sum(tensor.local(ranks)[0] for tensor in tensors)
+    assert all(
+        (t.partition_dim, t.init_std, t.init_value) == (first.partition_dim, first.init_std, first.init_value)
+        for t in tensors
+    ), tensors
+    rows = sum(tensor.local_shape(ranks)[0] for tensor in tensors)
     pieces = tuple(tensor.piece(rank, ranks) for tensor in tensors)
-    spec = ParameterSpec(pieces, first.std, first.value, replicated=first.cut is None)
-    return parameter((rows, *first.local(ranks)[1:]), spec, dtype)
+    spec = ParameterSpec(pieces, first.init_std, first.init_value, replicated=first.partition_dim is None)
+    return parameter((rows, *first.local_shape(ranks)[1:]), spec, dtype)
 
 
 def parameter(shape: tuple[int, ...], spec: ParameterSpec, dtype: torch.dtype) -> nn.Parameter:

@@ -135,7 +135,7 @@ class PipelineExecutor:
         self.first_gather = schedule.first_gather(stage)
         self.bytes = dtype.itemsize * torch.Size(shape).numel()
         self._is_single_stage = schedule.stages == 1
-        global_chunks = [schedule.global_chunk(stage, chunk) for chunk in range(schedule.virtual)]
+        global_chunks = [schedule.global_chunk(stage, chunk) for chunk in range(schedule.virtual_stages)]
         self._is_first = [chunk == 0 for chunk in global_chunks]
         self._is_last = [chunk == schedule.chunks - 1 for chunk in global_chunks]
 
@@ -152,8 +152,8 @@ class PipelineExecutor:
         step = _StepState()
         recorder = self.runtime.recorder
         for index, (kind, chunk, i) in enumerate(self.actions):
-            self.runtime.calls.at(_LABELS[kind], chunk, i, index)
-            recorder.begin(kind, chunk, i)
+            self.runtime.calls.set_action(_LABELS[kind], chunk, i, index)
+            recorder.begin_action(kind, chunk, i)
             if kind.is_compute and self.schedule.exposed:
                 for queue in step.sending.values():
                     self._limit_sends(queue, 0)
@@ -171,7 +171,7 @@ class PipelineExecutor:
                 data.start_gather(chunk)
             elif kind == ActionKind.REDUCE_GRADS:
                 data.arm_reductions(chunk)
-            recorder.end()
+            recorder.end_action()
         for queue in step.sending.values():
             self._limit_sends(queue, 0)
         return step.loss
@@ -213,9 +213,9 @@ class PipelineExecutor:
         outputs = []
         for i in range(microbatches):
             y = None
-            for chunk in range(self.schedule.virtual):
+            for chunk in range(self.schedule.virtual_stages):
                 x = y if self._is_single_stage else None
-                self.runtime.calls.at(b"evaluate", chunk, i)
+                self.runtime.calls.set_action(b"evaluate", chunk, i)
                 if not self._is_single_stage and not self._is_first[chunk]:
                     x = self._receive(ActionKind.RECV_FORWARD).wait()
                 y = forward(chunk, i, x)

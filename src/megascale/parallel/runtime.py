@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megascale.core.calls import NoCalls
+from megascale.core.calls import NullCallLog
 from megascale.core.spans import Mark, NoRecorder, Recorder, SpanKind
 from megascale.ops import side_stream
 from megascale.ops.attention import AttentionChooser
@@ -33,7 +33,7 @@ class Runtime:
         kernels: chooses all other operators and records the choices; current while an engine works (ops/dispatch.py).
     """
 
-    calls: NoCalls = field(default_factory=NoCalls)
+    calls: NullCallLog = field(default_factory=NullCallLog)
     recorder: Recorder = field(default_factory=NoRecorder)
     stream: InlineStream = field(default_factory=_make_inline_stream)
     attention: AttentionChooser = field(default_factory=AttentionChooser)
@@ -55,7 +55,7 @@ class Runtime:
 
         peer: the other rank of a message, -1 for a collective.
         """
-        return Transfer(self, self.calls.begin(group, op, nbytes), axis, nbytes, peer)
+        return Transfer(self, self.calls.begin_call(group, op, nbytes), axis, nbytes, peer)
 
 
 class Transfer:
@@ -69,17 +69,17 @@ class Transfer:
         self._axis = axis
         self._bytes = nbytes
         self._peer = peer
-        self._start = runtime.recorder.launched(axis, nbytes)
+        self._start = runtime.recorder.begin_transfer(axis, nbytes)
 
     def waiting(self) -> Mark:
         """Record that the stream, or on a CPU the host, now waits for it."""
-        self._runtime.calls.wait(self._call)
+        self._runtime.calls.begin_wait(self._call)
         return self._runtime.recorder.mark()
 
     def done(self, waiting: Mark = None) -> None:
         """Record that it has ended. `waiting` is the mark that the method of that name returned."""
-        self._runtime.calls.done(self._call)
+        self._runtime.calls.end_call(self._call)
         recorder = self._runtime.recorder
         if waiting is not None:
-            recorder.waited(waiting, SpanKind.WAIT, self._axis, self._peer)
-        recorder.landed(self._start, self._axis, self._bytes, self._peer)
+            recorder.record_wait(waiting, SpanKind.WAIT, self._axis, self._peer)
+        recorder.end_transfer(self._start, self._axis, self._bytes, self._peer)

@@ -103,7 +103,7 @@ def _select_rows(x: Operand, axis: Axis, rank: int | None) -> Operand:
 
 
 # Autograd functions take parameters in `args` next to the tensors that autograd tracks (gradient_sink.py::tracked).
-@torch_private.called_directly
+@torch_private.call_directly
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -173,7 +173,7 @@ def _scattered_gradients(
     return scattering.wait(), dw
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, args: tuple[Any, ...], *tensors: torch.Tensor | None) -> torch.Tensor:
@@ -305,8 +305,8 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.linears = linears
         axis = linears.axis
-        biases = [t for t in tensors if not t.gemm]
-        self.weight = local_parameter([t for t in tensors if t.gemm], axis.rank, axis.size, dtype)
+        biases = [t for t in tensors if not t.is_gemm_weight]
+        self.weight = local_parameter([t for t in tensors if t.is_gemm_weight], axis.rank, axis.size, dtype)
         self.bias = local_parameter(biases, axis.rank, axis.size, dtype) if biases else None
 
     def forward(

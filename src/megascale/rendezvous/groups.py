@@ -184,8 +184,8 @@ def _new_group(
     """
     options = None
     if device.type == "cuda" and channels is not None:
-        options = torch_private.nccl_options(timeout, channels)
-    with torch_private.process_group_named(spec.name), torch_private.gloo_loop_shared():
+        options = torch_private.make_nccl_options(timeout, channels)
+    with torch_private.name_process_group(spec.name), torch_private.share_gloo_loop():
         group = dist.new_group(
             sorted(spec.ranks),
             timeout=timeout,
@@ -241,7 +241,7 @@ def shutdown(groups: Groups, failed: bool = False) -> None:
 
 
 def _leave(store: dist.Store, groups: Groups) -> None:
-    is_last = store.add("left", 1) == groups.grid.world
+    is_last = store.add("left", 1) == groups.grid.world_size
     if isinstance(store, ExternalStore):
         if is_last:
             store.remove_all()

@@ -161,13 +161,13 @@ def _abandon(store: dist.Store, error: BaseException, readers: tuple[int, int] |
 
 
 def _grid(parallel: ParallelConfig, world: int) -> Grid:
-    return Grid.of_world(world, parallel.tensor, parallel.pipeline, parallel.data, parallel.gpus_per_host)
+    return Grid.from_world_size(world, parallel.tensor, parallel.pipeline, parallel.data, parallel.gpus_per_host)
 
 
 def _channels(overlap: OverlapConfig) -> dict[str, int | None]:
     """Return the largest number of NCCL channels by kind of group; None leaves the choice to NCCL."""
-    channels: dict[str, int | None] = dict.fromkeys(DIRECTIONS, overlap.channels("pipeline"))
-    channels |= dict.fromkeys(("data_gather", "data_reduce"), overlap.channels("data"))
+    channels: dict[str, int | None] = dict.fromkeys(DIRECTIONS, overlap.max_channels("pipeline"))
+    channels |= dict.fromkeys(("data_gather", "data_reduce"), overlap.max_channels("data"))
     return channels
 
 
@@ -179,7 +179,7 @@ def _make_default_group(
     if device.type == "cuda":
         # After a time-out torch's watchdog sleeps four times as long before it ends the process: 60 s by default.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000")
-    with torch_private.gloo_loop_shared():
+    with torch_private.share_gloo_loop():
         dist.init_process_group(
             # No device is bound to the default group: see groups._new_group.
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -192,7 +192,7 @@ def _make_default_group(
 
 def _warm_default_group(groups: Groups) -> None:
     began = time.perf_counter()
-    if groups.grid.world > 1:
+    if groups.grid.world_size > 1:
         dist.all_reduce(torch.ones(1, device=groups.device))
         if groups.device.type == "cuda":
             torch.cuda.synchronize(groups.device)

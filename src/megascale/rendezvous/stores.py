@@ -21,7 +21,7 @@ from torch.distributed import DistError, DistStoreError, HashStore, Store, TCPSt
 
 from megascale.config import RendezvousConfig
 from megascale.config.registry import Registry
-from megascale.core.ports import LISTENER
+from megascale.core.ports import STORE_LISTENER_VARIABLE
 from megascale.errors import ConfigError, TrainingError, missing_extra
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def open_tcp_store(request: StoreRequest) -> Store:
         # The older server does not wake ranks that wait for a key made by compare_set.
         raise ConfigError("USE_LIBUV=0 selects torch's older TCPStore server, which loses wake-ups; unset USE_LIBUV")
     serves = request.rank == 0 and not has_agent_store()
-    inherited = os.environ.pop(LISTENER, None)  # the launcher may have opened the listener
+    inherited = os.environ.pop(STORE_LISTENER_VARIABLE, None)  # the launcher may have opened the listener
     listener = None
     if is_loopback(host):
         stay_on_loopback()

@@ -43,7 +43,7 @@ def list_shapes(config: Config, tensor: int, dtype: torch.dtype) -> list[Attenti
     for layer in range(model.layers):
         window = model.layer_window(layer)
         windows[None if window is None or window >= S else window] = None
-    heads, kv_heads = model.heads // tensor, model.kv // tensor
+    heads, kv_heads = model.heads // tensor, model.num_kv_heads // tensor
     return [
         AttentionShape(S, config.train.micro_batch, heads, kv_heads, model.head_size, window, dtype)
         for window in windows

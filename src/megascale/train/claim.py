@@ -34,7 +34,10 @@ def take_run_locks(config: Config) -> list[RunLock]:
         # A node with a run folder of its own shares this folder with other nodes, also with nodes that are cut off.
         folders.append(checkpoints.resolve())
     with contextlib.ExitStack() as stack:
-        locks = [stack.enter_context(run_lock.take(folder, "megascale train", grace_period)) for folder in folders]
+        locks = [
+            stack.enter_context(run_lock.acquire_trainer_lock(folder, "megascale train", grace_period))
+            for folder in folders
+        ]
         stack.pop_all()
     for lock in locks:
         if lock.warning:
@@ -80,7 +83,7 @@ def record_refusal(config: Config, message: str) -> None:
     lock = None
     if rank == "0":
         try:
-            lock = run_lock.take(folder.path, "a start that failed", 0.0)
+            lock = run_lock.acquire_trainer_lock(folder.path, "a start that failed", 0.0)
         except MegascaleError:
             return
     with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ import torch
 from megascale import checkpoint
 from megascale.config import Config, from_tree
 from megascale.core.events import Event
-from megascale.core.flops import parameters
+from megascale.core.flops import count_parameters
 from megascale.core.inventory import logical_shapes
 from megascale.data.tokenizer import convert_tokenizer
 from megascale.data.tokenizer.base import Tokenizer
@@ -22,9 +22,9 @@ from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import complete_folder, write_folder
 from megascale.model.huggingface.families import family_for
 from megascale.model.huggingface.generation_config import (
-    end_ids,
+    export_token_ids,
+    list_end_ids,
     load_generation_config,
-    token_ids,
     write_generation_config,
 )
 from megascale.model.huggingface.import_model import read_folder
@@ -91,7 +91,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
         run_folder.create()
     except OSError as error:
         raise ConfigError(f"--out={run} cannot be created: {error.strerror}") from None
-    tokenizer, tokenizer_notes = convert_tokenizer.import_tokenizer(folder, run, end_ids(source.generation))
+    tokenizer, tokenizer_notes = convert_tokenizer.import_tokenizer(folder, run, list_end_ids(source.generation))
     notes = [*source.notes, *tokenizer_notes]
     if tokenizer is not None and tokenizer.vocab_size > model.vocab:
         notes.append(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {model.vocab}")
@@ -116,7 +116,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     run_folder.append_event(Event.IMPORTED, family=source.family.name, source=str(folder), notes=notes)
     # Last, because a folder with config.toml counts as a run.
     run_folder.accept(config, identity)
-    return Conversion(run, source.family.name, parameters(model), tokenizer is not None, notes)
+    return Conversion(run, source.family.name, count_parameters(model), tokenizer is not None, notes)
 
 
 def export_model(
@@ -155,11 +155,11 @@ def export_model(
     torch_dtype = EXPORT_DTYPES[dtype]
     checkpoints = find_checkpoints(run, config)
     shapes = logical_shapes(model)
-    total = parameters(model) * torch_dtype.itemsize
+    total = count_parameters(model) * torch_dtype.itemsize
     exported_tokenizer, notes = _find_tokenizer(run, config, step) if tokenizer else (None, [])
     generation = load_generation_config(run)
     end_of_document = exported_tokenizer[1].end_of_document if exported_tokenizer is not None else None
-    ids = token_ids(generation, end_of_document, model.vocab)
+    ids = export_token_ids(generation, end_of_document, model.vocab)
 
     def write(source: int) -> None:
         written = 0
@@ -208,7 +208,7 @@ def export_model(
             was_removed = step is None and source not in checkpoint.steps(checkpoints)
             if not was_removed or time.monotonic() > deadline:
                 raise
-    return Conversion(out, chosen_family.name, parameters(model), exported_tokenizer is not None, notes)
+    return Conversion(out, chosen_family.name, count_parameters(model), exported_tokenizer is not None, notes)
 
 
 def _find_tokenizer(run: Path, config: Config, step: int | None) -> tuple[tuple[Path, Tokenizer] | None, list[str]]:

@@ -127,7 +127,7 @@ class Engine:
         tensor = engine_axes.make_axis(self.runtime, groups, "tensor", grid.tensor, coordinate.tensor)
         self.tensor, tensor_overlap = engine_axes.choose_tensor_overlap(tensor, config, self.dtype, device)
         self.active |= tensor_overlap | engine_axes.describe_overlaps(layout, device)
-        self.world = engine_axes.make_axis(self.runtime, groups, "world", grid.world, rank)
+        self.world = engine_axes.make_axis(self.runtime, groups, "world", grid.world_size, rank)
         axes = engine_axes.make_axes(self.runtime, groups, layout, rank, self.tensor)
 
         gathers_in_float8 = self._choose_gather_precision()
@@ -175,7 +175,7 @@ class Engine:
         """Return whether data-parallel ranks gather the matrices of linear layers as float8; record the choice."""
         config, data_size = self.config, self.layout.grid.data
         gathers_in_float8 = gathers_float8(config.parallel, config.train.linear_precision, data_size)
-        if LINEAR_PRECISIONS[config.train.linear_precision].gathered is None:
+        if LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is None:
             return gathers_in_float8
         requested, precision = config.parallel.gather_precision, config.train.precision
         if gathers_in_float8:
@@ -195,8 +195,8 @@ class Engine:
         linear_precision = config.train.linear_precision
         # These matrices get buckets of their own also where they are gathered in their own type: sums over shards are
         # then the same to the bit.
-        has_own_buckets = LINEAR_PRECISIONS[linear_precision].gathered is not None and grid.data > 1
-        for number, layers in enumerate(self.layout.chunks_of(stage)):
+        has_own_buckets = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is not None and grid.data > 1
+        for number, layers in enumerate(self.layout.stage_layers(stage)):
             global_chunk = schedule.global_chunk(stage, number)
             is_last = global_chunk == schedule.chunks - 1
             # On a single stage the embedding exists once: the first chunk's buffers hold it and its gradient.
@@ -222,7 +222,7 @@ class Engine:
         tokens = config.model.sequence_length * config.train.micro_batch
         for chunk in self.chunks:
             with self.runtime.kernels.as_current():
-                chunk.linears.check(chunk.matrices(), tokens, self.device)
+                chunk.linears.check(chunk.linear_weights(), tokens, self.device)
         if any(chunk.linears.collects_amax for chunk in self.chunks):
             self.runtime.kernels.amaxes = AmaxSlots()
 
@@ -322,7 +322,7 @@ class Engine:
         receive, whose sender may at that moment load a kernel and wait for its own transfer. So all kernels are loaded
         before the first transfer.
         """
-        self.runtime.calls.at(b"kernels")
+        self.runtime.calls.set_action(b"kernels")
         model, train = self.config.model, self.config.train
         tokens = torch.zeros(model.sequence_length, train.micro_batch, dtype=torch.int64, device=self.device)
         context = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
@@ -345,9 +345,9 @@ class Engine:
     def start_gather(self) -> None:
         """Begin the schedule's first gather. Call it before the batch is read, so that both overlap."""
         recorder, chunk = self.runtime.recorder, self.pipeline.first_gather
-        recorder.begin(SpanKind.GATHER_PARAMS, chunk)
+        recorder.begin_action(SpanKind.GATHER_PARAMS, chunk)
         self.data_parallel.start_gather(chunk)
-        recorder.end()
+        recorder.end_action()
 
     @with_engine_kernels
     def step(
@@ -381,9 +381,9 @@ class Engine:
         self._finish_gradients(step)
         scalars = self._collect_scalars(loss, stop, take_read_checksum())
         recorder = self.runtime.recorder
-        recorder.begin(SpanKind.CHECKPOINT_STALL)
+        recorder.begin_action(SpanKind.CHECKPOINT_STALL)
         before_update()
-        recorder.end()
+        recorder.end_action()
         grad_norm, summed = self._update(learning_rate, step, scalars, has_next_step)
         for hook in self.after_update_hooks:
             hook(step)
@@ -451,11 +451,11 @@ class Engine:
     def _finish_gradients(self, step: int) -> None:
         """Wait for the reductions of gradients, then call the hooks that look at them."""
         recorder, calls = self.runtime.recorder, self.runtime.calls
-        calls.at(b"reduce")
-        recorder.begin(SpanKind.FINISH_REDUCTIONS)
+        calls.set_action(b"reduce")
+        recorder.begin_action(SpanKind.FINISH_REDUCTIONS)
         self.data_parallel.finish_reductions()
-        recorder.end()
-        calls.at(b"optimizer")
+        recorder.end_action()
+        calls.set_action(b"optimizer")
         if self.before_update_hooks:
             self.data_parallel.finish_tied()
         for hook in tuple(self.before_update_hooks):
@@ -492,12 +492,12 @@ class Engine:
             # The next step's schedule begins with a gather. It is armed now, and its buckets leave as they are updated.
             on_updated = self.data_parallel.gather_under_update(self.pipeline.first_gather)
         recorder = self.runtime.recorder
-        recorder.begin(SpanKind.OPTIMIZER)
+        recorder.begin_action(SpanKind.OPTIMIZER)
         grad_norm, summed = self.optimizer.step(
             learning_rate, step, scalars, on_updated, self.data_parallel.finish_tied
         )
         self.data_parallel.end_update()
-        recorder.end()
+        recorder.end_action()
         assert summed is not None
         return grad_norm, summed
 

@@ -109,15 +109,15 @@ class HostPauses:
         """Record the pauses since the last call as pauses of the step that ends."""
         wait_ns = self._read_wait_ns() - self._wait_at_begin_ns
         if wait_ns:
-            recorder.counted(SpanKind.PROCESSOR_WAIT, 1, wait_ns, wait_ns)
+            recorder.record_count(SpanKind.PROCESSOR_WAIT, 1, wait_ns, wait_ns)
         if self._count:
-            recorder.counted(SpanKind.GARBAGE_PAUSE, self._count, self._total_ns, self._longest_ns)
+            recorder.record_count(SpanKind.GARBAGE_PAUSE, self._count, self._total_ns, self._longest_ns)
             self._count = 0
             self._total_ns = 0
             self._longest_ns = 0
         retries = self._count_retries()
         if retries > self._retries:
-            recorder.counted(SpanKind.ALLOCATOR_RETRY, retries - self._retries)
+            recorder.record_count(SpanKind.ALLOCATOR_RETRY, retries - self._retries)
         self._retries = retries
 
     def close(self) -> None:

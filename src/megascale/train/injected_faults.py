@@ -229,7 +229,7 @@ class FaultInjector:
             read = batches(first)
 
             def read_batch(i: int) -> Any:
-                self.engine.runtime.calls.reads(child)
+                self.engine.runtime.calls.begin_data_wait(child)
                 os.read(data_pipe, 1)  # blocks for ever: the pipe's other end stays open here without a writer
                 return read(i)
 

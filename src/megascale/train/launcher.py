@@ -17,11 +17,17 @@ from types import FrameType
 from megascale.config import Config
 from megascale.core import run_lock
 from megascale.core.layout import Layout
-from megascale.core.ports import LISTENER
-from megascale.core.preflight import CAME, CHECKED, Share, preflight, wave
+from megascale.core.ports import STORE_LISTENER_VARIABLE
+from megascale.core.preflight import (
+    CHECKED_VARIABLE,
+    IMPORTED_PIPE_VARIABLE,
+    HostShare,
+    check_host,
+    max_concurrent_imports,
+)
 from megascale.core.python_command import module_command
-from megascale.core.terminal import end_signals
-from megascale.core.untrusted_files import read_end
+from megascale.core.terminal import termination_signals
+from megascale.core.untrusted_files import read_tail
 from megascale.data.loader import host_loader
 from megascale.errors import (
     EXIT_BAD_DATA,
@@ -86,7 +92,7 @@ def check_host_fits(layout: Layout, *, holds_model: bool = True, saves_checkpoin
 
     Raises FitError if it does not, ConfigError for train.device=cuda without a GPU.
     """
-    config, world = layout.config, layout.grid.world
+    config, world = layout.config, layout.grid.world_size
     has_gpus = False
     if config.train.device != "cpu":
         import torch
@@ -94,7 +100,10 @@ def check_host_fits(layout: Layout, *, holds_model: bool = True, saves_checkpoin
         has_gpus = torch.cuda.device_count() > 0
         if config.train.device == "cuda" and not has_gpus:
             raise ConfigError("train.device=cuda but this host has no CUDA device; use --train.device=cpu or auto")
-    preflight(layout, Share(world, 0, world, gpus=has_gpus, model=holds_model, keeps=saves_checkpoints))
+    check_host(
+        layout,
+        HostShare(world, 0, world, uses_gpus=has_gpus, has_model=holds_model, writes_checkpoints=saves_checkpoints),
+    )
 
 
 def launch(
@@ -118,11 +127,11 @@ def launch(
     at the same time on few cores each take as long as all of them.
     """
     check_host_fits(layout, holds_model=holds_model, saves_checkpoints=saves_checkpoints)
-    config, world = layout.config, layout.grid.world
-    run_lock.check(config.run_folder)  # one message, before any process starts
+    config, world = layout.config, layout.grid.world_size
+    run_lock.check_available(config.run_folder)  # one message, before any process starts
     (config.run_folder / "logs").mkdir(parents=True, exist_ok=True)
     job = _LocalJob(module_command(program, *arguments), world, config.run_folder / "logs")
-    handlers = {number: signal.signal(number, job.pass_signal) for number in end_signals()}
+    handlers = {number: signal.signal(number, job.pass_signal) for number in termination_signals()}
     loader: host_loader.StartedLoader | None = None
     try:
         loader = host_loader.start_loader(layout, first_rank=0, ranks=world)
@@ -159,7 +168,7 @@ class _LocalJob:
             "MASTER_PORT": str(self._listener.getsockname()[1]),
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
-            CHECKED: "1",
+            CHECKED_VARIABLE: "1",
         }
         self.ranks: list[subprocess.Popen[bytes]] = []
         self._interruptions: list[float] = []
@@ -194,7 +203,7 @@ class _LocalJob:
             with open(self._logs / f"rank-{rank}.log", "ab") as log_file:
                 return self._start_process(variables, log_file.fileno(), subprocess.STDOUT, ())
         descriptor = self._listener.fileno()
-        process = self._start_process(variables | {LISTENER: str(descriptor)}, None, None, (descriptor,))
+        process = self._start_process(variables | {STORE_LISTENER_VARIABLE: str(descriptor)}, None, None, (descriptor,))
         self._listener.close()
         return process
 
@@ -251,7 +260,7 @@ class _LocalJob:
             return
         lines = [f"rank {rank} was the first to end, with {_describe_exit(code)}"]
         log_file = self._logs / f"rank-{rank}.log"
-        tail = read_end(log_file).splitlines()[-_TAIL_LINES:] if rank > 0 else []
+        tail = read_tail(log_file).splitlines()[-_TAIL_LINES:] if rank > 0 else []
         if tail:
             lines[0] += f"; the end of {log_file}:"
             lines += [f"  {line}" for line in tail]
@@ -274,10 +283,10 @@ class _Waves:
     def __init__(self, ranks: Sequence[subprocess.Popen[bytes]], interruptions: Sequence[float]) -> None:
         self._ranks = ranks
         self._interruptions = interruptions
-        self._size = wave(os.cpu_count() or 1)
+        self._size = max_concurrent_imports(os.cpu_count() or 1)
         self._imported = 0
         self._read_end, self.write_end = os.pipe()
-        self.environment = {CAME: str(self.write_end)}
+        self.environment = {IMPORTED_PIPE_VARIABLE: str(self.write_end)}
 
     def wait(self) -> None:
         """Wait until less than a wave of ranks is importing, a rank has failed, or the launch is interrupted."""

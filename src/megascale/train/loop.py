@@ -14,12 +14,12 @@ from megascale import checkpoint
 from megascale.checkpoint import setting_changes
 from megascale.checkpoint.object_collectives import Peers
 from megascale.core.events import Event
-from megascale.core.flops import CONVENTION, device_peak, mfu
+from megascale.core.flops import CONVENTION, device_peak_tflops, mfu
 from megascale.core.layout import Layout
 from megascale.core.spans import SpanKind
 from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
-from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, kind_of, named
+from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, error_class_name, make_error
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
@@ -98,7 +98,7 @@ class Trainer:
         self.consumed_samples = 0
         self.trained_tokens = 0
         self.tokens_per_sample = config.model.sequence_length
-        self.peak_flops = config.observe.peak_tflops or device_peak(find_device_kind(device))
+        self.peak_flops = config.observe.peak_tflops or device_peak_tflops(find_device_kind(device))
         self.groups: Groups | None = None
         self.folder = RunFolder(config.run_folder)
         self.attempt = self.folder.next_attempt()  # all ranks take rank 0's number
@@ -162,7 +162,7 @@ class Trainer:
             self.config, rank=info.rank, world=info.world, local_rank=info.local_rank, device=info.device
         )
         resources.callback(self._leave_groups)
-        packed_refusal = (kind_of(refusal), str(refusal)) if refusal is not None else None
+        packed_refusal = (error_class_name(refusal), str(refusal)) if refusal is not None else None
         leader_facts = (self.attempt, self.config.train.precision, packed_refusal)
         self.attempt, leader_precision, leader_refusal = Peers().broadcast(
             leader_facts, tuple[int, str, tuple[str, str] | None]
@@ -170,7 +170,7 @@ class Trainer:
         if refusal is not None:
             return refusal
         if leader_refusal is not None:
-            return named(*leader_refusal)
+            return make_error(*leader_refusal)
         return self._compare_precision(leader_precision)
 
     def _compare_precision(self, leader_precision: str) -> MegascaleError | None:
@@ -195,7 +195,7 @@ class Trainer:
             checkpoints = config.checkpoint.location or self.folder.checkpoints
             earlier_choices = attention_choice.read_choices(self.folder.path, checkpoints, config.checkpoint.resume)
         self.engine = Engine(self.layout, self.groups, info.device, earlier_choices)
-        shards = [checkpoint.TensorShard(*parts) for parts in self.engine.optimizer.logical()]
+        shards = [checkpoint.TensorShard(*parts) for parts in self.engine.optimizer.logical_tensors()]
         self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
         self.checkpoint_policy = CheckpointPolicy(config.checkpoint, self.checkpointer, self.reporter)
         self.origin = Origin(config, self.folder, self.checkpointer.peers)
@@ -415,7 +415,7 @@ class Trainer:
         )
         self.clock.stop()
         self.pauses.record(recorder)
-        recorder.step_ended()
+        recorder.end_step()
         self.telemetry.end_step()
         self.ending.in_step = False
         # The results of the previous step arrived long ago, so that the GPU does not idle while they are read.
@@ -433,7 +433,7 @@ class Trainer:
 
     def _begin_step(self, step: int) -> None:
         self.telemetry.begin_step(step)
-        self.engine.runtime.recorder.step_begins(step)
+        self.engine.runtime.recorder.begin_step(step)
         self.pauses.begin_step()
         self.ending.in_step = True
         if self.fault_injector is not None:
@@ -442,11 +442,11 @@ class Trainer:
     def _read_micro_batch(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return micro-batch `i` of this data-parallel rank's samples of the step, and record the wait for it."""
         calls, recorder = self.engine.runtime.calls, self.engine.runtime.recorder
-        calls.reads()
+        calls.begin_data_wait()
         mark = recorder.mark()
         micro_batch = self._read_rows(i)
-        recorder.waited(mark, SpanKind.DATA_WAIT)
-        calls.has_read()
+        recorder.record_wait(mark, SpanKind.DATA_WAIT)
+        calls.end_data_wait()
         return micro_batch
 
     def _before_update(self) -> None:
@@ -467,11 +467,11 @@ class Trainer:
 
     def _collect_garbage(self, step: int) -> None:
         recorder = self.engine.runtime.recorder
-        recorder.begin(SpanKind.GARBAGE)
+        recorder.begin_action(SpanKind.GARBAGE)
         self.pauses.is_planned = True
         self.garbage.collect(step)
         self.pauses.is_planned = False
-        recorder.end()
+        recorder.end_action()
 
     def _pend_step(self, step: int, rate: float, result: StepResult) -> None:
         """Count a step whose operations are queued, and keep its results until they are read."""
@@ -585,9 +585,9 @@ class Trainer:
             "attention": self.engine.attention_choices,
         }
         recorder = self.engine.runtime.recorder
-        recorder.begin(SpanKind.CHECKPOINT_SAVE)
+        recorder.begin_action(SpanKind.CHECKPOINT_SAVE)
         self.checkpoint_policy.save(self.step, state, persist, last)
-        recorder.end()
+        recorder.end_action()
         if not self.config.checkpoint.background:
             self.clock.pause()
 
@@ -603,7 +603,7 @@ class Trainer:
         self._read_pending_step()
         self.status.update("evaluate", self.step)
         recorder = self.engine.runtime.recorder
-        recorder.begin(SpanKind.EVALUATE)
+        recorder.begin_action(SpanKind.EVALUATE)
         evaluation = evaluate_file(self.engine, self.config, prefix, self.config.train.eval_samples)
         record = {
             "step": self.step,
@@ -617,7 +617,7 @@ class Trainer:
                 self.callbacks.report_evaluation(evaluation)
                 evaluation = evaluate_file(self.engine, self.config, prefix)
             record |= {"valid_whole_loss": evaluation.loss, "valid_whole_tokens": evaluation.tokens}
-        recorder.end()
+        recorder.end_action()
         if evaluation.bits_per_byte is not None:
             record["valid_bits_per_byte"] = evaluation.bits_per_byte
         self.reporter.write_metrics(record)

@@ -11,7 +11,7 @@ import torch
 
 from megascale.config import Config
 from megascale.core.layout import Layout
-from megascale.core.preflight import CAME, CHECKED, Share, preflight
+from megascale.core.preflight import CHECKED_VARIABLE, IMPORTED_PIPE_VARIABLE, HostShare, check_host
 from megascale.errors import ConfigError
 
 _VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # with their defaults
@@ -95,7 +95,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 def _report_imported() -> None:
     """Report to a launcher that starts ranks in waves that this rank has imported its modules."""
-    descriptor = os.environ.pop(CAME, "")
+    descriptor = os.environ.pop(IMPORTED_PIPE_VARIABLE, "")
     if descriptor.isdecimal():
         with contextlib.suppress(OSError):
             os.write(int(descriptor), b".")
@@ -107,17 +107,17 @@ def check_local_ranks(layout: Layout, rank_info: RankInfo, *, saves_checkpoints:
 
     The check is skipped if the process that started the ranks (`megascale train`, a driver) has made it.
     """
-    if rank_info.local_rank or os.environ.get(CHECKED) or os.environ.get("MEGASCALE_NODE"):
+    if rank_info.local_rank or os.environ.get(CHECKED_VARIABLE) or os.environ.get("MEGASCALE_NODE"):
         return
-    share = Share(
+    share = HostShare(
         rank_info.world,
         rank_info.rank - rank_info.local_rank,
         rank_info.local_world,
-        gpus=rank_info.device.type == "cuda",
-        keeps=saves_checkpoints,
-        running=True,
+        uses_gpus=rank_info.device.type == "cuda",
+        writes_checkpoints=saves_checkpoints,
+        is_running=True,
     )
-    preflight(layout, share)
+    check_host(layout, share)
 
 
 def count_threads(local_world: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from megascale.config import Config
 from megascale.core.events import Event
 from megascale.core.json_lines import append_record
-from megascale.errors import remedy
+from megascale.errors import describe_install
 from megascale.observe.metrics import JsonLines, MetricSink, SinkRequest, Terminal, has_tensorboard, open_sinks
 from megascale.train.run_folder import RunFolder
 
@@ -37,7 +37,9 @@ class Reporter:
         for sink in open_sinks(SinkRequest(self.folder.path, config, step)):
             self._sinks.append(sink)  # one by one, so that `close` sees them if the next one fails
         if observe.tensorboard and not has_tensorboard():
-            self.log_line(f"TensorBoard files are not written: the package is not installed; {remedy('tensorboard')}")
+            self.log_line(
+                f"TensorBoard files are not written: the package is not installed; {describe_install('tensorboard')}"
+            )
 
     def close(self) -> None:
         """Close the sinks."""

@@ -40,14 +40,14 @@ def restore_engine(
     changes: dict[str, object] = {"global_batch": config.train.micro_batch}
     if linear_precision is not None:
         try:
-            changes["linear_precision"] = LINEAR_PRECISIONS.check(linear_precision)
+            changes["linear_precision"] = LINEAR_PRECISIONS.validate_name(linear_precision)
         except ValueError as error:
             raise ConfigError(str(error)) from None
     train = config.train.model_copy(update=changes)
     # No update follows, so the default optimizer serves a run whose registered optimizer is unknown here.
     config = config.model_copy(update={"parallel": ParallelConfig(), "train": train, "optimizer": OptimizerConfig()})
     engine = Engine(lay_out(config, 1), None, torch_device)
-    shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical()]
+    shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical_tensors()]
     weights = [shard for shard in shards if shard.name.startswith("model.")]
     with engine.loading_weights():
         checkpoint.load(find_checkpoints(run, config), weights, step=step, accept=accept)

@@ -11,7 +11,7 @@ from typing import Any
 from megascale.config import Config, load
 from megascale.core import json_lines, strict_json
 from megascale.core.bounded_lines import RecordReader, parse_record, read_bounded_lines
-from megascale.core.events import Event, date_of
+from megascale.core.events import Event, format_time
 from megascale.core.untrusted_files import is_small_file, read_small_text
 from megascale.errors import DataError
 
@@ -49,12 +49,12 @@ class RunFolder:
     def append_event(self, event: Event, **details: Any) -> None:
         """Append a line to events.jsonl; it is on disk before this returns."""
         now = time.time()
-        record = {"time": now, "date": date_of(now), "event": event.value, "attempt": self.attempt, "rank": 0}
+        record = {"time": now, "date": format_time(now), "event": event.value, "attempt": self.attempt, "rank": 0}
         line = strict_json.dumps(record | details).encode() + b"\n"
         # Messages and evidence are private to this user, as the driver's journal is.
         descriptor = os.open(self.events, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            json_lines.append(descriptor, line)
+            json_lines.append_lines(descriptor, line)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -116,7 +116,7 @@ class RunFolder:
         """Drop metric and ledger lines of steps after `step`, which a resumed run writes again."""
         for file in (self.metrics, self.samples):
             if file.exists():
-                records = [r for r in read_records(file) if strict_json.number(r.get("step", 0)) <= step]
+                records = [r for r in read_records(file) if strict_json.to_float(r.get("step", 0)) <= step]
                 _replace_text(file, "".join(strict_json.dumps(record) + "\n" for record in records))
 
 

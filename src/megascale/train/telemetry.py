@@ -72,9 +72,9 @@ class Telemetry:
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=False)
         if not faulthandler.is_enabled():
             faulthandler.enable()  # a crash in native code writes its stack to stderr
-        self._calls = calls.Calls(status, rank, world)
+        self._calls = calls.CallLog(status, rank, world)
         for name, size in _list_groups(groups):
-            self._calls.register(name, size)
+            self._calls.register_group(name, size)
         self._runtime = runtime
         runtime.calls = self._calls
         self._pipe = status / f"rank-{rank}.ask"
@@ -91,7 +91,7 @@ class Telemetry:
     def begin_step(self, step: int) -> None:
         """Note that a step's first operation comes next."""
         self.status.update("train", step)
-        self._calls.step(step)
+        self._calls.begin_step(step)
         self._step_start = time.perf_counter()
         self._wait_at_start = self._calls.waited_seconds
 
@@ -103,7 +103,7 @@ class Telemetry:
     def close(self) -> None:
         """Close the files; their last contents remain."""
         self._is_open = False
-        self._runtime.calls = calls.NoCalls()
+        self._runtime.calls = calls.NullCallLog()
         if hasattr(signal, "SIGUSR2"):
             # A request may arrive at this moment: without a handler the signal would end the process.
             faulthandler.unregister(signal.SIGUSR2)
@@ -122,7 +122,7 @@ class Telemetry:
                 with open(self._pipe) as pipe:  # sleeps until a writer opens the pipe
                     pipe.read()
                 temporary = self._flight.with_suffix(".tmp")
-                temporary.write_text(torch_private.flight_records())
+                temporary.write_text(torch_private.dump_flight_recorder())
                 os.replace(temporary, self._flight)
             except Exception as error:
                 if not self._pipe.exists():
@@ -135,7 +135,7 @@ def _list_groups(groups: Groups | None) -> list[tuple[str, int]]:
     """Return the names and sizes of a rank's groups."""
     if groups is None:
         return []
-    sizes = [("world", groups.grid.world)]
+    sizes = [("world", groups.grid.world_size)]
     for name in _GROUP_NAMES:
         group = getattr(groups, name)
         if group is not None:

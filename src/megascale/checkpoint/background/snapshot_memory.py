@@ -273,7 +273,7 @@ def make_slots(count: int, size: int, index: CheckpointIndex) -> list[Slot]:
     signal when it touches the pages.
     """
     with _reserving, contextlib.ExitStack() as cleanup:
-        capacity = Capacity.here()
+        capacity = Capacity.measure()
         reserved = sum(memory.page_filler.remaining_bytes for memory in _memories)
         if capacity.memory is not None and count * size > capacity.memory - reserved:
             free = max(0, capacity.memory - reserved)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from megascale.core.failure import NO_ROOM
+from megascale.core.failure import DISK_FULL_ERRNOS
 from megascale.errors import TrainingError
 
 PAGE = 4096
@@ -84,7 +84,7 @@ def explain_save_error(error: Exception, storage: Storage, needed: int) -> Train
     Args:
         needed: bytes of the checkpoint.
     """
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
+    if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
         free = storage.free()
         room = f"{free:,} are free" if free is not None else "less is free"
         if free is not None and free >= needed:

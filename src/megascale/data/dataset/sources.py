@@ -26,7 +26,7 @@ from megascale.data.dataset.metered_files import (
     read_chunks,
     unpacking,
 )
-from megascale.errors import DataError, remedy
+from megascale.errors import DataError, describe_install
 
 _LINES = (".jsonl", ".ndjson", ".jsonlines")
 # Limits of single objects in memory. A small compressed file may hold gigabytes without a line's end.
@@ -397,7 +397,7 @@ def _arrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f"parquet files need the package pyarrow; {remedy('formats')}") from None
+        raise DataError(f"parquet files need the package pyarrow; {describe_install('formats')}") from None
     return pyarrow
 
 

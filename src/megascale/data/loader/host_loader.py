@@ -38,7 +38,7 @@ from megascale.data.loader.host_plan import (
 )
 from megascale.data.loader.loader_service import PLAN, SEGMENT
 from megascale.data.loader.ring import Ring
-from megascale.errors import MegascaleError, TrainingError, named
+from megascale.errors import MegascaleError, TrainingError, make_error
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply, peer_credentials
 from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation, private_base_folder
@@ -141,7 +141,7 @@ def connect_loader(folder: Path) -> Conversation:
     try:
         return host_service.connect_service(service, _launch(folder), FROM_READER, FROM_LOADER, seconds=_START_SECONDS)
     except ServiceFailed as error:
-        raise named(error.kind, str(error)) from None
+        raise make_error(error.kind, str(error)) from None
     except OSError as error:
         raise TrainingError(
             f"the data loader of this host does not start ({error}); the last lines of its log "
@@ -248,7 +248,7 @@ class LoaderReader:
                 answer = loader.receive()
                 if isinstance(answer, ErrorReply):
                     loader.close()
-                    raise named(answer.kind, answer.error)
+                    raise make_error(answer.kind, answer.error)
                 self._map(loader.files)
                 self.generation = answer.generation
                 loader.send(Seated(self.base))
@@ -284,7 +284,7 @@ class LoaderReader:
                 return
             try:
                 if isinstance(message, ErrorReply):
-                    raise named(message.kind, message.error)
+                    raise make_error(message.kind, message.error)
                 self._loader.close()
                 self._loader = self._join()
                 log.warning("rank %d reads from generation %d of the data loader", self.rank, self.generation)

@@ -25,7 +25,7 @@ from pathlib import Path
 from megascale.data.dataset.samples import hash_ids
 from megascale.data.loader import ring as rings
 from megascale.data.loader.host_plan import FROM_LOADER, FROM_READER, SERVICE, Attach, Attached, HostPlan, Seated
-from megascale.errors import MegascaleError, kind_of
+from megascale.errors import MegascaleError, error_class_name
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply
 from megascale.services.host_service import ReadySignal, ServiceLocation
@@ -100,7 +100,7 @@ class LoaderService:
                     continue
                 self._fill_slot(stream)
         except MegascaleError as error:
-            self._fail(str(error), kind_of(error))
+            self._fail(str(error), error_class_name(error))
         except Exception as error:
             log.exception("the loader failed")
             self._fail(f"the data loader failed: {type(error).__name__}: {error}", "TrainingError")
@@ -299,7 +299,7 @@ def main() -> None:
     try:
         serve(arguments.folder, arguments.parent, ready)
     except MegascaleError as error:
-        ready.send(ErrorReply(str(error)[:2000], kind_of(error)))
+        ready.send(ErrorReply(str(error)[:2000], error_class_name(error)))
         sys.exit(error.exit_code)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.settings import GELU, GELU_OUT, Family, Keys, asks, no_windows, plain_heads
-from megascale.model.huggingface.tensor_names import Weight, linear
+from megascale.model.huggingface.settings import GELU, GELU_OUT, ConfigKeys, Family, asks, no_windows, plain_heads
+from megascale.model.huggingface.tensor_names import StoredWeight, linear_weights
 
 
-def read(keys: Keys) -> dict[str, Any]:
+def read(keys: ConfigKeys) -> dict[str, Any]:
     """See Family.read."""
     keys.only("scale_attn_weights", True, "scores without the usual scale cannot be represented", default=True)
     keys.only("scale_attn_by_inverse_layer_idx", False, "scores scaled by layer cannot be represented", default=False)
@@ -59,23 +59,23 @@ def faults(model: ModelConfig) -> list[str]:
     return asks(model, "GPT-2", wanted) + plain_heads(model, "GPT-2") + no_windows(model, "GPT-2")
 
 
-def weights(model: ModelConfig) -> list[Weight]:
+def weights(model: ModelConfig) -> list[StoredWeight]:
     """See Family.weights."""
     table = [
-        Weight("transformer.wte.weight", ("embedding.token.weight",)),
-        Weight("transformer.wpe.weight", ("embedding.position.weight",)),
+        StoredWeight("transformer.wte.weight", ("embedding.token.weight",)),
+        StoredWeight("transformer.wpe.weight", ("embedding.position.weight",)),
     ]
     for i in range(model.layers):
         there, here = f"transformer.h.{i}", f"layers.{i}"
         qkv = [f"{here}.attention.{part}" for part in ("query", "key", "value")]
-        table += linear(f"{there}.ln_1", f"{here}.norm1")
-        table += linear(f"{there}.attn.c_attn", *qkv, transposed=True)
-        table += linear(f"{there}.attn.c_proj", f"{here}.attention.output", transposed=True)
-        table += linear(f"{there}.ln_2", f"{here}.norm2")
-        table += linear(f"{there}.mlp.c_fc", f"{here}.mlp.in", transposed=True)
-        table += linear(f"{there}.mlp.c_proj", f"{here}.mlp.out", transposed=True)
-    table += linear("transformer.ln_f", "norm")
-    return table if model.tied_embeddings else [*table, Weight("lm_head.weight", ("head.weight",))]
+        table += linear_weights(f"{there}.ln_1", f"{here}.norm1")
+        table += linear_weights(f"{there}.attn.c_attn", *qkv, transposed=True)
+        table += linear_weights(f"{there}.attn.c_proj", f"{here}.attention.output", transposed=True)
+        table += linear_weights(f"{there}.ln_2", f"{here}.norm2")
+        table += linear_weights(f"{there}.mlp.c_fc", f"{here}.mlp.in", transposed=True)
+        table += linear_weights(f"{there}.mlp.c_proj", f"{here}.mlp.out", transposed=True)
+    table += linear_weights("transformer.ln_f", "norm")
+    return table if model.tied_embeddings else [*table, StoredWeight("lm_head.weight", ("head.weight",))]
 
 
 GPT2 = Family(
@@ -83,9 +83,9 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     prefix="transformer.",
     head="lm_head.weight",
-    read=read,
+    read_config=read,
     write=write,
     faults=faults,
-    weights=weights,
+    list_weights=weights,
     buffers=r"\.attn\.(bias|masked_bias)$",
 )

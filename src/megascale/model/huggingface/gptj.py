@@ -8,18 +8,18 @@ from megascale.config import ModelConfig
 from megascale.model.huggingface.settings import (
     GELU,
     GELU_OUT,
+    ConfigKeys,
     Family,
-    Keys,
     asks,
-    fraction_of,
     no_windows,
     plain_heads,
+    rotary_fraction_of,
     rotary_width,
 )
-from megascale.model.huggingface.tensor_names import Weight, linear
+from megascale.model.huggingface.tensor_names import StoredWeight, linear_weights
 
 
-def read(keys: Keys) -> dict[str, Any]:
+def read(keys: ConfigKeys) -> dict[str, Any]:
     """See Family.read."""
     hidden, heads = keys.need("n_embd", "hidden_size"), keys.need("n_head", "num_attention_heads")
     return {
@@ -33,7 +33,7 @@ def read(keys: Keys) -> dict[str, Any]:
         "norm_eps": keys.get("layer_norm_epsilon", default=1e-5),
         "activation": keys.choice("activation_function", GELU, "gelu_new"),
         "positions": "rotary",
-        "rotary_fraction": fraction_of(keys.need("rotary_dim"), hidden // heads),
+        "rotary_fraction": rotary_fraction_of(keys.need("rotary_dim"), hidden // heads),
         "rotary_interleaved": True,
         "attention_bias": False,
         "head_bias": True,
@@ -76,21 +76,21 @@ def faults(model: ModelConfig) -> list[str]:
     return asks(model, "GPT-J", wanted) + plain_heads(model, "GPT-J") + no_windows(model, "GPT-J")
 
 
-def weights(model: ModelConfig) -> list[Weight]:
+def weights(model: ModelConfig) -> list[StoredWeight]:
     """See Family.weights."""
-    table = [Weight("transformer.wte.weight", ("embedding.token.weight",))]
+    table = [StoredWeight("transformer.wte.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
         there, here = f"transformer.h.{i}", f"layers.{i}"
-        table += linear(f"{there}.ln_1", f"{here}.norm1")
+        table += linear_weights(f"{there}.ln_1", f"{here}.norm1")
         for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
-            table += linear(f"{there}.attn.{name}_proj", f"{here}.attention.{part}", bias=False)
-        table += linear(f"{there}.attn.out_proj", f"{here}.attention.output", bias=False)
-        table += linear(f"{there}.mlp.fc_in", f"{here}.mlp.in")
-        table += linear(f"{there}.mlp.fc_out", f"{here}.mlp.out")
-    table += linear("transformer.ln_f", "norm")
+            table += linear_weights(f"{there}.attn.{name}_proj", f"{here}.attention.{part}", bias=False)
+        table += linear_weights(f"{there}.attn.out_proj", f"{here}.attention.output", bias=False)
+        table += linear_weights(f"{there}.mlp.fc_in", f"{here}.mlp.in")
+        table += linear_weights(f"{there}.mlp.fc_out", f"{here}.mlp.out")
+    table += linear_weights("transformer.ln_f", "norm")
     if not model.tied_embeddings:
-        table.append(Weight("lm_head.weight", ("head.weight",)))
-    return [*table, Weight("lm_head.bias", ("head.bias",))]
+        table.append(StoredWeight("lm_head.weight", ("head.weight",)))
+    return [*table, StoredWeight("lm_head.bias", ("head.bias",))]
 
 
 GPTJ = Family(
@@ -98,9 +98,9 @@ GPTJ = Family(
     architecture="GPTJForCausalLM",
     prefix="transformer.",
     head="lm_head.weight",
-    read=read,
+    read_config=read,
     write=write,
     faults=faults,
-    weights=weights,
+    list_weights=weights,
     buffers=r"\.attn\.(bias|masked_bias|embed_positions)$",
 )

@@ -18,8 +18,8 @@ from megascale.core.untrusted_files import is_plain_name, read_bounded
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.families import FAMILIES
 from megascale.model.huggingface.generation_config import import_generation_config
-from megascale.model.huggingface.settings import Family, Keys
-from megascale.model.huggingface.tensor_names import Weight, split
+from megascale.model.huggingface.settings import ConfigKeys, Family
+from megascale.model.huggingface.tensor_names import StoredWeight, split_weight
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -29,7 +29,7 @@ _JSON_BYTES = 64 << 20  # of config.json, or of the list of tensors: a million o
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedModel:
     """What a folder holds.
 
     Attributes:
@@ -47,7 +47,7 @@ class Imported:
     notes: list[str]
 
 
-def read_folder(folder: Path) -> Imported:
+def read_folder(folder: Path) -> ImportedModel:
     """Read a model's configuration and tensors.
 
     Raises DataError if the folder is not a model, is of an unknown family, has a setting without a counterpart here
@@ -60,7 +60,7 @@ def read_folder(folder: Path) -> Imported:
             f"{folder / 'config.json'} has model_type={str(name)[:100]!r}; the families that can be imported are "
             f"{', '.join(FAMILIES)}"
         )
-    family, keys = FAMILIES[name], Keys(settings, str(folder / "config.json"))
+    family, keys = FAMILIES[name], ConfigKeys(settings, str(folder / "config.json"))
     if keys.get("quantization_config") is not None:
         raise keys.refuse(
             "quantization_config",
@@ -83,7 +83,7 @@ def read_folder(folder: Path) -> Imported:
     if keys.get("auto_map") is not None:
         keys.notes.append("auto_map names code of the model's own; it is left out, as transformers does unless told")
     try:
-        model = from_tree({"model": family.read(keys)}).model
+        model = from_tree({"model": family.read_config(keys)}).model
     except ConfigError as error:
         raise DataError(f"{keys.source} makes no model here: {error}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -92,7 +92,7 @@ def read_folder(folder: Path) -> Imported:
     keys.notes += files.notes
     if model.layers > len(files):
         raise DataError(f"{keys.source} has {model.layers} layers, but the folder holds {len(files)} tensors in all")
-    weights = family.weights(model)
+    weights = family.list_weights(model)
     _check_names(files, family, model, weights)
     shapes = logical_shapes(model)
     tensors: dict[str, Tensor] = {}
@@ -104,9 +104,9 @@ def read_folder(folder: Path) -> Imported:
                 f"{folder}: {weight.name} is {list(stored.shape)}, but by config.json it should be {list(wanted)}; "
                 "the configuration and the weights are not of one model"
             )
-        tensors |= split(weight, stored)
+        tensors |= split_weight(weight, stored)
     generation, notes = import_generation_config(folder, settings)
-    return Imported(family, model, tensors, generation, keys.notes + notes)
+    return ImportedModel(family, model, tensors, generation, keys.notes + notes)
 
 
 class Files:
@@ -210,7 +210,7 @@ class Files:
         return DataError(f"{self.folder / file} cannot be read ({error}); it is missing or damaged: get it again")
 
 
-def _check_names(files: Files, family: Family, model: ModelConfig, weights: list[Weight]) -> None:
+def _check_names(files: Files, family: Family, model: ModelConfig, weights: list[StoredWeight]) -> None:
     """DataError unless the files hold the family's tensors, all and no other."""
     wanted = {weight.name for weight in weights}
     missing = sorted(wanted - set(files))

@@ -7,15 +7,15 @@ from functools import partial
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.settings import Family, Keys, asks, no_windows, windows
-from megascale.model.huggingface.tensor_names import Weight, linear
+from megascale.model.huggingface.settings import ConfigKeys, Family, asks, no_windows, windows
+from megascale.model.huggingface.tensor_names import StoredWeight, linear_weights
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _KV_HEADS = {"mistral": 8, "qwen2": 32}
 _TITLES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 
 
-def read(keys: Keys, family: str) -> dict[str, Any]:
+def read(keys: ConfigKeys, family: str) -> dict[str, Any]:
     """See Family.read."""
     hidden, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
     # Only Llama's classes know attention_bias and mlp_bias; the others pass over them.
@@ -50,7 +50,7 @@ def read(keys: Keys, family: str) -> dict[str, Any]:
     return model | _windows_in(keys, family, model["layers"])
 
 
-def _windows_in(keys: Keys, family: str, layers: int) -> dict[str, Any]:
+def _windows_in(keys: ConfigKeys, family: str, layers: int) -> dict[str, Any]:
     if family == "mistral":
         # The class's own default is a window; a null in the file means none.
         window = keys.values.get("sliding_window", 4096)
@@ -80,7 +80,7 @@ def write(model: ModelConfig, family: str) -> dict[str, Any]:
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
         "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv,
+        "num_key_value_heads": model.num_kv_heads,
         "intermediate_size": model.ffn,
         "max_position_embeddings": model.sequence_length,
         "rms_norm_eps": model.norm_eps,
@@ -133,22 +133,22 @@ def faults(model: ModelConfig, family: str) -> list[str]:
     return found
 
 
-def weights(model: ModelConfig, family: str) -> list[Weight]:
+def weights(model: ModelConfig, family: str) -> list[StoredWeight]:
     """See Family.weights."""
     bias = family == "llama" and (model.attention_bias or model.out_bias)
-    table = [Weight("model.embed_tokens.weight", ("embedding.token.weight",))]
+    table = [StoredWeight("model.embed_tokens.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
         there, here = f"model.layers.{i}", f"layers.{i}"
-        table += linear(f"{there}.input_layernorm", f"{here}.norm1", bias=False)
+        table += linear_weights(f"{there}.input_layernorm", f"{here}.norm1", bias=False)
         for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
             part = f"{here}.attention.{part}"
-            table += linear(f"{there}.self_attn.{name}_proj", part, bias=bias or family == "qwen2")
-        table += linear(f"{there}.self_attn.o_proj", f"{here}.attention.output", bias=bias)
-        table += linear(f"{there}.post_attention_layernorm", f"{here}.norm2", bias=False)
+            table += linear_weights(f"{there}.self_attn.{name}_proj", part, bias=bias or family == "qwen2")
+        table += linear_weights(f"{there}.self_attn.o_proj", f"{here}.attention.output", bias=bias)
+        table += linear_weights(f"{there}.post_attention_layernorm", f"{here}.norm2", bias=False)
         for name, part in (("gate_proj", "gate"), ("up_proj", "in"), ("down_proj", "out")):
-            table += linear(f"{there}.mlp.{name}", f"{here}.mlp.{part}", bias=model.mlp_bias)
-    table += linear("model.norm", "norm", bias=False)
-    return table if model.tied_embeddings else [*table, Weight("lm_head.weight", ("head.weight",))]
+            table += linear_weights(f"{there}.mlp.{name}", f"{here}.mlp.{part}", bias=model.mlp_bias)
+    table += linear_weights("model.norm", "norm", bias=False)
+    return table if model.tied_embeddings else [*table, StoredWeight("lm_head.weight", ("head.weight",))]
 
 
 def _family(name: str, architecture: str) -> Family:
@@ -157,10 +157,10 @@ def _family(name: str, architecture: str) -> Family:
         architecture=architecture,
         prefix="model.",
         head="lm_head.weight",
-        read=partial(read, family=name),
+        read_config=partial(read, family=name),
         write=partial(write, family=name),
         faults=partial(faults, family=name),
-        weights=partial(weights, family=name),
+        list_weights=partial(weights, family=name),
         buffers=r"rotary_emb\.inv_freq$",
     )
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.config.base import DEEP
+from megascale.config.base import MAX_LAYERS
 from megascale.errors import DataError
-from megascale.model.huggingface.tensor_names import Weight
+from megascale.model.huggingface.tensor_names import StoredWeight
 
 _SHOWN = 200  # characters of a value in a message
 
@@ -47,14 +47,14 @@ class Family:
     architecture: str
     prefix: str
     head: str
-    read: Callable[[Keys], dict[str, Any]]
+    read_config: Callable[[ConfigKeys], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
     faults: Callable[[ModelConfig], list[str]]
-    weights: Callable[[ModelConfig], list[Weight]]
+    list_weights: Callable[[ModelConfig], list[StoredWeight]]
     buffers: str
 
 
-class Keys:
+class ConfigKeys:
     """A config.json; every error names it, the key and its value. `notes` collects what is worth telling a person."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
@@ -83,9 +83,9 @@ class Keys:
     def layers(self, *names: str) -> int:
         """The number of layers, as `need`; bounded before anything is made for each of them."""
         count = self.need(*names)
-        if count > DEEP:
+        if count > MAX_LAYERS:
             name = next(n for n in names if self.values.get(n) is not None)
-            raise self.refuse(name, count, f"models have up to {DEEP} layers here")
+            raise self.refuse(name, count, f"models have up to {MAX_LAYERS} layers here")
         return count
 
     def refuse(self, name: str, value: object, why: str) -> DataError:
@@ -143,7 +143,7 @@ class Keys:
         return {"positions": "rotary", "rotary_base": float(base), "rotary_fraction": float(share)}
 
 
-def fraction_of(width: int, size: int) -> float:
+def rotary_fraction_of(width: int, size: int) -> float:
     """The share of a head of `size` that int(share x size) turns back into `width`."""
     share = width / size
     return share if int(share * size) == width else math.nextafter(share, 2.0)
@@ -168,8 +168,10 @@ def asks(model: ModelConfig, family: str, wanted: Mapping[str, Sequence[Any]]) -
 def plain_heads(model: ModelConfig, family: str) -> list[str]:
     """What is wrong for a family whose heads all have keys and values and together are as wide as the model."""
     faults = []
-    if model.kv != model.heads:
-        faults.append(f"model.kv_heads={model.kv} for model.heads={model.heads}, and {family} has no grouped queries")
+    if model.num_kv_heads != model.heads:
+        faults.append(
+            f"model.kv_heads={model.num_kv_heads} for model.heads={model.heads}, and {family} has no grouped queries"
+        )
     if model.head_size * model.heads != model.hidden:
         faults.append(
             f"model.head_dim={model.head_size} x model.heads={model.heads} is not model.hidden={model.hidden}, "

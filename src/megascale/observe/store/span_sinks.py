@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from megascale.config.parts import SPAN_SINKS, SinkFacts
 from megascale.config.registry import Registry
-from megascale.errors import ConfigError, missing_extra, remedy
+from megascale.errors import ConfigError, describe_install, missing_extra
 from megascale.observe.store.parquet import ParquetWriter, sql_text
 from megascale.observe.store.spool import Segment
 
@@ -72,7 +72,7 @@ def check_installed(names: Sequence[str]) -> None:
         for package in _PACKAGES.get(name, ()):
             if find_spec(package) is None:
                 raise ConfigError(
-                    f"observe.span_sinks={name} needs the package {package}, which is not installed; {remedy(name)}, "
+                    f"observe.span_sinks={name} needs the package {package}, which is not installed; {describe_install(name)}, "
                     "or leave the sink out"
                 )
 
@@ -125,7 +125,7 @@ class _SinkGroup:
     def _sink(self, setting: str) -> SegmentSink:
         if setting not in self._sinks:
             name, _, address = setting.partition("=")
-            SPAN_SINKS.check(name)  # imports the package that registers it
+            SPAN_SINKS.validate_name(name)  # imports the package that registers it
             self._sinks[setting] = KINDS[name](self._folder, address)
         return self._sinks[setting]
 

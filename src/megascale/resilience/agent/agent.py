@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.background import keep_running, log_failure
-from megascale.core.failure import errno_of, keep_no_bytecode
-from megascale.core.ports import free_port
+from megascale.core.failure import disable_bytecode_cache, find_errno
+from megascale.core.ports import find_free_port
 from megascale.core.python_command import module_command
-from megascale.core.terminal import end_signals, keep_working
+from megascale.core.terminal import keep_working, termination_signals
 from megascale.errors import MegascaleError
 from megascale.observe.hang.evidence import collect
 from megascale.observe.hang.scene import Scene
@@ -86,7 +86,7 @@ class Agent:
         self.trainers.start_server()
         self.lease.start()
         loop = asyncio.get_running_loop()
-        for number in end_signals():
+        for number in termination_signals():
             loop.add_signal_handler(number, self.ended.set)
         loops = {
             "the link to the driver": self.link.run,
@@ -186,7 +186,7 @@ class Agent:
             log.info("memory is not trusted: ended checkpoint services %s", pids)
         codes = {worker.rank: worker.code for worker in self.trainers.workers()}
         # The port is excluded from the next offers: if another process takes it before its use, the next one differs.
-        port = free_port(self.address, self._offered_ports)
+        port = find_free_port(self.address, self._offered_ports)
         self._offered_ports.append(port)
         self.link.send_message(do="stopped", attempt=self.trainers.attempt, order=order.order, port=port, codes=codes)
 
@@ -206,7 +206,7 @@ class Agent:
         try:
             self.trainers.start(order, self.address, self.link.token)
         except OSError as error:
-            return f"could not start the trainers: {error}", errno_of(error)
+            return f"could not start the trainers: {error}", find_errno(error)
         self.state = order.state
         self.telemetry.follow_attempt(order)
         return "", 0
@@ -292,7 +292,7 @@ def serve(node: str, folder: Path, address: str, pod: str) -> None:
     """Run the agent of a node until the driver ends it or a signal does (SIGTERM, SIGINT, SIGHUP)."""
     keep_working()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    keep_no_bytecode()
+    disable_bytecode_cache()
     folder.mkdir(parents=True, exist_ok=True)
 
     async def run() -> None:

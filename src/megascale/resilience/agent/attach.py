@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megascale.core.interfaces import address_of, address_towards
+from megascale.core.interfaces import find_local_address, get_interface_address
 from megascale.core.python_command import module_command
 from megascale.errors import MegascaleError
 from megascale.resilience.agent.node_folder import (
@@ -98,7 +98,7 @@ def serve_request(request: dict[str, Any]) -> None:
 
 
 def _find_address(interface: str, driver: str) -> str:
-    return address_of(interface) if interface else address_towards(driver)
+    return get_interface_address(interface) if interface else find_local_address(driver)
 
 
 def _start_agent(folder: Path, node: str, address: str, request: dict[str, Any]) -> subprocess.Popen[bytes]:

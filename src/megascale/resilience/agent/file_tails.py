@@ -147,9 +147,9 @@ class MetricsTail:
 def _parse_step(line: bytes) -> StepFigures | None:
     """Return the metrics of a training step, None for other records, damaged lines and parts of lines."""
     try:
-        record = strict_json.loads(line, most=_METRICS_CHUNK)
-        step = strict_json.number(record["step"])
-        seconds = strict_json.number(record["seconds"])
+        record = strict_json.loads(line, max_bytes=_METRICS_CHUNK)
+        step = strict_json.to_float(record["step"])
+        seconds = strict_json.to_float(record["seconds"])
         loss = float(record["loss"])
         grad_norm = float(record["grad_norm"])
     except (ValueError, KeyError, TypeError, OverflowError):

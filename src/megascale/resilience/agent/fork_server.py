@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Sequence
 
 from megascale.core import terminal
-from megascale.core.failure import errno_of, keep_no_bytecode, words_of
+from megascale.core.failure import describe_error, disable_bytecode_cache, find_errno
 from megascale.core.openmp import sleep_at_barriers
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
@@ -95,7 +95,7 @@ class ForkServer:
                 importlib.import_module(name)
         except BaseException as error:
             tail = _to_utf8(traceback.format_exc()[-4000:])
-            self._send(Broken(_to_utf8(words_of(error)[:2000]), errno_of(error), tail))
+            self._send(Broken(_to_utf8(describe_error(error)[:2000]), find_errno(error), tail))
             raise
 
     def _send(self, message: Message) -> None:
@@ -127,7 +127,7 @@ class ForkServer:
         code = 1
         try:
             die_with_parent(server)
-            keep_no_bytecode()
+            disable_bytecode_cache()
             os.setsid()
             self._release_in_child()
             _set_up_rank(order)
@@ -168,7 +168,7 @@ class ForkServer:
 
 def report_exception(pipe: int, error: BaseException) -> None:
     """Write the exception that ends this child to the server's pipe."""
-    message = LastWords(os.getpid(), errno_of(error), _to_utf8(words_of(error)[:1000]))
+    message = LastWords(os.getpid(), find_errno(error), _to_utf8(describe_error(error)[:1000]))
     data = framed(FROM_CHILD, message)
     assert len(data) <= select.PIPE_BUF, "larger messages are not written atomically"
     with contextlib.suppress(OSError):

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from megascale.core.background import FailureLog
-from megascale.core.gpu_names import gpu_names
-from megascale.core.xid import FATAL_XIDS, LOST, RECOVERY
+from megascale.core.gpu_names import visible_gpu_names
+from megascale.core.xid import FATAL_XIDS, NVML_RECOVERY_ACTIONS, OFF_BUS_XID
 from megascale.resilience.protocol.heartbeat import GpuReport
 
 log = logging.getLogger("megascale.agent")
@@ -124,7 +124,7 @@ class GpuHealth:
         recovery = query.read_recovery_action()
         assert self._xids is not None
         if query.is_lost:
-            self._xids.record(index, LOST)  # A GPU that fell off the bus may send no event.
+            self._xids.record(index, OFF_BUS_XID)  # A GPU that fell off the bus may send no event.
         return GpuReport(
             index,
             _decode(name) or "unknown",
@@ -163,7 +163,7 @@ class _GpuQuery:
         if not values or values[0].nvmlReturn != self._nvml.NVML_SUCCESS:
             return ""
         number = int(values[0].value.uiVal)
-        return RECOVERY.get(number, f"recovery action {number}") if number else ""
+        return NVML_RECOVERY_ACTIONS.get(number, f"recovery action {number}") if number else ""
 
 
 class XidWatch:
@@ -264,7 +264,7 @@ def _decode(text: Any) -> str:
 def _find_visible_gpus(nvml: Any) -> dict[int, Any]:
     """Return {index: handle} of this node's GPUs, which CUDA_VISIBLE_DEVICES selects among the machine's."""
     count = nvml.nvmlDeviceGetCount()
-    names = gpu_names(count)
+    names = visible_gpu_names(count)
     uuids = tuple(name for name in names if name.startswith("GPU-"))
     handles = {}
     for index in range(count):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import ResilienceConfig
-from megascale.core.interfaces import address_of, address_towards
+from megascale.core.interfaces import find_local_address, get_interface_address
 from megascale.core.secrets import JOB_SECRET_VARIABLE, take_job_secret
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.resilience.agent import node_health
@@ -126,7 +126,7 @@ def join_job(
         ConfigError: the driver refuses, or has another secret.
         TrainingError: no driver answers in time.
     """
-    own_address = address_of(interface) if interface and not address else address
+    own_address = get_interface_address(interface) if interface and not address else address
     if own_address:
         _check_own_address(own_address)
     admission = asyncio.run(_request_admission(driver_addresses, job, secret, node, own_address, timeout, report))
@@ -192,7 +192,7 @@ async def _request_admission(
             host, port = driver
             try:
                 async with asyncio.timeout(_ANSWER_TIMEOUT):
-                    own_address = address or address_towards(host)
+                    own_address = address or find_local_address(host)
                     offer = await _request_offer(driver, secret, fields | {"address": own_address})
                 return _Admission(driver, own_address, offer)
             except ProtocolError as error:

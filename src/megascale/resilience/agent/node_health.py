@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megascale.core.gpu_names import gpu_names
+from megascale.core.gpu_names import visible_gpu_names
 from megascale.resilience.protocol.heartbeat import NetworkTraffic
 
 log = logging.getLogger("megascale.agent")
@@ -182,4 +182,4 @@ def _memory_bytes() -> int:
 def gpu_count() -> int:
     """Return the number of NVIDIA GPUs that this process may use, from device files and CUDA_VISIBLE_DEVICES."""
     devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
-    return len(gpu_names(len(devices)))
+    return len(visible_gpu_names(len(devices)))

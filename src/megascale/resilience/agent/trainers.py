@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megascale.core.background import FailureLog
-from megascale.core.failure import room
-from megascale.core.interfaces import interface_of
+from megascale.core.failure import free_bytes
+from megascale.core.interfaces import find_interface
 from megascale.core.ports import is_loopback
 from megascale.core.python_command import module_command
 from megascale.core.secrets import REPLICA_VARIABLE
@@ -351,7 +351,7 @@ class Trainers:
         """Return {folder: free bytes} of the disks that trainers write to, {} unless a trainer has failed."""
         if not any(trainer.status for trainer in self.trainers.values()):
             return {}
-        return room([self.run, self.run / "logs", self.run / "checkpoints", tempfile.gettempdir(), "/dev/shm"])
+        return free_bytes([self.run, self.run / "logs", self.run / "checkpoints", tempfile.gettempdir(), "/dev/shm"])
 
     def _update(self, trainer: TrainerProcess) -> None:
         """Read the status file of a rank."""
@@ -415,7 +415,7 @@ def _network_variables(address: str) -> dict[str, str]:
 
     By default both use the interface of the host's name or the first one, which other nodes may not reach.
     """
-    interface = "" if is_loopback(address) else interface_of(address)
+    interface = "" if is_loopback(address) else find_interface(address)
     if not interface:
         return {}
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

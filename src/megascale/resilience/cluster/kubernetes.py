@@ -22,7 +22,7 @@ from typing import Any
 from megascale.config import Config
 from megascale.core.background import keep_running, log_failure
 from megascale.core.events import Event
-from megascale.core.interfaces import address_towards
+from megascale.core.interfaces import find_local_address
 from megascale.errors import ConfigError, TrainingError
 from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo, configured_gpus, format_address
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
@@ -395,7 +395,7 @@ def own_address(api: KubernetesApi) -> str:
     if address:
         return address
     try:
-        return address_towards(api.host)
+        return find_local_address(api.host)
     except OSError:
         return "0.0.0.0"
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from megascale.config import KubernetesConfig
 from megascale.core.background import FailureLog
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 
 log = logging.getLogger("megascale.driver")
 REQUEST_RATE = 40.0  # requests per second
@@ -85,7 +85,9 @@ class KubernetesApi:
         try:
             from kubernetes import client, config
         except ImportError:
-            raise ConfigError(f"cluster kubernetes needs the official client: {remedy('kubernetes')}") from None
+            raise ConfigError(
+                f"cluster kubernetes needs the official client: {describe_install('kubernetes')}"
+            ) from None
         configuration = client.Configuration()
         try:
             if not settings.kubeconfig and not settings.context and (_IN_POD / "token").exists():

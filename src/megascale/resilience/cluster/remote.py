@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.background import keep_running, log_failure
-from megascale.core.interfaces import address_towards
+from megascale.core.interfaces import find_local_address
 from megascale.core.python_command import module_command
 from megascale.core.secrets import PASSWORD_VARIABLE, REPLICA_VARIABLE
 from megascale.resilience.cluster.base import NO_REASONS, Cluster, ClusterRequest, NodeInfo
@@ -378,7 +378,7 @@ class RemoteCluster(Cluster):
         if listen not in ("0.0.0.0", "::"):
             return driver
         try:
-            return address_towards(host.address or host.host), port
+            return find_local_address(host.address or host.host), port
         except OSError:  # The name, or the route to it, may be known to ssh only.
             return os.uname().nodename, port
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megascale.config import Config
 from megascale.config.text_files import read_text
-from megascale.core.interfaces import address_towards
+from megascale.core.interfaces import find_local_address
 from megascale.core.ports import is_loopback
 from megascale.errors import ConfigError
 from megascale.resilience.cluster.base import ClusterRequest
@@ -113,12 +113,12 @@ def _own_address(hosts: Sequence[Host], ssh: str, is_required: bool) -> str:
 
 def _address_towards(host: Host, ssh: str) -> str:
     try:
-        return address_towards(host.address or host.host)
+        return find_local_address(host.address or host.host)
     except OSError:  # The name may be defined in ssh's configuration only.
         command = [*split_command(ssh), "-G", host.host]
         settings = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
         name = re.search(r"^hostname (\S+)$", settings, re.MULTILINE)
-        return address_towards(name[1] if name else host.host)
+        return find_local_address(name[1] if name else host.host)
 
 
 # The hosts file -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from megascale.core.ports import free_port
+from megascale.core.ports import find_free_port
 from megascale.core.python_command import module_command
 from megascale.resilience.diagnose.check import SelfCheck, absent_hardware, failed_check
 
@@ -35,7 +35,7 @@ def check_all_to_all() -> Iterator[SelfCheck]:
 def exchange(world: int, device: str = "cuda", size: int = _BYTES) -> SelfCheck:
     """Run an all-to-all of `size` bytes among `world` processes on "cuda" (NCCL) or "cpu" (gloo)."""
     module = "megascale.resilience.diagnose.alltoall"
-    port = free_port("127.0.0.1")
+    port = find_free_port("127.0.0.1")
     processes = []
     for rank in range(world):
         command = module_command(module, str(rank), str(world), str(port), device, str(size))

@@ -46,15 +46,17 @@ class Placement:
 
     def groups(self, axis: str) -> list[Ints]:
         """NICs of each group of the axis, in ring order (ascending rank, as NCCL's rings follow hosts)."""
-        ranks = np.arange(self.grid.world).reshape(self.grid.pipeline, self.grid.data, self.grid.tensor)
+        ranks = np.arange(self.grid.world_size).reshape(self.grid.pipeline, self.grid.data, self.grid.tensor)
         moved = np.moveaxis(ranks, ("pipeline", "data", "tensor").index(axis), -1)
         return list(self.nic(moved.reshape(-1, self.grid.size(axis))))
 
     def group_numbers(self, axis: str, ranks: Sequence[int]) -> Ints:
         """[n] numbers, as `groups` counts, of the groups that these ranks are in; ConfigError for no such rank."""
         rank_array = np.asarray(ranks, np.int64)
-        if rank_array.size and (rank_array.min() < 0 or rank_array.max() >= self.grid.world):
-            raise ConfigError(f"ranks {rank_array.min()} to {rank_array.max()}: the job has 0 to {self.grid.world - 1}")
+        if rank_array.size and (rank_array.min() < 0 or rank_array.max() >= self.grid.world_size):
+            raise ConfigError(
+                f"ranks {rank_array.min()} to {rank_array.max()}: the job has 0 to {self.grid.world_size - 1}"
+            )
         order = ("pipeline", "data", "tensor")
         shape = tuple(self.grid.size(a) for a in order)
         coordinates = dict(zip(order, np.unravel_index(rank_array, shape), strict=True))
@@ -66,13 +68,13 @@ class Placement:
 
 def data_near(grid: Grid, topology: Topology, seed: int) -> Ints:
     """Machines in the order of their leaf switches: data-parallel neighbours share a set (paper section 3.6)."""
-    return np.arange(grid.hosts)
+    return np.arange(grid.host_count)
 
 
 def replicas_near(grid: Grid, topology: Topology, seed: int) -> Ints:
     """Place all stages of a replica next to each other. Pipeline neighbours share a set, data rings leave it."""
     replicas_per_host = max(1, grid.ranks_per_host // grid.tensor)  # data-parallel ranks of a stage on one host
-    if grid.data % replicas_per_host or grid.hosts != grid.pipeline * grid.data // replicas_per_host:
+    if grid.data % replicas_per_host or grid.host_count != grid.pipeline * grid.data // replicas_per_host:
         raise FitError(
             f"placement replicas needs data={grid.data} to divide into hosts of {replicas_per_host} data-parallel "
             "ranks; use --placement data"
@@ -83,7 +85,7 @@ def replicas_near(grid: Grid, topology: Topology, seed: int) -> Ints:
 
 def at_random(grid: Grid, topology: Topology, seed: int) -> Ints:
     """Any free machines, as a scheduler that knows no switches gives them."""
-    return np.random.default_rng(seed).permutation(topology.spec.hosts)[: grid.hosts]
+    return np.random.default_rng(seed).permutation(topology.spec.hosts)[: grid.host_count]
 
 
 def adversarial(grid: Grid, topology: Topology, seed: int) -> Ints:
@@ -97,7 +99,7 @@ def adversarial(grid: Grid, topology: Topology, seed: int) -> Ints:
         # Round-robin over the pod's sets.
         rank = np.array([np.sum(sets[:i] == sets[i]) for i in range(len(pod_hosts))])
         within[pod_hosts[np.lexsort((sets, rank))]] = np.arange(len(pod_hosts))
-    return hosts[np.lexsort((pods, within))][: grid.hosts]
+    return hosts[np.lexsort((pods, within))][: grid.host_count]
 
 
 STRATEGIES: dict[str, Callable[[Grid, Topology, int], Ints]] = {
@@ -118,10 +120,10 @@ def make_placement(grid: Grid, topology: Topology, strategy: str = "data", seed:
             f"parallel.gpus_per_host={grid.ranks_per_host} but fabric {spec.name!r} has nics={spec.nics} a host; "
             "give each rank a NIC"
         )
-    if grid.hosts > spec.hosts:
+    if grid.host_count > spec.hosts:
         raise FitError(
-            f"{grid.world} ranks need {grid.hosts} hosts, fabric {spec.name!r} has hosts={spec.hosts}; "
-            f"use --gpus {spec.hosts * grid.ranks_per_host} at most, or --set hosts={grid.hosts}"
+            f"{grid.world_size} ranks need {grid.host_count} hosts, fabric {spec.name!r} has hosts={spec.hosts}; "
+            f"use --gpus {spec.hosts * grid.ranks_per_host} at most, or --set hosts={grid.host_count}"
         )
     if strategy in STRATEGIES:
         hosts = STRATEGIES[strategy](grid, topology, seed)
@@ -140,9 +142,9 @@ def checked(placement: Placement, topology: Topology) -> Placement:
             f"placement {placement.name!r} uses machine {hosts[counts > 1][0]} {counts.max()} times; each runs one "
             "host of the job"
         )
-    if len(placement.hosts) != placement.grid.hosts:
+    if len(placement.hosts) != placement.grid.host_count:
         raise DataError(
-            f"placement {placement.name!r} has {len(placement.hosts)} hosts, the job {placement.grid.hosts}"
+            f"placement {placement.name!r} has {len(placement.hosts)} hosts, the job {placement.grid.host_count}"
         )
     if hosts[0] < 0 or hosts[-1] >= topology.spec.hosts:
         raise DataError(
