@@ -18,22 +18,22 @@ from megascale.errors import TrainingError
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", sorted(torch_private.NAMES))
+@pytest.mark.parametrize("name", sorted(torch_private.PRIVATE_NAMES))
 def test_every_name_is_there(name: str) -> None:
     if name in torch_private.CUDA_ONLY and torch.version.cuda is None:
-        with pytest.raises(TrainingError, match=rf"{torch_private.NAMES[name][1]}.*tested with torch >= 2\.11"):
+        with pytest.raises(TrainingError, match=rf"{torch_private.PRIVATE_NAMES[name][1]}.*tested with torch >= 2\.11"):
             getattr(torch_private, name)
         return
-    assert getattr(torch_private, name) is torch_private.lookup(*torch_private.NAMES[name])
-    assert isinstance(torch_private.flight_records(), str)
+    assert getattr(torch_private, name) is torch_private.lookup(*torch_private.PRIVATE_NAMES[name])
+    assert isinstance(torch_private.dump_flight_recorder(), str)
 
 
 def test_flight_records_are_nccls_where_there_are_any_else_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"_dump_nccl_trace_json": b'{"pg_config":{}}', "_dump_fr_trace_json": '{"entries":[]}'}
     monkeypatch.setattr(torch_private, "lookup", lambda _, first, second: lambda: said[first])
-    assert torch_private.flight_records() == said["_dump_fr_trace_json"]
+    assert torch_private.dump_flight_recorder() == said["_dump_fr_trace_json"]
     said["_dump_nccl_trace_json"] = b'{"entries":[1]}'
-    assert torch_private.flight_records() == '{"entries":[1]}'
+    assert torch_private.dump_flight_recorder() == '{"entries":[1]}'
 
 
 def test_a_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_a_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_scaled_mm")
     with pytest.raises(TrainingError) as caught:
         _ = torch_private.scaled_mm
-    for word in (torch.__version__, "torch._scaled_mm", *torch_private.TESTED):
+    for word in (torch.__version__, "torch._scaled_mm", *torch_private.TESTED_RELEASES):
         assert word in str(caught.value)
     with pytest.raises(AttributeError, match="no attribute 'scaled'"):
         _ = torch_private.scaled
@@ -49,11 +49,11 @@ def test_a_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_function_with_other_arguments_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     original = distributed_c10d._process_group_name
-    with torch_private.process_group_named("ours"):
+    with torch_private.name_process_group("ours"):
         assert distributed_c10d._process_group_name([0], use_hashed_name=False) == "ours"
     assert distributed_c10d._process_group_name is original
     monkeypatch.setattr(distributed_c10d, "_process_group_name", lambda ranks: "")
-    with pytest.raises(TrainingError, match="use_hashed_name"), torch_private.process_group_named("ours"):
+    with pytest.raises(TrainingError, match="use_hashed_name"), torch_private.name_process_group("ours"):
         pass
 
 
@@ -66,7 +66,7 @@ def test_gloo_groups_share_one_event_loop(tmp_path: Path, monkeypatch: pytest.Mo
         return distributed_c10d.ProcessGroupGloo(store, 0, 1, timeout=timedelta(seconds=7))
 
     original = distributed_c10d.ProcessGroupGloo
-    with torch_private.gloo_loop_shared():
+    with torch_private.share_gloo_loop():
         first = group(0)  # which makes the loop, unless another test of this process has
         before = threads()
         others = [group(number) for number in range(1, 4)]
@@ -78,13 +78,13 @@ def test_gloo_groups_share_one_event_loop(tmp_path: Path, monkeypatch: pytest.Mo
         assert isinstance(each, original)
         assert each.options._timeout == timedelta(seconds=7)
     monkeypatch.delattr(original, "create_default_device")
-    with pytest.raises(TrainingError, match="create_default_device"), torch_private.gloo_loop_shared():
+    with pytest.raises(TrainingError, match="create_default_device"), torch_private.share_gloo_loop():
         pass
 
 
 def test_the_range_is_the_one_that_is_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    oldest, below = torch_private.TESTED
+    oldest, below = torch_private.TESTED_RELEASES
     assert f"torch>={oldest},<{below}" in project["dependencies"]
     assert f"OLDEST := torch=={oldest}." in (ROOT / "Makefile").read_text()
 
@@ -143,7 +143,7 @@ def test_an_autograd_function_that_is_called_directly_is_one_like_any_other():
 
         return Scaled
 
-    plain, direct = made(), torch_private.called_directly(made())
+    plain, direct = made(), torch_private.call_directly(made())
     x, results = torch.randn(5, requires_grad=True), []
     for function in (plain, direct):
         y, z = function.apply(x, 3.0, "a label")

@@ -324,7 +324,7 @@ def offers(preset: str, tensor: int, pipeline: int, data: int) -> Iterator[Any]:
     )
     layout = lay_out(config, world)
     for stage in range(pipeline):
-        cuts = [_flat_cuts(config, layout.chunks_of(stage), stage, t, tensor, pipeline, data) for t in range(tensor)]
+        cuts = [_flat_cuts(config, layout.stage_layers(stage), stage, t, tensor, pipeline, data) for t in range(tensor)]
         for d in range(data):
             for t in range(tensor):
                 yield make_offer(_boxes(cuts[t], d, data))
@@ -389,5 +389,5 @@ def _boxes(cuts: list[Any], rank: int, ranks: int) -> Iterator[Any]:
                 if a < b:
                     for box, _, _ in flat_boxes(piece.box, a, b):
                         yield f"model.{piece.name}", piece.shape, "float32", box
-                        for kept in OPTIMIZERS["adamw"].state(piece.name, piece.shape):
+                        for kept in OPTIMIZERS["adamw"].state_names(piece.name, piece.shape):
                             yield f"optimizer.{kept}.{piece.name}", piece.shape, "float32", box

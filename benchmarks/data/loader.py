@@ -59,13 +59,13 @@ def main(
     """
     from rich.console import Console
 
-    from megascale.core.preflight import TRAINER, check_processes
+    from megascale.core.preflight import TRAINER_BYTES, check_processes
 
     console = Console()
     unknown = set(source) - set(SOURCES)
     if unknown:
         raise typer.BadParameter(f"{unknown.pop()!r} is none of {', '.join(SOURCES)}")
-    check_processes("--ranks", ranks, TRAINER)
+    check_processes("--ranks", ranks, TRAINER_BYTES)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         result = measure(Path(place), source, ranks, batches, steps, repeat)
         _show(console, result)

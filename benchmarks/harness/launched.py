@@ -192,7 +192,8 @@ def weights(run: Path) -> dict[str, Any]:
     from megascale.train.restore import restore
 
     engine, _ = restore(run, device="cpu")
-    return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
+    tensors = engine.optimizer.logical_tensors()
+    return {name: tensor.clone() for name, _, _, tensor in tensors if name.startswith("model.")}
 
 
 class Steps:

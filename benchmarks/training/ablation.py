@@ -386,9 +386,9 @@ def _cells(one: dict[str, Any], peak: float | None) -> dict[str, str]:
 
 
 def _peak(record: dict[str, Any]) -> float | None:
-    from megascale.core.flops import device_peak
+    from megascale.core.flops import device_peak_tflops
 
-    peak = device_peak(record["device"])
+    peak = device_peak_tflops(record["device"])
     return None if peak is None else peak * 1e12
 
 

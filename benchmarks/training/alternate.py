@@ -134,7 +134,7 @@ def measure(
 
     from megascale.bench.train import gemm_rate
     from megascale.bench.training_runs import join, machine, random_rows
-    from megascale.core.flops import CONVENTION, device_peak, mfu
+    from megascale.core.flops import CONVENTION, device_peak_tflops, mfu
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
@@ -154,10 +154,10 @@ def measure(
         made += 1
         began, busy = time.perf_counter(), time.process_time()
         recorder = engine.runtime.recorder
-        recorder.step_begins(made)
+        recorder.begin_step(made)
         engine.start_gather()
         result = engine.step(lambda i: (rows[:-1], rows[1:]), made, 0.0, more=True)
-        recorder.step_ended()
+        recorder.end_step()
         garbage.after(made)
         loss, norm = float(result.loss), float(result.grad_norm)  # waits for the update
         return time.perf_counter() - began, time.process_time() - busy, loss, norm
@@ -191,7 +191,7 @@ def measure(
     if place.rank:
         return None
     about = machine(config)
-    peak = config.observe.peak_tflops or device_peak(about["device"])
+    peak = config.observe.peak_tflops or device_peak_tflops(about["device"])
     tokens = train.global_batch * model.sequence_length
 
     def share(one: Value) -> float | None:
@@ -240,7 +240,7 @@ def change(engine: Engine, key: str) -> Callable[[str], object]:
 
 def _timers(engine: Engine, key: str) -> Callable[[str], object]:
     """Puts timers in and out; what they write is taken over between turns, as the span service does on its own time."""
-    from megascale.core.spans import NoRecorder
+    from megascale.core.spans import Recorder
     from megascale.observe.store.span_ring import SpanRing
     from megascale.train.rank_timers import make_timers
 
@@ -252,7 +252,7 @@ def _timers(engine: Engine, key: str) -> Callable[[str], object]:
         if value not in made:
             off = key == "observe.timers" and value == "false"
             every = int(value) if key == "observe.spans" else 0
-            made[value] = NoRecorder() if off else make_timers(engine.device, ring, every)
+            made[value] = Recorder() if off else make_timers(engine.device, ring, every)
         engine.runtime.recorder = made[value]
 
     return set_to

@@ -98,9 +98,9 @@ def gemms_of(config: Config) -> list[Gemm]:
     """A layer's GEMMs on one tensor-parallel rank, as the model makes them."""
     model, t = config.model, config.parallel.tensor
     attended = model.heads * model.head_size // t
-    qkv = attended + 2 * model.kv * model.head_size // t
+    qkv = attended + 2 * model.num_kv_heads * model.head_size // t
     ffn = model.ffn // t
-    inside = ffn * (2 if model.gated else 1)
+    inside = ffn * (2 if model.has_gated_mlp else 1)
     if model.block == "parallel" and model.parallel_norms == 1:
         return [
             Gemm("QKV and MLP in", True, (model.hidden,), qkv + inside),

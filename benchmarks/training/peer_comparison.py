@@ -194,7 +194,7 @@ def recipe(name: str, config: Config, asked: str) -> str:
     from megascale.config.parts import LINEAR_PRECISIONS
 
     if asked == "auto":
-        return FLOAT8[name][0] if LINEAR_PRECISIONS[config.train.linear_precision].float8 != "none" else ""
+        return FLOAT8[name][0] if LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms != "none" else ""
     return "" if asked == "none" else asked
 
 
@@ -267,7 +267,7 @@ def make_job(
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,
-        "kv_heads": model.kv,
+        "kv_heads": model.num_kv_heads,
         "ffn": model.ffn,
         "vocab": model.padded_vocab,
         "sequence": model.sequence_length,
@@ -424,10 +424,10 @@ def show(record: dict[str, Any], config: Config, results: list[PeerResult]) -> N
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.core.flops import CONVENTION, device_peak
+    from megascale.core.flops import CONVENTION, device_peak_tflops
 
     console = Console(highlight=False)
-    peak = config.observe.peak_tflops or device_peak(record["device"])
+    peak = config.observe.peak_tflops or device_peak_tflops(record["device"])
     found = figures(config, record["processes"], peak, results)
     table = Table(box=box.SIMPLE_HEAD)
     for number, column in enumerate(("", "s/step", "spread", "tokens/s each", "MFU", "GiB", "ours over it")):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.config import Config, with_precision
+from megascale.config import Config, resolve_precision
 from megascale.config import load as load_config
 from megascale.errors import ConfigError, MegascaleError
 
@@ -85,14 +85,14 @@ def resolve(config: Config) -> Config:
 
 def describe(config: Config) -> RunDescription:
     """Sizes of a run here without starting it."""
-    from megascale.core.flops import flops_per_token, parameters
+    from megascale.core.flops import count_parameters, flops_per_token
 
-    config = with_precision(resolve(config), visible_gpus(config) > 0)
-    total = parameters(config.model)
+    config = resolve_precision(resolve(config), visible_gpus(config) > 0)
+    total = count_parameters(config.model)
     return RunDescription(
         config,
         total,
-        total - parameters(config.model, embeddings=False),
+        total - count_parameters(config.model, embeddings=False),
         flops_per_token(config.model).training,
         config.train.steps * config.train.global_batch * config.model.sequence_length,
     )
@@ -118,7 +118,7 @@ def train(config: Config) -> TrainResult:
     try:
         config = resolve(config)
         place = find_rank_info(config)
-        config = with_precision(config, has_bfloat16(place.device))
+        config = resolve_precision(config, has_bfloat16(place.device))
         lay_out(config, place.world)
         check_place(config, place, keeps=True)
     except MegascaleError as error:
@@ -179,7 +179,7 @@ def generate(
     The text ends after `tokens` tokens, at the tokenizer's end of a document, at an end of a text of the model that was
     imported, or before the first of the texts `stop`.
     """
-    from megascale.model.huggingface.generation_config import end_ids, load_generation_config
+    from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
     from megascale.train.device_choice import choose_device
     from megascale.train.generation import Sampling, generate_tokens, text_of
     from megascale.train.restore import restore_model
@@ -190,7 +190,7 @@ def generate(
         raise ConfigError("--stop is an empty text, which every text begins with; name the text to end before")
     config, _ = trained_config(Path(run), step)
     _, tokenizer = trained_tokenizer(Path(run), config, step)  # before the model, which may take a while to read
-    ends = {tokenizer.end_of_document, *end_ids(load_generation_config(Path(run)))}
+    ends = {tokenizer.end_of_document, *list_end_ids(load_generation_config(Path(run)))}
     model, _ = restore_model(Path(run), step=step, device=device)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, ends=ends)

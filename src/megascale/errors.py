@@ -41,19 +41,19 @@ class TrainingError(MegascaleError):
     """Training that cannot go on: a loss that is not a number, a full disk, a lost process (exit 1)."""
 
 
-def kind_of(error: MegascaleError) -> str:
+def error_class_name(error: MegascaleError) -> str:
     """Name of the class here that an error is of, for `named` in another process: it decides the exit code."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
 
 
-def named(kind: str, words: str) -> MegascaleError:
+def make_error(kind: str, words: str) -> MegascaleError:
     """The error of a class by its name, as another process told it; TrainingError where there is no such class."""
     found = globals().get(kind)
     return found(words) if isinstance(found, type) and issubclass(found, MegascaleError) else TrainingError(words)
 
 
 # Package of an extra -> the extra that installs it.
-EXTRAS = {
+PACKAGE_EXTRAS = {
     "matplotlib": "plots",
     "duckdb": "spans",
     "numba": "network",
@@ -72,12 +72,12 @@ EXTRAS = {
 def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
     """Return the error that names the extra of a missing optional package, or None for any other module."""
     package = (error.name or "").partition(".")[0]
-    if package not in EXTRAS:
+    if package not in PACKAGE_EXTRAS:
         return None
-    return ConfigError(f"the package {package} is not installed; {remedy(EXTRAS[package])}")
+    return ConfigError(f"the package {package} is not installed; {describe_install(PACKAGE_EXTRAS[package])}")
 
 
-def remedy(extra: str) -> str:
+def describe_install(extra: str) -> str:
     """How to get what an optional part of the package needs."""
     checkout = Path(__file__).parents[2]
     if (checkout / "pyproject.toml").exists():

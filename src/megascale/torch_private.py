@@ -21,11 +21,11 @@ import torch.distributed as dist
 from megascale.errors import TrainingError
 
 # At least the first, below the second, as pyproject.toml has it; `make test-oldest` tests the first.
-TESTED = ("2.11", "2.14")
+TESTED_RELEASES = ("2.11", "2.14")
 
 _C10D = "torch.distributed.distributed_c10d"
 # Our name: (module, name within it).
-NAMES: dict[str, tuple[str, str]] = {
+PRIVATE_NAMES: dict[str, tuple[str, str]] = {
     "abort_process_group": (_C10D, "_abort_process_group"),
     "assert_async": ("torch", "_assert_async"),
     "current_device": ("torch._C", "_cuda_getDevice"),
@@ -48,9 +48,9 @@ CUDA_ONLY = frozenset({"current_device", "current_raw_stream"})
 
 def __getattr__(name: str) -> Any:
     """The private name behind one of ours, kept: the next use finds it like any other of this module's."""
-    if name not in NAMES:
+    if name not in PRIVATE_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = lookup(*NAMES[name])
+    found = globals()[name] = lookup(*PRIVATE_NAMES[name])
     return found
 
 
@@ -73,14 +73,14 @@ def lookup(module: str, *names: str) -> Any:
 def _missing(what: str) -> TrainingError:
     return TrainingError(
         f"torch {torch.__version__} has no {what}, which this release of MegaScale uses; it is tested with torch >= "
-        f"{TESTED[0]} and < {TESTED[1]}: install one of those (constraints.txt pins one)"
+        f"{TESTED_RELEASES[0]} and < {TESTED_RELEASES[1]}: install one of those (constraints.txt pins one)"
     )
 
 
 Operator = TypeVar("Operator", bound=type[torch.autograd.Function])
 
 
-def called_directly(operator: Operator) -> Operator:
+def call_directly(operator: Operator) -> Operator:
     """Decorates an autograd function: its `apply` is C++'s, and its backward is what C++ calls.
 
     torch's own methods of Python between them look for functorch's transforms (vmap, jvp, grad), which such a function
@@ -93,7 +93,7 @@ def called_directly(operator: Operator) -> Operator:
     return operator
 
 
-def flight_records() -> str:
+def dump_flight_recorder() -> str:
     """What torch's flight recorder holds, as JSON: NCCL's calls where there are any, else gloo's, of which CUDA builds
     have another recorder."""
     text = ""
@@ -105,7 +105,7 @@ def flight_records() -> str:
     return text
 
 
-def nccl_options(timeout: timedelta, channels: int) -> Any:
+def make_nccl_options(timeout: timedelta, channels: int) -> Any:
     """Options of a NCCL group: how long a call may take, and the most channels (SMs) that one takes."""
     options = dist.ProcessGroupNCCL.Options()
     if not hasattr(options, "_timeout"):
@@ -116,7 +116,7 @@ def nccl_options(timeout: timedelta, channels: int) -> Any:
 
 
 @contextmanager
-def gloo_loop_shared() -> Iterator[None]:
+def share_gloo_loop() -> Iterator[None]:
     """Have the gloo groups made inside, here and in other such blocks of this process, share one event loop.
 
     torch gives each group devices of its own, and the thread of each looks for events a hundred times a second: ten
@@ -157,7 +157,7 @@ def _on_shared_devices(base: Any) -> Any:
 
 
 @contextmanager
-def process_group_named(name: str) -> Iterator[None]:
+def name_process_group(name: str) -> Iterator[None]:
     """Give the group made inside this name.
 
     With local synchronisation torch names a group by its members and by how many groups this process made before.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megascale.config import Config, load, load_command_line, reference
-from megascale.config.suggestions import _ALIASES, suggest
+from megascale.config.suggestions import _ALIASES, suggest_keys
 from megascale.errors import ConfigError
 
 KEYS = {f"{name}.{key}" for name, field in Config.model_fields.items() for key in field.annotation.model_fields}
@@ -76,10 +76,10 @@ def test_what_is_like_nothing_gets_the_list():
 )
 def test_the_reference_knows_names_of_other_trainers(words, meant):
     with pytest.raises(ConfigError, match=rf"there is no setting '{words}'; did you mean {meant}"):
-        reference.find(words)
-    assert [setting.key for setting in reference.find(meant)] == [meant]
+        reference.find_settings(words)
+    assert [setting.key for setting in reference.find_settings(meant)] == [meant]
 
 
 def test_each_alias_is_found():
     for key, aliases in _ALIASES.items():
-        assert all(key in suggest(alias) for alias in aliases.split())
+        assert all(key in suggest_keys(alias) for alias in aliases.split())

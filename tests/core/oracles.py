@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from megascale.core.checker import SEND_SLOTS, Channel, CommunicatorOf, Machine, ScheduleError, own_channel
+from megascale.core.checker import SEND_SLOTS, Channel, CommunicatorOf, Machine, ScheduleError, channel_communicator
 from megascale.core.schedule import Schedule, group_sizes
 
 
@@ -15,7 +15,7 @@ def rank_pair(channel: Channel) -> Hashable:
 
 def explore(
     schedule: Schedule,
-    communicator: CommunicatorOf = own_channel,
+    communicator: CommunicatorOf = channel_communicator,
     send_slots: int = SEND_SLOTS,
     limit: int = 2_000_000,
 ) -> tuple[int, set[bool]]:

@@ -34,7 +34,7 @@ def test_megatron_s_formula(layers, heads, head_eighths, sequence, vocab_units):
     ],
 )
 def test_parameters_of_known_models(name, billions, places):
-    assert round(flops.parameters(model(preset=name)) / 1e9, places) == round(billions, places)
+    assert round(flops.count_parameters(model(preset=name)) / 1e9, places) == round(billions, places)
 
 
 def test_flops_of_the_paper_s_rows():
@@ -47,14 +47,14 @@ def test_window_share_is_the_area_kept(sequence, data):
     window = data.draw(st.integers(1, sequence))
     kept = sum(min(window, query + 1) for query in range(sequence))
     whole = sequence * (sequence + 1) / 2
-    assert inventory.window_share(sequence, window) == pytest.approx(kept / whole)
-    assert inventory.window_share(sequence, sequence) == inventory.window_share(sequence, None) == 1.0
+    assert inventory.window_area_fraction(sequence, window) == pytest.approx(kept / whole)
+    assert inventory.window_area_fraction(sequence, sequence) == inventory.window_area_fraction(sequence, None) == 1.0
 
 
 def test_window_pattern_counts_layer_by_layer():
     shape = {"layers": 4, "hidden": 64, "heads": 4, "sequence_length": 256, "vocab_size": 128}
     full, windowed = model(**shape), model(**shape, window=32, window_pattern="SSL")
-    part = inventory.window_share(256, 32)
+    part = inventory.window_area_fraction(256, 32)
     assert part < 0.25
     one = flops.flops_per_token(full).attention / 4
     assert flops.flops_per_token(windowed).attention == pytest.approx(one * (3 * part + 1))
@@ -67,14 +67,14 @@ def test_gated_and_grouped_models():
     assert layer.projections == 2 * 4096 * (4096 + 2 * 1024) + 2 * 4096 * 4096
     assert layer.mlp == 2 * 3 * 4096 * 14336
     # 6 N per token without embeddings' look-up, plus attention.
-    n = flops.parameters(m, embeddings=False) + m.vocab * m.hidden
+    n = flops.count_parameters(m, embeddings=False) + m.vocab * m.hidden
     assert flops.flops_per_token(m).training == pytest.approx(6 * n + 12 * 32 * 4096 * 8192, rel=1e-3)
 
 
 def test_mfu_and_peaks():
-    assert flops.device_peak("NVIDIA H200") == 989.4
-    assert flops.device_peak("NVIDIA A100-SXM4-80GB") == 312.0
-    assert flops.device_peak("abacus") is None
+    assert flops.device_peak_tflops("NVIDIA H200") == 989.4
+    assert flops.device_peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
+    assert flops.device_peak_tflops("abacus") is None
     # The paper's row: 12,288 A100s, 6.34 s a step of 6,144 x 2,048 tokens; Megatron's credit gives 55.7%.
     rate = 6144 * 2048 / 6.34
     assert flops.mfu(model(preset="gpt-175b"), rate, 12288, 312.0) == pytest.approx(0.557, abs=0.002)

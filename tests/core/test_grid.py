@@ -14,9 +14,9 @@ SOME_AXES = st.lists(st.sampled_from(AXES), unique=True).map(tuple)
 @settings(deadline=None)
 @given(GRIDS)
 def test_rank_and_coordinate_are_inverse(grid):
-    seen = {grid.coordinate(rank) for rank in range(grid.world)}
-    assert len(seen) == grid.world
-    assert [grid.rank(grid.coordinate(rank)) for rank in range(grid.world)] == list(range(grid.world))
+    seen = {grid.coordinate(rank) for rank in range(grid.world_size)}
+    assert len(seen) == grid.world_size
+    assert [grid.rank(grid.coordinate(rank)) for rank in range(grid.world_size)] == list(range(grid.world_size))
 
 
 @settings(deadline=None)
@@ -27,7 +27,7 @@ def test_groups_partition_the_world(grid, axes):
     for axis in axes:
         size *= grid.size(axis)
     assert all(len(group) == size and group == sorted(group) for group in groups)
-    assert sorted(rank for group in groups for rank in group) == list(range(grid.world))
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
     assert [group[0] for group in groups] == sorted(group[0] for group in groups)
     for group in groups:
         for rank in group:
@@ -39,7 +39,7 @@ def test_groups_partition_the_world(grid, axes):
 @settings(deadline=None)
 @given(GRIDS)
 def test_axes_from_fastest_to_slowest(grid):
-    ranks = range(grid.world)
+    ranks = range(grid.world_size)
     assert [grid.coordinate(r).tensor for r in ranks] == [r % grid.tensor for r in ranks]
     assert [grid.coordinate(r).pipeline for r in ranks] == [r // (grid.tensor * grid.data) for r in ranks]
     for group in grid.groups("tensor"):
@@ -49,22 +49,22 @@ def test_axes_from_fastest_to_slowest(grid):
 @settings(deadline=None)
 @given(GRIDS)
 def test_tensor_groups_stay_on_one_host_when_they_divide_it(grid):
-    assert grid.hosts == grid.host(grid.world - 1) + 1
+    assert grid.host_count == grid.host(grid.world_size - 1) + 1
     if grid.ranks_per_host % grid.tensor == 0:
         assert all(len({grid.host(rank) for rank in group}) == 1 for group in grid.groups("tensor"))
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
 def test_data_is_what_is_left(tensor, pipeline, data):
-    assert Grid.of_world(tensor * pipeline * data, tensor, pipeline) == Grid(tensor, data, pipeline)
-    assert Grid.of_world(tensor * pipeline * data, tensor, pipeline, data).data == data
+    assert Grid.from_world_size(tensor * pipeline * data, tensor, pipeline) == Grid(tensor, data, pipeline)
+    assert Grid.from_world_size(tensor * pipeline * data, tensor, pipeline, data).data == data
 
 
 def test_errors_name_what_would_fit():
     with pytest.raises(FitError, match="such as 12288 ranks"):
-        Grid.of_world(12290, 8, 8)
+        Grid.from_world_size(12290, 8, 8)
     with pytest.raises(FitError, match="use 24 ranks"):
-        Grid.of_world(16, 2, 4, data=3)
+        Grid.from_world_size(16, 2, 4, data=3)
     with pytest.raises(FitError, match="tensor=0"):
         Grid(tensor=0)
     with pytest.raises(IndexError, match="rank 8"):
@@ -76,7 +76,7 @@ def test_errors_name_what_would_fit():
 
 
 def test_the_paper_s_layout():
-    grid = Grid.of_world(12288, 8, 8)
-    assert (grid.data, grid.hosts) == (192, 1536)
+    grid = Grid.from_world_size(12288, 8, 8)
+    assert (grid.data, grid.host_count) == (192, 1536)
     assert grid.group("pipeline", 0) == [1536 * s for s in range(8)]
     assert len(grid.groups(("tensor", "data"))) == 8

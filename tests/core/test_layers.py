@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.config import from_tree
-from megascale.core.layers import chunk_layers, split_layers
+from megascale.core.layers import assign_layers, split_layers
 from megascale.errors import FitError
 
 
@@ -69,14 +69,14 @@ def test_chunk_layers_follow_the_configuration():
             "parallel": {"pipeline": 4, "virtual_stages": 2, "layer_split": [5, 5, 5, 5, 5, 5, 6, 4]},
         }
     )
-    chunks = chunk_layers(config.model, config.parallel)
+    chunks = assign_layers(config.model, config.parallel)
     assert [i for chunk in chunks for i in chunk] == [(layer, "both") for layer in range(40)]
-    assert [chunk.count for chunk in chunks] == [5, 5, 5, 5, 5, 5, 6, 4]
+    assert [chunk.layer_count for chunk in chunks] == [5, 5, 5, 5, 5, 5, 6, 4]
 
 
 def test_one_layer_a_chunk():
     config = from_tree({"model": {"preset": "gpt-530b"}, "parallel": {"pipeline": 35, "virtual_stages": 3}})
-    assert [c.count for c in chunk_layers(config.model, config.parallel)] == [1] * 105
+    assert [c.layer_count for c in assign_layers(config.model, config.parallel)] == [1] * 105
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=8), st.booleans(), st.booleans())
@@ -87,14 +87,14 @@ def test_halves_of_layers_are_each_in_one_chunk(halves, first, last):
     split, layers = [n / 2 for n in halves], sum(halves) // 2
     parallel = {"pipeline": len(split), "layer_split": split}
     config = from_tree({"model": {"layers": layers, "vocab_size": 64}, "parallel": parallel})
-    chunks = chunk_layers(config.model, config.parallel)
-    assert [chunk.count for chunk in chunks] == split
+    chunks = assign_layers(config.model, config.parallel)
+    assert [chunk.layer_count for chunk in chunks] == split
     pieces = [(layer, half) for chunk in chunks for layer, half in chunk]
     found = [(layer, one) for layer, half in pieces for one in (("attention", "mlp") if half == "both" else (half,))]
     assert found == [(layer, half) for layer in range(layers) for half in ("attention", "mlp")]
     for chunk in chunks:
-        assert chunk.attentions == sum(half != "mlp" for _, half in chunk)
-        assert chunk.mlps == sum(half != "attention" for _, half in chunk)
+        assert chunk.attention_count == sum(half != "mlp" for _, half in chunk)
+        assert chunk.mlp_count == sum(half != "attention" for _, half in chunk)
 
 
 @pytest.mark.parametrize(
@@ -110,5 +110,5 @@ def test_a_division_that_cannot_be_is_refused(model, split, words):
         {"model": {"layers": 4, "vocab_size": 64, **model}, "parallel": {"pipeline": 3, "layer_split": split}}
     )
     with pytest.raises(FitError) as told:
-        chunk_layers(config.model, config.parallel)
+        assign_layers(config.model, config.parallel)
     assert all(word in str(told.value) for word in words)

@@ -10,11 +10,17 @@ from megascale.config import Config, from_tree
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.core import flops, memory
 from megascale.core.inventory import logical_shapes
-from megascale.core.layers import chunk_layers
+from megascale.core.layers import assign_layers
 from megascale.core.layout import lay_out
-from megascale.core.memory import chunk_parameters, layer_parameters, saved_by_layer, stage_memory, stage_parameters
-from megascale.core.optimizer_state import checkpoint_elements
-from megascale.core.traffic import stage_traffic
+from megascale.core.memory import (
+    count_checkpoint_elements,
+    count_chunk_parameters,
+    count_layer_parameters,
+    count_stage_parameters,
+    estimate_stage_memory,
+    layer_saved_tensors,
+)
+from megascale.core.traffic import estimate_stage_traffic
 
 
 def configure(
@@ -25,7 +31,7 @@ def configure(
 
 def memory_of(config: Config, world: int, stage: int) -> memory.MemoryEstimate:
     layout, train = lay_out(config, world), config.train
-    return stage_memory(
+    return estimate_stage_memory(
         config.model,
         config.parallel,
         layout.grid,
@@ -64,18 +70,21 @@ def models(draw):
 @given(models(), st.integers(1, 4), st.sampled_from([1, 2, 4]))
 def test_parameters_over_stages_and_ranks_add_up(model, pipeline, tensor):
     config = configure(model, {"pipeline": pipeline, "tensor": tensor})
-    whole = flops.parameters(config.model)
+    whole = flops.count_parameters(config.model)
     alone = sum(
-        stage_parameters(config.model, config.parallel.model_copy(update={"tensor": 1}), s) for s in range(pipeline)
+        count_stage_parameters(config.model, config.parallel.model_copy(update={"tensor": 1}), s)
+        for s in range(pipeline)
     )
     copies = config.model.padded_vocab * config.model.hidden if model["tied_embeddings"] and pipeline > 1 else 0
     assert alone == whole + copies
     # Norms, row-parallel biases and positions are whole on every tensor-parallel rank; all else is cut.
     m = config.model
-    replicated = m.layers * (layer_parameters(m, tensor) * tensor - layer_parameters(m)) // max(tensor - 1, 1)
+    replicated = (
+        m.layers * (count_layer_parameters(m, tensor) * tensor - count_layer_parameters(m)) // max(tensor - 1, 1)
+    )
     replicated += m.hidden * (2 if m.norm == "layernorm" else 1)
     replicated += m.sequence_length * m.hidden if m.positions == "learned" else 0
-    ranks = sum(stage_parameters(m, config.parallel, s) for s in range(pipeline))
+    ranks = sum(count_stage_parameters(m, config.parallel, s) for s in range(pipeline))
     assert ranks * tensor == alone + (tensor - 1) * replicated
 
 
@@ -91,10 +100,10 @@ def test_parameters_match_the_model():
         ({"kv_heads": 2, "activation": "swiglu", "tied_embeddings": False}, whole),
     ):
         config = configure({"layers": 3, "hidden": 64, "heads": 4, "vocab_size": 128, **options}, parallel)
-        layers = chunk_layers(config.model, config.parallel)
+        layers = assign_layers(config.model, config.parallel)
         for g, own in enumerate(layers):
             chunk = Chunk(config.model, own, first=g == 0, last=g == 2, dtype=torch.float32)
-            assert sum(p.numel() for p in chunk.parameters()) == chunk_parameters(config.model, own, g, 3)
+            assert sum(p.numel() for p in chunk.parameters()) == count_chunk_parameters(config.model, own, g, 3)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +151,7 @@ def test_saved_tensors_are_those_that_the_block_keeps(options, recompute, precis
         x = torch.randn(128, 1, 64, requires_grad=True)
         block(x, None, ForwardContext(dropout_key=1 if "dropout" in options else None))
     kept = sum(size for size, _ in held.values())
-    counted = sum(t.bytes for t in saved_by_layer(model, 1, 1, "float32", recompute, precision, half))
+    counted = sum(t.bytes for t in layer_saved_tensors(model, 1, 1, "float32", recompute, precision, half))
     # Scalars and shape bookkeeping may come on top.
     assert counted == pytest.approx(kept, rel=0.002)
 
@@ -156,7 +165,7 @@ def test_float8_copies_of_weights_are_counted():
         layout = lay_out(config, 1)
         schedule = layout.schedule()
         train = ("bfloat16", False, "adamw", precision)
-        return stage_memory(config.model, config.parallel, layout.grid, schedule, 0, 1, *train)
+        return estimate_stage_memory(config.model, config.parallel, layout.grid, schedule, 0, 1, *train)
 
     plain, tensor, row = (memory(precision) for precision in ("default", "float8", "float8_rowwise"))
     assert plain.weight_copies == 0
@@ -177,7 +186,7 @@ def test_closed_forms_of_activations():
         ("parallel", "full", 2),
     ):
         model = configure({"preset": "gpt-175b", "block": block}).model
-        saved = saved_by_layer(model, 8, 1, "bfloat16", recompute)
+        saved = layer_saved_tensors(model, 8, 1, "bfloat16", recompute)
         size = sum(t.bytes for t in saved if "statistics" not in t.name and "logsumexp" not in t.name)
         assert size == units * 2048 * 12288 / 8
         statistics = sum(t.bytes for t in saved) - size
@@ -191,7 +200,7 @@ def test_activations_in_flight_of_interleaving():
         {"tensor": 8, "pipeline": 8, "virtual_stages": 6},
         {"micro_batch": 1, "global_batch": 6144, "precision": "bfloat16"},
     )
-    layer = sum(t.bytes for t in saved_by_layer(config.model, 8, 1, "bfloat16"))
+    layer = sum(t.bytes for t in layer_saved_tensors(config.model, 8, 1, "bfloat16"))
     held = memory_of(config, 12288, 0).activations
     # And the output of each chunk in flight.
     outputs = 55 * 2048 * 12288 * 2 / 8
@@ -203,7 +212,7 @@ def test_activations_in_flight_of_interleaving():
 def test_bytes_a_parameter(zero, precision):
     model = {"preset": "gpt-1.3b"}
     config = configure(model, {"zero": zero}, {"micro_batch": 1, "global_batch": 8, "precision": precision})
-    count = stage_parameters(config.model, config.parallel, 0)
+    count = count_stage_parameters(config.model, config.parallel, 0)
     m = memory_of(config, 8, 0)
     weight, state = {"bfloat16": (2, 12), "float32": (4, 8), "float64": (8, 16)}[precision]
     master = max(4, weight)
@@ -273,7 +282,7 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
             FlatChunk(
                 Chunk(config.model, layers, first=c == 0, last=False, dtype=dtype), torch.device("cpu"), axes, zero
             )
-            for c, layers in enumerate(layout.chunks_of(0))
+            for c, layers in enumerate(layout.stage_layers(0))
         ]
 
     flats = flats_of(1)
@@ -290,7 +299,7 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
     sizes = []
     for rank in range(4 if optimizer == "muon" else 1):
         sharded = ShardedOptimizer(config.optimizer, flats_of(rank))
-        states = [t for s in sharded.states for t in s.tensors()]
+        states = [t for s in sharded.states for t in s.state_tensors()]
         states += [s.master for s in sharded.states] if precision == "bfloat16" else []
         sizes.append(size(states))
     # Buckets are padded to whole units of every rank.
@@ -304,16 +313,16 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
 def test_a_checkpoint_holds_what_the_optimizer_declares(options, name):
     """Tensor by tensor, from the table of logical tensors."""
     model = configure({"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab_size": 50, **options}).model
-    kept = OPTIMIZERS[name].state
+    kept = OPTIMIZERS[name].state_names
     whole = sum(math.prod(shape) * (1 + len(kept(n, shape))) for n, shape in logical_shapes(model).items())
-    assert checkpoint_elements(name, model) == whole
+    assert count_checkpoint_elements(name, model) == whole
 
 
 def test_logits_chunk_is_the_one_the_loss_uses():
     pytest.importorskip("torch")
     from megascale.ops import cross_entropy
 
-    assert memory.LOGITS_BYTES == cross_entropy.LOGITS_BYTES
+    assert memory.MAX_LOGITS_BYTES == cross_entropy.LOGITS_BYTES
 
 
 @pytest.mark.parametrize(("block", "norms", "a_layer"), [("serial", 1, 10), ("parallel", 1, 5), ("parallel", 2, 8)])
@@ -326,14 +335,14 @@ def test_tensor_traffic_counts_collectives(block, norms, a_layer):
 
     def of(stage: int, **changes):
         changed = config.parallel.model_copy(update=changes)
-        return stage_traffic(config.model, changed, layout.grid, layout.schedule(), stage, 1, "bfloat16")
+        return estimate_stage_traffic(config.model, changed, layout.grid, layout.schedule(), stage, 1, "bfloat16")
 
     wire = 2048 * 12288 * 2 * 7 / 8
     assert of(3).tensor == pytest.approx(32 * 12 * a_layer * wire)
     # 6.3 MB a message, all parameters and fp32 gradients once a step.
     assert of(3).pipeline == pytest.approx(32 * 2 * 6 * 2048 * 12288 * 2 / 8)
     assert of(0).pipeline == pytest.approx(32 * 11 * 2048 * 12288 * 2 / 8)
-    count = stage_parameters(config.model, config.parallel, 3)
+    count = count_stage_parameters(config.model, config.parallel, 3)
     assert of(3).data_gather == pytest.approx(191 / 192 * 2 * count)
     assert of(3).data_reduce == pytest.approx(191 / 192 * 4 * count)
     assert of(3, zero=0).data_reduce == pytest.approx(2 * 191 / 192 * 4 * count)
@@ -351,10 +360,10 @@ def test_matrices_gathered_as_float8_are_a_byte_each():
     def gathered(stage: int, linear: str, gather_precision: str = "auto", **changes) -> float:
         parallel = config.parallel.model_copy(update={"gather_precision": gather_precision, **changes})
         about = layout.grid, layout.schedule(), stage, 1, "bfloat16", linear
-        return stage_traffic(config.model, parallel, *about).data_gather / (191 / 192)
+        return estimate_stage_traffic(config.model, parallel, *about).data_gather / (191 / 192)
 
     for stage in (0, 3):  # the first has the embedding too, which stays in bfloat16
-        count, matrices = stage_parameters(config.model, config.parallel, stage), 12 * 12 * 12288**2 // 8
+        count, matrices = count_stage_parameters(config.model, config.parallel, stage), 12 * 12 * 12288**2 // 8
         assert gathered(stage, "float8") == pytest.approx(2 * count - matrices)
         for plain in ("default", "float8_rowwise"):
             assert gathered(stage, plain) == pytest.approx(2 * count)
@@ -375,7 +384,7 @@ def test_several_chunks_on_one_stage_hold_what_one_does():
     assert (one.weights, one.gradients, one.optimizer) == (four.weights, four.gradients, four.optimizer)
     assert four.pipeline_buffers == 0
     # Three micro-batches in the first three chunks and one in the last; the head's share is in both.
-    layer = sum(t.bytes for t in saved_by_layer(configure(SMALL).model, 1, 1, "float32"))
+    layer = sum(t.bytes for t in layer_saved_tensors(configure(SMALL).model, 1, 1, "float32"))
     assert four.activations - one.activations == (3 * 6 + 2 - 8) * layer
 
 
@@ -401,7 +410,9 @@ def test_what_gemms_on_a_side_stream_keep_is_counted(preset, layout, micro_batch
     config = configure(told, layout, {"micro_batch": micro_batch, "global_batch": micro_batch, "precision": "bfloat16"})
     grid = lay_out(config, layout.get("tensor", 1) * layout.get("pipeline", 1))
     both = [
-        stage_memory(config.model, config.parallel, grid.grid, grid.schedule(), 0, micro_batch, "bfloat16", side_stream)
+        estimate_stage_memory(
+            config.model, config.parallel, grid.grid, grid.schedule(), 0, micro_batch, "bfloat16", side_stream
+        )
         for side_stream in (False, True)
     ]
     more = (both[1].total - both[0].total) / 2**30

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.core.replay import Graph, replay
+from megascale.core.replay import ActionGraph, replay_schedule
 from megascale.core.schedule import (
     Action,
     ActionKind,
@@ -43,10 +43,10 @@ def test_every_microbatch_passes_every_chunk_once_each_way(sizes):
 def test_in_flight_is_the_stated_formula(sizes):
     p, v, m = sizes
     schedule = pipeline_schedule(p, v, m)
-    assert [schedule.in_flight(s) for s in range(p)] == [in_flight_bound(p, v, m, s) for s in range(p)]
+    assert [schedule.count_in_flight(s) for s in range(p)] == [in_flight_bound(p, v, m, s) for s in range(p)]
     if v > 1 and m % p == 0 and m > p:
         # Korthikanti et al. 2022: p (1 + (p-1)/(p v)) micro-batches of L/p layers on the first stage.
-        assert schedule.in_flight(0) / v == pytest.approx(p * (1 + (p - 1) / (p * v)))
+        assert schedule.count_in_flight(0) / v == pytest.approx(p * (1 + (p - 1) / (p * v)))
 
 
 @settings(deadline=None)
@@ -73,10 +73,10 @@ def test_receives_are_posted_one_compute_slot_early(sizes):
 @given(SIZES, st.none() | st.integers(1, 45))
 def test_no_send_waits_long_for_its_receiver(sizes, micro_batch_group_size):
     """With equal computes at most p of them, however long a round is: all that time it holds a part of the device."""
-    graph = Graph.of(pipeline_schedule(*sizes, False, micro_batch_group_size))
-    timeline = replay(graph, graph.durations(1.0, 1.0))
+    graph = ActionGraph.compile(pipeline_schedule(*sizes, False, micro_batch_group_size))
+    timeline = replay_schedule(graph, graph.durations(1.0, 1.0))
     sends = np.isin(graph.kind, (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD))
-    assert (timeline.moving - timeline.start)[sends].max(initial=0.0) <= sizes[0]
+    assert (timeline.transfer_start - timeline.start)[sends].max(initial=0.0) <= sizes[0]
 
 
 @settings(deadline=None)
@@ -109,7 +109,7 @@ def test_gathers_run_one_chunk_ahead_and_reductions_are_armed_right_before_the_l
 @given(SIZES)
 def test_reduce_each_adds_one_reduction_a_backward(sizes):
     p, v, m = sizes
-    for actions in pipeline_schedule(p, v, m, reduce_each=True):
+    for actions in pipeline_schedule(p, v, m, reduce_each_microbatch=True):
         place = {a: n for n, a in enumerate(actions)}
         assert sum(a.kind == ActionKind.REDUCE_GRADS for a in actions) == v * m
         for c in range(v):
@@ -175,10 +175,10 @@ def test_1f1b_order_of_the_classic_example():
 @given(SIZES)
 def test_actions_and_table_say_the_same(sizes):
     schedule = pipeline_schedule(*sizes)
-    assert Schedule.of(schedule, list(schedule)) == schedule
+    assert schedule.replace_actions(list(schedule)) == schedule
     assert len(schedule) == sizes[0]
     first = schedule[0]
-    changed = Schedule.of(schedule, [first[::-1], *list(schedule)[1:]])
+    changed = schedule.replace_actions([first[::-1], *list(schedule)[1:]])
     assert (changed == schedule) == (first == first[::-1])
 
 
@@ -191,8 +191,8 @@ def test_sizes_must_be_positive(sizes):
 def test_the_paper_s_175b_schedule():
     schedule = interleaved_1f1b(8, 6, 32)
     assert [len(t) for t in schedule.table] == [2 * 192 + 4 * 192 - 2 * 32 * (s in (0, 7)) + 12 for s in range(8)]
-    assert schedule.in_flight(0) == 55
-    assert np.all([schedule.in_flight(s) == 55 - 2 * s for s in range(8)])
+    assert schedule.count_in_flight(0) == 55
+    assert np.all([schedule.count_in_flight(s) == 55 - 2 * s for s in range(8)])
 
 
 @settings(deadline=None)

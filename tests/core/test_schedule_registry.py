@@ -10,7 +10,7 @@ from megascale.config import from_tree
 from megascale.core.checker import ScheduleError
 from megascale.core.layout import lay_out
 from megascale.core.schedule import Action, ActionKind, Schedule, one_f_one_b, pipeline_schedule, without_overlap
-from megascale.core.schedule_registry import SCHEDULES, checked_schedule
+from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule
 from megascale.errors import ConfigError, FitError
 from megascale.simulate import step
 from megascale.simulate.calibration import load_calibration
@@ -33,7 +33,7 @@ def test_names_are_the_schedules_they_say():
     assert laid_out(schedule="interleaved").schedule() != one_f_one_b(2, 4)
     chunks = {"virtual_stages": 2, "micro_batch_group_size": 4}
     assert laid_out(**chunks).schedule() == laid_out(schedule="interleaved", **chunks).schedule()
-    assert without_overlap(one_f_one_b(2, 4)).exposed == checked_schedule("auto", 2, 1, 4, overlap=False).exposed
+    assert without_overlap(one_f_one_b(2, 4)).exposed == build_checked_schedule("auto", 2, 1, 4, overlap=False).exposed
 
 
 def test_reductions_are_armed_for_each_backward_only_where_there_is_somebody_to_reduce_with():
@@ -73,14 +73,14 @@ def hangs(p: int, v: int, m: int, reduce_each: bool, group: int | None) -> Sched
         sorted(schedule[0], key=first),
         *(sorted(s, key=lambda a: a.kind not in forwards) for s in list(schedule)[1:]),
     ]
-    return Schedule.of(schedule, lists)
+    return schedule.replace_actions(lists)
 
 
 BROKEN = {
     "hangs": (hangs, "deadlocks: stage 0 at backward"),
     "of another size": (
         lambda p, v, m, *rest: pipeline_schedule(p, v, m + 1, *rest),
-        "made .* where .* were asked for",
+        "made .* but .* were requested",
     ),
     "reduces once": (lambda p, v, m, each, group: pipeline_schedule(p, v, m, not each, group), "parallel.zero=2"),
 }

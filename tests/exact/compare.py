@@ -70,7 +70,7 @@ def zero_by_mathematics(model: ModelConfig, name: str, shape: tuple[int, ...]) -
     if not name.endswith("attention.key.bias"):
         return np.zeros(shape, bool)
     turned = int(model.head_size * model.rotary_fraction) if model.positions == "rotary" else 0
-    return np.tile(np.arange(model.head_size) >= turned, model.kv)
+    return np.tile(np.arange(model.head_size) >= turned, model.num_kv_heads)
 
 
 def _where(box: Boxed) -> tuple[slice, ...]:

@@ -111,7 +111,7 @@ def _serve(pipe: Connection, port: int) -> None:
             return
         try:
             if world > 1:
-                with torch_private.gloo_loop_shared():
+                with torch_private.share_gloo_loop():
                     dist.init_process_group(
                         "gloo",
                         store=dist.PrefixStore(f"job {number}", store),

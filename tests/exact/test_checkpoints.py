@@ -47,7 +47,7 @@ def layout(
 
 
 def shards(engine: Engine) -> list[checkpoint.TensorShard]:
-    return [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical()]
+    return [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical_tensors()]
 
 
 def save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> Told:
@@ -65,7 +65,7 @@ def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Tol
     """The state as it was loaded, and what the last step made of it."""
     engine, loaded, told = make_engine(rank, world, tree), Told(), Told()
     for state in engine.optimizer.states:
-        for tensor in (state.master, *state.tensors()):
+        for tensor in (state.master, *state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
     with engine.loading():
         assert checkpoint.load(folder, shards(engine)) == {"samples": 8}

@@ -63,13 +63,13 @@ LAYOUTS[WITHOUT_LAYERS] = case(
 LAYOUTS[WITHOUT_LAYERS].tree["kernels"] = {"graphs": "on"}
 
 
-class Sizes(calls.NoCalls):
+class Sizes(calls.NullCallLog):
     """Bytes of the gathers over data-parallel ranks, by step."""
 
     def __init__(self) -> None:
         self.gathers: list[int] = []
 
-    def begin(self, group: str, op: str, size: int) -> int:
+    def begin_call(self, group: str, op: str, size: int) -> int:
         if op == "all_gather" and "data" in group:
             self.gathers.append(size)
         return 0
@@ -125,7 +125,7 @@ def evaluated(engine: Engine) -> float:
 
 def tell(rank: int, world: int, tree: dict[str, Any], gather: str, folder: Path) -> Story:
     engine = make_engine(rank, world, {**tree, "parallel": {**tree["parallel"], "gather_precision": gather}})
-    shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical()]
+    shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical_tensors()]
     engine.runtime.calls = sizes = Sizes()
     numbers, states = run(engine, 1), [state_of(engine)]
     numbers += [evaluated(engine), *run(engine, 2, more=False), *run(engine, 3, bad=True), evaluated(engine)]

@@ -51,7 +51,7 @@ def weights_in_use(engine: Engine) -> list[Boxed]:
 
 
 def shards(engine: Engine) -> list[checkpoint.TensorShard]:
-    return [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical()]
+    return [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical_tensors()]
 
 
 def train_and_save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[list[Boxed], list[Boxed], Told]:
@@ -73,7 +73,7 @@ def load(
     """Load into an engine with other weights: the weights in use and the state, and what the last step gives."""
     engine, last = make_engine(rank, world, tree), Told()
     for state in engine.optimizer.states:
-        for tensor in (state.master, state.shard.params, *state.tensors()):
+        for tensor in (state.master, state.shard.params, *state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
     with engine.loading():
         checkpoint.load(folder, shards(engine))

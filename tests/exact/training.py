@@ -161,7 +161,7 @@ def tokens(config: configuration.Config, step: int, sample: int) -> np.ndarray:
 
 def state_of(engine: Engine) -> list[Boxed]:
     """This rank's share of weights and moments."""
-    return [Boxed(name, shape, at, view.numpy().copy()) for name, shape, at, view in engine.optimizer.logical()]
+    return [Boxed(name, shape, at, view.numpy().copy()) for name, shape, at, view in engine.optimizer.logical_tensors()]
 
 
 def boxes_of(told: list[Told]) -> Iterator[tuple[str, list[Boxed]]]:

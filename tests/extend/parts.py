@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from megascale.config import ModelConfig
-from megascale.core.inventory import MLP_PARTS, Kept, LogicalTensor, PartInventory, out_std
-from megascale.core.inventory import linear as linear_tensors
+from megascale.core.inventory import MLP_PARTS, LogicalTensor, PartInventory, SavedActivation, output_init_std
+from megascale.core.inventory import linear_tensors as linear_tensors
 from megascale.model import block, mlp, norm
 from megascale.model.block import SerialBlock
 from megascale.model.context import ForwardContext, LayerSetup, Rotary
-from megascale.model.fusion import Branch, Flow, add_residual, sum_branches
+from megascale.model.fusion import Branch, ResidualStream, add_residual, sum_branches
 from megascale.model.norm import norm_and_project
 from megascale.ops import activation
 from megascale.ops.gradient_sink import GradientSink
@@ -40,7 +40,9 @@ def l1_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tenso
 class MlpFirst(SerialBlock):
     """A serial block whose halves stand the other way round."""
 
-    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+    def forward(
+        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
+    ) -> ResidualStream:
         """As SerialBlock."""
         at, like = self.at, x if isinstance(x, Tensor) else x.y_SBH
         fused = self.mlp.fuses_bias_gradient(like)
@@ -92,23 +94,23 @@ DENSE = MLP_PARTS["dense"]
 
 def scaled_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
     """Those of a dense MLP, and the scale."""
-    return [*DENSE.tensors(model, name), LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, value=0.5)]
+    return [*DENSE.tensors(model, name), LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, init_value=0.5)]
 
 
-def scaled_keeps(model: ModelConfig) -> list[Kept]:
+def scaled_keeps(model: ModelConfig) -> list[SavedActivation]:
     """What a dense MLP keeps, and what is scaled."""
-    return [Kept("mlp_projection", model.ffn, "columns", gradient=True), *DENSE.keeps(model)]
+    return [SavedActivation("mlp_projection", model.ffn, "columns", has_gradient=True), *DENSE.saved_activations(model)]
 
 
 def gather_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
     """Two matrices without biases."""
     into = linear_tensors(f"{name}.mlp.in", model.ffn, model.hidden, 0, False, model.init_std)
-    return into + linear_tensors(f"{name}.mlp.out", model.hidden, model.ffn, 1, False, out_std(model))
+    return into + linear_tensors(f"{name}.mlp.out", model.hidden, model.ffn, 1, False, output_init_std(model))
 
 
-def gather_keeps(model: ModelConfig) -> list[Kept]:
+def gather_keeps(model: ModelConfig) -> list[SavedActivation]:
     """The result of tanh, which is what its gradient and the GEMM behind it need."""
-    return [Kept("mlp_activation", model.ffn, "columns", gradient=True)]
+    return [SavedActivation("mlp_activation", model.ffn, "columns", has_gradient=True)]
 
 
 class EightBit(LinearPrecision):
@@ -212,13 +214,13 @@ def unregister() -> None:
     activation.ACTIVATIONS.remove("squared_relu")
     activation.KINDS.remove("squared_relu")
     norm.NORMS.remove("l1")
-    norm.KINDS.remove("l1")
+    norm.NORM_OPERATORS.remove("l1")
     block.BLOCKS.remove("mlp_first")
-    block.KINDS.remove("mlp_first")
+    block.BLOCK_MODULES.remove("mlp_first")
     block.BLOCK_PARTS.remove("mlp_first")
     for name in ("scaled", "gather"):
         mlp.MLPS.remove(name)
-        mlp.KINDS.remove(name)
+        mlp.MLP_MODULES.remove(name)
         MLP_PARTS.remove(name)
     for name in ("eight_bit", "deferred"):
         linear.LINEAR_PRECISIONS.remove(name)

@@ -10,8 +10,8 @@ import torch
 
 from megascale.config import from_tree
 from megascale.config.optimizers import OptimizerFacts
-from megascale.core.optimizer_state import state_elements
-from megascale.optim.base import Rule, Step
+from megascale.core.memory import count_state_elements
+from megascale.optim.base import UpdateRule, UpdateStep
 from megascale.optim.rules import register
 from megascale.parallel.buffers import FlatShard
 from tests.exact.cases import case
@@ -23,30 +23,30 @@ pytestmark = pytest.mark.xdist_group("processes")
 STEPS = 2
 
 
-class Lion(Rule):
+class Lion(UpdateRule):
     """Chen et al. 2023: the sign of a momentum, and decoupled decay."""
 
-    def update(self, step: Step, updated: Callable[[FlatShard], None]) -> None:
+    def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
         """One pass over each shard."""
         config = self.config
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             for part in s.parts:
-                held, grad = part.state["average"], part.of(s.shard.grads)
-                grad = grad if step.scale is None else grad * step.scale.to(grad.dtype)
+                held, grad = part.state["average"], part.view(s.shard.grads)
+                grad = grad if step.grad_scale is None else grad * step.grad_scale.to(grad.dtype)
                 for row in part.segments.rows:
                     where = slice(row.start, row.stop)
-                    w, m, g = part.of(s.master)[where], held[where], grad[where]
+                    w, m, g = part.view(s.master)[where], held[where], grad[where]
                     # A smooth sign: near zero the sign itself would turn rounding into a difference.
                     sign = torch.tanh(1e3 * torch.lerp(m, g, 1 - config.beta1))
                     new = w - step.learning_rate * (sign + config.weight_decay * row.decay * w)
                     w.copy_(torch.where(step.skip, w, new))
                     m.copy_(torch.where(step.skip, m, torch.lerp(m, g, 1 - config.beta2)))
                 if s.param_out is not None:
-                    part.of(s.param_out).copy_(part.of(s.master))
+                    part.view(s.param_out).copy_(part.view(s.master))
             updated(s.shard)
 
 
-register("lion", OptimizerFacts(lambda name, shape: ("average",), peak=1e-4), Lion)
+register("lion", OptimizerFacts(lambda name, shape: ("average",), default_peak=1e-4), Lion)
 
 
 def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
@@ -65,4 +65,4 @@ def test_it_trains_on_a_layout_as_on_one_process(pool):
 def test_its_declaration_is_what_planner_and_configuration_read():
     config = from_tree({"optimizer": {"name": "lion"}, "model": {"vocab_size": 50}})
     assert config.lr.peak == 1e-4
-    assert state_elements("lion", config.model, 1000, (0, 0), 100) == 1000
+    assert count_state_elements("lion", config.model, 1000, (0, 0), 100) == 1000

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megascale import config
-from megascale.core.failure import errno_of
+from megascale.core.failure import find_errno
 from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.rendezvous.group_plan import AXIS_KINDS
 from megascale.rendezvous.groups import shutdown
@@ -74,7 +74,7 @@ def test_groups_of_real_processes_are_the_grids(ranks, store, tensor, pipeline, 
     found = ranks.results(world)
     from megascale.core.grid import Coordinate, Grid
 
-    grid = Grid.of_world(world, tensor, pipeline)
+    grid = Grid.from_world_size(world, tensor, pipeline)
     for rank, seen in found.items():
         assert isinstance(seen, dict), seen
         at = grid.coordinate(rank)
@@ -349,7 +349,7 @@ def test_a_port_that_the_launcher_holds_cannot_be_taken(monkeypatch):
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(ConfigError, match="choose a free port") as taken:
             connect(config.load(), 0, 2, 10.0)
-        assert errno_of(taken.value) == errno.EADDRINUSE
+        assert find_errno(taken.value) == errno.EADDRINUSE
         monkeypatch.setenv("MEGASCALE_STORE_LISTENER", str(os.dup(held.fileno())))
         store = connect(config.load(), 0, 2, 10.0)
         store.set("a", b"b")

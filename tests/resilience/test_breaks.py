@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megascale.config import load
-from megascale.core.secrets import without_password
+from megascale.core.secrets import remove_password
 from tests.rendezvous.conftest import redis_server as redis_server
 from tests.resilience.test_launch import losses
 
@@ -115,11 +115,11 @@ def _words(process: Path) -> bytes:
 
 def test_a_command_line_loses_its_password_and_nothing_else():
     words = ["python", "-m", "megascale", "launch", "a:b@c.toml", "--rendezvous.url=rediss://me:p%40w@host/1"]
-    shown, secret = without_password(words)
+    shown, secret = remove_password(words)
     assert (shown[:-1], shown[-1], secret) == (words[:-1], "--rendezvous.url=rediss://me@host/1", "p@w")
-    assert without_password(["--rendezvous.url", "redis://:x@h"]) == (["--rendezvous.url", "redis://h"], "x")
+    assert remove_password(["--rendezvous.url", "redis://:x@h"]) == (["--rendezvous.url", "redis://h"], "x")
     for plain in (["--rendezvous.url=redis://me@host"], ["--rendezvous.url=env://"], ["--rendezvous.url"]):
-        assert without_password(plain) == (plain, None)
+        assert remove_password(plain) == (plain, None)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ CALM = ["--resilience.window=30"]
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     engine, _ = restore(run, device="cpu")
-    return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
+    return {
+        name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical_tensors() if name.startswith("model.")
+    }
 
 
 def losses(run: Path) -> list[tuple[int, float]]:

@@ -214,7 +214,7 @@ def test_windows_cost_what_was_measured():
         (8192, 1024, 2.096 / 6.830),
         (8192, 4096, 5.287 / 6.893),
     ):
-        share = inventory.window_share(sequence, window)
+        share = inventory.window_area_fraction(sequence, window)
         full, part = (float(attention_rate(cluster, "flash2", s)) for s in (sequence, sequence * share))
         assert share * full / part == pytest.approx(ratio, rel=0.12)
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from megascale.api import evaluate, load_config, train
 from megascale.cli.main import app
-from megascale.config import Config, from_tree, load, with_precision
+from megascale.config import Config, from_tree, load, resolve_precision
 from megascale.train import rank_info
 from megascale.train.loop import Trainer
 from tests.conftest import lines
@@ -22,23 +22,23 @@ def losses(run):
 
 
 def test_what_is_set_is_kept():
-    assert with_precision(Config(), True).train.precision == "bfloat16"
-    assert with_precision(Config(), False).train.precision == "float32"
+    assert resolve_precision(Config(), True).train.precision == "bfloat16"
+    assert resolve_precision(Config(), False).train.precision == "float32"
     for said in ("fp32", "float32", "float64"):
         config = load(overrides=[f"--train.precision={said}"])
-        assert with_precision(config, True) is config
+        assert resolve_precision(config, True) is config
 
 
 def test_who_passes_settings_on_does_not_decide_for_devices_elsewhere():
     """As a driver does for its trainers: float32 once came out of this for every launched job."""
     passed_on = from_tree(tomllib.loads(load(overrides=["--train.steps=3"]).to_toml()))
-    assert with_precision(passed_on, True).train.precision == "bfloat16"
+    assert resolve_precision(passed_on, True).train.precision == "bfloat16"
     for said in ("float32", "bfloat16"):
         passed_on = from_tree(tomllib.loads(load(overrides=[f"--train.precision={said}"]).to_toml()))
-        assert {with_precision(passed_on, has).train.precision for has in (True, False)} == {said}
+        assert {resolve_precision(passed_on, has).train.precision for has in (True, False)} == {said}
     # And what was decided for want of bfloat16 stays, wherever it is read.
-    decided = from_tree(tomllib.loads(with_precision(Config(), False).to_toml()))
-    assert with_precision(decided, True).train.precision == "float32"
+    decided = from_tree(tomllib.loads(resolve_precision(Config(), False).to_toml()))
+    assert resolve_precision(decided, True).train.precision == "float32"
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate step", "network placement"])

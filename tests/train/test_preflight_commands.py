@@ -80,8 +80,8 @@ def test_one_process_asks_for_its_memory(tiny, monkeypatch, tmp_path, capsys):
     proc = tmp_path / "proc"
     proc.mkdir()
     (proc / "meminfo").write_text("MemAvailable: 100 kB\n")
-    here = capacity.Capacity.here
-    monkeypatch.setattr(capacity.Capacity, "here", lambda **words: here(proc, tmp_path / "cgroup", **words))
+    here = capacity.Capacity.measure
+    monkeypatch.setattr(capacity.Capacity, "measure", lambda **words: here(proc, tmp_path / "cgroup", **words))
     with pytest.raises(FitError, match=r"tensors of 1 rank .* MemAvailable leaves 0 MiB"):
         api.train(api.load_config(tiny))
     assert not (tmp_path / "runs").exists()
@@ -91,11 +91,11 @@ def test_one_process_asks_for_its_memory(tiny, monkeypatch, tmp_path, capsys):
 
 
 def test_trainers_start_in_waves(tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher, "wave", lambda cores: 2)
+    monkeypatch.setattr(launcher, "max_concurrent_imports", lambda cores: 2)
     ranks: list[subprocess.Popen[bytes]] = []
     waves = launcher._Waves(ranks, [])
     code = "import os, pathlib; pathlib.Path(f'came-{os.getpid()}').touch(); "
-    code += "os.write(int(os.environ['MEGASCALE_CAME']), b'.')"
+    code += "os.write(int(os.environ['MEGASCALE_IMPORTED_PIPE']), b'.')"
     most = 0
     try:
         for _ in range(6):
@@ -113,7 +113,7 @@ def test_trainers_start_in_waves(tmp_path, monkeypatch):
 
 
 def test_a_wave_ends_with_an_interruption_or_a_failure(monkeypatch):
-    monkeypatch.setattr(launcher, "wave", lambda cores: 1)
+    monkeypatch.setattr(launcher, "max_concurrent_imports", lambda cores: 1)
     interruptions: list[float] = []
     sleeper = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(sleeper, stdin=subprocess.PIPE) as one:

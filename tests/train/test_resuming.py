@@ -17,7 +17,7 @@ from megascale.api import evaluate, export_model, generate, load_config, train
 from megascale.checkpoint import setting_changes
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.step_folders import COMMIT
-from megascale.config import ACCEPTABLE, Config, from_tree
+from megascale.config import CHANGEABLE_KEYS, Config, from_tree
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.ledger import check
 from megascale.data.dataset.samples import SampleSource
@@ -393,7 +393,7 @@ def test_each_difference_is_found_and_judged(chosen: set[tuple[str, str]], begun
     assert names <= {c.key for c in found}
     assert {c.key for c in found} - names <= {"lr.peak", "optimizer.trust_min", "optimizer.lamb_bias_correction"}
     model = {"model.heads", "model.activation", "model.tied_embeddings"} & names
-    asked = {name for name in names if name in ACCEPTABLE} if begun else set()
+    asked = {name for name in names if name in CHANGEABLE_KEYS} if begun else set()
     if "optimizer.name" in asked or ("optimizer.trust_max" in asked and "optimizer.name" not in names):
         asked.discard("optimizer.trust_max")
     assert {c.key for c in found if c.kind == "refused"} == model
@@ -406,6 +406,6 @@ def test_each_difference_is_found_and_judged(chosen: set[tuple[str, str]], begun
 
 
 def test_only_what_may_be_accepted_can_be_named() -> None:
-    assert set(ACCEPTABLE) - {"run"} <= set(SETTINGS)
+    assert set(CHANGEABLE_KEYS) - {"run"} <= set(SETTINGS)
     with pytest.raises(ConfigError, match=r"model\.layers.*train\.seed"):
         from_tree({"checkpoint": {"accept_changes": ["model.layers"]}})

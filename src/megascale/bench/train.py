@@ -139,7 +139,7 @@ def measure(
     import megascale
     from megascale.bench.gpu_watch import GpuWatch
     from megascale.bench.training_runs import join, random_rows
-    from megascale.core.flops import CONVENTION, device_peak, mfu
+    from megascale.core.flops import CONVENTION, device_peak_tflops, mfu
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
@@ -186,7 +186,7 @@ def measure(
     step_seconds = statistics.median(seconds)
     rate = train.global_batch * model.sequence_length / step_seconds
     name = torch.cuda.get_device_name(place.device) if cuda else "CPU"
-    peak = config.observe.peak_tflops or device_peak(name)
+    peak = config.observe.peak_tflops or device_peak_tflops(name)
     return {
         "model": model.preset,
         "settings": config.model_dump(mode="json", exclude_none=True, include=TOLD),

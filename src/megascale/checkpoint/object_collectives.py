@@ -24,7 +24,7 @@ def _control(group: Any) -> Any:
         return group
     if group not in _controls:
         ranks = dist.get_process_group_ranks(group)
-        with torch_private.gloo_loop_shared():
+        with torch_private.share_gloo_loop():
             _controls[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _controls[group]
 

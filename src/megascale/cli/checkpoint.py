@@ -306,10 +306,10 @@ def _alone(what: str, *places: str) -> contextlib.ExitStack:
             continue
         path = folder.resolve()
         folders |= {folder for folder in (path, *path.parents[:2]) if (folder / "config.toml").is_file()}
-        folders |= {path} if (path / run_lock.TRAINERS).is_file() else set()
+        folders |= {path} if (path / run_lock.TRAINER_LOCK).is_file() else set()
     with contextlib.ExitStack() as undo:
         for folder in sorted(folders):
-            undo.enter_context(run_lock.take(folder, what, 0.0))
+            undo.enter_context(run_lock.acquire_trainer_lock(folder, what, 0.0))
         return undo.pop_all()
 
 

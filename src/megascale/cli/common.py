@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 
 if TYPE_CHECKING:
     from megascale.config import Config
@@ -23,9 +23,9 @@ DEFAULT_CLUSTER, DEFAULT_DEVICE = "a100-roce", "A100"
 
 def load_for_gpus(file: Path | None, words: list[str]) -> Config:
     """Settings of what GPUs would do, asked of a machine that may have none: bfloat16 where nobody says otherwise."""
-    from megascale.config import load_command_line, with_precision
+    from megascale.config import load_command_line, resolve_precision
 
-    return with_precision(load_command_line(file, words), bfloat16=True)
+    return resolve_precision(load_command_line(file, words), bfloat16=True)
 
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp", ".eps")  # formats that matplotlib writes by itself
@@ -48,7 +48,7 @@ def check_picture(parameter: typer.CallbackParam, path: Path | None) -> Path | N
 def need(module: str, extra: str) -> None:
     """ConfigError with the remedy if an optional package is not installed."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"this command needs the package {module}; {remedy(extra)}")
+        raise ConfigError(f"this command needs the package {module}; {describe_install(extra)}")
 
 
 def finite(value: float | None) -> float | None:

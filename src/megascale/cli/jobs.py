@@ -215,13 +215,13 @@ def _told(run: Path, after: int) -> list[Any]:
 
 def _trainer_events(run: Path) -> list[dict[str, Any]]:
     """Return the events that trainers wrote, those with a time; damaged lines are left out."""
-    from megascale.core.bounded_lines import RecordReader
     from megascale.core.events import is_plausible_time
+    from megascale.core.json_lines import RecordReader
 
     found = []
     with contextlib.suppress(OSError):
         for record in RecordReader(run / "events.jsonl"):
-            time = strict_json.number(record.get("time"))
+            time = strict_json.to_float(record.get("time"))
             if record.get("by") != "driver" and is_plausible_time(time):
                 found.append(record | {"time": time, "event": str(record.get("event", ""))})
     return found
@@ -230,13 +230,13 @@ def _trainer_events(run: Path) -> list[dict[str, Any]]:
 def _show(console: Any, entry: Any, first: float) -> None:
     from rich.text import Text
 
-    from megascale.core.events import date_of
+    from megascale.core.events import format_time
 
     if isinstance(entry, dict):
         hidden = ("time", "date", "event", "attempt")
         rest = {k: v for k, v in entry.items() if k not in hidden and not isinstance(v, dict)}
         text = ", ".join(f"{k} {v}" for k, v in rest.items())
-        when = f"{date_of(entry['time'])} {str(entry.get('attempt', 0))[:20]:>3} "
+        when = f"{format_time(entry['time'])} {str(entry.get('attempt', 0))[:20]:>3} "
         parts = (when, f"{'':10}{entry['event']}  ", text)
         when, event, text = (part.encode(errors="replace").decode() for part in parts)  # half a character
         console.print(Text.assemble((when, "dim"), event, (text, "dim")))
@@ -246,7 +246,7 @@ def _show(console: Any, entry: Any, first: float) -> None:
     about += f" (rank {', '.join(map(str, entry.ranks))})" if entry.ranks else ""
     action = f" -> {entry.action}" if entry.action not in ("", "none") else ""
     since = f"{entry.time - first:+8.2f}s "
-    when = f"{date_of(entry.time)} {entry.attempt:>3} "
+    when = f"{format_time(entry.time)} {entry.attempt:>3} "
     head = Text.assemble((when, "dim"), (since, "dim"), (entry.kind, colour or "yellow"))
     console.print(head.append(about).append(action, style="bold"))
     for sentence in entry.evidence:

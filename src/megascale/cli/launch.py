@@ -70,7 +70,7 @@ def register(app: typer.Typer) -> None:
         extra += [f"--resilience.spares={spares}"] * (spares is not None)
         extra += [f"--resilience.cluster={cluster}"] * (cluster is not None)
         extra += [f"--resilience.hosts={hosts}"] * (hosts is not None)
-        from megascale.config import load_command_line, with_precision
+        from megascale.config import load_command_line, resolve_precision
 
         config = load_command_line(file, extra)
         if dry_run:
@@ -84,7 +84,7 @@ def register(app: typer.Typer) -> None:
         from megascale import api
         from megascale.cli.common import need
         from megascale.core.layout import lay_out
-        from megascale.core.preflight import Share, preflight
+        from megascale.core.preflight import HostShare, check_host
         from megascale.data.dataset.presence import check_data
 
         need("fastapi", "driver")
@@ -94,7 +94,7 @@ def register(app: typer.Typer) -> None:
 
         config, size = start_driver.prepare(config)
         check_timeouts(config)  # with what the cluster chose
-        resolved = with_precision(api.resolve(config), bool(size.devices))
+        resolved = resolve_precision(api.resolve(config), bool(size.devices))
         lay_out(resolved, size.world)  # what does not divide is said once, before any process starts
         console = Console(highlight=False, soft_wrap=True)
 
@@ -110,8 +110,8 @@ def register(app: typer.Typer) -> None:
         elif not start_driver.is_running(config):
             check_data(resolved)
             nodes_here = config.resilience.nodes + config.resilience.spares
-            share = Share(size.world, 0, size.world, nodes=nodes_here, gpus=bool(size.devices))
-            preflight(resolved, share, say=lambda line: say("driver", line))
+            share = HostShare(size.world, 0, size.world, nodes=nodes_here, uses_gpus=bool(size.devices))
+            check_host(resolved, share, report=lambda line: say("driver", line))
         if dashboard is None:
             raise typer.Exit(start_driver.drive(config, size, say))
         from megascale.cli.dashboard import serving

@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
           megascale train --model.preset=gpt2-124m --data.train=datasets/mine/train --train.precision=bf16
         """
-        from megascale.config import load_command_line, with_precision
+        from megascale.config import load_command_line, resolve_precision
 
         config = load_command_line(file, context.args)
         from megascale import api
@@ -57,7 +57,7 @@ def register(app: typer.Typer) -> None:
         if not launcher.started_by_launcher():
             world = launcher.processes_wanted(config, api.visible_gpus(config))
             if world > 1:
-                config = with_precision(api.resolve(config), api.visible_gpus(config) > 0)
+                config = resolve_precision(api.resolve(config), api.visible_gpus(config) > 0)
                 lay_out(config, world)  # what does not divide is said once, before any process starts
                 check_data(config)
                 words = ["train", *([file] if file else []), *context.args]

@@ -4,23 +4,34 @@ Every package may import this one; it imports nothing of ours but the errors. A 
 obeys it.
 """
 
-from megascale.config.base import DEEP, MOST, Section
+from megascale.config.base import MAX_COUNT, MAX_LAYERS, Section
 from megascale.config.data_section import DataConfig
 from megascale.config.kubernetes_section import KubernetesConfig
-from megascale.config.loading import from_tree, load, load_command_line, preset, presets
+from megascale.config.loading import from_tree, list_presets, load, load_command_line, read_preset
 from megascale.config.model_section import ModelConfig
-from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, ParallelConfig
+from megascale.config.parallel_sections import (
+    SIDE_STREAM_MAX_TOKENS,
+    SIDE_STREAM_MIN_HIDDEN,
+    OverlapConfig,
+    ParallelConfig,
+)
 from megascale.config.resilience_section import ResilienceConfig
-from megascale.config.run_sections import ACCEPTABLE, CheckpointConfig, ObserveConfig, RendezvousConfig, split_password
+from megascale.config.run_sections import (
+    CHANGEABLE_KEYS,
+    CheckpointConfig,
+    ObserveConfig,
+    RendezvousConfig,
+    split_password,
+)
 from megascale.config.training_sections import KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
-from megascale.config.tree import Config, with_precision
+from megascale.config.tree import Config, resolve_precision
 
 __all__ = [
-    "ACCEPTABLE",
-    "DEEP",
-    "FEW_TOKENS",
-    "MOST",
-    "WIDE",
+    "CHANGEABLE_KEYS",
+    "MAX_COUNT",
+    "MAX_LAYERS",
+    "SIDE_STREAM_MAX_TOKENS",
+    "SIDE_STREAM_MIN_HIDDEN",
     "CheckpointConfig",
     "Config",
     "DataConfig",
@@ -37,10 +48,10 @@ __all__ = [
     "Section",
     "TrainConfig",
     "from_tree",
+    "list_presets",
     "load",
     "load_command_line",
-    "preset",
-    "presets",
+    "read_preset",
+    "resolve_precision",
     "split_password",
-    "with_precision",
 ]

@@ -12,10 +12,10 @@ from megascale.errors import ConfigError
 
 # Upper bounds keep a slip (2e9 for 2e3) from starting loops and allocations of that size: far above what anybody
 # trains, and what they let through is checked against the machine before anything starts (core/preflight.py).
-DEEP = 10_000  # layers and pipeline stages
+MAX_LAYERS = 10_000  # layers and pipeline stages
 
 
-MOST = 1_000_000_000_000  # counts that cost nothing by themselves
+MAX_COUNT = 1_000_000_000_000  # counts that cost nothing by themselves
 
 
 class Section(BaseModel):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megascale.config.base import MOST, Section, expand_home
+from megascale.config.base import MAX_COUNT, Section, expand_home
 
 
 class DataConfig(Section):
@@ -26,7 +26,7 @@ class DataConfig(Section):
     shuffle_tokens: int = Field(
         1 << 20,
         ge=1,
-        le=MOST * 1000,
+        le=MAX_COUNT * 1000,
         description="on the fly: windows are shuffled within runs of so many tokens of shuffled text",
     )
     text_key: str = Field("text", description="on the fly: where jsonl records and parquet rows have their text")

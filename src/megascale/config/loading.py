@@ -16,7 +16,7 @@ from megascale.config.base import _check_text
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, SINKS, SPAN_SINKS
 from megascale.config.registry import Registry
-from megascale.config.suggestions import question, suggest, suggest_for_section
+from megascale.config.suggestions import format_question, suggest_for_section, suggest_keys
 from megascale.config.text_files import read_toml
 from megascale.config.tree import Config
 from megascale.errors import ConfigError
@@ -27,16 +27,16 @@ TRAINING_PARTS: dict[str, Registry[Any]] = {
 }
 
 
-def presets() -> list[str]:
+def list_presets() -> list[str]:
     """Names of the shipped model shapes."""
     folder = resources.files("megascale.model") / "presets"
     return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
 
 
-def preset(name: str) -> dict[str, Any]:
+def read_preset(name: str) -> dict[str, Any]:
     """The `model` keys of a shipped shape; ConfigError naming the nearest if there is no such preset."""
-    if name not in presets():
-        raise ConfigError(f"model.preset={name!r} is not a shipped model; {_nearest(name, presets())}")
+    if name not in list_presets():
+        raise ConfigError(f"model.preset={name!r} is not a shipped model; {_nearest(name, list_presets())}")
     text = (resources.files("megascale.model") / "presets" / f"{name}.toml").read_text()
     return tomllib.loads(text)["model"]
 
@@ -81,7 +81,7 @@ def load_command_line(file: str | Path | None, extra: list[str]) -> Config:
             file = word
             continue
         if not word.startswith("--") or "." not in word.split("=")[0]:
-            hint = question([f"--{key}=" for key in suggest(word.lstrip("-").partition("=")[0])])
+            hint = format_question([f"--{key}=" for key in suggest_keys(word.lstrip("-").partition("=")[0])])
             text = f"unknown argument {word!r}; settings are given as --section.key=value"
             raise ConfigError(f"{text}; {hint}" if hint else text)
         if "=" not in word:
@@ -101,7 +101,7 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
             _check_text(f"{name}.{key}", value)
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("preset"), str):
-        tree["model"] = {**preset(model["preset"]), **model}
+        tree["model"] = {**read_preset(model["preset"]), **model}
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -158,10 +158,12 @@ def _explain(error: Any, tree: Mapping[str, Any]) -> str:
     name = ".".join(path)
     if error["type"] == "extra_forbidden":
         if len(path) == 1:
-            hint = question(suggest_for_section(name, error["input"])) or f"known: {', '.join(Config.model_fields)}"
+            hint = (
+                format_question(suggest_for_section(name, error["input"])) or f"known: {', '.join(Config.model_fields)}"
+            )
             return f"there is no section [{name}]; {hint}"
         keys = list(getattr(Config.model_fields[path[0]].annotation, "model_fields", {}))
-        hint = question(suggest(path[1], path[0])) or f"known keys: {', '.join(keys)}"
+        hint = format_question(suggest_keys(path[1], path[0])) or f"known keys: {', '.join(keys)}"
         return f"there is no key {name} (value {error['input']!r}); {hint}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from megascale.config.base import DEEP, MOST, Section
+from megascale.config.base import MAX_COUNT, MAX_LAYERS, Section
 from megascale.config.parts import ACTIVATIONS, ATTENTIONS, BLOCKS, MLPS, NORMS
 from megascale.errors import ConfigError
 
@@ -15,7 +15,7 @@ class ModelConfig(Section):
     """The transformer's shape. Sizes are counts, not bytes."""
 
     preset: str | None = Field(None, description="start from a shipped shape, such as gpt2-124m; own keys override")
-    layers: int = Field(4, ge=1, le=DEEP, description="number of transformer blocks")
+    layers: int = Field(4, ge=1, le=MAX_LAYERS, description="number of transformer blocks")
     hidden: int = Field(256, ge=1, le=1_000_000, description="width of the residual stream")
     heads: int = Field(
         4, ge=1, le=1_000_000, description="attention heads; must divide hidden unless head_dim is given"
@@ -27,20 +27,20 @@ class ModelConfig(Section):
     ffn_hidden: int | None = Field(None, ge=1, le=100_000_000, description="width inside the MLP; default: 4 x hidden")
     vocab_size: int | None = Field(None, ge=2, le=1_000_000_000, description="default: the tokenizer's")
     sequence_length: int = Field(256, ge=2, le=1_000_000_000, description="tokens in a training sample")
-    block: Annotated[str, AfterValidator(BLOCKS.check)] = Field(
+    block: Annotated[str, AfterValidator(BLOCKS.validate_name)] = Field(
         "serial", description="serial: x + MLP(LN(x + Attn(LN x))); parallel: x + Attn(LN x) + MLP(LN x)"
     )
     parallel_norms: Literal[1, 2] = Field(1, description="parallel block: one shared norm (GPT-J) or two (GPT-NeoX)")
-    attention: Annotated[str, AfterValidator(ATTENTIONS.check)] = Field(
+    attention: Annotated[str, AfterValidator(ATTENTIONS.validate_name)] = Field(
         "causal", description="which attention a block has"
     )
-    mlp: Annotated[str, AfterValidator(MLPS.check)] = Field("dense", description="which MLP a block has")
-    norm: Annotated[str, AfterValidator(NORMS.check)] = Field(
+    mlp: Annotated[str, AfterValidator(MLPS.validate_name)] = Field("dense", description="which MLP a block has")
+    norm: Annotated[str, AfterValidator(NORMS.validate_name)] = Field(
         "layernorm",
         description="layernorm: mean and deviation taken out; rmsnorm: divided by the root mean square (Llama)",
     )
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance inside norms")
-    activation: Annotated[str, AfterValidator(ACTIVATIONS.check)] = Field(
+    activation: Annotated[str, AfterValidator(ACTIVATIONS.validate_name)] = Field(
         "gelu", description="of the MLP: gelu (erf), gelu_tanh (GPT-2's), swiglu (gated, Llama)"
     )
     positions: Literal["learned", "rotary", "none"] = Field(
@@ -55,10 +55,13 @@ class ModelConfig(Section):
     head_bias: bool = Field(False, description="bias on the logits (GPT-J)")
     tied_embeddings: bool = Field(True, description="logits use the token embedding")
     window: int | None = Field(
-        None, ge=1, le=MOST, description="sliding window: a query sees itself and the window-1 tokens before it"
+        None, ge=1, le=MAX_COUNT, description="sliding window: a query sees itself and the window-1 tokens before it"
     )
     window_pattern: str = Field(
-        "S", pattern="^[SL]+$", max_length=DEEP, description="repeated over layers: S = windowed, L = full attention"
+        "S",
+        pattern="^[SL]+$",
+        max_length=MAX_LAYERS,
+        description="repeated over layers: S = windowed, L = full attention",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="on embeddings and residual branches, none in attention")
     init_std: float = Field(0.02, gt=0, description="standard deviation of initial weights")
@@ -67,7 +70,7 @@ class ModelConfig(Section):
     )
 
     @property
-    def kv(self) -> int:
+    def num_kv_heads(self) -> int:
         """Number of key/value heads."""
         return self.kv_heads or self.heads
 
@@ -82,7 +85,7 @@ class ModelConfig(Section):
         return self.ffn_hidden or 4 * self.hidden
 
     @property
-    def gated(self) -> bool:
+    def has_gated_mlp(self) -> bool:
         """Whether the MLP has a gate (two input projections)."""
         return ACTIVATIONS[self.activation].gated
 
@@ -119,9 +122,9 @@ class ModelConfig(Section):
                 f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
                 f"choose heads among the divisors of hidden or set model.head_dim"
             )
-        if self.heads % self.kv:
+        if self.heads % self.num_kv_heads:
             raise ValueError(
-                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv}; "
+                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.num_kv_heads}; "
                 "each key/value head must serve the same number of query heads"
             )
         if self.positions == "rotary":

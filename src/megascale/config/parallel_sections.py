@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from megascale.config.base import DEEP, MOST, Section
+from megascale.config.base import MAX_COUNT, MAX_LAYERS, Section
 
 
 def _whole(count: float) -> int | float:
@@ -14,14 +14,14 @@ def _whole(count: float) -> int | float:
 
 
 # A number of layers, and halves of one; written as a whole number where it is one.
-Layers = Annotated[float, Field(allow_inf_nan=False, le=DEEP), AfterValidator(_whole)]
+Layers = Annotated[float, Field(allow_inf_nan=False, le=MAX_LAYERS), AfterValidator(_whole)]
 
 
 class ParallelConfig(Section):
     """How the model is laid over processes. Data parallelism is what is left of the world."""
 
     tensor: int = Field(1, ge=1, le=1_000_000, description="tensor-parallel ranks (with sequence parallelism)")
-    pipeline: int = Field(1, ge=1, le=DEEP, description="pipeline stages")
+    pipeline: int = Field(1, ge=1, le=MAX_LAYERS, description="pipeline stages")
     virtual_stages: int = Field(1, ge=1, le=1000, description="model chunks a stage (interleaved 1F1B when above 1)")
     schedule: str = Field(
         "auto",
@@ -32,7 +32,7 @@ class ParallelConfig(Section):
     micro_batch_group_size: int | None = Field(
         None,
         ge=1,
-        le=MOST,
+        le=MAX_COUNT,
         description="micro-batches that each chunk of a stage takes in turn (interleaved 1F1B); default: pipeline. On "
         "slow networks more of them hide gradients and parameters in flight, for more activations held",
     )
@@ -63,7 +63,7 @@ class ParallelConfig(Section):
     bucket_elements: int = Field(
         40_000_000,
         ge=1,
-        le=MOST * 1000,
+        le=MAX_COUNT * 1000,
         description="parameters in one data-parallel message; smaller hides more, larger moves faster",
     )
     recompute: Literal["none", "norms", "activation", "selective", "full"] = Field(
@@ -77,7 +77,7 @@ class ParallelConfig(Section):
 # Layers as wide and micro-batches as small as this gained 0.4 to 1.4% by independent GEMMs on a side stream; narrower
 # layers and larger micro-batches lost 0.4 to 0.6%, save serial blocks cut by tensor parallelism
 # (docs/reports/overlaps.md).
-WIDE, FEW_TOKENS = 4096, 4096
+SIDE_STREAM_MIN_HIDDEN, SIDE_STREAM_MAX_TOKENS = 4096, 4096
 
 
 class OverlapConfig(Section):
@@ -96,7 +96,7 @@ class OverlapConfig(Section):
         "auto",
         description="on: GEMMs that do not depend on each other run on two streams, so that each fills the "
         "SMs that the other's last wave leaves idle (GPUs); auto: where that was measured to pay, layers "
-        f"at least {WIDE} wide and micro-batches of at most {FEW_TOKENS:,} tokens",
+        f"at least {SIDE_STREAM_MIN_HIDDEN} wide and micro-batches of at most {SIDE_STREAM_MAX_TOKENS:,} tokens",
     )
     pipeline_channels: int = Field(
         4,
@@ -109,7 +109,7 @@ class OverlapConfig(Section):
         12, ge=1, le=64, description="most NCCL channels of gathering parameters and of reducing gradients, likewise"
     )
 
-    def channels(self, axis: str) -> int | None:
+    def max_channels(self, axis: str) -> int | None:
         """Most NCCL channels of `axis`, pipeline or data; None, NCCL's own choice, where no compute runs beside it."""
         on, most = {"pipeline": (self.pipeline, self.pipeline_channels), "data": (self.data, self.data_channels)}[axis]
         return most if on else None

@@ -30,15 +30,15 @@ class NormFacts:
 class PartFacts:
     """about: one line for people."""
 
-    about: str
+    description: str
 
 
 @dataclass(frozen=True)
 class SinkFacts:
     """about: one line for people; address: what stands behind its name, as in NAME=ADDRESS; "" if nothing need."""
 
-    about: str
-    address: str = ""
+    description: str
+    address_format: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,25 @@ class LinearFacts:
         gathered: bytes an element that data-parallel ranks can send of weights instead of those; None: they cannot.
     """
 
-    about: str
-    kept: int | None = None
-    copies: int = 0
-    float8: Literal["none", "all", "all but weight gradients"] = "none"
-    gathered: int | None = None
+    description: str
+    saved_input_bytes: int | None = None
+    weight_copy_bytes: int = 0
+    float8_gemms: Literal["none", "all", "all but weight gradients"] = "none"
+    gathered_weight_bytes: int | None = None
 
 
-MODEL = "megascale.model"  # where a module may stand that registers a part of its name (registry.py)
+MODEL_PACKAGE = "megascale.model"  # where a module may stand that registers a part of its name (registry.py)
 
 
 class SpanSinks(Registry[SinkFacts]):
     """The span sinks, given as NAME or NAME=ADDRESS."""
 
-    def check_given(self, given: str) -> str:
+    def validate_setting(self, given: str) -> str:
         """`given`, if it is the name of a sink with the address that it needs; as a validator of the setting."""
         name, _, address = given.partition("=")
-        facts = self[self.check(name)]
-        if facts.address and not address:
-            raise ValueError(f"{self.key}={given!r} needs an address: {name}={facts.address}")
+        facts = self[self.validate_name(name)]
+        if facts.address_format and not address:
+            raise ValueError(f"{self.key}={given!r} needs an address: {name}={facts.address_format}")
         if "@" in address:
             raise ValueError(
                 f"{self.key}: the address of {name} holds a user or password, which would lie in the run folder; "
@@ -86,13 +86,13 @@ ACTIVATIONS: Registry[ActivationFacts] = Registry(
     home="megascale.ops",
 )
 NORMS: Registry[NormFacts] = Registry(
-    "model.norm", {"layernorm": NormFacts(bias=True), "rmsnorm": NormFacts(bias=False)}, home=MODEL
+    "model.norm", {"layernorm": NormFacts(bias=True), "rmsnorm": NormFacts(bias=False)}, home=MODEL_PACKAGE
 )
 ATTENTIONS: Registry[PartFacts] = Registry(
-    "model.attention", {"causal": PartFacts("grouped queries, full or in a sliding window")}, home=MODEL
+    "model.attention", {"causal": PartFacts("grouped queries, full or in a sliding window")}, home=MODEL_PACKAGE
 )
 MLPS: Registry[PartFacts] = Registry(
-    "model.mlp", {"dense": PartFacts("one or (gated) two matrices in, one out")}, home=MODEL
+    "model.mlp", {"dense": PartFacts("one or (gated) two matrices in, one out")}, home=MODEL_PACKAGE
 )
 BLOCKS: Registry[PartFacts] = Registry(
     "model.block",
@@ -100,7 +100,7 @@ BLOCKS: Registry[PartFacts] = Registry(
         "serial": PartFacts("x + MLP(LN(x + Attn(LN x)))"),
         "parallel": PartFacts("x + Attn(LN x) + MLP(LN x)"),
     },
-    home=MODEL,
+    home=MODEL_PACKAGE,
 )
 LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
     "train.linear_precision",
@@ -108,13 +108,15 @@ LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
         "default": LinearFacts("GEMMs in the type of train.precision"),
         "float8": LinearFacts(
             "float8 with one scale a matrix; embedding and logits as without",
-            kept=1,
-            copies=2,
-            float8="all",
-            gathered=1,
+            saved_input_bytes=1,
+            weight_copy_bytes=2,
+            float8_gemms="all",
+            gathered_weight_bytes=1,
         ),
         "float8_rowwise": LinearFacts(
-            "float8 with a scale a row; weight gradients as without", copies=2, float8="all but weight gradients"
+            "float8 with a scale a row; weight gradients as without",
+            weight_copy_bytes=2,
+            float8_gemms="all but weight gradients",
         ),
     },
     home="megascale.parallel",
@@ -140,6 +142,6 @@ SINKS: Registry[PartFacts] = Registry(
 )
 
 # Those of a model, by the setting that names them.
-PARTS: dict[str, Registry[Any]] = {
+MODEL_PARTS: dict[str, Registry[Any]] = {
     registry.key: registry for registry in (ACTIVATIONS, NORMS, ATTENTIONS, MLPS, BLOCKS, LINEAR_PRECISIONS)
 }

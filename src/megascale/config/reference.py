@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from megascale.config.base import Section
 from megascale.config.registry import Registry
-from megascale.config.suggestions import is_alias, question, suggest
+from megascale.config.suggestions import format_question, is_alias, suggest_keys
 from megascale.config.tree import Config
 from megascale.errors import ConfigError
 
@@ -48,23 +48,23 @@ class Setting:
     """
 
     key: str
-    about: str
-    kind: str
+    description: str
+    type_name: str
     optional: bool
     default: str
-    range: str = ""
+    bounds: str = ""
     choices: tuple[str, ...] = ()
-    open: bool = False
+    accepts_registered: bool = False
 
-    def values(self) -> str:
+    def describe_values(self) -> str:
         """Kind, choices and range in one phrase."""
         if self.choices:
-            words = ", ".join(self.choices) + (", or a registered one" if self.open else "")
-            return f"list of: {words}" if self.kind.startswith("list") else words
-        return f"{self.kind}, {self.range}" if self.range else self.kind
+            words = ", ".join(self.choices) + (", or a registered one" if self.accepts_registered else "")
+            return f"list of: {words}" if self.type_name.startswith("list") else words
+        return f"{self.type_name}, {self.bounds}" if self.bounds else self.type_name
 
 
-def sections() -> dict[str, str]:
+def describe_sections() -> dict[str, str]:
     """Each section with one line about it."""
     return {
         name: (field.annotation.__doc__ or "").strip().splitlines()[0]
@@ -73,7 +73,7 @@ def sections() -> dict[str, str]:
     }
 
 
-def settings(section: str | None = None) -> list[Setting]:
+def list_settings(section: str | None = None) -> list[Setting]:
     """All settings, or those of a section, in the order in which the models have them."""
     found = []
     for name, field in Config.model_fields.items():
@@ -83,12 +83,12 @@ def settings(section: str | None = None) -> list[Setting]:
     return found
 
 
-def find(words: str) -> list[Setting]:
+def find_settings(words: str) -> list[Setting]:
     """The settings that `words` names: section.key, a section, or a part of keys.
 
     ConfigError with the nearest names if there is none.
     """
-    every = settings()
+    every = list_settings()
     for exact in (
         [s for s in every if s.key == words],
         [s for s in every if s.key.partition(".")[0] == words],
@@ -98,14 +98,14 @@ def find(words: str) -> list[Setting]:
         if exact:
             return exact
     section, dot, key = words.partition(".")
-    near = suggest(key, section) if dot else suggest(words)
+    near = suggest_keys(key, section) if dot else suggest_keys(words)
     if not near:
-        near = difflib.get_close_matches(words, [*sections(), *(s.key for s in every)], n=3)
-    hint = question(near) or f"sections: {', '.join(sections())}"
+        near = difflib.get_close_matches(words, [*describe_sections(), *(s.key for s in every)], n=3)
+    hint = format_question(near) or f"sections: {', '.join(describe_sections())}"
     raise ConfigError(f"there is no setting {words!r}; {hint}")
 
 
-def differences(config: Config) -> list[tuple[str, str, str]]:
+def list_differences(config: Config) -> list[tuple[str, str, str]]:
     """(key, value, default) of the settings that are not at their defaults, values as TOML writes them."""
     plain, found = Config(), []
     for name in Config.model_fields:
@@ -117,26 +117,26 @@ def differences(config: Config) -> list[tuple[str, str, str]]:
     return found
 
 
-def schema() -> dict[str, Any]:
+def make_json_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of configuration files, for editors; registered names are suggested only."""
     tree = Config.model_json_schema()
-    for setting in settings():
+    for setting in list_settings():
         section, _, key = setting.key.partition(".")
         reference = tree["properties"][section]["$ref"].rpartition("/")[2]
         about = tree["$defs"][reference]["properties"].get(key)
-        if about is not None and setting.open:
+        if about is not None and setting.accepts_registered:
             about["examples"] = list(setting.choices)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "MegaScale configuration"}
 
 
-def markdown() -> str:
+def render_markdown() -> str:
     """The page docs/configuration.md: all sections and keys."""
     parts = [_HEAD]
-    for name, about in sections().items():
+    for name, about in describe_sections().items():
         parts.append(f"## {name}\n\n{about}\n\n| key | default | values | what it does |\n|---|---|---|---|")
-        for setting in settings(name):
-            cells = (f"`{setting.key}`", f"`{setting.default}`" if setting.default else "-", setting.values())
-            row = " | ".join(_cell(text) for text in (*cells, setting.about))
+        for setting in list_settings(name):
+            cells = (f"`{setting.key}`", f"`{setting.default}`" if setting.default else "-", setting.describe_values())
+            row = " | ".join(_cell(text) for text in (*cells, setting.description))
             parts[-1] += f"\n| {row} |"
     return "\n\n".join(parts) + "\n"
 
@@ -153,13 +153,13 @@ def _setting(key: str, field: FieldInfo) -> Setting:
     default = field.get_default(call_default_factory=True)
     return Setting(
         key=key,
-        about=field.description or "",
-        kind=kind,
+        description=field.description or "",
+        type_name=kind,
         optional=optional,
         default=_toml(default),
-        range=_range(field),
+        bounds=_range(field),
         choices=choices,
-        open=registry is not None,
+        accepts_registered=registry is not None,
     )
 
 

@@ -35,7 +35,7 @@ class Registry(dict[str, T]):
 
     def __init__(self, key: str, known: Mapping[str, T] | None = None, home: str = "") -> None:
         super().__init__(known or {})
-        self.key, self._home, self.own = key, home, frozenset(self)
+        self.key, self._home, self.builtin_names = key, home, frozenset(self)
 
     def register(self, name: str, entry: T) -> None:
         """Add a name; ConfigError if it is taken."""
@@ -66,7 +66,7 @@ class Registry(dict[str, T]):
         """All names, in the order in which they were added."""
         return list(self)
 
-    def check(self, name: str) -> str:
+    def validate_name(self, name: str) -> str:
         """`name`, if it is known; as a validator of the setting."""
         if name not in self:
             raise ValueError(self._unknown(name))

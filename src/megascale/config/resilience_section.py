@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megascale.config.base import MOST, Section, expand_home
+from megascale.config.base import MAX_COUNT, Section, expand_home
 
 
 class ResilienceConfig(Section):
@@ -17,7 +17,7 @@ class ResilienceConfig(Section):
     checksum_interval: int = Field(
         0,
         ge=0,
-        le=MOST,
+        le=MAX_COUNT,
         description="steps between checksums of the weights, compared between data-parallel copies; 0: none",
     )
     faults: bool = Field(False, description="let `megascale faults inject` break this run's trainers from inside")
@@ -69,15 +69,15 @@ class ResilienceConfig(Section):
     )
     lease: float = Field(3.0, gt=0, description="seconds after which another host's silent driver may be replaced")
     budget_seconds: float = Field(3600.0, gt=0, description="time over which the budgets below count")
-    retries: int = Field(5, ge=0, le=MOST, description="times a node's processes are forked again in place")
-    respawns: int = Field(2, ge=0, le=MOST, description="times a node's agent and fork server are started again")
-    replacements: int = Field(10, ge=0, le=MOST, description="nodes that may be replaced by spares or new ones")
+    retries: int = Field(5, ge=0, le=MAX_COUNT, description="times a node's processes are forked again in place")
+    respawns: int = Field(2, ge=0, le=MAX_COUNT, description="times a node's agent and fork server are started again")
+    replacements: int = Field(10, ge=0, le=MAX_COUNT, description="nodes that may be replaced by spares or new ones")
     replenish_wait: float = Field(
         600.0, ge=0, description="seconds to wait for new nodes when no spare is left; 0: do not ask for any"
     )
     min_data: int = Field(1, ge=1, le=1_000_000, description="data parallelism may shrink to this when nodes stay away")
     no_progress_limit: int = Field(
-        5, ge=1, le=MOST, description="starts in a row without one new step after which the job stops for a person"
+        5, ge=1, le=MAX_COUNT, description="starts in a row without one new step after which the job stops for a person"
     )
     slow_action: Literal["alert", "diagnose", "evict"] = Field(
         "alert",

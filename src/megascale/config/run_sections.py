@@ -7,13 +7,13 @@ from urllib.parse import unquote
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 
-from megascale.config.base import MOST, Section, expand_home
+from megascale.config.base import MAX_COUNT, Section, expand_home
 from megascale.config.parts import SINKS, SPAN_SINKS
 from megascale.config.training_sections import OptimizerConfig
 
 # What of a run may change under way where a person says so: windows are then trained twice or never, or trained
 # otherwise than those before. The model and the tokenizer may not; what is not named here may at any time.
-ACCEPTABLE = (
+CHANGEABLE_KEYS = (
     "run",
     "data.train",
     "data.weights",
@@ -31,9 +31,9 @@ ACCEPTABLE = (
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    interval: int = Field(200, ge=0, le=MOST, description="steps between checkpoints; 0: only at the end")
+    interval: int = Field(200, ge=0, le=MAX_COUNT, description="steps between checkpoints; 0: only at the end")
     at_end: bool = Field(True, description="save when training stops; false loses what came after the last interval")
-    keep: int = Field(2, ge=1, le=MOST, description="committed checkpoints to keep")
+    keep: int = Field(2, ge=1, le=MAX_COUNT, description="committed checkpoints to keep")
     resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
     location: str | None = Field(
         None, description="folder or URL (s3://bucket/run) for checkpoints; default: checkpoints in the run folder"
@@ -56,7 +56,10 @@ class CheckpointConfig(Section):
         "so that one is complete while the other is filled",
     )
     memory_interval: int = Field(
-        0, ge=0, le=MOST, description="steps between copies to host memory that are not written; 0: only those written"
+        0,
+        ge=0,
+        le=MAX_COUNT,
+        description="steps between copies to host memory that are not written; 0: only those written",
     )
     replicas: bool = Field(False, description="also keep each copy in another host's memory (2 x the state there)")
     replica_address: str = Field(
@@ -75,9 +78,9 @@ class CheckpointConfig(Section):
     @classmethod
     def _acceptable(cls, keys: list[str]) -> list[str]:
         for key in keys:
-            if key not in ACCEPTABLE:
+            if key not in CHANGEABLE_KEYS:
                 raise ValueError(
-                    f"checkpoint.accept_changes has {key!r}; what may be accepted is {', '.join(ACCEPTABLE)}. The "
+                    f"checkpoint.accept_changes has {key!r}; what may be accepted is {', '.join(CHANGEABLE_KEYS)}. The "
                     "model and the tokenizer of a run cannot change; all other settings may without being named here"
                 )
         return keys
@@ -156,14 +159,14 @@ class ObserveConfig(Section):
         description="Weights & Biases project to report to (pip install -e '.[wandb]'); its own environment "
         "variables hold, such as WANDB_MODE=offline",
     )
-    sinks: list[Annotated[str, AfterValidator(SINKS.check)]] = Field(
+    sinks: list[Annotated[str, AfterValidator(SINKS.validate_name)]] = Field(
         default_factory=list,
         description="further places for metrics, by name: what installed packages register (observe/metrics.py)",
     )
     float8_interval: int = Field(
         100,
         ge=0,
-        le=MOST,
+        le=MAX_COUNT,
         description="steps between those whose casts to float8 count what they clip and what becomes zero; 0: none",
     )
     progress: bool = Field(True, description="live progress line on a terminal")
@@ -171,12 +174,15 @@ class ObserveConfig(Section):
         True, description="time every action of a step on every rank, without waiting for the device (docs/observe.md)"
     )
     spans: int = Field(
-        100, ge=0, le=MOST, description="steps from one whose spans are all kept to the next; 0: only when asked for"
+        100,
+        ge=0,
+        le=MAX_COUNT,
+        description="steps from one whose spans are all kept to the next; 0: only when asked for",
     )
     spans_mib: int = Field(
         512, ge=16, le=1_000_000, description="MiB that a host's spans and roll-ups may take; the oldest spans go first"
     )
-    span_sinks: list[Annotated[str, AfterValidator(SPAN_SINKS.check_given)]] = Field(
+    span_sinks: list[Annotated[str, AfterValidator(SPAN_SINKS.validate_setting)]] = Field(
         default_factory=lambda: ["parquet"],
         min_length=1,
         description="where each host's spans go, NAME or NAME=ADDRESS: parquet, which commands read, clickhouse, "

@@ -119,7 +119,7 @@ def _keys(section: str) -> list[str]:
     return list(getattr(field.annotation, "model_fields", {})) if field is not None else []
 
 
-def suggest(name: str, section: str = "") -> list[str]:
+def suggest_keys(name: str, section: str = "") -> list[str]:
     """Return the settings, as section.key, that an unknown `name` (of an existing `section`) most likely means."""
     name = name.lower().replace("-", "_")
     own = _keys(section)
@@ -146,10 +146,10 @@ def suggest_for_section(name: str, table: Any) -> list[str]:
     section = aliases.get(name) or (near[0] if near else "")
     found: list[str] = []
     for key in table if isinstance(table, Mapping) else ():
-        found += [f"{section}.{key}"] if key in _keys(section) else suggest(str(key), section)
+        found += [f"{section}.{key}"] if key in _keys(section) else suggest_keys(str(key), section)
     return list(dict.fromkeys(found)) or ([f"[{section}]"] if section else [])
 
 
-def question(names: list[str]) -> str:
+def format_question(names: list[str]) -> str:
     """Return the suggestions as a question, empty without any."""
     return f"did you mean {' or '.join(names[:3])}?" if names else ""

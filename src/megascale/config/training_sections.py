@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from megascale.config.base import MOST, Section, expand_home
+from megascale.config.base import MAX_COUNT, Section, expand_home
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES
 
@@ -17,7 +17,7 @@ SHORT_PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 class OptimizerConfig(Section):
     """Update rule. Defaults follow GPT-3 for AdamW, You et al. 2020 for LAMB, Liu et al. 2025 for Muon."""
 
-    name: Annotated[str, AfterValidator(OPTIMIZERS.check)] = Field(
+    name: Annotated[str, AfterValidator(OPTIMIZERS.validate_name)] = Field(
         "adamw",
         description="adamw, lamb, muon (layers' matrices orthogonalised, AdamW for all else, at its learning rate), "
         "or one that a package of your own registers (optim/rules.py)",
@@ -53,12 +53,14 @@ class LrConfig(Section):
         "the share of a weight's norm",
     )
     min: float = Field(0.0, ge=0, description="the rate at the end of the decay")
-    warmup_steps: int = Field(0, ge=0, le=MOST, description="steps in which the rate rises linearly from 0 to peak")
+    warmup_steps: int = Field(
+        0, ge=0, le=MAX_COUNT, description="steps in which the rate rises linearly from 0 to peak"
+    )
     decay: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="shape from peak to min after the warm-up"
     )
     decay_steps: int | None = Field(
-        None, ge=1, le=MOST, description="step at which min is reached; default: train.steps"
+        None, ge=1, le=MAX_COUNT, description="step at which min is reached; default: train.steps"
     )
 
 
@@ -105,11 +107,11 @@ class TrainConfig(Section):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder's name")
     runs: str = Field("runs", description="folder that holds run folders")
-    steps: int = Field(1000, ge=0, le=MOST, description="optimizer steps in all")
+    steps: int = Field(1000, ge=0, le=MAX_COUNT, description="optimizer steps in all")
     max_skipped_steps: int = Field(
         10,
         ge=0,
-        le=MOST,
+        le=MAX_COUNT,
         description="a step whose gradient is not finite changes nothing; after this many in a row training ends with "
         "an error; 0: it never does",
     )
@@ -120,16 +122,16 @@ class TrainConfig(Section):
         description="type of weights in use and of activations; default: bfloat16 on GPUs that have it, else float32; "
         "master weights are at least float32; bf16, fp32 and fp64 are understood",
     )
-    linear_precision: Annotated[str, AfterValidator(LINEAR_PRECISIONS.check)] = Field(
+    linear_precision: Annotated[str, AfterValidator(LINEAR_PRECISIONS.validate_name)] = Field(
         "default",
         description="how the GEMMs of linear layers are done; default: in the type of train.precision; float8: in "
         "float8 with one scale a matrix; float8_rowwise: with a scale a row, weight gradients in train.precision",
     )
-    loss: Annotated[str, AfterValidator(LOSSES.check)] = Field(
+    loss: Annotated[str, AfterValidator(LOSSES.validate_name)] = Field(
         "cross_entropy",
         description="what training lowers; evaluation is cross-entropy whatever it is (ops/token_loss.py)",
     )
-    callbacks: list[Annotated[str, AfterValidator(CALLBACKS.check)]] = Field(
+    callbacks: list[Annotated[str, AfterValidator(CALLBACKS.validate_name)]] = Field(
         default_factory=list,
         description="what is called on every rank between steps, by name: what installed packages register "
         "(train/callbacks.py)",
@@ -147,24 +149,24 @@ class TrainConfig(Section):
         le=4096,
         description="CPU threads of a rank; default: cores / ranks on the host, OMP_NUM_THREADS at most",
     )
-    log_interval: int = Field(10, ge=1, le=MOST, description="steps between printed lines")
+    log_interval: int = Field(10, ge=1, le=MAX_COUNT, description="steps between printed lines")
     gc_interval: int = Field(
         50,
         ge=0,
-        le=MOST,
+        le=MAX_COUNT,
         description="steps between collections of Python's garbage, on all ranks at once; 0: as Python likes",
     )
-    eval_interval: int = Field(0, ge=0, le=MOST, description="steps between evaluations; 0: only at the end")
+    eval_interval: int = Field(0, ge=0, le=MAX_COUNT, description="steps between evaluations; 0: only at the end")
     eval_samples: int = Field(
         128,
         ge=1,
-        le=MOST,
+        le=MAX_COUNT,
         description="held-out sequences that each evaluation reads; the last one reads the whole file too",
     )
     sample_prompt: str | None = Field(None, description="text to continue at the end of training")
     sample_tokens: int = Field(120, ge=1, le=1_000_000, description="tokens to continue sample_prompt by")
     stop_after: int | None = Field(
-        None, ge=1, le=MOST, description="stop after this many steps of this start (for tests)"
+        None, ge=1, le=MAX_COUNT, description="stop after this many steps of this start (for tests)"
     )
 
     _paths = field_validator("runs")(expand_home)

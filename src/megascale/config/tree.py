@@ -14,7 +14,12 @@ from megascale.config.data_section import DataConfig
 from megascale.config.kubernetes_section import KubernetesConfig
 from megascale.config.model_section import ModelConfig
 from megascale.config.optimizers import OPTIMIZERS
-from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, ParallelConfig
+from megascale.config.parallel_sections import (
+    SIDE_STREAM_MAX_TOKENS,
+    SIDE_STREAM_MIN_HIDDEN,
+    OverlapConfig,
+    ParallelConfig,
+)
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.config.resilience_section import ResilienceConfig
 from megascale.config.run_sections import CheckpointConfig, ObserveConfig, RendezvousConfig
@@ -43,7 +48,7 @@ class Config(Section):
     def gemms_on_side_stream(self) -> bool:
         """Whether independent GEMMs run on two streams: overlap.gemms with auto resolved."""
         tokens = self.model.sequence_length * self.train.micro_batch
-        pays = self.model.hidden >= WIDE and tokens <= FEW_TOKENS
+        pays = self.model.hidden >= SIDE_STREAM_MIN_HIDDEN and tokens <= SIDE_STREAM_MAX_TOKENS
         return self.overlap.gemms == "on" or (self.overlap.gemms == "auto" and pays)
 
     @property
@@ -62,7 +67,7 @@ class Config(Section):
             return tree
         name = optimizer.get("name")
         if isinstance(name, str) and name in OPTIMIZERS and "peak" not in lr:
-            peak = OPTIMIZERS[name].peak
+            peak = OPTIMIZERS[name].default_peak
             return tree if peak is None else {**tree, "lr": {**lr, "peak": peak}}
         return tree
 
@@ -85,7 +90,7 @@ class Config(Section):
                 )
         if self.parallel.gather_precision == "float8":
             linear = self.train.linear_precision
-            if LINEAR_PRECISIONS[linear].gathered is None:
+            if LINEAR_PRECISIONS[linear].gathered_weight_bytes is None:
                 raise ValueError(
                     f"parallel.gather_precision=float8 needs weights with one float8 scale a matrix, and "
                     f"train.linear_precision is {linear}; set --train.linear_precision=float8 or "
@@ -100,7 +105,7 @@ class Config(Section):
             raise ValueError(f"lr.min={self.lr.min} is above lr.peak={self.lr.peak}; lower lr.min")
         return self
 
-    def microbatches(self, data_parallel: int) -> int:
+    def count_microbatches(self, data_parallel: int) -> int:
         """Micro-batches a data-parallel rank runs in a step; FitError if sizes do not divide."""
         per_micro = self.train.micro_batch * data_parallel
         if self.train.global_batch % per_micro:
@@ -124,7 +129,7 @@ class Config(Section):
         file.write_text(self.to_toml(), encoding="utf-8")
 
 
-def with_precision(config: Config, bfloat16: bool) -> Config:
+def resolve_precision(config: Config, bfloat16: bool) -> Config:
     """train.precision as it is where somebody set it, else bfloat16 where the devices have that; set in either case."""
     if "precision" in config.train.model_fields_set:
         return config

@@ -35,11 +35,11 @@ class CausalAttention(nn.Module):
         model, d = at.model, at.model.head_size
         self.layer, self.head_size, self.interleaved = at.layer, d, model.rotary_interleaved
         self.window, self._chooser = model.layer_window(at.layer), at.axis.runtime.attention
-        self.heads, self.kv_heads = model.heads // at.axis.size, model.kv // at.axis.size
+        self.heads, self.kv_heads = model.heads // at.axis.size, model.num_kv_heads // at.axis.size
         self.width = (self.heads + 2 * self.kv_heads) * d  # of this rank's columns
-        self.columns = [t for t in at.tensors.attention if t.cut == 0]
+        self.columns = [t for t in at.tensors.attention if t.partition_dim == 0]
         self.bias: nn.Parameter | None = None
-        self.out = RowLinear([t for t in at.tensors.attention if t.cut != 0], at.linears, at.dtype)
+        self.out = RowLinear([t for t in at.tensors.attention if t.partition_dim != 0], at.linears, at.dtype)
 
     @property
     def residual_bias(self) -> nn.Parameter | None:
@@ -63,11 +63,13 @@ class CausalAttention(nn.Module):
         return Branch(attention(q, k, v, window=self.window, chooser=self._chooser), weight)
 
 
-KINDS: Registry[Callable[[LayerSetup], nn.Module]] = Registry(ATTENTIONS.key, {"causal": CausalAttention})
+ATTENTION_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(ATTENTIONS.key, {"causal": CausalAttention})
 
 
-def register(name: str, made: Callable[[LayerSetup], nn.Module], inventory: PartInventory, about: str = "") -> None:
+def register(
+    name: str, make: Callable[[LayerSetup], nn.Module], inventory: PartInventory, description: str = ""
+) -> None:
     """Let `model.attention` be `name`: made(setup) has what CausalAttention has."""
-    ATTENTIONS.register(name, PartFacts(about))
+    ATTENTIONS.register(name, PartFacts(description))
     ATTENTION_PARTS.register(name, inventory)
-    KINDS.register(name, made)
+    ATTENTION_MODULES.register(name, make)

@@ -16,13 +16,13 @@ from torch import nn
 
 from megascale.config.parts import BLOCKS, PartFacts
 from megascale.config.registry import Registry
-from megascale.core.inventory import BLOCK_PARTS, BlockInventory, splits_projection
+from megascale.core.inventory import BLOCK_PARTS, BlockInventory, has_fused_projection
 from megascale.core.layers import Half
 from megascale.model import attention as attentions
 from megascale.model import mlp as mlps
 from megascale.model.attention import CausalAttention
 from megascale.model.context import ForwardContext, LayerSetup, Rotary
-from megascale.model.fusion import Branch, Flow, add_residual, recomputes, sum_branches
+from megascale.model.fusion import Branch, ResidualStream, add_residual, is_recomputed, sum_branches
 from megascale.model.mlp import DenseMlp
 from megascale.model.norm import Norm, norm_and_project
 from megascale.ops.activation import fuses
@@ -59,12 +59,14 @@ class Block(_Parts):
     def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
         super().__init__(at, recompute)
         # Parts may be anybody's, so that what is asked of them is not in a type.
-        self.attention: Any = attentions.KINDS[at.model.attention](at)
-        self.mlp: Any = mlps.KINDS[at.model.mlp](at)
+        self.attention: Any = attentions.ATTENTION_MODULES[at.model.attention](at)
+        self.mlp: Any = mlps.MLP_MODULES[at.model.mlp](at)
         self.norm1 = Norm(at.model, at.tensors.norm1, at.dtype)
 
 
-def _attend(half: _Parts, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool) -> Flow:
+def _attend(
+    half: _Parts, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool
+) -> ResidualStream:
     """x + Attn(LN x) of a serial block."""
     at, part = half.at, half.part
     attention = part["attention"]
@@ -73,7 +75,7 @@ def _attend(half: _Parts, x: Flow, rotary: Rotary, context: ForwardContext, defe
     return add_residual(at, y, x_SBH, 0, context, defer_add, attention.residual_bias)
 
 
-def _feed(half: _Parts, x: Flow, context: ForwardContext, defer_add: bool) -> Flow:
+def _feed(half: _Parts, x: ResidualStream, context: ForwardContext, defer_add: bool) -> ResidualStream:
     """x + MLP(LN x) of a serial block."""
     at, part, recompute = half.at, half.part, half.recompute
     mlp, mlp_in = part["mlp"], part.get("mlp_in")
@@ -92,7 +94,9 @@ class SerialBlock(Block):
         self.attention_in = self.project(self.attention)
         self.mlp_in = self.project(self.mlp)
 
-    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+    def forward(
+        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
+    ) -> ResidualStream:
         """[s/t, b, h] -> [s/t, b, h]. With `defer_add` the last residual sum may be left to the next norm."""
         return _feed(self, _attend(self, x, rotary, context, True), context, defer_add)
 
@@ -102,11 +106,13 @@ class SerialAttention(_Parts):
 
     def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
         super().__init__(at, recompute)
-        self.attention: Any = attentions.KINDS[at.model.attention](at)
+        self.attention: Any = attentions.ATTENTION_MODULES[at.model.attention](at)
         self.norm1 = Norm(at.model, at.tensors.norm1, at.dtype)
         self.attention_in = self.project(self.attention)
 
-    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+    def forward(
+        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
+    ) -> ResidualStream:
         """As SerialBlock.forward."""
         return _attend(self, x, rotary, context, defer_add)
 
@@ -116,11 +122,13 @@ class SerialMlp(_Parts):
 
     def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
         super().__init__(at, recompute)
-        self.mlp: Any = mlps.KINDS[at.model.mlp](at)
+        self.mlp: Any = mlps.MLP_MODULES[at.model.mlp](at)
         self.norm2 = Norm(at.model, at.tensors.norm2, at.dtype)
         self.mlp_in = self.project(self.mlp)
 
-    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+    def forward(
+        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
+    ) -> ResidualStream:
         """As SerialBlock.forward."""
         return _feed(self, x, context, defer_add)
 
@@ -134,7 +142,9 @@ class ParallelBlock(Block):
         self.attention_in = self.project(self.attention)
         self.mlp_in = self.project(self.mlp)
 
-    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+    def forward(
+        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
+    ) -> ResidualStream:
         """As SerialBlock.forward."""
         at, part, recompute = self.at, self.part, self.recompute
         attention, mlp, mlp_in = part["attention"], part["mlp"], part.get("mlp_in")
@@ -149,7 +159,7 @@ class ParallelBlock(Block):
 OPERATOR = "split fused projection"
 
 
-def fuses_split(mlp: DenseMlp, x: Flow) -> bool:
+def fuses_split(mlp: DenseMlp, x: ResidualStream) -> bool:
     """Whether the split of a fused projection makes the gradient of its bias."""
     return fuses(mlp.activation, OPERATOR, x if isinstance(x, torch.Tensor) else x.y_SBH)
 
@@ -181,7 +191,7 @@ def split_projection(
         sin,
         attention.interleaved,
         into.bias if fuses_split(mlp, fused_SBC) else None,
-        recomputes(recompute, "activation"),
+        is_recomputed(recompute, "activation"),
     )
     weight: Any = mlp._modules["out"]._parameters["weight"]  # type: ignore[union-attr]
     return attention.attend(q, k, v, context), Branch(inner, weight, activation)
@@ -193,15 +203,17 @@ class FusedParallelBlock(Block):
     def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
         super().__init__(at, recompute)
         # A fused projection has one bias; a model with a bias on one half only (GPT-J) adds it to that half.
-        halves = [(part, [t for t in part.columns if not t.gemm]) for part in (self.attention, self.mlp)]
+        halves = [(part, [t for t in part.columns if not t.is_gemm_weight]) for part in (self.attention, self.mlp)]
         both = all(biases for _, biases in halves)
-        columns = [t for part, _ in halves for t in part.columns if both or t.gemm]
+        columns = [t for part, _ in halves for t in part.columns if both or t.is_gemm_weight]
         self.into = ColumnLinear(columns, at.linears, at.dtype)
         for part, biases in halves:
             if biases and not both:
                 part.bias = local_parameter(biases, at.axis.rank, at.axis.size, at.dtype)
 
-    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+    def forward(
+        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
+    ) -> ResidualStream:
         """As SerialBlock.forward."""
         at, part, recompute = self.at, self.part, self.recompute
         attention, mlp, into = part["attention"], part["mlp"], part["into"]
@@ -214,32 +226,32 @@ class FusedParallelBlock(Block):
 
 def parallel_block(at: LayerSetup, recompute: str = "none") -> Block:
     """The parallel block, with one projection for both halves where they have one norm and can read it."""
-    return FusedParallelBlock(at, recompute) if splits_projection(at.model) else ParallelBlock(at, recompute)
+    return FusedParallelBlock(at, recompute) if has_fused_projection(at.model) else ParallelBlock(at, recompute)
 
 
 Make = Callable[[LayerSetup, str], nn.Module]
 
-KINDS: Registry[Make] = Registry(BLOCKS.key, {"serial": SerialBlock, "parallel": parallel_block})
+BLOCK_MODULES: Registry[Make] = Registry(BLOCKS.key, {"serial": SerialBlock, "parallel": parallel_block})
 # Of blocks that a boundary between chunks may divide (BlockInventory.divides): the attention's half, and the MLP's.
-HALVES: dict[str, tuple[Make, Make]] = {"serial": (SerialAttention, SerialMlp)}
+HALF_BLOCK_MODULES: dict[str, tuple[Make, Make]] = {"serial": (SerialAttention, SerialMlp)}
 
 
 def register(
-    name: str, made: Make, inventory: BlockInventory, about: str = "", halves: tuple[Make, Make] | None = None
+    name: str, make: Make, inventory: BlockInventory, description: str = "", halves: tuple[Make, Make] | None = None
 ) -> None:
     """Let `model.block` be `name`: made(setup, recompute) gives the block of a layer.
 
     halves: the same for its attention alone and its MLP alone; without them a chunk has it whole.
     """
-    BLOCKS.register(name, PartFacts(about))
-    BLOCK_PARTS.register(name, replace(inventory, divides=halves is not None))
-    KINDS.register(name, made)
+    BLOCKS.register(name, PartFacts(description))
+    BLOCK_PARTS.register(name, replace(inventory, can_split=halves is not None))
+    BLOCK_MODULES.register(name, make)
     if halves is not None:
-        HALVES[name] = halves
+        HALF_BLOCK_MODULES[name] = halves
 
 
 def make_block(at: LayerSetup, recompute: str = "none", half: Half = "both") -> nn.Module:
     """The block that model.block names, or the half of it that a chunk has."""
     if half == "both":
-        return KINDS[at.model.block](at, recompute)
-    return HALVES[at.model.block][half == "mlp"](at, recompute)
+        return BLOCK_MODULES[at.model.block](at, recompute)
+    return HALF_BLOCK_MODULES[at.model.block][half == "mlp"](at, recompute)

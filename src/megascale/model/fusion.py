@@ -23,14 +23,14 @@ class DeferredResidualAdd:
     residual_SBH: torch.Tensor
     bias: torch.Tensor | None
 
-    def total(self) -> torch.Tensor:
+    def add(self) -> torch.Tensor:
         """The sum."""
         if self.bias is None:
             return self.residual_SBH + self.y_SBH
         return dropout_add(self.y_SBH, self.bias, self.residual_SBH, 0.0, dropout_key(0, 0, 0), 0, 0)
 
 
-Flow = torch.Tensor | DeferredResidualAdd  # the residual stream between blocks
+ResidualStream = torch.Tensor | DeferredResidualAdd  # the residual stream between blocks
 
 
 def add_residual(
@@ -41,7 +41,7 @@ def add_residual(
     context: ForwardContext,
     defer_add: bool,
     *biases: torch.Tensor | None,
-) -> Flow:
+) -> ResidualStream:
     """residual + dropout(y + biases): in one pass where fused, or left to its reader with `defer_add`."""
     bias: torch.Tensor | None = None
     for one in biases:
@@ -50,12 +50,12 @@ def add_residual(
     p = at.model.dropout if context.dropout_key is not None else 0.0
     if not p:
         deferred = DeferredResidualAdd(y_SBH, residual_SBH, bias)
-        return deferred if defer_add else deferred.total()
+        return deferred if defer_add else deferred.add()
     key = dropout_key(context.dropout_key or 0, at.layer, site)
     return dropout_add(y_SBH, bias, residual_SBH, p, key, at.axis.rank * y_SBH.shape[0], context.sample_start)
 
 
-def recomputes(recompute: str, what: str) -> bool:
+def is_recomputed(recompute: str, what: str) -> bool:
     """Whether backward recomputes "norms" or the "activation" instead of keeping them, as parallel.recompute says."""
     return recompute != "none" and recompute in (what, "selective") and torch.is_grad_enabled()
 

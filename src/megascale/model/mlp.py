@@ -12,7 +12,7 @@ from megascale.config.parts import MLPS, PartFacts
 from megascale.config.registry import Registry
 from megascale.core.inventory import MLP_PARTS, PartInventory
 from megascale.model.context import LayerSetup
-from megascale.model.fusion import Branch, recomputes
+from megascale.model.fusion import Branch, is_recomputed
 from megascale.ops import activation as activations
 from megascale.ops.activation import RecomputedActivation, activate, fuses
 from megascale.parallel.tensor import ColumnLinear, RowLinear
@@ -31,9 +31,9 @@ class DenseMlp(nn.Module):
         super().__init__()
         self.activation = at.model.activation
         self._operator = activations.KINDS[self.activation].operator
-        self.columns = [t for t in at.tensors.mlp if t.cut == 0]
+        self.columns = [t for t in at.tensors.mlp if t.partition_dim == 0]
         self.bias: nn.Parameter | None = None
-        self.out = RowLinear([t for t in at.tensors.mlp if t.cut != 0], at.linears, at.dtype)
+        self.out = RowLinear([t for t in at.tensors.mlp if t.partition_dim != 0], at.linears, at.dtype)
 
     @property
     def residual_bias(self) -> nn.Parameter | None:
@@ -53,16 +53,18 @@ class DenseMlp(nn.Module):
         added = projection is not None and self.fuses_bias_gradient(inner)
         bias = projection._parameters.get("bias") if projection is not None and added else self.bias
         weight: Any = self._modules["out"]._parameters["weight"]  # type: ignore[union-attr]
-        if recomputes(recompute, "activation"):
+        if is_recomputed(recompute, "activation"):
             return Branch(inner, weight, RecomputedActivation(self.activation, bias, added))
         return Branch(activate(self.activation, inner, bias, added), weight)
 
 
-KINDS: Registry[Callable[[LayerSetup], nn.Module]] = Registry(MLPS.key, {"dense": DenseMlp})
+MLP_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(MLPS.key, {"dense": DenseMlp})
 
 
-def register(name: str, made: Callable[[LayerSetup], nn.Module], inventory: PartInventory, about: str = "") -> None:
+def register(
+    name: str, make: Callable[[LayerSetup], nn.Module], inventory: PartInventory, description: str = ""
+) -> None:
     """Let `model.mlp` be `name`: made(setup) has what DenseMlp has."""
-    MLPS.register(name, PartFacts(about))
+    MLPS.register(name, PartFacts(description))
     MLP_PARTS.register(name, inventory)
-    KINDS.register(name, made)
+    MLP_MODULES.register(name, make)

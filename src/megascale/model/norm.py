@@ -13,7 +13,7 @@ from megascale.config import ModelConfig
 from megascale.config.parts import NORMS, NormFacts
 from megascale.config.registry import Registry
 from megascale.core.inventory import LogicalTensor
-from megascale.model.fusion import Flow, recomputes
+from megascale.model.fusion import ResidualStream, is_recomputed
 from megascale.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear
@@ -40,7 +40,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> T
     return layer_norm(x, weight, bias, eps)
 
 
-KINDS: Registry[NormOperators] = Registry(
+NORM_OPERATORS: Registry[NormOperators] = Registry(
     NORMS.key,
     {
         "layernorm": NormOperators(_layer_norm, add_layer_norm),
@@ -52,7 +52,7 @@ KINDS: Registry[NormOperators] = Registry(
 def register(name: str, operators: NormOperators, bias: bool) -> None:
     """Let `model.norm` be `name`. bias: whether it has one beside its weight."""
     NORMS.register(name, NormFacts(bias))
-    KINDS.register(name, operators)
+    NORM_OPERATORS.register(name, operators)
 
 
 class Norm(nn.Module):
@@ -60,7 +60,7 @@ class Norm(nn.Module):
 
     def __init__(self, model: ModelConfig, tensors: Sequence[LogicalTensor], dtype: torch.dtype) -> None:
         super().__init__()
-        self.eps, self._operators = model.norm_eps, KINDS[model.norm]
+        self.eps, self._operators = model.norm_eps, NORM_OPERATORS[model.norm]
         weight, *bias = tensors
         self.weight = local_parameter([weight], 0, 1, dtype)
         self.bias = local_parameter(bias, 0, 1, dtype) if bias else None
@@ -69,25 +69,25 @@ class Norm(nn.Module):
         own: Any = self._parameters  # as `self.weight` and `self.bias`, which nn.Module looks for in several places
         return self._operators.norm(x_SBH, own["weight"], own.get("bias"), self.eps)
 
-    def of(self, x: Flow) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: ResidualStream) -> tuple[Tensor, Tensor]:
         """x and the norm of it; a sum that is still to be taken is taken and normed in one pass each way."""
         if isinstance(x, Tensor):
             return x, self(x)
         if self._operators.add_norm is None:
-            total = x.total()
+            total = x.add()
             return total, self(total)
         own: Any = self._parameters
         return self._operators.add_norm(x.y_SBH, x.residual_SBH, own["weight"], own.get("bias"), self.eps, x.bias)
 
 
 def norm_and_project(
-    norm: Norm, projection: ColumnLinear | None, x: Flow, recompute: str, fused_bias_gradient: bool = False
+    norm: Norm, projection: ColumnLinear | None, x: ResidualStream, recompute: str, fused_bias_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The residual stream as it enters, and the projection of its norm; without a projection the norm itself."""
     if projection is None:
-        return norm.of(x)
-    if recomputes(recompute, "norms"):
-        x_SBH = x if isinstance(x, Tensor) else x.total()
+        return norm.add_and_norm(x)
+    if is_recomputed(recompute, "norms"):
+        x_SBH = x if isinstance(x, Tensor) else x.add()
         return x_SBH, projection.forward(x_SBH, norm, fused_bias_gradient)
-    x_SBH, normed = norm.of(x)
+    x_SBH, normed = norm.add_and_norm(x)
     return x_SBH, projection.forward(normed, None, fused_bias_gradient)

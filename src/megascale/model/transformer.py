@@ -17,7 +17,7 @@ from megascale.core.inventory import LogicalTensor, embedding_tensors, head_tens
 from megascale.core.layers import ChunkLayers
 from megascale.model.block import make_block
 from megascale.model.context import EVALUATION, ForwardContext, LayerSetup, Rotary
-from megascale.model.fusion import Flow
+from megascale.model.fusion import ResidualStream
 from megascale.model.norm import Norm
 from megascale.ops.dropout import dropout, dropout_key
 from megascale.ops.rope import rotary_tables
@@ -63,7 +63,7 @@ class Chunk(nn.Module):
         tokens, *positions = embedding_tensors(model)
         self.token_embedding = self._local(tokens) if tied_here else None
         self.position_embedding = self._local(positions[0]) if first and positions else None
-        own = ChunkLayers.of(layers) if isinstance(layers, range) else layers
+        own = ChunkLayers.from_range(layers) if isinstance(layers, range) else layers
         self.blocks = nn.ModuleList(
             make_block(LayerSetup(model, i, self.linears, dtype), recompute, half) for i, half in own
         )
@@ -75,14 +75,14 @@ class Chunk(nn.Module):
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self.pre_forward_gather: Callable[[int], None] = lambda unit: None
 
-    def units(self) -> list[list[nn.Parameter]]:
+    def forward_units(self) -> list[list[nn.Parameter]]:
         """Parameters in the order in which forward needs them. `pre_forward_gather(i)` is called before unit i is
         used, so that parameters can still be on their way when forward begins; the last unit has all that is left."""
         blocks = [list(block.parameters()) for block in self.blocks]
         embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.first and p is not None]
         return [embeddings, *blocks, list(self.parameters())]
 
-    def matrices(self) -> dict[str, torch.Tensor]:
+    def linear_weights(self) -> dict[str, torch.Tensor]:
         """The weights [O, I] that `linears` multiplies with, by the logical tensors in them; not the vocabulary's."""
         linears = [part for part in self.modules() if isinstance(part, ColumnLinear | RowLinear)]
         return {" + ".join(piece.name for piece in spec_of(m.weight).pieces): m.weight for m in linears}
@@ -107,7 +107,7 @@ class Chunk(nn.Module):
             x = self._embed(x, context)
         rotary = self._rotary(x.shape[0] * self.axis.size, x.device, context)
         whole_layers = self.recompute == "full" and torch.is_grad_enabled()
-        flow: Flow = x
+        flow: ResidualStream = x
         for i, block in enumerate(self.blocks):
             self.pre_forward_gather(i + 1)
             if whole_layers:
@@ -120,7 +120,7 @@ class Chunk(nn.Module):
             assert isinstance(flow, torch.Tensor)
             return flow
         assert self.norm is not None
-        _, x = self.norm.of(flow)
+        _, x = self.norm.add_and_norm(flow)
         if targets_SB is None:
             return x
         grad = context.token_grad if torch.is_grad_enabled() else None

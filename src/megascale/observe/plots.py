@@ -10,8 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from megascale.core.bounded_lines import RecordReader
-from megascale.core.strict_json import number
+from megascale.core.json_lines import RecordReader
+from megascale.core.strict_json import to_float
 from megascale.errors import DataError
 
 Axis = Literal["tokens", "steps", "hours"]
@@ -95,7 +95,7 @@ class Curves:
 
 def _number(value: Any) -> float:
     """Return a value that can be drawn, or NaN."""
-    found = number(value)
+    found = to_float(value)
     if not abs(found) <= _LARGEST:
         return math.nan
     return found if abs(found) * _LARGEST >= 1 else 0.0

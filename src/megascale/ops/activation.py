@@ -363,7 +363,7 @@ def activation_reference(kind: str, x: Tensor, bias: Tensor | None = None) -> Te
     return KINDS[kind].reference(x if bias is None else x + bias)
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tracked_bias: Tensor | None, told: tuple[Any, ...]) -> Tensor:

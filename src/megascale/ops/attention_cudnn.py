@@ -160,7 +160,7 @@ def _plan(
     return _plans[key]
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _CudnnAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

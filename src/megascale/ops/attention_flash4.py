@@ -35,7 +35,7 @@ def _batch_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.transpose(0, 1) for t in tensors)
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _FlashAttention4(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

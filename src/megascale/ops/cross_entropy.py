@@ -355,7 +355,7 @@ def _accumulate_gradient(parameter: Tensor | None, grad: Tensor | None) -> Tenso
     return grad.to(parameter.dtype)
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -75,7 +75,7 @@ def _masked(x: Tensor, p: float, key: int | Tensor, sequence_start: int, sample_
     return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _DropoutReference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *draw: Any) -> Tensor:
@@ -188,7 +188,7 @@ def _run(
     return out, None if partial is None or sum_as is None else sum_parts(partial, sum_as)
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, *draw: Any) -> Tensor:

@@ -103,7 +103,7 @@ def embedding_reference(tokens: Tensor, weight: Tensor, mine: Tensor | None = No
     return found * mine[..., None].to(found.dtype)
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, mine: Tensor | None) -> Tensor:

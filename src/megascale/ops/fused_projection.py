@@ -91,7 +91,7 @@ class _FusedRecomputedActivation(RecomputedActivation):
         return y, d_fused[..., self.gradient.width :]
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _SplitFusedProjection(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -449,7 +449,7 @@ def _backward(
     return dx, found[0], None if bias is None else found[1], d_add_bias
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _Norm(torch.autograd.Function):
     """Both norms; `centre` is what sets LayerNorm apart."""
 
@@ -472,7 +472,7 @@ class _Norm(torch.autograd.Function):
         return dx.view(ctx.shape), d_weight, d_bias, None
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -136,7 +136,7 @@ def check_tables(cos: Tensor, sin: Tensor, positions: int) -> tuple[Tensor, Tens
     return cos.contiguous(), sin.contiguous()
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -193,7 +193,7 @@ def gather_gradients(
         _rotate(_adjacent(grad), place, cos, sin, interleaved, inverse=True)
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def forward(

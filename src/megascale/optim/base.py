@@ -36,7 +36,7 @@ class StatePart:
     segments: Segments
     state: dict[str, torch.Tensor]
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
         """This part of a tensor as long as the shard."""
         return flat[self.start : self.stop]
 
@@ -54,14 +54,14 @@ class ShardState:
     shard: FlatShard
     master: torch.Tensor
     parts: list[StatePart]
-    counted: list[tuple[int, int]]
+    counted_ranges: list[tuple[int, int]]
 
     @property
     def param_out(self) -> torch.Tensor | None:
         """Where the weights in use lie, if they are not the master weights themselves."""
         return None if self.master is self.shard.params else self.shard.params
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def state_tensors(self) -> Iterator[torch.Tensor]:
         """All state beside the master weights."""
         for part in self.parts:
             yield from part.state.values()
@@ -81,7 +81,7 @@ class Shards:
     """
 
     states: Sequence[ShardState]
-    order: Sequence[ShardState]
+    update_order: Sequence[ShardState]
     names: Sequence[str]
     tensor: Axis = ALONE
     stage: Axis = ALONE
@@ -93,7 +93,7 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class Step:
+class UpdateStep:
     """One update.
 
     Attributes:
@@ -105,18 +105,18 @@ class Step:
 
     learning_rate: float
     number: int
-    scale: torch.Tensor | None
+    grad_scale: torch.Tensor | None
     skip: torch.Tensor
 
 
-class Rule(ABC):
+class UpdateRule(ABC):
     """How an optimizer updates shards. Made once; collective where it says so."""
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         self.config, self.shards = config, shards
 
     @abstractmethod
-    def update(self, step: Step, updated: Callable[[FlatShard], None]) -> None:
+    def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
         """Update master weights, weights in use and state in place; never makes the host wait.
 
         Calls updated(shard) for each of `shards.order` in that order, as soon as its weights in use are written:
@@ -124,11 +124,13 @@ class Rule(ABC):
         """
 
 
-def cut_parts(shard: FlatShard, master: torch.Tensor, facts: OptimizerFacts, ids: dict[str, int]) -> list[StatePart]:
+def make_state_parts(
+    shard: FlatShard, master: torch.Tensor, facts: OptimizerFacts, ids: dict[str, int]
+) -> list[StatePart]:
     """The parts of a shard, with their state at zero; `ids`: numbers of all logical tensors."""
     groups: list[tuple[tuple[str, ...], list[Extent]]] = []
     for extent in shard.extents:
-        kept = facts.state(extent.piece.name, extent.piece.shape)
+        kept = facts.state_names(extent.piece.name, extent.piece.shape)
         if groups and groups[-1][0] == kept:
             groups[-1][1].append(extent)
         else:

@@ -14,7 +14,7 @@ import torch
 from megascale import torch_private
 from megascale.config import OptimizerConfig
 from megascale.config.optimizers import OPTIMIZERS
-from megascale.optim.base import Shards, ShardState, Step, cut_parts
+from megascale.optim.base import Shards, ShardState, UpdateStep, make_state_parts
 from megascale.optim.rules import RULES
 from megascale.parallel.buffers import Extent, FlatChunk, FlatShard, extent_boxes
 from megascale.parallel.collectives import ALONE, Axis, all_reduce
@@ -62,7 +62,7 @@ class ShardedOptimizer:
                     for e in shard.extents
                     if (tensor.rank == 0 or not e.spec.replicated) and e.piece.name not in duplicates
                 ]
-                parts = cut_parts(shard, master, facts, ids)
+                parts = make_state_parts(shard, master, facts, ids)
                 self.states.append(ShardState(shard, master, parts, _ranges(shard.extents, mine)))
         self._tied = tied  # numbers of states
         # The first chunk is what the next step needs first, and of it the parts in the order of their use.
@@ -76,7 +76,7 @@ class ShardedOptimizer:
         learning_rate: float,
         step: int,
         piggybacked_scalars: torch.Tensor | None = None,
-        updated: Callable[[FlatShard], None] = lambda shard: None,
+        on_shard_updated: Callable[[FlatShard], None] = lambda shard: None,
         finish_tied: Callable[[], None] = lambda: None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Clip and update in place; a step whose norm is not finite changes nothing. `updated` gets each shard.
@@ -91,7 +91,7 @@ class ShardedOptimizer:
         if config.clip:
             scale = (config.clip / (norm + 1e-6)).clamp(max=1.0)
         skip = ~torch.isfinite(norm)
-        self.rule.update(Step(learning_rate, step, scale, skip), updated)
+        self.rule.update(UpdateStep(learning_rate, step, scale, skip), on_shard_updated)
         return norm, piggybacked_scalars
 
     def _summed(
@@ -111,7 +111,7 @@ class ShardedOptimizer:
 
     def _norms(self, numbers: Sequence[int]) -> dict[int, list[torch.Tensor]]:
         """By state, 2-norms of the gradients that this rank counts."""
-        counted = [(number, a, b) for number in numbers for a, b in self.states[number].counted]
+        counted = [(number, a, b) for number in numbers for a, b in self.states[number].counted_ranges]
         found: dict[int, list[torch.Tensor]] = {number: [] for number in numbers}
         if counted:
             # All in a few launches: a launch a shard leaves the device idle between them.
@@ -126,7 +126,7 @@ class ShardedOptimizer:
             if s.param_out is not None:
                 s.param_out.copy_(s.master)
 
-    def logical(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+    def logical_tensors(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
         """What a checkpoint holds: (name, whole shape, offsets, view of this rank's box) of weights and state."""
         for s in self.states:
             for part in s.parts:

@@ -26,7 +26,7 @@ from megascale import torch_private
 from megascale.config import OptimizerConfig
 from megascale.core.tensors import Box, flat_boxes
 from megascale.ops.newton_schulz import newton_schulz
-from megascale.optim.base import Rule, Shards, ShardState, StatePart, Step
+from megascale.optim.base import Shards, ShardState, StatePart, UpdateRule, UpdateStep
 from megascale.optim.sharded_adamw import adamw_part
 from megascale.parallel.buffers import FlatShard
 from megascale.parallel.collectives import Axis, exchange_parts
@@ -47,7 +47,7 @@ class MatrixRun:
     length: int
 
 
-class ShardedMuon(Rule):
+class ShardedMuon(UpdateRule):
     """State: momentum of each hidden matrix, AdamW's moments of all else. Making it is collective over the stage."""
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
@@ -60,7 +60,7 @@ class ShardedMuon(Rule):
                     places.append((part, e.start - part.start, e.stop - part.start))
         everyone = _told(runs, shards.stage)
         shapes = {run.name: run.shape for one in everyone for run in one}
-        owner = owners(shapes, shards.stage.size)
+        owner = assign_owners(shapes, shards.stage.size)
         self._sent = sum(run.length for one in everyone for run in one)  # by all ranks together
         # What goes to each owner, in its order; `_out` are this rank's runs in the order in which they are sent.
         self._out = [places[i] for i in sorted(range(len(runs)), key=lambda i: (owner[runs[i].name], i))]
@@ -69,16 +69,18 @@ class ShardedMuon(Rule):
             self._to[owner[run.name]] += run.length
         self._in = [run for one in everyone for run in one if owner[run.name] == shards.stage.rank]
         self._from = [sum(run.length for run in one if owner[run.name] == shards.stage.rank) for one in everyone]
-        self._batches = batches({n: shape for n, shape in sorted(shapes.items()) if owner[n] == shards.stage.rank})
+        self._batches = batch_matrices(
+            {n: shape for n, shape in sorted(shapes.items()) if owner[n] == shards.stage.rank}
+        )
         self._parts = [(s, part) for s in shards.states for part in s.parts if "momentum" in part.state]
 
-    def update(self, step: Step, updated: Callable[[FlatShard], None]) -> None:
+    def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
         """Momentum to the owners, AdamW under it, updates back, then the matrices."""
         stage = self.shards.stage
         directions = {id(part): self._direction(s, part, step) for s, part in self._parts}
         sent = _cat([directions[id(part)][a:b] for part, a, b in self._out], self.shards.states[0])
         arriving = exchange_parts(sent, self._to, self._from, stage, self._sent)
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             for part in s.parts:
                 if "momentum" not in part.state:
                     adamw_part(self.config, s, part, step)
@@ -87,18 +89,18 @@ class ShardedMuon(Rule):
         runs = returned.split([b - a for _, a, b in self._out]) if self._out else []
         if runs:
             torch_private.foreach_copy_([directions[id(part)][a:b] for part, a, b in self._out], list(runs))
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             for part in s.parts:
                 if (direction := directions.get(id(part))) is not None:
                     self._apply(s, part, direction, step)
             updated(s.shard)
 
-    def _direction(self, s: ShardState, part: StatePart, step: Step) -> torch.Tensor:
+    def _direction(self, s: ShardState, part: StatePart, step: UpdateStep) -> torch.Tensor:
         """Update the part's momentum; what is to be orthogonalised, in the type of the GEMMs."""
         held, beta = part.state["momentum"], self.config.muon_momentum
-        grad = part.of(s.shard.grads).to(held.dtype)
-        if step.scale is not None:
-            grad = grad * step.scale.to(held.dtype)
+        grad = part.view(s.shard.grads).to(held.dtype)
+        if step.grad_scale is not None:
+            grad = grad * step.grad_scale.to(held.dtype)
         new = torch.add(grad, held, alpha=beta)
         direction = torch.add(grad, new, alpha=beta) if self.config.muon_nesterov else new
         held.copy_(torch.where(step.skip, held, new))
@@ -129,16 +131,16 @@ class ShardedMuon(Rule):
         torch_private.foreach_copy_(runs, views)
         return arrived
 
-    def _apply(self, s: ShardState, part: StatePart, direction: torch.Tensor, step: Step) -> None:
-        master = part.of(s.master)
+    def _apply(self, s: ShardState, part: StatePart, direction: torch.Tensor, step: UpdateStep) -> None:
+        master = part.view(s.master)
         new = master * (1 - step.learning_rate * self.config.weight_decay)
         new.sub_(direction.to(master.dtype), alpha=step.learning_rate)
         master.copy_(torch.where(step.skip, master, new))
         if s.param_out is not None:
-            part.of(s.param_out).copy_(master)
+            part.view(s.param_out).copy_(master)
 
 
-def owners(shapes: Mapping[str, Shape], ranks: int) -> dict[str, int]:
+def assign_owners(shapes: Mapping[str, Shape], ranks: int) -> dict[str, int]:
     """The rank that orthogonalises each matrix, evenly by work (rows x columns x the smaller of both); the same on all
     ranks, whatever the order of `shapes`."""
     work = sorted(((-a * b * min(a, b), name) for name, (a, b) in shapes.items()))
@@ -151,7 +153,7 @@ def owners(shapes: Mapping[str, Shape], ranks: int) -> dict[str, int]:
     return found
 
 
-def batches(shapes: Mapping[str, Shape]) -> list[tuple[Shape, list[str]]]:
+def batch_matrices(shapes: Mapping[str, Shape]) -> list[tuple[Shape, list[str]]]:
     """Matrices of one shape, as many at once as BATCH elements hold: (shape, names)."""
     by_shape: dict[Shape, list[str]] = {}
     for name, shape in shapes.items():

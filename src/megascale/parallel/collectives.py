@@ -185,7 +185,7 @@ def largest_magnitude(amax: torch.Tensor, axis: Axis) -> torch.Tensor:
     return all_reduce_small(amax, axis, dist.ReduceOp.MAX)
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -197,7 +197,7 @@ class _GatherSequence(torch.autograd.Function):
         return _scatter_now(grads[0], ctx.axis), None
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -99,7 +99,7 @@ def _rows_of(x: Operand, axis: Axis, rank: int | None) -> Operand:
 
 
 # What an operator is told beside the tensors that autograd knows (ops/gradient_sink.py::tracked): its parameters too.
-@torch_private.called_directly
+@torch_private.call_directly
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -166,7 +166,7 @@ def _scattered_gradients(
     return scattering.wait(), dw
 
 
-@torch_private.called_directly
+@torch_private.call_directly
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, told: tuple[Any, ...], *tensors: torch.Tensor | None) -> torch.Tensor:
@@ -289,7 +289,7 @@ class ColumnLinear(nn.Module):
     def __init__(self, tensors: Sequence[LogicalTensor], linears: LinearPrecision, dtype: torch.dtype) -> None:
         super().__init__()
         self.linears, axis = linears, linears.axis
-        weights, biases = [t for t in tensors if t.gemm], [t for t in tensors if not t.gemm]
+        weights, biases = [t for t in tensors if t.is_gemm_weight], [t for t in tensors if not t.is_gemm_weight]
         self.weight = local_parameter(weights, axis.rank, axis.size, dtype)
         self.bias = local_parameter(biases, axis.rank, axis.size, dtype) if biases else None
 

@@ -14,7 +14,7 @@ import threading
 import weakref
 from typing import Any, Protocol
 
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 
 log = logging.getLogger(__name__)
 

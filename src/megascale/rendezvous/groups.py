@@ -110,7 +110,7 @@ def make_groups(
     store: dist.Store | None = None,
     channels: Mapping[str, int | None] | None = None,
 ) -> Groups:
-    """Make and warm the groups of this rank; the default group must exist and span `grid.world` ranks.
+    """Make and warm the groups of this rank; the default group must exist and span `grid.world_size` ranks.
 
     Every rank of the world must call this with the same arguments but `rank`. `store` is only handed on.
     Collectives on these groups abort after `timeout`. `channels`: most NCCL channels by kind of group, None or a
@@ -185,8 +185,8 @@ def _new_group(
     """
     options = None
     if device.type == "cuda" and channels is not None:
-        options = torch_private.nccl_options(timeout, channels)
-    with torch_private.process_group_named(spec.name), torch_private.gloo_loop_shared():
+        options = torch_private.make_nccl_options(timeout, channels)
+    with torch_private.name_process_group(spec.name), torch_private.share_gloo_loop():
         group = dist.new_group(
             sorted(spec.ranks),
             timeout=timeout,
@@ -244,7 +244,7 @@ def shutdown(groups: Groups, failed: bool = False) -> None:
 
 
 def _leave(store: Any, groups: Groups) -> None:
-    last = store.add("left", 1) == groups.grid.world
+    last = store.add("left", 1) == groups.grid.world_size
     if hasattr(store, "remove_all"):
         if last:
             store.remove_all()

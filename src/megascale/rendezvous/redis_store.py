@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 import torch.distributed as dist
 
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 from megascale.errors import ConfigError
 from megascale.rendezvous.agree import VERDICT
 from megascale.rendezvous.redis_link import RedisConnections, parse_info

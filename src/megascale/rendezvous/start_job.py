@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 import megascale
 from megascale import torch_private
+from megascale.core.addresses import STORE_LISTENER_VARIABLE
 from megascale.core.grid import Grid
-from megascale.core.ports import LISTENER
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, see_off
@@ -142,14 +142,14 @@ def _start_groups(
     """The default group, then the grid's groups, all warm."""
     settings = config.rendezvous
     layout = config.parallel
-    grid = Grid.of_world(world, layout.tensor, layout.pipeline, layout.data, layout.gpus_per_host)
+    grid = Grid.from_world_size(world, layout.tensor, layout.pipeline, layout.data, layout.gpus_per_host)
     if world > _GLOO_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if device.type == "cuda":
         # After a time-out torch's watchdog sleeps four times as long before it ends the process: 60 s by default.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000")
     group_timeout = timedelta(seconds=settings.group_timeout)
-    with torch_private.gloo_loop_shared():
+    with torch_private.share_gloo_loop():
         dist.init_process_group(
             # No device is bound to the default group: see groups._new_group.
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -168,8 +168,8 @@ def _start_groups(
         timeout=group_timeout,
         store=dist.PrefixStore("job", store),
         channels={
-            **dict.fromkeys(DIRECTIONS, config.overlap.channels("pipeline")),
-            **dict.fromkeys(("data_gather", "data_reduce"), config.overlap.channels("data")),
+            **dict.fromkeys(DIRECTIONS, config.overlap.max_channels("pipeline")),
+            **dict.fromkeys(("data_gather", "data_reduce"), config.overlap.max_channels("data")),
         },
     )
     groups.root_store = store
@@ -270,7 +270,7 @@ def _tcp_store(rank: int, world: int, timeout: float, named: float) -> dist.Stor
     loopback = is_loopback(host)
     if loopback:
         stay_on_loopback()
-    held = os.environ.pop(LISTENER, None)
+    held = os.environ.pop(STORE_LISTENER_VARIABLE, None)
     listener = None
     if serve and not loopback:
         log.warning(

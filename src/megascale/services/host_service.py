@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.services.conversation import Conversation, Done, ErrorReply, check_peer, peer
 from megascale.services.framing import HEAD, ProtocolError, head, read_head
 from megascale.services.messages import Count, Message, Name, Schema

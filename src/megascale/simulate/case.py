@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megascale.config import ModelConfig
-from megascale.core.inventory import window_share
+from megascale.core.inventory import window_area_fraction
 from megascale.simulate.software import ATTENTION_KERNELS, RECOMPUTE, Software
 
 
@@ -113,16 +113,18 @@ class Case:
             share = 1.0
         else:
             own = model.model_copy(update={"window": software.window})
-            share = float(np.mean([window_share(own.sequence_length, own.layer_window(i)) for i in range(own.layers)]))
+            share = float(
+                np.mean([window_area_fraction(own.sequence_length, own.layer_window(i)) for i in range(own.layers)])
+            )
         slower = software.float8_host if software.float8 else 1.0
         return cls(
             layers=model.layers,
             hidden=model.hidden,
             heads=model.heads,
             query=model.heads * model.head_size,
-            kv=model.kv * model.head_size,
+            kv=model.num_kv_heads * model.head_size,
             ffn=model.ffn,
-            gated=model.gated,
+            gated=model.has_gated_mlp,
             vocab=model.padded_vocab,
             sequence=model.sequence_length,
             share=share,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megascale.config import Config, from_tree
-from megascale.core.layout import MOST_FORWARDS
+from megascale.core.layout import MAX_FORWARDS
 from megascale.errors import FitError
 from megascale.simulate.calibration import Calibration, Constants
 from megascale.simulate.case import Case
@@ -77,7 +77,7 @@ def layouts(
                         continue
                     for d in divisors(batch // b):
                         gpus = t * p * d
-                        if p * v * (batch // b // d) > MOST_FORWARDS:
+                        if p * v * (batch // b // d) > MAX_FORWARDS:
                             continue
                         whole = gpus % cluster.gpus_per_host == 0 or gpus < cluster.gpus_per_host
                         if not (low <= gpus <= high and whole):

@@ -10,9 +10,8 @@ import numpy as np
 from megascale.config import Config
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops
-from megascale.core.graph_choice import why_no_graphs
 from megascale.core.layout import Layout, lay_out
-from megascale.core.rank_memory import rank_memory
+from megascale.core.rank_memory import estimate_rank_memory, explain_no_graphs
 from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.calibration import Calibration
@@ -98,7 +97,7 @@ class Scenario:
         parallel = self.config.parallel
         count = flops.layer_flops(self.config.model, 0)
         attention = (count.projections + count.attention) / count.forward
-        counts = np.array([c.mlps + (c.attentions - c.mlps) * attention for c in self.layout.layers])
+        counts = np.array([c.mlp_count + (c.attention_count - c.mlp_count) * attention for c in self.layout.layers])
         return counts.reshape(parallel.virtual_stages, parallel.pipeline).T
 
     def memory_gib(self) -> float:
@@ -110,7 +109,7 @@ class Scenario:
         software, spare = self.software, (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
         graphs = software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us
         config = config.model_copy(update={"model": model})
-        most = max(rank_memory(config, layout.grid, schedule, s, spare, graphs)[0].total for s in stages)
+        most = max(estimate_rank_memory(config, layout.grid, schedule, s, spare, graphs)[0].total for s in stages)
         return most / GIB + RESERVE_GIB
 
 
@@ -203,8 +202,8 @@ def own_software(config: Config, base: Software) -> Software:
     off are off; an attention kernel that it names is taken.
     """
     model, parallel, overlap, kernels = config.model, config.parallel, config.overlap, config.kernels
-    float8 = LINEAR_PRECISIONS[config.train.linear_precision].float8
-    if _launches(base) == _launches(MEGASCALE_H200) and not why_no_graphs(config):
+    float8 = LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms
+    if _launches(base) == _launches(MEGASCALE_H200) and not explain_no_graphs(config):
         graphs = MEGASCALE_H200_GRAPHS
         base = replace(base, launch_us=graphs.launch_us, region_host_us=graphs.region_host_us)
     return replace(
@@ -246,7 +245,7 @@ def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Softwar
 
 
 def _asks_float8(config: Config) -> bool:
-    return LINEAR_PRECISIONS[config.train.linear_precision].float8 != "none"
+    return LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms != "none"
 
 
 def run(

@@ -39,7 +39,7 @@ def shapes(config: Config, tensor: int, dtype: torch.dtype) -> list[AttentionSha
     model, S = config.model, config.model.sequence_length
     windows = dict.fromkeys(model.layer_window(layer) for layer in range(model.layers))
     masks = dict.fromkeys(None if window is None or window >= S else window for window in windows)
-    heads = (model.heads // tensor, model.kv // tensor, model.head_size)
+    heads = (model.heads // tensor, model.num_kv_heads // tensor, model.head_size)
     return [AttentionShape(S, config.train.micro_batch, *heads, window, dtype) for window in masks]
 
 

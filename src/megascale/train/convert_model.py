@@ -13,7 +13,7 @@ import torch
 from megascale import checkpoint
 from megascale.config import Config, from_tree
 from megascale.core.events import Event
-from megascale.core.flops import parameters
+from megascale.core.flops import count_parameters
 from megascale.core.inventory import logical_shapes
 from megascale.data.tokenizer import convert_tokenizer
 from megascale.data.tokenizer.base import Tokenizer
@@ -22,9 +22,9 @@ from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import complete_folder, write_folder
 from megascale.model.huggingface.families import family_for
 from megascale.model.huggingface.generation_config import (
-    end_ids,
+    export_token_ids,
+    list_end_ids,
     load_generation_config,
-    token_ids,
     write_generation_config,
 )
 from megascale.model.huggingface.import_model import read_folder
@@ -83,7 +83,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     except OSError as error:
         raise ConfigError(f"--out={run} cannot be made: {error.strerror}") from None
     notes = list(found.notes)
-    tokenizer, told = convert_tokenizer.take(folder, run, end_ids(found.generation))
+    tokenizer, told = convert_tokenizer.take(folder, run, list_end_ids(found.generation))
     notes += told
     if tokenizer is not None and tokenizer.vocab_size > model.vocab:
         notes.append(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {model.vocab}")
@@ -108,7 +108,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     place.event(Event.IMPORTED, family=found.family.name, source=str(folder), notes=notes)
     # Last, because a folder with it counts as a run.
     place.accept(config, identity)
-    return Converted(run, found.family.name, parameters(model), tokenizer is not None, notes)
+    return Converted(run, found.family.name, count_parameters(model), tokenizer is not None, notes)
 
 
 def _config(run: Path, tree: dict) -> Config:
@@ -152,10 +152,10 @@ def export_model(
     checkpoints = checkpoint_folder(run, config)
     shapes = logical_shapes(model)
     kind = EXPORT_DTYPES[dtype]
-    total = parameters(model) * kind.itemsize
+    total = count_parameters(model) * kind.itemsize
     found, note = _find_tokenizer(run, config, step, tokenizer)
     generation = load_generation_config(run)
-    ids = token_ids(generation, found[1].end_of_document if found is not None else None, model.vocab)
+    ids = export_token_ids(generation, found[1].end_of_document if found is not None else None, model.vocab)
 
     def write(source: int) -> None:
         written = 0
@@ -191,7 +191,7 @@ def export_model(
             late = time.monotonic() - begun > _RETRY_SECONDS
             if late or step is not None or source in checkpoint.steps(checkpoints):
                 raise
-    return Converted(out, chosen.name, parameters(model), found is not None, [note] if note else [])
+    return Converted(out, chosen.name, count_parameters(model), found is not None, [note] if note else [])
 
 
 def _find_tokenizer(

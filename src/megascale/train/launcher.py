@@ -16,11 +16,17 @@ from types import FrameType
 
 from megascale.config import Config
 from megascale.core import run_lock
-from megascale.core.ports import LISTENER
-from megascale.core.preflight import CAME, CHECKED, Share, preflight, wave
-from megascale.core.python_command import module_command
-from megascale.core.terminal import end_signals
-from megascale.core.untrusted_files import read_end
+from megascale.core.addresses import STORE_LISTENER_VARIABLE
+from megascale.core.preflight import (
+    CHECKED_VARIABLE,
+    IMPORTED_PIPE_VARIABLE,
+    HostShare,
+    check_host,
+    max_concurrent_imports,
+)
+from megascale.core.python_process import module_command
+from megascale.core.terminal import termination_signals
+from megascale.core.untrusted_files import read_tail
 from megascale.data.loader import host_loader
 from megascale.errors import (
     EXIT_BAD_DATA,
@@ -88,7 +94,7 @@ def check(config: Config, world: int, *, model: bool = True, keeps: bool = False
         gpus = torch.cuda.device_count() > 0
         if config.train.device == "cuda" and not gpus:
             raise ConfigError("train.device=cuda but this host has no CUDA device; use --train.device=cpu or auto")
-    preflight(config, Share(world, 0, world, gpus=gpus, model=model, keeps=keeps))
+    check_host(config, HostShare(world, 0, world, uses_gpus=gpus, has_model=model, writes_checkpoints=keeps))
 
 
 def launch(
@@ -113,7 +119,7 @@ def launch(
     time: many that start together on few cores each take as long as all of them.
     """
     check(config, world, model=model, keeps=keeps)
-    run_lock.check(config.run_folder)  # said once, before any process starts
+    run_lock.check_available(config.run_folder)  # said once, before any process starts
     logs = config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     command = module_command(program, *words)
@@ -121,7 +127,7 @@ def launch(
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = str(listener.getsockname()[1])
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    common |= {"LOCAL_WORLD_SIZE": str(world), CHECKED: "1"}
+    common |= {"LOCAL_WORLD_SIZE": str(world), CHECKED_VARIABLE: "1"}
     loader: host_loader.Started | None = None
     waves: _Waves | None = None
     ranks: list[subprocess.Popen[bytes]] = []
@@ -134,7 +140,7 @@ def launch(
         interruptions.append(now)
         _tell(ranks, number if len(interruptions) > 1 else signal.SIGTERM)
 
-    old = {number: signal.signal(number, pass_on) for number in end_signals()}
+    old = {number: signal.signal(number, pass_on) for number in termination_signals()}
     try:
         loader = host_loader.start(config, world=world, first_rank=0, ranks=world)
         if loader is not None:
@@ -149,7 +155,7 @@ def launch(
                 break  # the others would wait for it
             environment = common | waves.environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             if rank == 0:
-                environment[LISTENER] = str(listener.fileno())
+                environment[STORE_LISTENER_VARIABLE] = str(listener.fileno())
             out = None
             if rank > 0:
                 out = open(logs / f"rank-{rank}.log", "ab")  # noqa: SIM115 - inherited by the child
@@ -190,9 +196,9 @@ class _Waves:
 
     def __init__(self, ranks: Sequence[subprocess.Popen[bytes]], interruptions: Sequence[float]) -> None:
         self._ranks, self._interruptions = ranks, interruptions
-        self._size, self._come = wave(os.cpu_count() or 1), 0
+        self._size, self._come = max_concurrent_imports(os.cpu_count() or 1), 0
         self._mine, theirs = os.pipe()
-        self.environment, self.handles = {CAME: str(theirs)}, (theirs,)
+        self.environment, self.handles = {IMPORTED_PIPE_VARIABLE: str(theirs)}, (theirs,)
 
     def wait(self) -> None:
         """Until another rank may start: fewer than a wave are on their way, or all is over."""
@@ -240,7 +246,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interruptions: list
         return EXIT_INTERRUPTED
     # Ranks that are told of the same mistake print the same; the terminal has it from rank 0 then.
     if code < 0 or (rank > 0 and ranks[0].returncode != code):
-        tail = read_end(logs / f"rank-{rank}.log").splitlines()[-15:] if rank > 0 else []
+        tail = read_tail(logs / f"rank-{rank}.log").splitlines()[-15:] if rank > 0 else []
         said = [f"; the end of {logs / f'rank-{rank}.log'}:", *(f"\n  {line}" for line in tail)] if tail else []
         print(f"rank {rank} was the first to end, with {_named(code)}", *said, sep="", file=sys.stderr)
     if deaf:  # gloo does not always notice that its peer has gone

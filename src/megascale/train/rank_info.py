@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megascale.config import Config
-from megascale.core.preflight import CAME, CHECKED, Share, preflight
+from megascale.core.preflight import CHECKED_VARIABLE, IMPORTED_PIPE_VARIABLE, HostShare, check_host
 from megascale.errors import ConfigError
 
 
@@ -71,7 +71,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 def _say_come() -> None:
     """Tell whoever starts ranks in waves that this one has imported everything."""
-    channel = os.environ.pop(CAME, "")
+    channel = os.environ.pop(IMPORTED_PIPE_VARIABLE, "")
     if channel.isdecimal():
         with contextlib.suppress(OSError):
             os.write(int(channel), b".")
@@ -83,11 +83,14 @@ def check_place(config: Config, place: RankInfo, *, keeps: bool) -> None:
 
     Nothing is asked where whoever started them (`megascale train` of several ranks, a driver) has. FitError if not.
     """
-    if place.local_rank or os.environ.get(CHECKED) or os.environ.get("MEGASCALE_NODE"):
+    if place.local_rank or os.environ.get(CHECKED_VARIABLE) or os.environ.get("MEGASCALE_NODE"):
         return
     gpus = place.device.type == "cuda"
     first = place.rank - place.local_rank
-    preflight(config, Share(place.world, first, place.local_world, gpus=gpus, keeps=keeps, running=True))
+    check_host(
+        config,
+        HostShare(place.world, first, place.local_world, uses_gpus=gpus, writes_checkpoints=keeps, is_running=True),
+    )
 
 
 def _threads(local_world: int) -> int:

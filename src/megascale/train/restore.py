@@ -37,14 +37,16 @@ def restore(
     update: dict[str, object] = {"global_batch": config.train.micro_batch}
     if linear_precision is not None:
         try:
-            update["linear_precision"] = LINEAR_PRECISIONS.check(linear_precision)
+            update["linear_precision"] = LINEAR_PRECISIONS.validate_name(linear_precision)
         except ValueError as error:
             raise ConfigError(str(error)) from None
     train = config.train.model_copy(update=update)
     # No update follows, so any optimizer will do, also for a run whose own one is not known here.
     config = config.model_copy(update={"parallel": parallel, "train": train, "optimizer": OptimizerConfig()})
     engine = Engine(lay_out(config, 1), None, chosen)
-    shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical() if parts[0].startswith("model.")]
+    shards = [
+        checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical_tensors() if parts[0].startswith("model.")
+    ]
     with engine.loading():
         checkpoint.load(checkpoint_folder(run, config), shards, step=step, accept=same)
     return engine, config

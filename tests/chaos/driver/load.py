@@ -58,9 +58,9 @@ def driver(
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.core.preflight import AGENT, check_processes
+    from megascale.core.preflight import AGENT_BYTES, check_processes
 
-    check_processes("--processes", processes, AGENT)
+    check_processes("--processes", processes, AGENT_BYTES)
     context = multiprocessing.get_context("spawn")
     results: Queue[Any] = context.Queue()
     with temporary_folder() as name:

@@ -29,14 +29,14 @@ def write_model(folder: Path, family: str) -> None:
     from megascale.config import from_tree
     from megascale.core.inventory import logical_shapes
     from megascale.model.huggingface.families import FAMILIES
-    from megascale.model.huggingface.settings import Keys
+    from megascale.model.huggingface.settings import ConfigKeys
 
     settings = {"model_type": family, **SETTINGS[family]}
-    model = from_tree({"model": FAMILIES[family].read(Keys(settings, "config.json"))}).model
+    model = from_tree({"model": FAMILIES[family].read_config(ConfigKeys(settings, "config.json"))}).model
     shapes = logical_shapes(model)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))
-    tensors = {weight.name: torch.zeros(weight.shape(shapes)) for weight in FAMILIES[family].weights(model)}
+    tensors = {weight.name: torch.zeros(weight.shape(shapes)) for weight in FAMILIES[family].list_weights(model)}
     save_file(tensors, folder / "model.safetensors")
 
 

@@ -281,7 +281,7 @@ def compare(calm: Path, killed: Path) -> Comparison:
     sets = []
     for run in (calm, killed):
         engine, _ = restore(run, device="cpu")
-        sets.append({name: t for name, _, _, t in engine.optimizer.logical() if name.startswith("model.")})
+        sets.append({name: t for name, _, _, t in engine.optimizer.logical_tensors() if name.startswith("model.")})
     weights = max(float((sets[1][n] - t).norm() / t.norm().clamp(min=1e-12)) for n, t in sets[0].items())
     steps = len(theirs) if len(records) == len(theirs) else -1  # a step on record twice is an error
     ledgers = [lines(run / "samples" / "ledger.jsonl") for run in (calm, killed)]

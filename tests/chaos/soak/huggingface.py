@@ -14,10 +14,10 @@ import torch
 
 from megascale.config import ModelConfig, from_tree
 from megascale.core.inventory import logical_shapes
-from megascale.errors import ConfigError, DataError, remedy
+from megascale.errors import ConfigError, DataError, describe_install
 from megascale.model.huggingface.export import write_folder
 from megascale.model.huggingface.families import family_for
-from megascale.model.huggingface.import_model import Imported, read_folder
+from megascale.model.huggingface.import_model import ImportedModel, read_folder
 from megascale.model.huggingface.settings import Family
 from megascale.model.transformer import Chunk
 from megascale.parallel.parameters import materialise, piece_views, spec_of
@@ -45,7 +45,7 @@ def quiet_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ConfigError(f"the part huggingface needs the package transformers; {remedy('dev')}") from None
+        raise ConfigError(f"the part huggingface needs the package transformers; {describe_install('dev')}") from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
@@ -152,7 +152,7 @@ def _theirs_logits(model: Any, tokens_BS: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _logits(found: Imported, tokens_BS: torch.Tensor) -> torch.Tensor:
+def _logits(found: ImportedModel, tokens_BS: torch.Tensor) -> torch.Tensor:
     return whole_logits(chunk_of(found.model, found.tensors), tokens_BS)
 
 

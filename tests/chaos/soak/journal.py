@@ -225,4 +225,6 @@ def _state(run: Path) -> dict[str, Any]:
     from megascale.train.restore import restore
 
     engine, _ = restore(run, device="cpu")
-    return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
+    return {
+        name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical_tensors() if name.startswith("model.")
+    }

@@ -245,7 +245,7 @@ def _tell(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
     engine.synchronize()
-    state = [(name, shape, at, view.numpy().copy()) for name, shape, at, view in engine.optimizer.logical()]
+    state = [(name, shape, at, view.numpy().copy()) for name, shape, at, view in engine.optimizer.logical_tensors()]
     if world > 1:
         dist.barrier()
     return losses, norms, state
@@ -322,4 +322,4 @@ def _nothing(config: Config, name: str, shape: tuple[int, ...]) -> np.ndarray:
     if not name.endswith("attention.key.bias"):
         return np.zeros(shape, bool)
     turned = int(model.head_size * model.rotary_fraction) if model.positions == "rotary" else 0
-    return np.tile(np.arange(model.head_size) >= turned, model.kv)
+    return np.tile(np.arange(model.head_size) >= turned, model.num_kv_heads)

@@ -30,7 +30,7 @@ from megascale.checkpoint.background.staging import Staging
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
-from megascale.core.failure import errno_of
+from megascale.core.failure import find_errno
 from megascale.errors import DataError, FitError
 from megascale.services.host_service import Place
 from tests.checkpoint.background.conftest import await_other, background, large_state, service_pid
@@ -287,7 +287,7 @@ def _without_memory(rank: int, size: int, run: Path) -> tuple[str, int]:
         try:
             checkpointer.save(3, {})
         except FitError as error:
-            return str(error), errno_of(error)
+            return str(error), find_errno(error)
     raise AssertionError("it fits")
 
 

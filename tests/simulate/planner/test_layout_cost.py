@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config import from_tree, load
-from megascale.core.layout import lay_out, near_divisors
+from megascale.core.layout import lay_out, nearest_divisors
 from megascale.errors import FitError
 from megascale.simulate.planner.layout_cost import GIB, LayoutCost, make_plan
 
@@ -140,7 +140,7 @@ def test_plot_is_drawn(tmp_path, suffix):
         (
             ["--parallel.pipeline=1", "--parallel.micro_batch_group_size=6", "--parallel.zero=2"],
             3,
-            ["pipeline=1 does not go with parallel.zero=2", "--parallel.zero=1"],
+            ["pipeline=1 cannot be combined with parallel.zero=2", "--parallel.zero=1"],
         ),
         (["--device-gib", "20"], 3, ["29.8 GiB", "20 GiB"]),
         (["--parallel.tensr=8"], 2, ["parallel.tensr", "parallel.tensor"]),
@@ -197,9 +197,9 @@ def test_all_faults_are_named_at_once():
 
 
 def test_near_divisors():
-    assert near_divisors(12, 5) == [4, 6]
-    assert near_divisors(7, 9) == [7]
-    assert near_divisors(8, 8) == [8]
+    assert nearest_divisors(12, 5) == [4, 6]
+    assert nearest_divisors(7, 9) == [7]
+    assert nearest_divisors(8, 8) == [8]
 
 
 def test_remedies_do_make_it_fit():
@@ -323,7 +323,7 @@ def test_a_step_of_too_many_forward_passes_is_refused_before_its_schedule_is_mad
 def test_the_deepest_model_and_the_longest_pipeline_are_planned_at_once():
     words = ["--model.vocab_size=1000", "--model.layers=10000", "--train.global_batch=4", "--train.micro_batch=1"]
     layout = lay_out(load(None, [*words, "--parallel.pipeline=1000", "--parallel.virtual_stages=10"]), 1000)
-    assert [chunk.count for chunk in layout.layers] == [1] * 10_000
+    assert [chunk.layer_count for chunk in layout.layers] == [1] * 10_000
     # Near sizes of a tensor-parallel width that divides nothing: by roots, not by counting to a billion.
     sizes = ["--model.sequence_length=1000000000", "--model.heads=1000000", "--model.hidden=1000000"]
     sizes += ["--model.ffn_hidden=100000000", "--model.vocab_multiple=1000000", "--model.vocab_size=1000000000"]

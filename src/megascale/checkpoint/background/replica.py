@@ -20,7 +20,7 @@ from megascale.checkpoint.background.service_protocol import COPIES, INDEX, Chec
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.staged_file import Progress, Slot, make_slots
-from megascale.core.background import PAUSE, FailureLog
+from megascale.core.failure import PAUSE, FailureLog
 from megascale.services.conversation import Conversation, prove
 from megascale.services.reception import PROOF_SECONDS, Reception
 from megascale.services.silence import notice_silence

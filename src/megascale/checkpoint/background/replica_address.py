@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from megascale.core.ports import is_loopback
+from megascale.core.addresses import is_loopback
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from megascale.data.loader.loader_messages import (
     Attached,
     Seated,
 )
-from megascale.errors import MegascaleError, kind_of
+from megascale.errors import MegascaleError, error_class_name
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply
 from megascale.services.host_service import Place, Ready
@@ -103,7 +103,7 @@ class LoaderService:
                     continue
                 self._fill(stream)
         except MegascaleError as error:
-            self._fail(str(error), kind_of(error))
+            self._fail(str(error), error_class_name(error))
         except Exception as error:
             log.exception("the loader failed")
             self._fail(f"the data loader failed: {type(error).__name__}: {error}", "TrainingError")
@@ -294,7 +294,7 @@ def main() -> None:
     try:
         serve(arguments.folder, arguments.parent, ready)
     except MegascaleError as error:
-        ready.say(ErrorReply(str(error)[:2000], kind_of(error)))
+        ready.say(ErrorReply(str(error)[:2000], error_class_name(error)))
         sys.exit(error.exit_code)
 
 

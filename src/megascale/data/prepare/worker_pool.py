@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megascale.core.preflight import check_processes
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.data.dataset.sources import InputPiece
 from megascale.data.prepare.encode import encode
 from megascale.data.prepare.worker import EncodeJob

@@ -19,9 +19,9 @@ from torch import Tensor
 from megascale.config import ModelConfig
 from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, MegascaleError
-from megascale.model.huggingface.import_model import INDEX, SINGLE
+from megascale.model.huggingface.import_model import INDEX_FILE, SINGLE_FILE
 from megascale.model.huggingface.settings import Family
-from megascale.model.huggingface.tensor_names import Weight, join
+from megascale.model.huggingface.tensor_names import StoredWeight, join_weight
 
 # Given logical names, the whole tensors, of any float type.
 Fetch = Callable[[Sequence[str]], Mapping[str, Tensor]]
@@ -114,18 +114,18 @@ def write_folder(
     """
     _check_empty(out)
     out.mkdir(parents=True, exist_ok=True)
-    shapes = all_shapes(model)
+    shapes = logical_shapes_with_biases(model)
     own = logical_shapes(model)
-    weights = family.weights(model)
+    weights = family.list_weights(model)
     groups = _groups(weights, shapes, dtype.itemsize, file_bytes)
     files: list[Path] = []
     index: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
-        name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        name = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         parts = dict.fromkeys(part for weight in group for part in weight.parts)
         logical = dict(fetch([part for part in parts if part in own]))
         zeros = {part: torch.zeros(shapes[part]) for part in parts if part not in own}
-        tensors = {weight.name: join(weight, logical | zeros).to(dtype) for weight in group}
+        tensors = {weight.name: join_weight(weight, logical | zeros).to(dtype) for weight in group}
         if len({t.data_ptr() for t in tensors.values()}) < len(tensors):
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # the format forbids shared memory
         save_file(tensors, out / name, {"format": "pt"})
@@ -134,20 +134,18 @@ def write_folder(
         progress(sum(t.nbytes for t in tensors.values()))
     if len(groups) > 1:
         total = sum(prod(weight.shape(shapes)) for weight in weights) * dtype.itemsize
-        files.append(_write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": index}))
-    files.append(_write_json(out / CONFIG, configuration(family, model, dtype, token_ids or {})))
+        files.append(_write_json(out / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index}))
+    files.append(_write_json(out / CONFIG, make_config(family, model, dtype, token_ids or {})))
     return files
 
 
-def configuration(
-    family: Family, model: ModelConfig, dtype: torch.dtype, token_ids: Mapping[str, Any]
-) -> dict[str, Any]:
+def make_config(family: Family, model: ModelConfig, dtype: torch.dtype, token_ids: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a model."""
     return {
         "architectures": [family.architecture],
         "model_type": family.name,
         "vocab_size": model.vocab,
-        **family.write(model),
+        **family.write_config(model),
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tied_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -159,17 +157,17 @@ def configuration(
     }
 
 
-def all_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def logical_shapes_with_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """`logical_shapes`, and those of the biases that the model leaves out."""
     with_biases = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "head_bias": True}
     return logical_shapes(model.model_copy(update=with_biases))
 
 
 def _groups(
-    weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]], item: int, limit: int
-) -> list[list[Weight]]:
+    weights: Sequence[StoredWeight], shapes: Mapping[str, tuple[int, ...]], item: int, limit: int
+) -> list[list[StoredWeight]]:
     """Consecutive tensors of at most `limit` bytes together."""
-    groups: list[list[Weight]] = [[]]
+    groups: list[list[StoredWeight]] = [[]]
     room = limit
     for weight in weights:
         size = prod(weight.shape(shapes)) * item

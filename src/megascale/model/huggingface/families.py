@@ -21,18 +21,18 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
     """
     if name is not None and name not in FAMILIES:
         raise ConfigError(f"--family={name} is not a family that can be exported; known: {', '.join(FAMILIES)}")
-    fits = [family for family in FAMILIES.values() if not family.faults(model)]
+    fits = [family for family in FAMILIES.values() if not family.find_faults(model)]
     if name is None:
         if fits:
             own = logical_shapes(model)
-            lacking = {f.name: sum(part not in own for w in f.weights(model) for part in w.parts) for f in fits}
+            lacking = {f.name: sum(part not in own for w in f.list_weights(model) for part in w.parts) for f in fits}
             return min(fits, key=lambda family: lacking[family.name])
-        nearest = min(FAMILIES.values(), key=lambda family: len(family.faults(model)))
+        nearest = min(FAMILIES.values(), key=lambda family: len(family.find_faults(model)))
         raise ConfigError(
             f"this model is of no family of transformers that can be exported; the nearest is {nearest.name}: "
-            f"{'; '.join(nearest.faults(model))}"
+            f"{'; '.join(nearest.find_faults(model))}"
         )
-    faults = FAMILIES[name].faults(model)
+    faults = FAMILIES[name].find_faults(model)
     if faults:
         hint = f"it can be exported as {' or '.join(f.name for f in fits)}" if fits else "no other family takes it"
         raise ConfigError(f"this model cannot be exported as {name}: {'; '.join(faults)}. Of the others, {hint}")

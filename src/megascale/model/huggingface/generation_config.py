@@ -10,7 +10,7 @@ from typing import Any
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import DataError
 
-NAME = "generation_config.json"
+FILE_NAME = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _BYTES = 1 << 20
 _SHOWN = 8  # ids in a note
@@ -24,18 +24,18 @@ def import_generation_config(folder: Path, settings: Mapping[str, Any]) -> tuple
             All ids of eos_token_id are kept, whichever file names them.
     """
     values, notes = {}, []
-    if (folder / NAME).exists():
+    if (folder / FILE_NAME).exists():
         try:
-            values = _read(folder / NAME)
+            values = _read(folder / FILE_NAME)
         except DataError as error:
             notes.append(f"{error}; it is left out")
-    ends = list(dict.fromkeys([*end_ids(values), *end_ids(settings)]))
+    ends = list(dict.fromkeys([*list_end_ids(values), *list_end_ids(settings)]))
     for key in TOKEN_IDS:
         if values.get(key) is None and settings.get(key) is not None:
             values[key] = settings[key]
-    if set(end_ids(values)) != set(ends):
+    if set(list_end_ids(values)) != set(ends):
         shown = ", ".join(map(str, ends[:_SHOWN])) + (" ..." if len(ends) > _SHOWN else "")
-        notes.append(f"{NAME} and config.json name different ends of a text (eos_token_id); all are kept: {shown}")
+        notes.append(f"{FILE_NAME} and config.json name different ends of a text (eos_token_id); all are kept: {shown}")
     if ends:
         values["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     return values, notes
@@ -43,22 +43,22 @@ def import_generation_config(folder: Path, settings: Mapping[str, Any]) -> tuple
 
 def load_generation_config(run: Path) -> dict[str, Any]:
     """Return the generation settings that a run folder keeps, {} without any. Raises DataError if they are damaged."""
-    return _read(run / NAME) if (run / NAME).exists() else {}
+    return _read(run / FILE_NAME) if (run / FILE_NAME).exists() else {}
 
 
 def write_generation_config(folder: Path, values: Mapping[str, Any]) -> None:
     """Write generation settings into a folder."""
-    (folder / NAME).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / FILE_NAME).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def end_ids(values: Mapping[str, Any]) -> list[int]:
+def list_end_ids(values: Mapping[str, Any]) -> list[int]:
     """Return the token ids of eos_token_id, which may be one id, several or none; leave out what is not an id."""
     named = values.get("eos_token_id")
     tokens: list[Any] = named if isinstance(named, list) else [named]
     return [token for token in tokens if _is_id(token)]
 
 
-def token_ids(values: Mapping[str, Any], end_of_document: int | None, vocab: int) -> dict[str, Any]:
+def export_token_ids(values: Mapping[str, Any], end_of_document: int | None, vocab: int) -> dict[str, Any]:
     """Return the token ids that an exported config.json names.
 
     Args:
@@ -66,7 +66,7 @@ def token_ids(values: Mapping[str, Any], end_of_document: int | None, vocab: int
         end_of_document: the tokenizer's, which is added to the ends.
         vocab: ids from here on are left out, since transformers would index the embedding with them.
     """
-    ends = [token for token in end_ids(values) if token < vocab]
+    ends = [token for token in list_end_ids(values) if token < vocab]
     if end_of_document is not None and end_of_document not in ends:
         ends.append(end_of_document)
     named: dict[str, Any] = {key: values.get(key) for key in TOKEN_IDS}

@@ -5,28 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.settings import GELU, GELU_OUT, Family, Keys, asks, no_windows, plain_heads
-from megascale.model.huggingface.tensor_names import Weight, linear
+from megascale.model.huggingface.settings import (
+    GELU,
+    GELU_OUT,
+    ConfigKeys,
+    Family,
+    find_head_faults,
+    find_unsupported_values,
+    find_window_faults,
+)
+from megascale.model.huggingface.tensor_names import StoredWeight, linear_weights
 
 
-def read(keys: Keys) -> dict[str, Any]:
+def read(keys: ConfigKeys) -> dict[str, Any]:
     """See Family.read."""
-    keys.only("scale_attn_weights", True, "scores without the usual scale cannot be represented", default=True)
-    keys.only("scale_attn_by_inverse_layer_idx", False, "scores scaled by layer cannot be represented", default=False)
-    keys.only("add_cross_attention", False, "cross-attention cannot be represented", default=False)
-    hidden = keys.need("n_embd", "hidden_size")
+    keys.require_value("scale_attn_weights", True, "scores without the usual scale cannot be represented", default=True)
+    keys.require_value(
+        "scale_attn_by_inverse_layer_idx", False, "scores scaled by layer cannot be represented", default=False
+    )
+    keys.require_value("add_cross_attention", False, "cross-attention cannot be represented", default=False)
+    hidden = keys.require_count("n_embd", "hidden_size")
     return {
-        "layers": keys.layers("n_layer", "num_hidden_layers"),
+        "layers": keys.require_layers("n_layer", "num_hidden_layers"),
         "hidden": hidden,
-        "heads": keys.need("n_head", "num_attention_heads"),
+        "heads": keys.require_count("n_head", "num_attention_heads"),
         "ffn_hidden": keys.get("n_inner", default=4 * hidden),
-        "vocab_size": keys.need("vocab_size"),
+        "vocab_size": keys.require_count("vocab_size"),
         # transformers has no n_ctx; the oldest files have nothing else.
-        "sequence_length": keys.get("n_positions", "max_position_embeddings") or keys.need("n_ctx"),
+        "sequence_length": keys.get("n_positions", "max_position_embeddings") or keys.require_count("n_ctx"),
         "norm_eps": keys.get("layer_norm_epsilon", default=1e-5),
-        "activation": keys.choice("activation_function", GELU, "gelu_new"),
+        "activation": keys.translate("activation_function", GELU, "gelu_new"),
         "tied_embeddings": keys.get("tie_word_embeddings", default=True),
-        "dropout": keys.dropout("resid_pdrop", "embd_pdrop", attention="attn_pdrop"),
+        "dropout": keys.read_dropout("resid_pdrop", "embd_pdrop", attention="attn_pdrop"),
         "init_std": keys.get("initializer_range", default=0.02),
     }
 
@@ -56,26 +66,30 @@ def faults(model: ModelConfig) -> list[str]:
         "positions": ["learned"],
         "head_bias": [False],
     }
-    return asks(model, "GPT-2", wanted) + plain_heads(model, "GPT-2") + no_windows(model, "GPT-2")
+    return (
+        find_unsupported_values(model, "GPT-2", wanted)
+        + find_head_faults(model, "GPT-2")
+        + find_window_faults(model, "GPT-2")
+    )
 
 
-def weights(model: ModelConfig) -> list[Weight]:
+def weights(model: ModelConfig) -> list[StoredWeight]:
     """See Family.weights."""
     table = [
-        Weight("transformer.wte.weight", ("embedding.token.weight",)),
-        Weight("transformer.wpe.weight", ("embedding.position.weight",)),
+        StoredWeight("transformer.wte.weight", ("embedding.token.weight",)),
+        StoredWeight("transformer.wpe.weight", ("embedding.position.weight",)),
     ]
     for i in range(model.layers):
         there, here = f"transformer.h.{i}", f"layers.{i}"
         qkv = [f"{here}.attention.{part}" for part in ("query", "key", "value")]
-        table += linear(f"{there}.ln_1", f"{here}.norm1")
-        table += linear(f"{there}.attn.c_attn", *qkv, transposed=True)
-        table += linear(f"{there}.attn.c_proj", f"{here}.attention.output", transposed=True)
-        table += linear(f"{there}.ln_2", f"{here}.norm2")
-        table += linear(f"{there}.mlp.c_fc", f"{here}.mlp.in", transposed=True)
-        table += linear(f"{there}.mlp.c_proj", f"{here}.mlp.out", transposed=True)
-    table += linear("transformer.ln_f", "norm")
-    return table if model.tied_embeddings else [*table, Weight("lm_head.weight", ("head.weight",))]
+        table += linear_weights(f"{there}.ln_1", f"{here}.norm1")
+        table += linear_weights(f"{there}.attn.c_attn", *qkv, transposed=True)
+        table += linear_weights(f"{there}.attn.c_proj", f"{here}.attention.output", transposed=True)
+        table += linear_weights(f"{there}.ln_2", f"{here}.norm2")
+        table += linear_weights(f"{there}.mlp.c_fc", f"{here}.mlp.in", transposed=True)
+        table += linear_weights(f"{there}.mlp.c_proj", f"{here}.mlp.out", transposed=True)
+    table += linear_weights("transformer.ln_f", "norm")
+    return table if model.tied_embeddings else [*table, StoredWeight("lm_head.weight", ("head.weight",))]
 
 
 GPT2 = Family(
@@ -83,9 +97,9 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     prefix="transformer.",
     head="lm_head.weight",
-    read=read,
-    write=write,
-    faults=faults,
-    weights=weights,
+    read_config=read,
+    write_config=write,
+    find_faults=faults,
+    list_weights=weights,
     buffers=r"\.attn\.(bias|masked_bias)$",
 )

@@ -8,37 +8,37 @@ from megascale.config import ModelConfig
 from megascale.model.huggingface.settings import (
     GELU,
     GELU_OUT,
+    ConfigKeys,
     Family,
-    Keys,
-    asks,
-    fraction_of,
-    no_windows,
-    plain_heads,
+    find_head_faults,
+    find_unsupported_values,
+    find_window_faults,
+    rotary_fraction_of,
     rotary_width,
 )
-from megascale.model.huggingface.tensor_names import Weight, linear
+from megascale.model.huggingface.tensor_names import StoredWeight, linear_weights
 
 
-def read(keys: Keys) -> dict[str, Any]:
+def read(keys: ConfigKeys) -> dict[str, Any]:
     """See Family.read."""
-    hidden, heads = keys.need("n_embd", "hidden_size"), keys.need("n_head", "num_attention_heads")
+    hidden, heads = keys.require_count("n_embd", "hidden_size"), keys.require_count("n_head", "num_attention_heads")
     return {
-        "layers": keys.layers("n_layer", "num_hidden_layers"),
+        "layers": keys.require_layers("n_layer", "num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
         "ffn_hidden": keys.get("n_inner", default=4 * hidden),
-        "vocab_size": keys.need("vocab_size"),
-        "sequence_length": keys.need("n_positions", "max_position_embeddings"),
+        "vocab_size": keys.require_count("vocab_size"),
+        "sequence_length": keys.require_count("n_positions", "max_position_embeddings"),
         "block": "parallel",
         "norm_eps": keys.get("layer_norm_epsilon", default=1e-5),
-        "activation": keys.choice("activation_function", GELU, "gelu_new"),
+        "activation": keys.translate("activation_function", GELU, "gelu_new"),
         "positions": "rotary",
-        "rotary_fraction": fraction_of(keys.need("rotary_dim"), hidden // heads),
+        "rotary_fraction": rotary_fraction_of(keys.require_count("rotary_dim"), hidden // heads),
         "rotary_interleaved": True,
         "attention_bias": False,
         "head_bias": True,
         "tied_embeddings": keys.get("tie_word_embeddings", default=False),
-        "dropout": keys.dropout("resid_pdrop", "embd_pdrop", attention="attn_pdrop"),
+        "dropout": keys.read_dropout("resid_pdrop", "embd_pdrop", attention="attn_pdrop"),
         "init_std": keys.get("initializer_range", default=0.02),
     }
 
@@ -73,24 +73,28 @@ def faults(model: ModelConfig) -> list[str]:
         "attention_bias": [False],
         "out_bias": [False],
     }
-    return asks(model, "GPT-J", wanted) + plain_heads(model, "GPT-J") + no_windows(model, "GPT-J")
+    return (
+        find_unsupported_values(model, "GPT-J", wanted)
+        + find_head_faults(model, "GPT-J")
+        + find_window_faults(model, "GPT-J")
+    )
 
 
-def weights(model: ModelConfig) -> list[Weight]:
+def weights(model: ModelConfig) -> list[StoredWeight]:
     """See Family.weights."""
-    table = [Weight("transformer.wte.weight", ("embedding.token.weight",))]
+    table = [StoredWeight("transformer.wte.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
         there, here = f"transformer.h.{i}", f"layers.{i}"
-        table += linear(f"{there}.ln_1", f"{here}.norm1")
+        table += linear_weights(f"{there}.ln_1", f"{here}.norm1")
         for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
-            table += linear(f"{there}.attn.{name}_proj", f"{here}.attention.{part}", bias=False)
-        table += linear(f"{there}.attn.out_proj", f"{here}.attention.output", bias=False)
-        table += linear(f"{there}.mlp.fc_in", f"{here}.mlp.in")
-        table += linear(f"{there}.mlp.fc_out", f"{here}.mlp.out")
-    table += linear("transformer.ln_f", "norm")
+            table += linear_weights(f"{there}.attn.{name}_proj", f"{here}.attention.{part}", bias=False)
+        table += linear_weights(f"{there}.attn.out_proj", f"{here}.attention.output", bias=False)
+        table += linear_weights(f"{there}.mlp.fc_in", f"{here}.mlp.in")
+        table += linear_weights(f"{there}.mlp.fc_out", f"{here}.mlp.out")
+    table += linear_weights("transformer.ln_f", "norm")
     if not model.tied_embeddings:
-        table.append(Weight("lm_head.weight", ("head.weight",)))
-    return [*table, Weight("lm_head.bias", ("head.bias",))]
+        table.append(StoredWeight("lm_head.weight", ("head.weight",)))
+    return [*table, StoredWeight("lm_head.bias", ("head.bias",))]
 
 
 GPTJ = Family(
@@ -98,9 +102,9 @@ GPTJ = Family(
     architecture="GPTJForCausalLM",
     prefix="transformer.",
     head="lm_head.weight",
-    read=read,
-    write=write,
-    faults=faults,
-    weights=weights,
+    read_config=read,
+    write_config=write,
+    find_faults=faults,
+    list_weights=weights,
     buffers=r"\.attn\.(bias|masked_bias|embed_positions)$",
 )

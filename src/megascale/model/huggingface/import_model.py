@@ -18,10 +18,10 @@ from megascale.core.untrusted_files import is_plain_name, read_bounded
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.families import FAMILIES
 from megascale.model.huggingface.generation_config import import_generation_config
-from megascale.model.huggingface.settings import Family, Keys
-from megascale.model.huggingface.tensor_names import Weight, split
+from megascale.model.huggingface.settings import ConfigKeys, Family
+from megascale.model.huggingface.tensor_names import StoredWeight, split_weight
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 _DTYPES = {"float64", "float32", "bfloat16", "float16"}
 _SHOWN = 4
@@ -29,7 +29,7 @@ _JSON_BYTES = 64 << 20  # of config.json, or of the list of tensors: a million o
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedModel:
     """What a folder holds.
 
     Attributes:
@@ -47,7 +47,7 @@ class Imported:
     notes: list[str]
 
 
-def read_folder(folder: Path) -> Imported:
+def read_folder(folder: Path) -> ImportedModel:
     """Read a model's configuration and tensors.
 
     Raises DataError if the folder is not a model, is of an unknown family, has a setting without a counterpart here
@@ -60,20 +60,21 @@ def read_folder(folder: Path) -> Imported:
             f"{folder / 'config.json'} has model_type={str(name)[:100]!r}; the families that can be imported are "
             f"{', '.join(FAMILIES)}"
         )
-    family, keys = FAMILIES[name], Keys(settings, str(folder / "config.json"))
+    family, keys = FAMILIES[name], ConfigKeys(settings, str(folder / "config.json"))
     if keys.get("quantization_config") is not None:
-        raise keys.refuse(
+        raise keys.make_error(
             "quantization_config",
             keys.get("quantization_config"),
             "quantised weights cannot be imported; take the model's unquantised files",
         )
-    keys.only("is_causal", True, "attention to later tokens cannot be represented", default=True)
-    keys.only("per_layer_config", {}, "settings that differ between layers cannot be represented", default={})
+    keys.require_value("is_causal", True, "attention to later tokens cannot be represented", default=True)
+    keys.require_value("per_layer_config", {}, "settings that differ between layers cannot be represented", default={})
     if keys.get("transformers_weights") is not None:
-        raise keys.refuse(
+        raise keys.make_error(
             "transformers_weights",
             keys.get("transformers_weights"),
-            f"transformers reads the weights from that file; rename it to {SINGLE} or {INDEX} and remove the key",
+            f"transformers reads the weights from that file; rename it to {SINGLE_FILE} or {INDEX_FILE} and remove "
+            "the key",
         )
     if (folder / ADAPTER).exists():
         raise DataError(
@@ -83,16 +84,16 @@ def read_folder(folder: Path) -> Imported:
     if keys.get("auto_map") is not None:
         keys.notes.append("auto_map names code of the model's own; it is left out, as transformers does unless told")
     try:
-        model = from_tree({"model": family.read(keys)}).model
+        model = from_tree({"model": family.read_config(keys)}).model
     except ConfigError as error:
         raise DataError(f"{keys.source} makes no model here: {error}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise DataError(f"{keys.source} has a setting of the wrong kind ({error}); is it a {name}'s?") from None
-    files = Files(folder, family)
+    files = TensorFiles(folder, family)
     keys.notes += files.notes
     if model.layers > len(files):
         raise DataError(f"{keys.source} has {model.layers} layers, but the folder holds {len(files)} tensors in all")
-    weights = family.weights(model)
+    weights = family.list_weights(model)
     _check_names(files, family, model, weights)
     shapes = logical_shapes(model)
     tensors: dict[str, Tensor] = {}
@@ -104,12 +105,12 @@ def read_folder(folder: Path) -> Imported:
                 f"{folder}: {weight.name} is {list(stored.shape)}, but by config.json it should be {list(wanted)}; "
                 "the configuration and the weights are not of one model"
             )
-        tensors |= split(weight, stored)
+        tensors |= split_weight(weight, stored)
     generation, notes = import_generation_config(folder, settings)
-    return Imported(family, model, tensors, generation, keys.notes + notes)
+    return ImportedModel(family, model, tensors, generation, keys.notes + notes)
 
 
-class Files:
+class TensorFiles:
     """The tensors of a folder by name, whichever file they lie in; files are mapped, not read.
 
     Of two sets of weights the same one counts as for transformers: model.safetensors goes before shards with an index.
@@ -156,18 +157,22 @@ class Files:
 
     def _find_files(self) -> list[str]:
         """Return the names of the files that hold the weights."""
-        if (self.folder / SINGLE).exists() and not (self.folder / SINGLE).is_dir():
-            if (self.folder / INDEX).exists():
-                self.notes.append(f"{INDEX} and its files were not read: {SINGLE} goes first, as in transformers")
-            return [SINGLE]
-        if not (self.folder / INDEX).exists():
+        if (self.folder / SINGLE_FILE).exists() and not (self.folder / SINGLE_FILE).is_dir():
+            if (self.folder / INDEX_FILE).exists():
+                self.notes.append(
+                    f"{INDEX_FILE} and its files were not read: {SINGLE_FILE} goes first, as in transformers"
+                )
+            return [SINGLE_FILE]
+        if not (self.folder / INDEX_FILE).exists():
             raise DataError(self._no_safetensors())
-        places = _json(self.folder / INDEX, "").get("weight_map", {})
+        places = _json(self.folder / INDEX_FILE, "").get("weight_map", {})
         if not isinstance(places, dict):
-            raise DataError(f"{self.folder / INDEX} has a weight_map that is none: it names no files")
+            raise DataError(f"{self.folder / INDEX_FILE} has a weight_map that is none: it names no files")
         for file in places.values():
             if not isinstance(file, str) or not is_plain_name(file):
-                raise DataError(f"{self.folder / INDEX} names the file {file!r}, which is not in the folder itself")
+                raise DataError(
+                    f"{self.folder / INDEX_FILE} names the file {file!r}, which is not in the folder itself"
+                )
         return sorted(set(places.values()))
 
     def _names_in(self, file: str) -> list[str]:
@@ -191,7 +196,10 @@ class Files:
     def _no_safetensors(self) -> str:
         pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in self.folder.glob(pattern))
         if not pickles:
-            return f"{self.folder} has neither {SINGLE} nor {INDEX}; name a folder that holds a model's safetensors"
+            return (
+                f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; name a folder that holds a model's "
+                "safetensors"
+            )
         return (
             f"{self.folder} holds {pickles[0]} but no safetensors; such files are pickles, which can run any program "
             "when opened, and are never read here. If you trust where it is from, turn it into safetensors with "
@@ -210,7 +218,7 @@ class Files:
         return DataError(f"{self.folder / file} cannot be read ({error}); it is missing or damaged: get it again")
 
 
-def _check_names(files: Files, family: Family, model: ModelConfig, weights: list[Weight]) -> None:
+def _check_names(files: TensorFiles, family: Family, model: ModelConfig, weights: list[StoredWeight]) -> None:
     """DataError unless the files hold the family's tensors, all and no other."""
     wanted = {weight.name for weight in weights}
     missing = sorted(wanted - set(files))

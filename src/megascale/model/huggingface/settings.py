@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.config.base import DEEP
+from megascale.config.base import MAX_LAYERS
 from megascale.errors import DataError
-from megascale.model.huggingface.tensor_names import Weight
+from megascale.model.huggingface.tensor_names import StoredWeight
 
 _SHOWN = 200  # characters of a value in a message
 
@@ -47,14 +47,14 @@ class Family:
     architecture: str
     prefix: str
     head: str
-    read: Callable[[Keys], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
-    faults: Callable[[ModelConfig], list[str]]
-    weights: Callable[[ModelConfig], list[Weight]]
+    read_config: Callable[[ConfigKeys], dict[str, Any]]
+    write_config: Callable[[ModelConfig], dict[str, Any]]
+    find_faults: Callable[[ModelConfig], list[str]]
+    list_weights: Callable[[ModelConfig], list[StoredWeight]]
     buffers: str
 
 
-class Keys:
+class ConfigKeys:
     """A config.json; every error names it, the key and its value. `notes` collects what is worth telling a person."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
@@ -66,48 +66,50 @@ class Keys:
         there = [name for name in names if self.values.get(name) is not None]
         for other in there[1:]:
             if self.values[other] != self.values[there[0]]:
-                raise self.refuse(
+                raise self.make_error(
                     other, self.values[other], f"beside {there[0]}={self.values[there[0]]!r}, which means the same"
                 )
         return self.values[there[0]] if there else default
 
-    def need(self, *names: str) -> int:
+    def require_count(self, *names: str) -> int:
         """A count, as `get`; DataError without any."""
         value = self.get(*names)
         if value is None:
             raise DataError(f"{self.source} has no {names[0]}; it is not the configuration of a whole model")
         if type(value) is not int or value < 1:
-            raise self.refuse(next(n for n in names if self.values.get(n) is not None), value, "a count is from 1 on")
+            raise self.make_error(
+                next(n for n in names if self.values.get(n) is not None), value, "a count is from 1 on"
+            )
         return value
 
-    def layers(self, *names: str) -> int:
+    def require_layers(self, *names: str) -> int:
         """The number of layers, as `need`; bounded before anything is made for each of them."""
-        count = self.need(*names)
-        if count > DEEP:
+        count = self.require_count(*names)
+        if count > MAX_LAYERS:
             name = next(n for n in names if self.values.get(n) is not None)
-            raise self.refuse(name, count, f"models have up to {DEEP} layers here")
+            raise self.make_error(name, count, f"models have up to {MAX_LAYERS} layers here")
         return count
 
-    def refuse(self, name: str, value: object, why: str) -> DataError:
+    def make_error(self, name: str, value: object, why: str) -> DataError:
         """An error to raise: a key whose value has no counterpart here."""
         shown = repr(value)
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]} ..."
         return DataError(f"{self.source} has {name}={shown}: {why}")
 
-    def only(self, name: str, allowed: object, why: str, default: Any = None) -> None:
+    def require_value(self, name: str, allowed: object, why: str, default: Any = None) -> None:
         """DataError unless the key (or its default) has this value."""
         value = self.get(name, default=default)
         if value != allowed:
-            raise self.refuse(name, value, f"{why}; only {name}={allowed!r} can be imported")
+            raise self.make_error(name, value, f"{why}; only {name}={allowed!r} can be imported")
 
-    def choice(self, name: str, table: Mapping[str, str], default: str) -> str:
+    def translate(self, name: str, table: Mapping[str, str], default: str) -> str:
         """The key's value translated; DataError if the table does not have it."""
         value = self.get(name, default=default)
         if value not in table:
-            raise self.refuse(name, value, f"there is no such activation here; known: {', '.join(table)}")
+            raise self.make_error(name, value, f"there is no such activation here; known: {', '.join(table)}")
         return table[value]
 
-    def dropout(self, *names: str, attention: str) -> float:
+    def read_dropout(self, *names: str, attention: str) -> float:
         """Dropout of embeddings and residual branches; notes where it cannot be the same in training."""
         rates = {name: float(self.get(name, default=0.0)) for name in names}
         if float(self.get(attention, default=0.0)):
@@ -117,7 +119,9 @@ class Keys:
             self.notes.append(f"{told}: model.dropout={max(rates.values())} stands for all of them")
         return max(rates.values(), default=0.0)
 
-    def rotary(self, fraction: float, base_key: str, fraction_key: str = "partial_rotary_factor") -> dict[str, Any]:
+    def read_rotary(
+        self, fraction: float, base_key: str, fraction_key: str = "partial_rotary_factor"
+    ) -> dict[str, Any]:
         """Keys of rotary positions, as transformers reads them: `rope_scaling`, without it `rope_parameters`; what
         these do not say from the keys that older files have. A key that it would pass over must say the same.
         """
@@ -125,25 +129,27 @@ class Keys:
         for name in ("rope_scaling", "rope_parameters"):
             rope = self.get(name, default={})
             if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-                raise self.refuse(name, rope, "rotary positions that differ between layers cannot be represented here")
+                raise self.make_error(
+                    name, rope, "rotary positions that differ between layers cannot be represented here"
+                )
             found |= {name: rope} if rope else {}
             kind = rope.get("rope_type", rope.get("type", "default"))
             if kind != "default":
-                raise self.refuse(f"{name}.rope_type", kind, "scaled rotary positions cannot be represented here")
+                raise self.make_error(f"{name}.rope_type", kind, "scaled rotary positions cannot be represented here")
         name, rope = next(iter(found.items()), ("rope_parameters", {}))
         base = rope.get("rope_theta") or self.get(base_key, default=10000.0)
         share = rope.get("partial_rotary_factor") or self.get(fraction_key, default=fraction)
         for other, values in found.items():
             for key, value in (("rope_theta", base), ("partial_rotary_factor", share)):
                 if values.get(key, value) not in (value, None):
-                    raise self.refuse(f"{other}.{key}", values[key], f"beside {name}, by which it is {value!r}")
+                    raise self.make_error(f"{other}.{key}", values[key], f"beside {name}, by which it is {value!r}")
         for key, value in ((base_key, base), ("rope_theta", base), (fraction_key, share)):
             if self.get(key, default=value) != value:
-                raise self.refuse(key, self.values[key], f"beside {name}, by which it is {value!r}")
+                raise self.make_error(key, self.values[key], f"beside {name}, by which it is {value!r}")
         return {"positions": "rotary", "rotary_base": float(base), "rotary_fraction": float(share)}
 
 
-def fraction_of(width: int, size: int) -> float:
+def rotary_fraction_of(width: int, size: int) -> float:
     """The share of a head of `size` that int(share x size) turns back into `width`."""
     share = width / size
     return share if int(share * size) == width else math.nextafter(share, 2.0)
@@ -154,7 +160,7 @@ def rotary_width(model: ModelConfig) -> int:
     return int(model.head_size * model.rotary_fraction)
 
 
-def asks(model: ModelConfig, family: str, wanted: Mapping[str, Sequence[Any]]) -> list[str]:
+def find_unsupported_values(model: ModelConfig, family: str, wanted: Mapping[str, Sequence[Any]]) -> list[str]:
     """A sentence for each key of [model] whose value is not among those wanted."""
     faults = []
     for key, values in wanted.items():
@@ -165,11 +171,13 @@ def asks(model: ModelConfig, family: str, wanted: Mapping[str, Sequence[Any]]) -
     return faults
 
 
-def plain_heads(model: ModelConfig, family: str) -> list[str]:
+def find_head_faults(model: ModelConfig, family: str) -> list[str]:
     """What is wrong for a family whose heads all have keys and values and together are as wide as the model."""
     faults = []
-    if model.kv != model.heads:
-        faults.append(f"model.kv_heads={model.kv} for model.heads={model.heads}, and {family} has no grouped queries")
+    if model.num_kv_heads != model.heads:
+        faults.append(
+            f"model.kv_heads={model.num_kv_heads} for model.heads={model.heads}, and {family} has no grouped queries"
+        )
     if model.head_size * model.heads != model.hidden:
         faults.append(
             f"model.head_dim={model.head_size} x model.heads={model.heads} is not model.hidden={model.hidden}, "
@@ -178,12 +186,14 @@ def plain_heads(model: ModelConfig, family: str) -> list[str]:
     return faults
 
 
-def windows(model: ModelConfig) -> list[bool]:
+def list_windowed_layers(model: ModelConfig) -> list[bool]:
     """Which layers see a window. One as long as the training sequence counts: only learned positions end there."""
     reached = model.positions != "learned" or (model.window or 0) < model.sequence_length
     return [reached and model.layer_window(i) is not None for i in range(model.layers)]
 
 
-def no_windows(model: ModelConfig, family: str) -> list[str]:
+def find_window_faults(model: ModelConfig, family: str) -> list[str]:
     """What is wrong for a family of full attention."""
-    return [f"model.window={model.window}, and {family} has no sliding window"] if any(windows(model)) else []
+    return (
+        [f"model.window={model.window}, and {family} has no sliding window"] if any(list_windowed_layers(model)) else []
+    )

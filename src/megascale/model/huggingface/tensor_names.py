@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Weight:
+class StoredWeight:
     """One tensor of a Hugging Face file.
 
     Attributes:
@@ -35,15 +35,17 @@ class Weight:
         return stacked[::-1] if self.transposed else stacked
 
 
-def linear(name: str, *parts: str, bias: bool = True, transposed: bool = False, heads: int = 0) -> list[Weight]:
+def linear_weights(
+    name: str, *parts: str, bias: bool = True, transposed: bool = False, heads: int = 0
+) -> list[StoredWeight]:
     """Weight and bias of a linear layer; `parts` are logical names without `.weight`."""
-    made = [Weight(f"{name}.weight", tuple(f"{part}.weight" for part in parts), transposed, heads)]
+    made = [StoredWeight(f"{name}.weight", tuple(f"{part}.weight" for part in parts), transposed, heads)]
     if bias:
-        made.append(Weight(f"{name}.bias", tuple(f"{part}.bias" for part in parts), heads=heads))
+        made.append(StoredWeight(f"{name}.bias", tuple(f"{part}.bias" for part in parts), heads=heads))
     return made
 
 
-def split(weight: Weight, tensor: Tensor) -> dict[str, Tensor]:
+def split_weight(weight: StoredWeight, tensor: Tensor) -> dict[str, Tensor]:
     """The logical tensors that a stored one holds, by name; views where strides allow."""
     tensor = tensor.t() if weight.transposed else tensor
     count = len(weight.parts)
@@ -53,7 +55,7 @@ def split(weight: Weight, tensor: Tensor) -> dict[str, Tensor]:
     return dict(zip(weight.parts, tensor.chunk(count), strict=True))
 
 
-def join(weight: Weight, logical: Mapping[str, Tensor]) -> Tensor:
+def join_weight(weight: StoredWeight, logical: Mapping[str, Tensor]) -> Tensor:
     """The stored tensor of logical ones, contiguous."""
     parts = [logical[name] for name in weight.parts]
     if weight.heads:

@@ -27,8 +27,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megascale.core.bounded_lines import RecordReader
-from megascale.core.strict_json import number
+from megascale.core.json_lines import RecordReader
+from megascale.core.strict_json import to_float
 from megascale.errors import ConfigError
 from megascale.observe.analysis import gpu_counters
 from megascale.observe.analysis.rank_parts import PARTS, RankParts
@@ -380,7 +380,7 @@ def _mfu(tables: SpanTables, span: tuple[int, int]) -> float:
     found = []
     try:
         for record in RecordReader(tables.folder.parent / "metrics.jsonl"):
-            step, mfu = number(record.get("step")), number(record.get("mfu"))
+            step, mfu = to_float(record.get("step")), to_float(record.get("mfu"))
             if span[0] <= step <= span[1] and 0.0 < mfu < 10.0:
                 found.append(mfu)
     except OSError:

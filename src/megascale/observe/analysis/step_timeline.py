@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megascale.core.replay import Graph, replay
+from megascale.core.replay import ActionGraph, replay_schedule
 from megascale.core.schedule import ActionKind, Schedule
 from megascale.errors import ConfigError, DataError
 from megascale.observe.analysis.run_steps import Act, Inner, RankStep, chosen_steps, rank_steps
@@ -325,15 +325,15 @@ class _Reading:
             schedule = Schedule(
                 "recorded", self.stages, self.virtual, batches, tuple(np.array(rows, dtype=np.int32) for rows in tables)
             )
-            graph = Graph.of(schedule)
+            graph = ActionGraph.compile(schedule)
         except (ValueError, IndexError) as error:
             raise DataError(f"the recorded actions make no schedule ({error}); choose another step") from None
-        durations = np.full(graph.actions, float(max(0, min(moved, default=0))))
-        for n in range(graph.actions):
+        durations = np.full(graph.action_count, float(max(0, min(moved, default=0))))
+        for n in range(graph.action_count):
             kind = ActionKind(int(graph.kind[n]))
             if kind <= ActionKind.BACKWARD:
                 durations[n] = np.median(own[int(graph.stage[n]), kind.label, int(graph.chunk[n])])
-        plan = replay(graph, durations)
+        plan = replay_schedule(graph, durations)
         computes = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
         found: dict[int, list[Planned]] = {}
         real = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megascale.core.chrome_trace import Record, named, write_events
+from megascale.core.chrome_trace import Record, name_tracks, write_trace
 from megascale.observe.analysis.step_timeline import StepTimeline
 
 _ACTIONS, _WAITS, _PLAN, _TRANSFERS = range(4)
@@ -21,7 +21,7 @@ def write(timeline: StepTimeline, path: Path) -> int:
     for order, track in enumerate(timeline.tracks):
         tensor, stage, data = track.place
         name = f"rank {track.rank} (stage {stage}, tensor {tensor}, data {data})"
-        records += named(track.rank, name, tracks, order)
+        records += name_tracks(track.rank, name, tracks, order)
 
         for number, act in enumerate(track.acts):
             begin, end = act.begin - timeline.origin, act.end - timeline.origin
@@ -51,7 +51,7 @@ def write(timeline: StepTimeline, path: Path) -> int:
         shared = {"cat": "message", "id": number, "name": "message", "tid": _ACTIONS}
         records.append({"ph": "s", "pid": sender, "ts": sent * _MICRO, **shared})
         records.append({"ph": "f", "bp": "e", "pid": receiver, "ts": max(sent, needed) * _MICRO, **shared})
-    return write_events(records, path)
+    return write_trace(records, path)
 
 
 def _bar(rank: int, track: int, name: str, begin: int, end: int, args: Record) -> Record:

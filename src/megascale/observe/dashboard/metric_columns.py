@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.strict_json import number
+from megascale.core.strict_json import to_float
 from megascale.observe.dashboard.record_tail import RecordTail
 
 _MOST_KEYS = 300
@@ -45,12 +45,12 @@ class MetricColumns:
             self._clear()
         added = 0
         for record in records:
-            step = number(record.get("step"))
+            step = to_float(record.get("step"))
             if not 0 <= step < _MOST_STEP:
                 self.tail.damaged += 1
                 continue
             for key, value in record.items():
-                found = number(value)
+                found = to_float(value)
                 known = self._columns.get(key)
                 # Text that is no number is no metric; a number that is none (nan) is one.
                 if known is None:

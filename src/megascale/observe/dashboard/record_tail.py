@@ -72,7 +72,7 @@ class RecordTail:
             if not line.strip():
                 continue
             try:
-                record = strict_json.loads(line, most=_LINE)
+                record = strict_json.loads(line, max_bytes=_LINE)
             except ValueError:
                 record = None
             if isinstance(record, dict):

@@ -17,7 +17,7 @@ from megascale.config.text_files import decode_text
 from megascale.core.calls import read_calls
 from megascale.core.events import is_plausible_time
 from megascale.core.status import read_status
-from megascale.core.strict_json import number
+from megascale.core.strict_json import to_float
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import MegascaleError
 from megascale.observe.dashboard.effective_time import EffectiveTime, effective_time
@@ -88,20 +88,20 @@ class RunReader:
             "rows": self.metrics.rows,
             "events": self.event_count,
             "latest": latest,
-            "event": {"event": newest.get("event", ""), "time": _plain(number(newest.get("time")))},
+            "event": {"event": newest.get("event", ""), "time": _plain(to_float(newest.get("time")))},
             "now": self.now(job),
         }
 
     def now(self, job: dict[str, Any] | None) -> dict[str, Any]:
         """Whether the run is alive, in which phase, attempt and step."""
         kinds = [one["event"] for one in self.events]
-        written = [self.metrics.latest.get("time", math.nan), *(number(one.get("time")) for one in self._newest(1))]
+        written = [self.metrics.latest.get("time", math.nan), *(to_float(one.get("time")) for one in self._newest(1))]
         age = time.time() - max((at for at in written if is_plausible_time(at)), default=-math.inf)
         step = self.metrics.latest.get("step", 0.0)
         if job is not None:
             phase, alive = str(job["phase"]), bool(job["driver"])
             attempt, why = job["attempt"], str(job["why"])
-            step = max(step, number(job["step"]))
+            step = max(step, to_float(job["step"]))
             if not alive and phase not in ("done", "failed", "interrupted"):
                 why = f"no driver is at work; the journal's last word: {why}"
         else:
@@ -113,11 +113,11 @@ class RunReader:
             alive = not ended and (age < max(_QUIET, _STEPS_QUIET * usual) or self._process()[1])
             phase = {"run_finished": "done", "run_failed": "failed", "interrupted": "interrupted"}.get(ended, "")
             phase = phase or ("running" if alive else "silent")
-            numbers = [number(one["attempt"]) for one in self.events if "attempt" in one]
+            numbers = [to_float(one["attempt"]) for one in self.events if "attempt" in one]
             attempt = max((int(each) for each in numbers if 0 <= each < _MOST_ATTEMPTS), default=1)
             why = "" if phase != "silent" else "nothing was written for a while, and no event says that it ended"
         settings = self.settings()[0].get("train", {})
-        steps = number(settings.get("steps")) if isinstance(settings, dict) else math.nan
+        steps = to_float(settings.get("steps")) if isinstance(settings, dict) else math.nan
         return {
             "phase": phase, "alive": alive, "attempt": attempt, "step": _plain(step), "steps": _plain(steps),
             "why": why, "launched": job is not None,
@@ -174,7 +174,7 @@ class RunReader:
         if times is None or steps is None or not len(times):
             return []
         for one in self.events:
-            if one["event"] in ("attempt_started", "resumed") and is_plausible_time(at := number(one.get("time"))):
+            if one["event"] in ("attempt_started", "resumed") and is_plausible_time(at := to_float(one.get("time"))):
                 later = int((times < at).sum())
                 if 0 < later < len(steps):
                     found.append({"step": float(steps[later]), "time": at, "event": one["event"]})

@@ -17,8 +17,8 @@ from typing import Any
 
 import uvicorn
 
-from megascale.core.ports import is_loopback
-from megascale.core.terminal import end_signals
+from megascale.core.addresses import is_loopback
+from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
 from megascale.observe.dashboard.application import Outside, build
 from megascale.observe.dashboard.guard import Guard
@@ -139,7 +139,7 @@ class _Server(uvicorn.Server):
             self.force_exit |= self.should_exit  # the second time
             self.should_exit = True
 
-        before = {number: signal.signal(number, end) for number in end_signals()}
+        before = {number: signal.signal(number, end) for number in termination_signals()}
         try:
             yield
         finally:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megascale.core.calls import MOST_RANKS, READER, read_calls
+from megascale.core.calls import MAX_RANKS, READER, read_calls
 from megascale.core.status import read_status
 from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _ANSWER = 3.0  # seconds that the ranks of this host have to answer: inside a driver's call a signal may have to wait
 _FRAMES = 8
 _STACK_BYTES = 1 << 20  # of a rank's stack that are read
-_MOST_RANK = MOST_RANKS - 1
+_MOST_RANK = MAX_RANKS - 1
 
 
 def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5, only: frozenset[int] | None = None) -> Scene:
@@ -142,7 +142,7 @@ def _read(folder: Path, rank: int) -> RankEvidence:
 
 
 def _world(found: dict[int, RankEvidence]) -> int:
-    said = [e.record.world for e in found.values() if e.record and e.record.world <= MOST_RANKS]
+    said = [e.record.world for e in found.values() if e.record and e.record.world <= MAX_RANKS]
     return max([*said, max(found) + 1])
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
-from megascale.core.calls import Call, CallRecord, Counts, Waiting
-from megascale.core.plain_pickle import check_pickle
-from megascale.core.untrusted_files import read_bounded
+from megascale.core.calls import Call, CallRecord, GroupCounts, PendingWait
+from megascale.core.untrusted_files import check_pickle, read_bounded
 from megascale.errors import DataError
 
 _MAX_BYTES = 1 << 28
@@ -89,11 +88,11 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
         started[call.group] = max(started.get(call.group, 0), call.sequence)
     open_calls = {group: sum(1 for _, c in pending if c.group == group) for group in started}
     sizes = {group: len(configured.get("0" if group == "world" else group, ())) for group in started}
-    groups = {group: Counts(sizes[group], n, n - open_calls[group]) for group, n in started.items()}
+    groups = {group: GroupCounts(sizes[group], n, n - open_calls[group]) for group, n in started.items()}
     since, oldest = min(pending, key=lambda p: p[0], default=(0, None))
-    waiting = None if oldest is None else Waiting(oldest.group, oldest.sequence, since)
+    waiting = None if oldest is None else PendingWait(oldest.group, oldest.sequence, since)
     world = max(world, *sizes.values(), 1) if sizes else world
-    record = CallRecord(rank, 0, world, waiting=waiting, groups=groups, calls=tuple(calls), whole=False)
+    record = CallRecord(rank, 0, world, waiting=waiting, groups=groups, calls=tuple(calls), is_complete=False)
     return FlightDump(device, record)
 
 

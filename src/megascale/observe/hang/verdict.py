@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megascale.core.calls import READER, Call, CallRecord, Waiting
+from megascale.core.calls import READER, Call, CallRecord, PendingWait
 from megascale.core.layout import Layout
 from megascale.observe.hang.departure import Departure, departures
 from megascale.observe.hang.scene import RankEvidence, Scene
@@ -136,11 +136,11 @@ def _waits(scene: Scene, records: Mapping[int, CallRecord], members: Mapping[str
         waiting = record.waiting
         if waiting is None or scene.ranks[rank].process == "gone":
             continue
-        seconds = max(0.0, (scene.now_ns - waiting.since_ns) / 1e9) if waiting.since_ns else 0.0
+        seconds = max(0.0, (scene.now_ns - waiting.start_ns) / 1e9) if waiting.start_ns else 0.0
         if waiting.group == READER:
             found.append(Wait(rank, READER, "read", record.step, (), False, seconds))
             continue
-        call = record.call(waiting.group, waiting.sequence)
+        call = record.find_call(waiting.group, waiting.sequence)
         others = [m for m in members[waiting.group] if m != rank]
         behind = [m for m in others if records[m].groups[waiting.group].started < waiting.sequence]
         size = record.groups[waiting.group].size
@@ -153,7 +153,7 @@ def _waits(scene: Scene, records: Mapping[int, CallRecord], members: Mapping[str
     return found
 
 
-def _inside(one: Waiting | None, other: Waiting) -> bool:
+def _inside(one: PendingWait | None, other: PendingWait) -> bool:
     return one is not None and (one.group, one.sequence) == (other.group, other.sequence)
 
 

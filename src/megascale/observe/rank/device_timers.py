@@ -90,22 +90,22 @@ class DeviceTimers(Timers):
         self._newest = made
         return made
 
-    def step_begins(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """See Recorder."""
         self._stream = torch.cuda.current_stream(self._device)
-        super().step_begins(step)
+        super().begin_step(step)
 
-    def begin(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
+    def begin_action(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
         """See Recorder."""
-        super().begin(kind, chunk, microbatch)
+        super().begin_action(kind, chunk, microbatch)
         if self._waiting:
             self._waiting[0].happened()  # the sooner it is seen, the better are the clocks known
 
-    def launched(self, axis: int, nbytes: int) -> Any:
+    def begin_transfer(self, axis: int, nbytes: int) -> Any:
         """See Recorder. Its start is marked in steps whose spans are kept."""
         return self.mark() if self._block.kept else None
 
-    def landed(self, since: Any, axis: int, nbytes: int, waited_on: int = -1) -> None:
+    def end_transfer(self, since: Any, axis: int, nbytes: int, waited_on: int = -1) -> None:
         """See Recorder. Where its start was not marked, only its bytes count."""
         last = self._newest  # of the wait that has just ended
         _, chunk, microbatch = self._open or (-1, -1, -1)

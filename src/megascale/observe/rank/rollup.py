@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.spans import WAITS, SpanAxis, SpanKind
+from megascale.core.spans import WAIT_KINDS, SpanAxis, SpanKind
 from megascale.observe.store.frames import ROLLUP, SPAN
 
 Array = np.ndarray[Any, Any]
@@ -47,7 +47,7 @@ def roll_up(rows: Sequence[Row]) -> Array:
                 one[5] = start
             if end > one[6]:
                 one[6] = end
-        if kind in WAITS:
+        if kind in WAIT_KINDS:
             if parent >= 0:
                 waited[parent << 8] = waited.get(parent << 8, 0) + lasted
             if parent not in _OUTSIDE:
@@ -92,6 +92,6 @@ class StepTotals:
                 self.own += total - waited
             elif kind == SpanKind.CHECKPOINT_STALL:
                 self.own -= total
-            elif kind in WAITS:
+            elif kind in WAIT_KINDS:
                 name = SpanAxis(axis).label if kind == SpanKind.WAIT else "samples"
                 self.waits[name] = self.waits.get(name, 0.0) + total

@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megascale.core.background import FailureLog
-from megascale.core.spans import SCHEMA
+from megascale.core.failure import FailureLog
+from megascale.core.spans import SPAN_SCHEMA
 from megascale.observe.store.span_messages import FROM_SPANS, TO_SPANS, Follow, launch, place
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.spool import leave
@@ -58,7 +58,12 @@ class SpanLink:
         sinks: Sequence[str] = ("parquet",),
     ) -> None:
         self.ring, self.out, self._wait = ring, out, wait
-        self._about = {"job": job, "host": host, "schema": SCHEMA, "clock_ns": time.time_ns() - time.monotonic_ns()}
+        self._about = {
+            "job": job,
+            "host": host,
+            "schema": SPAN_SCHEMA,
+            "clock_ns": time.time_ns() - time.monotonic_ns(),
+        }
         self._about["ranks"] = [{"attempt": ring.attempt, "rank": ring.rank, **facts}]
         self._follow = Follow(ring.rank, ring.attempt, facts)
         self._place, self._launch = place(out), launch(out, job, host, hosts, limit_mib, log_file, sinks)

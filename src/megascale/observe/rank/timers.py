@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megascale.core.spans import SpanKind
+from megascale.core.spans import Recorder, SpanKind
 from megascale.observe.rank.rollup import Row, StepTotals, counts, roll_up, spans_of
 from megascale.observe.store.frames import ROLLUPS, SPANS
 
@@ -57,7 +57,7 @@ class Block:
         self.counts: list[tuple[int, int, int, int]] = []  # kind, count, nanoseconds, longest
 
 
-class Timers:
+class Timers(Recorder):
     """A recorder (core/spans.py::Recorder) on the host's clock: for gloo, where the host does the work itself.
 
     Args:
@@ -82,7 +82,7 @@ class Timers:
 
     # the recorder -------------------------------------------------------------------------------------------------
 
-    def step_begins(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """See Recorder."""
         self._tell()
         kept = (bool(self.every) and step % self.every == 0) or self.sink.wants(step)
@@ -92,7 +92,7 @@ class Timers:
         self._open = None
         self._step_since = self.mark()
 
-    def step_ended(self) -> None:
+    def end_step(self) -> None:
         """See Recorder."""
         if self._step_since is not None:
             self._row(SpanKind.STEP, 0, -1, -1, -1, 0, -1, self._step_since, self.mark())
@@ -102,12 +102,12 @@ class Timers:
             self.sink.keeps(0)
         self._tell()
 
-    def begin(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
+    def begin_action(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
         """See Recorder."""
         self._open = (kind, chunk, microbatch)
         self._since = self.mark()
 
-    def end(self) -> None:
+    def end_action(self) -> None:
         """See Recorder."""
         if self._open is None:
             return
@@ -117,21 +117,21 @@ class Timers:
         if time.perf_counter_ns() - self._told > PERIOD_NS:
             self._tell()
 
-    def waited(self, since: Any, kind: int, axis: int = 0, waited_on: int = -1) -> None:
+    def record_wait(self, since: Any, kind: int, axis: int = 0, waited_on: int = -1) -> None:
         """See Recorder."""
         parent, chunk, microbatch = self._open or (-1, -1, -1)
         self._row(kind, axis, chunk, microbatch, waited_on, 0, parent, since, self.mark())
 
-    def launched(self, axis: int, nbytes: int) -> Any:
+    def begin_transfer(self, axis: int, nbytes: int) -> Any:
         """See Recorder."""
         return self.mark()
 
-    def landed(self, since: Any, axis: int, nbytes: int, waited_on: int = -1) -> None:
+    def end_transfer(self, since: Any, axis: int, nbytes: int, waited_on: int = -1) -> None:
         """See Recorder."""
         _, chunk, microbatch = self._open or (-1, -1, -1)
         self._row(SpanKind.TRANSFER, axis, chunk, microbatch, waited_on, nbytes, -1, since, self.mark())
 
-    def counted(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None:
+    def record_count(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None:
         """See Recorder; told with the step's rows."""
         self._block.counts.append((kind, count, nanoseconds, longest))
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megascale.core.calls import MOST_RANKS
-from megascale.core.spans import SCHEMA
+from megascale.core.calls import MAX_RANKS
+from megascale.core.spans import SPAN_SCHEMA
 
 ROLLUPS, SPANS, CLOCKS, COUNTERS = range(4)
 
@@ -93,7 +93,7 @@ def pack(head: FrameHead, records: np.ndarray[Any, Any]) -> bytes:
 def pack_bytes(head: FrameHead, data: bytes | memoryview) -> bytes:
     """A frame of records that are bytes already."""
     about = (head.ring, head.number, head.step, head.rank, head.attempt, head.error_ns, head.lost)
-    bare = _HEAD.pack(_MAGIC, SCHEMA, head.kind, len(data), *about, 0)[:_SUM_AT]
+    bare = _HEAD.pack(_MAGIC, SPAN_SCHEMA, head.kind, len(data), *about, 0)[:_SUM_AT]
     return bare + _SUM.pack(zlib.crc32(data, zlib.crc32(bare))) + bytes(data)
 
 
@@ -117,8 +117,8 @@ def scan(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[FrameHe
         magic, schema, kind, size, ring, number, step, rank, attempt, error, lost, crc = _HEAD.unpack_from(view, at)
         if magic != _MAGIC:
             raise TornFrame("this is no frame of spans", at)
-        if schema != SCHEMA:
-            raise TornFrame(f"a frame of schema {schema}; this version reads {SCHEMA}", at)
+        if schema != SPAN_SCHEMA:
+            raise TornFrame(f"a frame of schema {schema}; this version reads {SPAN_SCHEMA}", at)
         if kind not in RECORDS or size > MOST_BYTES or size % RECORDS[kind].itemsize:
             raise TornFrame(f"a frame of kind {kind} with {size} bytes", at)
         end = at + HEAD_BYTES + size
@@ -127,7 +127,7 @@ def scan(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[FrameHe
         body = view[at + HEAD_BYTES : end]
         if check and zlib.crc32(body, zlib.crc32(view[at : at + _SUM_AT])) != crc:
             raise TornFrame("a frame whose checksum is wrong", at)
-        if rank >= MOST_RANKS or attempt >= 1 << 31 or max(step, error, lost) >= 1 << 62:
+        if rank >= MAX_RANKS or attempt >= 1 << 31 or max(step, error, lost) >= 1 << 62:
             raise TornFrame(f"a frame of rank {rank}, attempt {attempt} and step {step}", at)
         yield FrameHead(kind, ring, number, rank, attempt, step, error, lost), body, end
         at = end

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megascale.core import strict_json
-from megascale.core.spans import SCHEMA
+from megascale.core.spans import SPAN_SCHEMA
 from megascale.observe.store.columns import TABLES
 from megascale.observe.store.frames import CLOCK, CLOCKS, COUNTERS, RECORDS, FrameHead, TornFrame, pack, scan
 from megascale.observe.store.span_ring import SpanRing
@@ -78,7 +78,7 @@ class Ingest:
         if clock_ns is None:
             clock_ns = time.time_ns() - time.monotonic_ns()
         self.clock_ns = clock_ns
-        self.about = {"job": job, "host": host, "hostname": hostname, "schema": SCHEMA, "clock_ns": clock_ns}
+        self.about = {"job": job, "host": host, "hostname": hostname, "schema": SPAN_SCHEMA, "clock_ns": clock_ns}
         self.rows: dict[str, int] = {}
         self.removed = self.failures = self.damaged = self.given_up = 0
         self.error = ""

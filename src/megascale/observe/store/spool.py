@@ -89,7 +89,7 @@ def read_segment(file: Path, check: bool = True) -> Segment:
 
 def _read_about(text: bytes) -> tuple[dict[str, Any], dict[int, int]]:
     """Return whose a segment is, and the last frame of each ring before it. An error of any kind if it is damaged."""
-    about = strict_json.loads(text, most=_MOST_HEAD)
+    about = strict_json.loads(text, max_bytes=_MOST_HEAD)
     last = {int(ring): int(number) for ring, number in about.pop("rings", {}).items()}
     about["ranks"] = [dict(rank) for rank in about.get("ranks", ())]
     about["clock_ns"] = int(about.get("clock_ns", 0))

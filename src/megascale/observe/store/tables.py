@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.bounded_lines import RecordReader
-from megascale.core.calls import MOST_RANKS
+from megascale.core.calls import MAX_RANKS
+from megascale.core.json_lines import RecordReader
 from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
 from megascale.observe.store.columns import TABLES, by_table, columns
@@ -180,7 +180,7 @@ class SpanTables:
         kinds |= {"data": np.int32}
         rows: dict[str, Any] = {}
         for name, kind in kinds.items():
-            most = 1 << 31 if name == "attempt" else MOST_RANKS
+            most = 1 << 31 if name == "attempt" else MAX_RANKS
             rows[name] = np.array([_whole(one.get(name), most) for one in told], kind)
         for name in ("hostname", "device"):
             texts = (str(one.get(name, ""))[:200] for one in told)

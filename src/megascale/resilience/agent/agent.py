@@ -21,11 +21,10 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from megascale.core.background import keep_running, log_failure
-from megascale.core.failure import errno_of, keep_no_bytecode
-from megascale.core.ports import free_port
-from megascale.core.python_command import module_command
-from megascale.core.terminal import end_signals, keep_working
+from megascale.core.addresses import find_free_port
+from megascale.core.failure import find_errno, keep_running, log_failure
+from megascale.core.python_process import disable_bytecode_cache, module_command
+from megascale.core.terminal import keep_working, termination_signals
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.metrics_page import MetricsPage
 from megascale.resilience.agent.rank_lease import RankLease
@@ -78,7 +77,7 @@ class Agent:
         self.trainers.serve()
         self.lease.start()
         loop = asyncio.get_running_loop()
-        for number in end_signals():
+        for number in termination_signals():
             loop.add_signal_handler(number, self.ended.set)
         works = {
             "the link to the driver": self.link.talk,
@@ -176,7 +175,7 @@ class Agent:
             ended = await asyncio.to_thread(end_services, self.run_folder, self.node)
             log.info("memory is not trusted: ended checkpoint services %s", ended)
         codes = {w.rank: w.code for w in self.trainers.workers()}
-        port = free_port(self.address, self._offered)
+        port = find_free_port(self.address, self._offered)
         self._offered.append(port)  # where it was taken by the time of its use, the next is another one
         self.link.say(do="stopped", attempt=self.trainers.attempt, order=order.order, port=port, codes=codes)
 
@@ -199,7 +198,7 @@ class Agent:
             self.trainers.start(order, self.address, self.link.token)
         except OSError as error:
             why = f"could not start the trainers: {error}"
-            self.link.say(do="failed", attempt=order.attempt, why=fit(why), errno=errno_of(error))
+            self.link.say(do="failed", attempt=order.attempt, why=fit(why), errno=find_errno(error))
             return
         self.state = order.state
         self.telemetry.follow(order)
@@ -270,7 +269,7 @@ def serve(node: str, folder: Path, address: str, pod: str) -> None:
     """Be the agent of a node, until the driver lets it go or it is told to end (SIGTERM, SIGINT, SIGHUP)."""
     keep_working()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    keep_no_bytecode()
+    disable_bytecode_cache()
     folder.mkdir(parents=True, exist_ok=True)
 
     async def run() -> None:

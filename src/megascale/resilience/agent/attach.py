@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megascale.core.interfaces import address_of, address_towards
-from megascale.core.python_command import module_command
+from megascale.core.addresses import find_local_address, get_interface_address
+from megascale.core.python_process import module_command
 from megascale.errors import MegascaleError
 from megascale.resilience.agent.node_folder import agent_process, default_folder, end_agent, prepare, remember
 from megascale.resilience.protocol.given import from_record
@@ -90,7 +90,7 @@ def answer(request: dict[str, Any]) -> None:
 
 
 def _address(interface: str, driver: str) -> str:
-    return address_of(interface) if interface else address_towards(driver)
+    return get_interface_address(interface) if interface else find_local_address(driver)
 
 
 def _start(folder: Path, node: str, address: str, request: dict[str, Any]) -> subprocess.Popen[bytes]:

@@ -21,8 +21,8 @@ import socket
 import sys
 
 from megascale.core import terminal
-from megascale.core.failure import errno_of, keep_no_bytecode, words_of
-from megascale.core.openmp import sleep_at_barriers
+from megascale.core.failure import describe_error, find_errno
+from megascale.core.python_process import disable_bytecode_cache, sleep_at_barriers
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
     FROM_FORK_SERVER,
@@ -54,7 +54,7 @@ def serve(sock: socket.socket, names: list[str]) -> None:
         import traceback
 
         tail = _text(traceback.format_exc()[-4000:])
-        _say(sock, Broken(_text(words_of(error)[:2000]), errno_of(error), tail))
+        _say(sock, Broken(_text(describe_error(error)[:2000]), find_errno(error), tail))
         raise
     gc.collect()
     gc.freeze()  # what is imported stays shared between the children
@@ -127,7 +127,7 @@ def _fork(sock: socket.socket, order: Fork, pipes: tuple[int, ...], reports: int
     code = 1
     try:
         die_with_parent(server)
-        keep_no_bytecode()
+        disable_bytecode_cache()
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -166,7 +166,7 @@ def _become(order: Fork) -> None:
 
 def _report(reports: int, error: BaseException) -> None:
     """Say which exception ends this process."""
-    words = LastWords(os.getpid(), errno_of(error), _text(words_of(error)[:1000]))
+    words = LastWords(os.getpid(), find_errno(error), _text(describe_error(error)[:1000]))
     data = framed(FROM_CHILD, words)
     assert len(data) <= select.PIPE_BUF, "it must be written as a whole"
     with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import ResilienceConfig
-from megascale.core.interfaces import address_of, address_towards
+from megascale.core.addresses import find_local_address, get_interface_address
 from megascale.core.secrets import JOB_SECRET_VARIABLE, take_job_secret
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.resilience.agent import node_health
@@ -96,7 +96,7 @@ def join(
 
     Raises ConfigError where the driver refuses or cannot be the right one, TrainingError if none answers in time.
     """
-    own = address_of(interface) if interface and not address else address
+    own = get_interface_address(interface) if interface and not address else address
     if own:
         _check_own(own)
     place, own, told = asyncio.run(_ask(places, job, secret, node, own, wait, say))
@@ -152,7 +152,7 @@ async def _ask(
         for place in places:
             try:
                 async with asyncio.timeout(_ANSWER):
-                    own = address or address_towards(place[0])
+                    own = address or find_local_address(place[0])
                     fields: dict[str, Any] = {"job": job, "node": node, "address": own}
                     told = await _described(place, secret, fields | {"hardware": hardware, "versions": versions})
                 return place, own, told

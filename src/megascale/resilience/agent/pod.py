@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megascale.core import terminal
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.resilience.agent.join import join, parse_place
 from megascale.resilience.protocol.given import give, given, given_token
@@ -104,7 +104,7 @@ def _be_first_process() -> None:
     child = os.fork()
     if not child:
         return
-    for number in terminal.end_signals():
+    for number in terminal.termination_signals():
         signal.signal(number, lambda number, frame: os.kill(child, number))
     while True:
         pid, status = os.wait()

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megascale.core.background import FailureLog
-from megascale.core.failure import room
-from megascale.core.interfaces import interface_of
-from megascale.core.ports import is_loopback
-from megascale.core.python_command import module_command
+from megascale.core.addresses import find_interface, is_loopback
+from megascale.core.failure import FailureLog, free_bytes
+from megascale.core.python_process import module_command
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import read_status
 from megascale.core.untrusted_files import open_regular
@@ -348,7 +346,7 @@ class Trainers:
         """Bytes left on the disks that trainers write to, when one of them has ended badly; else nothing."""
         if not any(t.status for t in self.trainers.values()):
             return {}
-        return room([self.run, self.run / "logs", self.run / "checkpoints", tempfile.gettempdir(), "/dev/shm"])
+        return free_bytes([self.run, self.run / "logs", self.run / "checkpoints", tempfile.gettempdir(), "/dev/shm"])
 
     def _tail(self, t: TrainerProcess) -> str:
         """The end of what this attempt wrote into the rank's log."""
@@ -364,7 +362,7 @@ class Trainers:
 def _networks(address: str) -> dict[str, str]:
     """The interface for gloo's and NCCL's connections, where a node is reached by others and nobody chose: both would
     take what the host's own name resolves to, or the first that they find."""
-    name = "" if is_loopback(address) else interface_of(address)
+    name = "" if is_loopback(address) else find_interface(address)
     wanted = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {each: name for each in wanted if name and each not in os.environ}
 

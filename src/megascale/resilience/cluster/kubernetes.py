@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any
 
 from megascale.config import Config
-from megascale.core.background import keep_running, log_failure
+from megascale.core.addresses import find_local_address
 from megascale.core.events import Event
-from megascale.core.interfaces import address_towards
+from megascale.core.failure import keep_running, log_failure
 from megascale.errors import ConfigError, TrainingError
 from megascale.resilience.cluster import kubernetes_verdicts
 from megascale.resilience.cluster.base import NodeInfo
@@ -378,7 +378,7 @@ def own_address(api: KubernetesApi) -> str:
     if address := os.environ.get("MEGASCALE_POD_ADDRESS"):
         return address
     try:
-        return address_towards(api.host)
+        return find_local_address(api.host)
     except OSError:
         return "0.0.0.0"
 

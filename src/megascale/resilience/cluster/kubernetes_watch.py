@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 from megascale.resilience.cluster.kubernetes_api import Json, KubernetesApi, KubernetesError
 
 log = logging.getLogger("megascale.driver")

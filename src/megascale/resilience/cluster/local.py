@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.resilience.agent.services import end_services
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.process_birth import born

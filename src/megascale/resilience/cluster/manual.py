@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megascale.config import Config
-from megascale.core.ports import is_loopback
+from megascale.core.addresses import is_loopback
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
 from megascale.resilience.cluster.remote import make_marker

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megascale.core.background import keep_running, log_failure
-from megascale.core.interfaces import address_towards
-from megascale.core.python_command import module_command
+from megascale.core.addresses import find_local_address
+from megascale.core.failure import keep_running, log_failure
+from megascale.core.python_process import module_command
 from megascale.core.secrets import PASSWORD_VARIABLE, REPLICA_VARIABLE
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.cluster.cluster_registry import ClusterRequest
@@ -314,7 +314,7 @@ class RemoteCluster(ABC):
         if driver[0] not in ("0.0.0.0", "::"):
             return driver
         try:
-            return address_towards(host.address or host.host), driver[1]
+            return find_local_address(host.address or host.host), driver[1]
         except OSError:  # ssh may know the name, or a way, that this machine's network does not
             return os.uname().nodename, driver[1]
 

@@ -9,8 +9,7 @@ import subprocess
 from collections.abc import Sequence
 
 from megascale.config import Config
-from megascale.core.interfaces import address_towards
-from megascale.core.ports import is_loopback
+from megascale.core.addresses import find_local_address, is_loopback
 from megascale.errors import ConfigError
 from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
 from megascale.resilience.cluster.hosts_file import Host, read_hosts
@@ -82,12 +81,12 @@ def _words(ssh: str) -> list[str]:
 
 def _towards(host: Host, ssh: str) -> str:
     try:
-        return address_towards(host.address or host.host)
+        return find_local_address(host.address or host.host)
     except OSError:  # a name that only ssh's configuration knows
         words = [*_words(ssh), "-G", host.host]
         said = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
         name = re.search(r"^hostname (\S+)$", said, re.MULTILINE)
-        return address_towards(name[1] if name else host.host)
+        return find_local_address(name[1] if name else host.host)
 
 
 CLUSTERS.register("ssh", _Ssh())

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.resilience.diagnose.check import SelfCheck, absent
 
 _BYTES = 256 << 20  # that each process sends

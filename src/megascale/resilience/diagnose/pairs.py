@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.resilience.diagnose.check import SelfCheck
 from megascale.resilience.diagnose.regroup import Inquiry, Pair, thresholds
 

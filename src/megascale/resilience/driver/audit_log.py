@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core import json_lines, strict_json
-from megascale.core.events import Event, date_of
-from megascale.core.failure import NO_ROOM
+from megascale.core.events import Event, format_time
+from megascale.core.failure import DISK_FULL_ERRNOS
 from megascale.resilience.driver.process.descriptors import SpareDescriptors
 from megascale.resilience.driver.recovery.escalation import RECOVERY_ACTIONS, Use, give_back
 from megascale.resilience.driver.state.journal import Entry, Journal
@@ -50,7 +50,7 @@ class AuditLog:
             "evidence": evidence,
         } | details
         entry = self._spare.lend(lambda: self._journal.add(kind, **about))
-        record: dict[str, Any] = {"time": entry.time, "date": date_of(entry.time), "event": kind, "by": "driver"}
+        record: dict[str, Any] = {"time": entry.time, "date": format_time(entry.time), "event": kind, "by": "driver"}
         record["attempt"] = attempt
         for name, value in (("action", action), ("nodes", nodes), ("ranks", ranks), ("evidence", evidence)):
             if value:
@@ -65,7 +65,7 @@ class AuditLog:
         try:
             self._spare.lend(self._write_late)
         except OSError as error:
-            if error.errno not in (*NO_ROOM, self._said):  # of a full disk the journal tells
+            if error.errno not in (*DISK_FULL_ERRNOS, self._said):  # of a full disk the journal tells
                 self._say("driver", f"{self._file} cannot be written ({error.strerror}); the driver goes on")
             self._said = error.errno or 0
         else:
@@ -75,7 +75,7 @@ class AuditLog:
         handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             while self._late:
-                json_lines.append(handle, self._late[0].encode())
+                json_lines.append_lines(handle, self._late[0].encode())
                 self._late.popleft()
         finally:
             os.close(handle)

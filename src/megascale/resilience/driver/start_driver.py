@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from megascale.config import Config, load
 from megascale.config.plugins import load_plugins
 from megascale.core import run_lock
+from megascale.core.addresses import is_loopback
 from megascale.core.events import Event
-from megascale.core.failure import keep_no_bytecode
-from megascale.core.gpu_names import gpu_names
-from megascale.core.ports import is_loopback
+from megascale.core.gpus import visible_gpu_names
+from megascale.core.python_process import disable_bytecode_cache
 from megascale.core.secrets import PASSWORD_VARIABLE
-from megascale.core.terminal import end_signals
+from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError, DataError, FitError, TrainingError
 from megascale.resilience.agent.node_health import gpu_count
 from megascale.resilience.cluster.base import ForeseesNodes, Outlasting
@@ -134,9 +134,9 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
     again from its newest checkpoint. Raises ConfigError if another driver runs it, or somebody trains without one.
     """
     run = config.run_folder.absolute()
-    keep_no_bytecode()
+    disable_bytecode_cache()
     try:
-        lock = run_lock.take_for_driver(run, "megascale launch")
+        lock = run_lock.acquire_driver_lock(run, "megascale launch")
         try:
             return _drive(run, config, found, _outliving_the_terminal(say), lock.warning)
         finally:
@@ -165,7 +165,7 @@ def _outliving_the_terminal(say: Callable[[str, str], None]) -> Callable[[str, s
 
 def _named(devices: list[list[int]]) -> tuple[tuple[str, ...], ...]:
     """The names of GPUs that are numbered among those that this process sees."""
-    names = gpu_names(gpu_count()) if devices else []
+    names = visible_gpu_names(gpu_count()) if devices else []
     return tuple(tuple(names[i] for i in group) for group in devices)
 
 
@@ -300,7 +300,7 @@ async def _serve(driver: Driver) -> int:
 
     loop = asyncio.get_running_loop()
     scrapes = Scrapes()
-    for number in end_signals():
+    for number in termination_signals():
         handed = number != signal.SIGINT and getattr(driver.nodes.cluster, "hands_over", False)
         loop.add_signal_handler(number, driver.hand_over if handed else driver.operations.interrupt)
     limits = driver.limits

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from megascale.core.events import Event
-from megascale.core.failure import NO_ROOM, SCARCE
+from megascale.core.failure import DISK_FULL_ERRNOS, MIN_FREE_BYTES
 from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_INTERRUPTED, EXIT_USAGE
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.silence import FIRST_STEP
@@ -153,7 +153,7 @@ def _asked(worker: Worker) -> bool:
 
 def cause_of(member: RankView, worker: Worker) -> Cause:
     """Why a process ended, from the error it reported, its signal, its exit code and what it said."""
-    if worker.errno in NO_ROOM or _DISK.search(worker.message + "\n" + worker.error):
+    if worker.errno in DISK_FULL_ERRNOS or _DISK.search(worker.message + "\n" + worker.error):
         return DISK_FULL
     if worker.errno == errno.EADDRINUSE:
         return PORT_TAKEN
@@ -205,12 +205,14 @@ def _ended(member: RankView, worker: Worker) -> float:
 def full_disks(member: RankView) -> list[str]:
     """Disks of a member without room, in words."""
     disks = member.heartbeat.disks if member.heartbeat is not None else {}
-    return [f"the disk of {folder} has {left:,.0f} bytes left" for folder, left in disks.items() if left < SCARCE]
+    return [
+        f"the disk of {folder} has {left:,.0f} bytes left" for folder, left in disks.items() if left < MIN_FREE_BYTES
+    ]
 
 
 def failed_start(node: str, ranks: tuple[int, ...], why: str, number: int) -> Verdict:
     """A node whose agent could not start its ranks. `number`: errno, 0 if it is unknown."""
-    kind = Event.DISK_FULL if number in NO_ROOM else Event.PROCESS_EXIT
+    kind = Event.DISK_FULL if number in DISK_FULL_ERRNOS else Event.PROCESS_EXIT
     return Verdict(kind, (node,), ranks, "recover", (why,))
 
 
@@ -252,7 +254,7 @@ def _verdict(view: View, cause: Cause, ended: list[tuple[RankView, Worker]]) -> 
     elif cause is CODE and _many(view, ended):
         action = "stop"
         evidence.append("the same exception on several ranks at once is in the code or the data, not in a machine")
-    elif cause is CODE and view.grid.world == 1 and _before(view, cause, nodes, words):
+    elif cause is CODE and view.grid.world_size == 1 and _before(view, cause, nodes, words):
         action = "stop"
     elif _before(view, cause, nodes, words):
         action = cause.again

@@ -6,7 +6,7 @@ import re
 from statistics import median
 
 from megascale.core.events import Event
-from megascale.core.xid import FATAL_XIDS, UNUSABLE
+from megascale.core.gpus import FATAL_XIDS, UNUSABLE_ACTIONS
 from megascale.resilience.protocol.heartbeat import GpuReport, NetworkTraffic
 from megascale.resilience.rules.table import quick, slow
 from megascale.resilience.rules.verdicts import Action, Verdict
@@ -55,7 +55,7 @@ def _device(member: RankView, gpu: GpuReport, first: GpuReport) -> list[Verdict]
     # Whenever it came in this agent's life: what came while an attempt ended is there from the next one's beginning.
     if gpu.xid in FATAL_XIDS:
         return [_fault(member, "evict", f"{name} reported Xid {gpu.xid}, which needs a reset or a repair")]
-    if gpu.recovery in UNUSABLE:
+    if gpu.recovery in UNUSABLE_ACTIONS:
         return [_fault(member, "evict", f"{name} needs a {gpu.recovery}, its driver says")]
     if gpu.ecc_errors > first.ecc_errors:
         more = gpu.ecc_errors - first.ecc_errors

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megascale.config import Config
 from megascale.core.grid import Grid
-from megascale.core.memory import BYTES, stage_parameters
+from megascale.core.memory import DTYPE_BYTES, count_stage_parameters
 from megascale.core.traffic import gathered_bytes
 from megascale.errors import FitError
 from megascale.simulate.fabric.placement import Placement, step_flows
@@ -38,9 +38,9 @@ class StepTraffic:
 def step_traffic(config: Config, gpus: int) -> StepTraffic:
     """Of the fullest stage (the first: it holds the embedding). FitError for sizes that do not divide."""
     model, parallel, train = config.model, config.parallel, config.train
-    grid = Grid.of_world(gpus, parallel.tensor, parallel.pipeline, ranks_per_host=parallel.gpus_per_host)
-    count = stage_parameters(model, parallel, 0)
-    width = BYTES[train.precision]
+    grid = Grid.from_world_size(gpus, parallel.tensor, parallel.pipeline, ranks_per_host=parallel.gpus_per_host)
+    count = count_stage_parameters(model, parallel, 0)
+    width = DTYPE_BYTES[train.precision]
     if train.global_batch % (grid.data * train.micro_batch):
         raise FitError(
             f"train.global_batch={train.global_batch} does not divide over {grid.data} replicas of "

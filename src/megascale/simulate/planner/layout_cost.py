@@ -14,11 +14,11 @@ from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops, inventory
 from megascale.core.inventory import BLOCK_PARTS
 from megascale.core.layout import Layout, lay_out
-from megascale.core.memory import MemoryEstimate, stage_parameters
-from megascale.core.rank_memory import rank_memory
-from megascale.core.replay import Graph, Timeline, replay
+from megascale.core.memory import MemoryEstimate, count_stage_parameters
+from megascale.core.rank_memory import estimate_rank_memory
+from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import Schedule, ideal_bubble
-from megascale.core.traffic import TrafficEstimate, stage_traffic
+from megascale.core.traffic import TrafficEstimate, estimate_stage_traffic
 
 GIB = 2**30
 # Memory of one device in GiB, as sold, matched against its name.
@@ -39,7 +39,7 @@ _WORTH = 0.005  # of a step: less is not worth a setting
 
 def window_time(sequence: int, window: int) -> float:
     """Time of attention in a window of `window` tokens, as a share of full attention's; both by the fastest kernel."""
-    return inventory.window_share(sequence, window) * (1 + WINDOW_OVERHEAD / window)
+    return inventory.window_area_fraction(sequence, window) * (1 + WINDOW_OVERHEAD / window)
 
 
 @dataclass(frozen=True)
@@ -62,26 +62,26 @@ class LayoutCost:
     @cached_property
     def timeline(self) -> Timeline:
         """The step replayed with free transfers: work of a chunk by its FLOPs and what one of their kind takes."""
-        graph = Graph.of(self.schedule)
+        graph = ActionGraph.compile(self.schedule)
         forward, backward = self.work
-        return replay(graph, graph.durations(forward, backward))
+        return replay_schedule(graph, graph.durations(forward, backward))
 
     @cached_property
     def work(self) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward work of each chunk [stages, virtual], in forwards of the mean layer."""
-        return self._work([chunk.count for chunk in self.layout.layers])
+        return self._work([chunk.layer_count for chunk in self.layout.layers])
 
     def _work(self, split: Sequence[int | float]) -> tuple[np.ndarray, np.ndarray]:
         model, p = self.config.model, self.layout.grid.pipeline
         period = [flops.layer_flops(model, i) for i in range(len(model.window_pattern))]
-        linear = 1.0 if LINEAR_PRECISIONS[self.config.train.linear_precision].float8 == "none" else FLOAT8_TIME
+        linear = 1.0 if LINEAR_PRECISIONS[self.config.train.linear_precision].float8_gemms == "none" else FLOAT8_TIME
         halves = [half for one in period for half in (linear * one.projections + one.attention, linear * one.mlp)]
         work = np.resize(halves, 2 * model.layers)
         unit = work.sum() / model.layers
         stops = np.cumsum([round(2 * count) for count in split])
         body = np.diff(np.concatenate([[0.0], work.cumsum()])[[0, *stops]]) / unit
         forward = body.copy()
-        forward[-1] += LOGITS_TIME * flops.logits_flops(model) / unit
+        forward[-1] += LOGITS_TIME * flops.flops_per_token(model).logits / unit
         backward = 2 * forward + (body if self.config.parallel.recompute == "full" else 0)
         shape = (self.config.parallel.virtual_stages, p)
         return forward.reshape(shape).T, backward.reshape(shape).T
@@ -97,13 +97,15 @@ class LayoutCost:
         """Memory of a rank of each stage."""
         config, grid = self.config, self.layout.grid
         most = (self.device_gib - RESERVE_GIB) * GIB
-        return [rank_memory(config, grid, self.schedule, s, most)[0] for s in range(grid.pipeline)]
+        return [estimate_rank_memory(config, grid, self.schedule, s, most)[0] for s in range(grid.pipeline)]
 
     def traffic(self, stage: int) -> TrafficEstimate:
         """Bytes that a rank of `stage` sends in a step."""
         config, grid, train = self.config, self.layout.grid, self.config.train
         kinds = train.precision, train.linear_precision
-        return stage_traffic(config.model, config.parallel, grid, self.schedule, stage, train.micro_batch, *kinds)
+        return estimate_stage_traffic(
+            config.model, config.parallel, grid, self.schedule, stage, train.micro_batch, *kinds
+        )
 
     @property
     def needed_gib(self) -> float:
@@ -134,11 +136,11 @@ class LayoutCost:
         one layer at a time off the busiest stage and replaying, or then half a layer where blocks divide, so it is no
         proof that no better one exists.
         """
-        stages, counts = self.layout.grid.pipeline, [chunk.count for chunk in self.layout.layers]
+        stages, counts = self.layout.grid.pipeline, [chunk.layer_count for chunk in self.layout.layers]
         if stages == 1:
             return None
         first = best = float(self.timeline.makespan)
-        for size in (1, 0.5) if BLOCK_PARTS[self.config.model.block].divides else (1,):
+        for size in (1, 0.5) if BLOCK_PARTS[self.config.model.block].can_split else (1,):
             for _ in range(stages):
                 found = self._best_move(counts, size)
                 if found is None or found[1] > best * (1 - 1e-3):
@@ -155,14 +157,14 @@ class LayoutCost:
         targets = [c for c in reversed(range(len(counts))) if c % stages != busiest]  # later: fewer in flight
         number = len(sources) * len(targets)
         moves = []
-        for at in range(0, number, 1 + number * graph.actions // _REPLAYED):
+        for at in range(0, number, 1 + number * graph.action_count // _REPLAYED):
             move = counts.copy()
             move[sources[at // len(targets)]] -= size
             move[targets[at % len(targets)]] += size
             moves.append([round(n) if n == round(n) else n for n in move])
         if not moves:
             return None
-        times = replay(graph, np.stack([graph.durations(*self._work(m)) for m in moves], axis=-1)).makespan
+        times = replay_schedule(graph, np.stack([graph.durations(*self._work(m)) for m in moves], axis=-1)).makespan
         return moves[int(np.argmin(times))], float(times.min())
 
     def notes(self) -> list[str]:
@@ -182,7 +184,7 @@ class LayoutCost:
                 f"{self.layout.microbatches} micro-batches cannot fill {grid.pipeline} stages; raise "
                 f"train.global_batch to {grid.pipeline * grid.data * self.config.train.micro_batch} or more"
             )
-        counts = [chunk.count for chunk in self.layout.layers]
+        counts = [chunk.layer_count for chunk in self.layout.layers]
         if len(set(counts)) > 1:
             notes.append(f"layers are split unevenly over chunks: {_runs(counts)} (logits weigh in layers)")
         if parallel.layer_split is None and self.faster_split is not None:
@@ -216,7 +218,7 @@ class LayoutCost:
         config = self.config.model_copy(
             update={name: getattr(self.config, name).model_copy(update=keys) for name, keys in sections.items()}
         )
-        return replace(self, layout=lay_out(config, self.layout.grid.world))
+        return replace(self, layout=lay_out(config, self.layout.grid.world_size))
 
     def remedies(self) -> list[str]:
         """Overrides, each of which alone makes a plan fit that does not; cheapest first."""
@@ -250,33 +252,35 @@ class LayoutCost:
         count = flops.flops_per_token(model)
         tokens = train.global_batch * model.sequence_length
         return {
-            "gpus": grid.world,
-            "hosts": grid.hosts,
+            "gpus": grid.world_size,
+            "hosts": grid.host_count,
             "layout": {
                 "tensor": grid.tensor,
                 "pipeline": grid.pipeline,
                 "virtual_stages": self.config.parallel.virtual_stages,
                 "data": grid.data,
                 "microbatches": self.layout.microbatches,
-                "layers_by_chunk": [chunk.count for chunk in self.layout.layers],
+                "layers_by_chunk": [chunk.layer_count for chunk in self.layout.layers],
                 "zero": self.config.parallel.zero,
                 "recompute": self.config.parallel.recompute,
             },
-            "parameters": flops.parameters(model),
-            "parameters_by_stage": [stage_parameters(model, self.config.parallel, s) for s in range(grid.pipeline)],
+            "parameters": flops.count_parameters(model),
+            "parameters_by_stage": [
+                count_stage_parameters(model, self.config.parallel, s) for s in range(grid.pipeline)
+            ],
             "flops": {
                 "convention": flops.CONVENTION,
                 "per_token": count.training,
                 "per_step": count.training * tokens,
-                "per_step_and_gpu": count.training * tokens / grid.world,
+                "per_step_and_gpu": count.training * tokens / grid.world_size,
             },
             "tokens_per_step": tokens,
             "schedule": {
                 "name": self.schedule.name,
-                "bubble_ideal": ideal_bubble(grid.pipeline, self.schedule.virtual, self.layout.microbatches),
+                "bubble_ideal": ideal_bubble(grid.pipeline, self.schedule.virtual_stages, self.layout.microbatches),
                 "bubble_replayed": self.bubble,
                 "idle": self.idle,
-                "in_flight_by_stage": [self.schedule.in_flight(s) for s in range(grid.pipeline)],
+                "in_flight_by_stage": [self.schedule.count_in_flight(s) for s in range(grid.pipeline)],
             },
             "memory_by_stage": [{**m.kinds(), "total": m.total} for m in self.memory],
             "device_gib": self.device_gib,

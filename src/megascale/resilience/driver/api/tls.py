@@ -14,8 +14,8 @@ import ssl
 import tempfile
 from pathlib import Path
 
-from megascale.core.ports import is_loopback
-from megascale.errors import ConfigError, remedy
+from megascale.core.addresses import is_loopback
+from megascale.errors import ConfigError, describe_install
 from megascale.resilience.protocol.agent_channel import DriverTls
 from megascale.resilience.protocol.contact import folder
 
@@ -113,9 +113,9 @@ def _make(host: str) -> tuple[bytes, bytes]:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         raise ConfigError(
-            f"resilience.listen={host} is reached by other machines, so the API needs TLS: {remedy('driver')} for the "
-            "package cryptography, with which the job makes a certificate; or give resilience.tls_certificate and "
-            "resilience.tls_key; or listen on 127.0.0.1"
+            f"resilience.listen={host} is reached by other machines, so the API needs TLS: "
+            f"{describe_install('driver')} for the package cryptography, with which the job makes a certificate; or "
+            "give resilience.tls_certificate and resilience.tls_key; or listen on 127.0.0.1"
         ) from None
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "megascale driver")])

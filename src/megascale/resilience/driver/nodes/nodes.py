@@ -16,7 +16,7 @@ import msgspec
 
 from megascale.config import ResilienceConfig
 from megascale.core.events import Event
-from megascale.core.preflight import wave
+from megascale.core.preflight import max_concurrent_imports
 from megascale.resilience.cluster.base import Barring, Blocking, Cluster, Draining, Ending, Hearing, Switched, Taking
 from megascale.resilience.driver.nodes.agent_leases import AgentLeases
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
@@ -32,7 +32,7 @@ log = logging.getLogger("megascale.driver")
 
 # Agents that are started and have not come: each then imports everything for its trainers, and many at once on few
 # cores all come too late.
-WAVE = wave(os.cpu_count() or 1)
+WAVE = max_concurrent_imports(os.cpu_count() or 1)
 JOIN = 60.0  # seconds in which an agent that was started must come
 
 Note = Callable[..., Any]  # Driver.note

@@ -20,8 +20,8 @@ from typing import BinaryIO
 from msgspec import structs
 
 from megascale.core import json_lines
-from megascale.core.background import FailureLog
-from megascale.core.bounded_lines import MOST_LINE
+from megascale.core.failure import FailureLog
+from megascale.core.json_lines import MAX_LINE_BYTES
 from megascale.core.untrusted_files import open_regular
 from megascale.observe.hang.sent_evidence import file_of
 from megascale.resilience.protocol.agent_messages import Evidence, FileData
@@ -156,7 +156,7 @@ def _append_lines(file: Path, piece: FileData) -> None:
     lines = _new_lines(file, piece.data) if piece.first else piece.data
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        json_lines.append(handle, lines)
+        json_lines.append_lines(handle, lines)
     finally:
         os.close(handle)
 
@@ -237,7 +237,7 @@ def _position(there: BinaryIO, step: int | None, size: int) -> int:
     if step is None:
         return size
     at = begin = there.seek(0)
-    while line := there.readline(MOST_LINE):
+    while line := there.readline(MAX_LINE_BYTES):
         line_step = _step(line) if begin == at else None  # a longer line comes in parts, and is no record
         if line_step is not None and line_step >= step:
             return at

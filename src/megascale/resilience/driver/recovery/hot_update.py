@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megascale.config import ACCEPTABLE, Config, ResilienceConfig, load
+from megascale.config import CHANGEABLE_KEYS, Config, ResilienceConfig, load
 from megascale.core.untrusted_files import read_small_text
 from megascale.errors import ConfigError
 from megascale.resilience.protocol.contact import folder
@@ -79,7 +79,7 @@ def apply(run: Path, config: Config, settings: Sequence[str]) -> tuple[Config, t
                 f"{key}={after.get(key)} cannot be changed in a job that runs ({', '.join(FIXED)} are fixed): "
                 "interrupt it and launch it again with the new value"
             )
-    asked = [key for key in changed if key in ACCEPTABLE and key not in new.checkpoint.accept_changes]
+    asked = [key for key in changed if key in CHANGEABLE_KEYS and key not in new.checkpoint.accept_changes]
     if asked:
         accepted = ",".join([*new.checkpoint.accept_changes, *asked])
         raise ConfigError(

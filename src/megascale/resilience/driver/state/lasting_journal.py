@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megascale.core.failure import NO_ROOM, SCARCE, errno_of
+from megascale.core.failure import DISK_FULL_ERRNOS, MIN_FREE_BYTES, find_errno
 from megascale.errors import TrainingError
 from megascale.resilience.driver.state.job_state import JobState
 from megascale.resilience.driver.state.journal import Entry, Journal, JournalFenced, NodeRow, _open
@@ -31,9 +31,9 @@ def lacks_room(error: BaseException, folder: Path) -> bool:
         # SQLite reports a full disk, but of a quota or a limit only that writing failed.
         code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
         return code == sqlite3.SQLITE_FULL or (
-            code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and _try_to_write(folder) in NO_ROOM
+            code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and _try_to_write(folder) in DISK_FULL_ERRNOS
         )
-    return errno_of(error) in NO_ROOM
+    return find_errno(error) in DISK_FULL_ERRNOS
 
 
 def no_room(folder: Path) -> TrainingError:
@@ -175,7 +175,7 @@ def _try_to_write(folder: Path) -> int:
     """The errno of making a file of a mebibyte there, 0 if that works."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, SCARCE)
+            os.posix_fallocate(file.fileno(), 0, MIN_FREE_BYTES)
     except OSError as error:
         return error.errno or 0
     return 0
