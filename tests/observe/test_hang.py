@@ -497,7 +497,7 @@ def work():
 for _ in range(2):
     threading.Thread(target=work, daemon=True).start()
 telemetry.step_begins(1)
-telemetry._calls.begin("world", "all_reduce", 4)
+telemetry._calls.begin_call("world", "all_reduce", 4)
 work()
 """
     child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})

@@ -72,8 +72,8 @@ class GpuReport(Part, frozen=True):
     """Health of one device. temperature in degrees Celsius; ecc_errors: uncorrected since boot.
 
     xid: the last error that the agent was notified of, one that a machine does not outlive (core/gpus.py)
-    before others; 0: none. recovery: what its driver says that it needs, such as "reset"; "": nothing. unanswered: seconds for which
-    its driver has not answered, 0 as long as it does; all but the Xid is what it said before.
+    before others; 0: none. recovery: what its driver says that it needs, such as "reset"; "": nothing. unanswered:
+    seconds for which its driver has not answered, 0 as long as it does; all but the Xid is what it said before.
     """
 
     index: Count
