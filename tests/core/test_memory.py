@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config import Config, from_tree
-from megascale.config.optimizers import OPTIMIZERS
+from megascale.config.parts import OPTIMIZERS
 from megascale.core import flops, memory
 from megascale.core.inventory import logical_shapes
 from megascale.core.layers import assign_layers

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megascale.config import from_tree
-from megascale.config.optimizers import OPTIMIZERS
+from megascale.config.parts import OPTIMIZERS
 from megascale.core.flops import count_parameters, layer_flops
 from megascale.core.inventory import logical_shapes
 from megascale.core.layers import ChunkLayers

@@ -411,12 +411,12 @@ def test_a_calm_run_is_told_to_be_moving(tmp_path, pause):
     code = f"""
 import faulthandler, signal, time
 from pathlib import Path
-from megascale.core.calls import Calls
+from megascale.core.calls import CallLog
 faulthandler.register(signal.SIGUSR2, file=open({str(tmp_path / "rank-0.stack")!r}, "w"))
-log = Calls(Path({str(tmp_path)!r}), 0, 1)
-log.register("world", 1)
+log = CallLog(Path({str(tmp_path)!r}), 0, 1)
+log.register_group("world", 1)
 while True:
-    log.done(log.begin("world", "all_reduce", 4))
+    log.end_call(log.begin_call("world", "all_reduce", 4))
     time.sleep({pause})
 """
     child = subprocess.Popen([sys.executable, "-c", code])
@@ -448,16 +448,16 @@ def test_the_main_thread_answers_or_else_the_kernel(tmp_path, monkeypatch, deaf)
     code = f"""
 import ctypes, faulthandler, signal, time
 from pathlib import Path
-from megascale.core.calls import Calls
+from megascale.core.calls import CallLog
 faulthandler.register(signal.SIGUSR2, file=open({str(tmp_path / "rank-0.stack")!r}, "w"), all_threads=False)
 libc = ctypes.CDLL(None)
 thread = ctypes.c_ulong()
 assert libc.pthread_create(ctypes.byref(thread), None, ctypes.cast(libc.pause, ctypes.c_void_p), None) == 0
 if {deaf}:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-log = Calls(Path({str(tmp_path)!r}), 0, 1)
-log.register("world", 1)
-log.begin("world", "all_reduce", 4)
+log = CallLog(Path({str(tmp_path)!r}), 0, 1)
+log.register_group("world", 1)
+log.begin_call("world", "all_reduce", 4)
 def stands_here():
     time.sleep(1000)
 stands_here()

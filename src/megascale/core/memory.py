@@ -43,8 +43,7 @@ from math import ceil, prod
 import numpy as np
 
 from megascale.config import ModelConfig, ParallelConfig
-from megascale.config.optimizers import OPTIMIZERS
-from megascale.config.parts import LINEAR_PRECISIONS, NORMS
+from megascale.config.parts import LINEAR_PRECISIONS, NORMS, OPTIMIZERS
 from megascale.core.flops import count_parameters
 from megascale.core.grid import Grid
 from megascale.core.inventory import (
@@ -373,7 +372,7 @@ def estimate_stage_memory(
         micro_batch: sequences in a micro-batch.
         precision: float32, bfloat16 or float64.
         side_stream: whether weight gradients are computed on a side stream (Config.gemms_on_side_stream).
-        optimizer: its name; config/optimizers.py declares its state.
+        optimizer: its name; config/parts.py declares its state.
         linear_precision: value of train.linear_precision; config/parts.py has its facts.
         graphs: whether chunks are CUDA graphs (core/rank_memory.py).
     """

@@ -1,7 +1,7 @@
 """What every optimizer is made of: the shards that this rank owns with their state, and the rule that updates them.
 
 An optimizer is one file beside this one: a subclass of `Rule`, named in `rules.py`. What it keeps of each logical
-tensor stands in config/optimizers.py; from that a shard is cut into parts, ranges whose tensors keep the same.
+tensor stands in config/parts.py; from that a shard is cut into parts, ranges whose tensors keep the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megascale.config import OptimizerConfig
-from megascale.config.optimizers import OptimizerFacts
+from megascale.config.parts import OptimizerFacts
 from megascale.ops.segments import Segments
 from megascale.parallel.buffers import Extent, FlatShard
 from megascale.parallel.collectives import ALONE, Axis

@@ -13,7 +13,7 @@ import torch
 
 from megascale import torch_private
 from megascale.config import OptimizerConfig
-from megascale.config.optimizers import OPTIMIZERS
+from megascale.config.parts import OPTIMIZERS
 from megascale.optim.base import Shards, ShardState, UpdateStep, make_state_parts
 from megascale.optim.rules import RULES
 from megascale.parallel.buffers import Extent, FlatChunk, FlatShard, extent_boxes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megascale.config.optimizers import OPTIMIZERS, OptimizerFacts
+from megascale.config.parts import OPTIMIZERS, OptimizerFacts
 from megascale.config.registry import Registry
 from megascale.optim.base import UpdateRule
 from megascale.optim.sharded_adamw import ShardedAdamW

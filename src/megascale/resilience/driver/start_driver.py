@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.config import Config, load
-from megascale.config.plugins import load_plugins
+from megascale.config.registry import load_plugins
 from megascale.core import run_lock
 from megascale.core.addresses import is_loopback
 from megascale.core.events import Event

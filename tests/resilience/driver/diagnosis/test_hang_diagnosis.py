@@ -35,10 +35,10 @@ def test_a_hang_gets_its_rank_and_its_node(tmp_path):
     code = f"""
 import os, signal
 from pathlib import Path
-from megascale.core.calls import Call, CallRecord, Calls
+from megascale.core.calls import Call, CallLog, CallRecord
 from megascale.observe.hang.scene import RankEvidence, Scene
-log = Calls(Path({str(status)!r}), 1, 2)
-log.register("world", 2)
+log = CallLog(Path({str(status)!r}), 1, 2)
+log.register_group("world", 2)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
     other = subprocess.Popen([sys.executable, "-c", code])
