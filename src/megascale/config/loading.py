@@ -183,8 +183,8 @@ def _explain_unknown(path: Sequence[str], value: Any) -> str:
         return f"there is no section [{path[0]}]; {hint or 'known: ' + ', '.join(Config.model_fields)}"
     section, key = path[:2]
     hint = format_question(suggest_keys(key, section))
-    known = f"keys of [{section}]: {', '.join(list_keys(section))}"
-    return f"there is no key {'.'.join(path)} (value {value!r}); {hint or known}"
+    listing = f"keys of [{section}]: {', '.join(list_keys(section))}"
+    return f"there is no key {'.'.join(path)} (value {value!r}); {hint or listing}"
 
 
 def _describe(field: FieldInfo | None) -> str:

@@ -81,8 +81,7 @@ def free_disk(folder: Path) -> int:
 
 
 def _tightest(limits: Iterable[_Limit]) -> _Limit:
-    known = [(value, name) for value, name in limits if value is not None]
-    return min(known, default=(None, ""))
+    return min(((value, name) for value, name in limits if value is not None), default=(None, ""))
 
 
 def _read_number(file: Path) -> int | None:
@@ -166,14 +165,14 @@ def _user_process_limit(proc: Path) -> _Limit:
 
 def _system_process_limit(proc: Path) -> _Limit:
     kernel = proc / "sys" / "kernel"
-    limits = (_read_number(kernel / "pid_max"), _read_number(kernel / "threads-max"))
-    known = [limit for limit in limits if limit is not None]
-    if not known:
+    numbers = (_read_number(kernel / "pid_max"), _read_number(kernel / "threads-max"))
+    limits = [number for number in numbers if number is not None]
+    if not limits:
         return None, ""
     used = 0
     with suppress(OSError, ValueError, IndexError):
         used = int((proc / "loadavg").read_text().split()[3].partition("/")[2])
-    return max(0, min(known) - used), "kernel.pid_max and threads-max"
+    return max(0, min(limits) - used), "kernel.pid_max and threads-max"
 
 
 def _smallest_gpu_memory() -> int | None:

@@ -310,7 +310,7 @@ def _sum_bytes(tensors: Iterable[SavedTensor]) -> int:
 class SavedBytes:
     """Bytes that a forward of one micro-batch saves: of a whole layer, of its attention only, of its MLP only."""
 
-    both: int
+    layer: int
     attention: int
     mlp: int
 
@@ -321,7 +321,7 @@ class SavedBytes:
         """Count the bytes; the arguments are those of `layer_saved_tensors`."""
         arguments = (model, tensor, micro_batch, precision, recompute, linear_precision)
         return cls(
-            both=_sum_bytes(layer_saved_tensors(*arguments, "both")),
+            layer=_sum_bytes(layer_saved_tensors(*arguments, "both")),
             attention=_sum_bytes(layer_saved_tensors(*arguments, "attention")),
             mlp=_sum_bytes(layer_saved_tensors(*arguments, "mlp")),
         )
@@ -330,7 +330,7 @@ class SavedBytes:
         """Return the bytes that a chunk's layers save."""
         attention_only = layers.attention_count - layers.whole_count
         mlp_only = layers.mlp_count - layers.whole_count
-        return layers.whole_count * self.both + attention_only * self.attention + mlp_only * self.mlp
+        return layers.whole_count * self.layer + attention_only * self.attention + mlp_only * self.mlp
 
 
 def head_saved_tensors(model: ModelConfig, tensor: int, micro_batch: int, precision: str) -> list[SavedTensor]:
@@ -393,7 +393,7 @@ def estimate_stage_memory(
     logits = 0
     if stage == schedule.stages - 1:
         logits = min(s * micro_batch * (model.padded_vocab // t) * itemsize, MAX_LOGITS_BYTES)
-    workspace = s * micro_batch * _workspace_width(model, t, side_stream) * itemsize + all_saved - saved.both
+    workspace = s * micro_batch * _workspace_width(model, t, side_stream) * itemsize + all_saved - saved.layer
     graph_buffers = 0
     if graphs:
         in_flight = _count_in_flight(schedule, stage)
@@ -403,7 +403,7 @@ def estimate_stage_memory(
         if grid.data > 1:
             stage_layers = assign_layers(model, parallel)[stage :: schedule.stages]
             layer_count = sum(layers.layer_count for layers in stage_layers)
-            graph_buffers += ceil(layer_count / schedule.virtual_stages) * saved.both + workspace + logits
+            graph_buffers += ceil(layer_count / schedule.virtual_stages) * saved.layer + workspace + logits
     matrices = count_stage_matrix_elements(model, parallel, stage)
     return MemoryEstimate(
         weights=itemsize * parameters,

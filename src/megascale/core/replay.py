@@ -194,11 +194,11 @@ class Timeline:
         for s in range(graph.schedule.stages):
             in_stage = (graph.stage == s) & real
             actions = np.flatnonzero(in_stage & (graph.stream == STREAMS.index(stream)))
-            others = np.flatnonzero(in_stage & (graph.stream == STREAMS.index(other_stream)))
-            if len(actions) and len(others):
+            other_actions = np.flatnonzero(in_stage & (graph.stream == STREAMS.index(other_stream)))
+            if len(actions) and len(other_actions):
                 overlaps[actions] = _busy_between(
-                    self.transfer_start[others],
-                    self.end[others],
+                    self.transfer_start[other_actions],
+                    self.end[other_actions],
                     self.transfer_start[actions],
                     self.end[actions],
                 )

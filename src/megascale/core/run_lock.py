@@ -119,12 +119,12 @@ def _drop_all() -> None:
 os.register_at_fork(after_in_child=_drop_all)
 
 
-def acquire_trainer_lock(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
+def acquire_trainer_lock(folder: Path, command: str, grace_period: float = GRACE_PERIOD) -> RunLock:
     """Acquire the exclusive right to train in a folder (of a run or of checkpoints), or to change its checkpoints.
 
     Args:
         folder: created if it does not exist.
-        what: the command, for the error message of a second process.
+        command: the command, for the error message of a second process.
         grace_period: seconds to wait for the present holder to end.
 
     Raises:
@@ -139,7 +139,7 @@ def acquire_trainer_lock(folder: Path, what: str, grace_period: float = GRACE_PE
             f"{previous} did not release {folder}: if it still runs, the hosts' file system does not share locks; "
             "end that process"
         )
-    lock.sign(_describe_self(what, is_driven))
+    lock.sign(_describe_self(command, is_driven))
     return _warn_of_other_writers(lock, folder)
 
 
@@ -169,7 +169,7 @@ def _claim(folder: Path, grace_period: float) -> RunLock:
     return lock
 
 
-def acquire_driver_lock(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
+def acquire_driver_lock(folder: Path, command: str, grace_period: float = GRACE_PERIOD) -> RunLock:
     """Acquire a driver's lock on its run, which other drivers of the job may share while its trainers run.
 
     Raises RunBusyError if a process that belongs to no driver trains there.
@@ -178,7 +178,7 @@ def acquire_driver_lock(folder: Path, what: str, grace_period: float = GRACE_PER
     lock = _try_lock(folder / DRIVER_LOCK, fcntl.LOCK_SH, grace_period)
     if lock is None:  # only `_claim` holds it exclusively, and not for long
         raise _busy_error(folder, _read_holder(folder / TRAINER_LOCK))
-    lock.sign(_describe_self(what, driver=True))
+    lock.sign(_describe_self(command, driver=True))
     while (folder / TRAINER_LOCK).exists():
         probe = _try_lock(folder / TRAINER_LOCK, fcntl.LOCK_EX, 0.0)
         if probe is not None:
@@ -252,8 +252,8 @@ def _try_lock(path: Path, kind: int, grace_period: float) -> RunLock | None:
         os.close(descriptor)
 
 
-def _describe_self(what: str, driver: bool) -> Holder:
-    return Holder(what, socket.gethostname(), os.getpid(), time.strftime("%F %T"), driver)
+def _describe_self(command: str, driver: bool) -> Holder:
+    return Holder(command, socket.gethostname(), os.getpid(), time.strftime("%F %T"), driver)
 
 
 def _read_holder(path: Path) -> Holder:

@@ -5,20 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.settings import (
+from megascale.model.huggingface.family import (
     GELU,
     GELU_OUT,
     ConfigKeys,
     Family,
+    StoredWeight,
     find_head_faults,
     find_unsupported_values,
     find_window_faults,
+    linear_weights,
 )
-from megascale.model.huggingface.tensor_names import StoredWeight, linear_weights
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """See Family.read."""
+    """See Family.read_config."""
     bias = keys.get("attention_bias", default=True)
     hidden, heads = keys.require_count("hidden_size"), keys.require_count("num_attention_heads")
     keys.require_value(
@@ -44,7 +45,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
-    """See Family.write."""
+    """See Family.write_config."""
     return {
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
@@ -69,8 +70,8 @@ def write(model: ModelConfig) -> dict[str, Any]:
 
 
 def faults(model: ModelConfig) -> list[str]:
-    """See Family.faults."""
-    wanted: dict[str, list[Any]] = {
+    """See Family.find_faults."""
+    supported: dict[str, list[Any]] = {
         "norm": ["layernorm"],
         "activation": list(GELU_OUT),
         "positions": ["rotary"],
@@ -78,26 +79,26 @@ def faults(model: ModelConfig) -> list[str]:
         "head_bias": [False],
     }
     return (
-        find_unsupported_values(model, "GPT-NeoX", wanted)
+        find_unsupported_values(model, "GPT-NeoX", supported)
         + find_head_faults(model, "GPT-NeoX")
         + find_window_faults(model, "GPT-NeoX")
     )
 
 
 def weights(model: ModelConfig) -> list[StoredWeight]:
-    """See Family.weights. A parallel block's one norm is two equal ones here."""
+    """See Family.list_weights. The one norm of a parallel block is stored twice."""
     bias = model.attention_bias or model.out_bias
     second = "norm1" if model.block == "parallel" and model.parallel_norms == 1 else "norm2"
     table = [StoredWeight("gpt_neox.embed_in.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
-        there, here = f"gpt_neox.layers.{i}", f"layers.{i}"
-        qkv = [f"{here}.attention.{part}" for part in ("query", "key", "value")]
-        table += linear_weights(f"{there}.input_layernorm", f"{here}.norm1")
-        table += linear_weights(f"{there}.post_attention_layernorm", f"{here}.{second}")
-        table += linear_weights(f"{there}.attention.query_key_value", *qkv, bias=bias, heads=model.heads)
-        table += linear_weights(f"{there}.attention.dense", f"{here}.attention.output", bias=bias)
-        table += linear_weights(f"{there}.mlp.dense_h_to_4h", f"{here}.mlp.in")
-        table += linear_weights(f"{there}.mlp.dense_4h_to_h", f"{here}.mlp.out")
+        hf_layer, layer = f"gpt_neox.layers.{i}", f"layers.{i}"
+        qkv = [f"{layer}.attention.{part}" for part in ("query", "key", "value")]
+        table += linear_weights(f"{hf_layer}.input_layernorm", f"{layer}.norm1")
+        table += linear_weights(f"{hf_layer}.post_attention_layernorm", f"{layer}.{second}")
+        table += linear_weights(f"{hf_layer}.attention.query_key_value", *qkv, bias=bias, heads=model.heads)
+        table += linear_weights(f"{hf_layer}.attention.dense", f"{layer}.attention.output", bias=bias)
+        table += linear_weights(f"{hf_layer}.mlp.dense_h_to_4h", f"{layer}.mlp.in")
+        table += linear_weights(f"{hf_layer}.mlp.dense_4h_to_h", f"{layer}.mlp.out")
     table += linear_weights("gpt_neox.final_layer_norm", "norm")
     return table if model.tied_embeddings else [*table, StoredWeight("embed_out.weight", ("head.weight",))]
 

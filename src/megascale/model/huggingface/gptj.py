@@ -5,22 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.settings import (
+from megascale.model.huggingface.family import (
     GELU,
     GELU_OUT,
     ConfigKeys,
     Family,
+    StoredWeight,
     find_head_faults,
     find_unsupported_values,
     find_window_faults,
+    linear_weights,
     rotary_fraction_of,
     rotary_width,
 )
-from megascale.model.huggingface.tensor_names import StoredWeight, linear_weights
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """See Family.read."""
+    """See Family.read_config."""
     hidden, heads = keys.require_count("n_embd", "hidden_size"), keys.require_count("n_head", "num_attention_heads")
     return {
         "layers": keys.require_layers("n_layer", "num_hidden_layers"),
@@ -44,7 +45,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
-    """See Family.write."""
+    """See Family.write_config."""
     return {
         "n_layer": model.layers,
         "n_embd": model.hidden,
@@ -61,8 +62,8 @@ def write(model: ModelConfig) -> dict[str, Any]:
 
 
 def faults(model: ModelConfig) -> list[str]:
-    """See Family.faults."""
-    wanted: dict[str, list[Any]] = {
+    """See Family.find_faults."""
+    supported: dict[str, list[Any]] = {
         "block": ["parallel"],
         "parallel_norms": [1],
         "norm": ["layernorm"],
@@ -74,23 +75,23 @@ def faults(model: ModelConfig) -> list[str]:
         "out_bias": [False],
     }
     return (
-        find_unsupported_values(model, "GPT-J", wanted)
+        find_unsupported_values(model, "GPT-J", supported)
         + find_head_faults(model, "GPT-J")
         + find_window_faults(model, "GPT-J")
     )
 
 
 def weights(model: ModelConfig) -> list[StoredWeight]:
-    """See Family.weights."""
+    """See Family.list_weights."""
     table = [StoredWeight("transformer.wte.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
-        there, here = f"transformer.h.{i}", f"layers.{i}"
-        table += linear_weights(f"{there}.ln_1", f"{here}.norm1")
+        hf_layer, layer = f"transformer.h.{i}", f"layers.{i}"
+        table += linear_weights(f"{hf_layer}.ln_1", f"{layer}.norm1")
         for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
-            table += linear_weights(f"{there}.attn.{name}_proj", f"{here}.attention.{part}", bias=False)
-        table += linear_weights(f"{there}.attn.out_proj", f"{here}.attention.output", bias=False)
-        table += linear_weights(f"{there}.mlp.fc_in", f"{here}.mlp.in")
-        table += linear_weights(f"{there}.mlp.fc_out", f"{here}.mlp.out")
+            table += linear_weights(f"{hf_layer}.attn.{name}_proj", f"{layer}.attention.{part}", bias=False)
+        table += linear_weights(f"{hf_layer}.attn.out_proj", f"{layer}.attention.output", bias=False)
+        table += linear_weights(f"{hf_layer}.mlp.fc_in", f"{layer}.mlp.in")
+        table += linear_weights(f"{hf_layer}.mlp.fc_out", f"{layer}.mlp.out")
     table += linear_weights("transformer.ln_f", "norm")
     if not model.tied_embeddings:
         table.append(StoredWeight("lm_head.weight", ("head.weight",)))
