@@ -98,7 +98,7 @@ class FlatChunk:
         meta = list(module.parameters())
         specs = [spec_of(p) for p in meta]
         self.names = {piece.name for spec in specs for piece in spec.pieces}
-        matrices = {id(p) for p in module.matrices().values()} if apart else set()  # type: ignore[operator]
+        matrices = {id(p) for p in module.linear_weights().values()} if apart else set()  # type: ignore[operator]
         members = [self._member(p, spec, id(p) in matrices) for p, spec in zip(meta, specs, strict=True)]
         self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements)
         dtype = meta[0].dtype
@@ -155,10 +155,10 @@ class FlatChunk:
 
     def units(self) -> list[list[int]]:
         """Buckets that each unit of the module's forward needs; empty for a module that names no units."""
-        if not hasattr(self.module, "units"):
+        if not hasattr(self.module, "forward_units"):
             return []
         number = {id(p): i for i, p in enumerate(self.parameters)}
-        return [sorted({self.bucket_of[number[id(p)]] for p in unit}) for unit in self.module.units()]  # type: ignore[operator]
+        return [sorted({self.bucket_of[number[id(p)]] for p in unit}) for unit in self.module.forward_units()]  # type: ignore[operator]
 
     # gradients of a step ---------------------------------------------------------------------------------------
 

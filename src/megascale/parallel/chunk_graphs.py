@@ -200,7 +200,7 @@ class ChunkGraphs:
     def place_weights(self, chunk: int) -> None:
         """What is made of weights once a step (float8) lies where graphs read it."""
         linears = self._flats[chunk].module.linears
-        linears.place_weights(self._flats[chunk].module.matrices().values())  # type: ignore[operator, union-attr]
+        linears.place_weights(self._flats[chunk].module.linear_weights().values())  # type: ignore[operator, union-attr]
 
     def _is_last(self, chunk: int) -> bool:
         return bool(self._flats[chunk].module.last)

@@ -58,7 +58,7 @@ class Float8Gather:
         linears = flat.module.linears
         assert isinstance(linears, TensorWiseFloat8)
         self._linears, self._axes = linears, flat.axes
-        matrices = {id(p) for p in flat.module.matrices().values()}  # type: ignore[operator]
+        matrices = {id(p) for p in flat.module.linear_weights().values()}  # type: ignore[operator]
         numbers = {i for i, p in enumerate(flat.parameters) if id(p) in matrices}
         self.buckets = [b for b, span in enumerate(flat.layout.buckets) if numbers.issuperset(span.members)]
         device = flat.params.device
