@@ -203,7 +203,7 @@ def unasked(job: Launched, injected: list[float]) -> list[str]:
 def kill(job: Launched, kind: str, until: float, kills: list[float]) -> dict[str, Any] | None:
     """Kill once the job has a snapshot and trained a little more; seconds by phase. None where no time is left. When it
     killed is added to `kills`."""
-    from megascale.resilience.agent.services import end_services
+    from megascale.resilience.agent.services import end_checkpoint_services
     from megascale.resilience.faults.inject import Options, inject
 
     before = job.step()
@@ -222,7 +222,7 @@ def kill(job: Launched, kind: str, until: float, kills: list[float]) -> dict[str
         else:
             inject(job.run, KINDS[kind], Options(node=node))
         if kind == "node":
-            end_services(job.run, node)
+            end_checkpoint_services(job.run, node)
         after, verdicts = events[-1].id, CASES[KINDS[kind]].verdicts
 
         def first(kinds: tuple[str, ...]) -> Any:
@@ -343,7 +343,7 @@ def fitting(file: Path, settings: list[str]) -> int:
     """Half of the model's layers, or the most below that GPUs and memory hold; SystemExit if none do."""
     from megascale.config import load_command_line
     from megascale.core.capacity import Capacity
-    from megascale.core.preflight import HostShare, check_host
+    from megascale.core.preflight import HostShare, check_local_ranks
     from megascale.errors import FitError
     from megascale.resilience.driver.start_driver import prepare
 
@@ -359,7 +359,7 @@ def fitting(file: Path, settings: list[str]) -> int:
         try:
             config, size = prepare(load_command_line(str(file), [*settings, f"--model.layers={layers}"]))
             nodes = config.resilience.nodes + config.resilience.spares
-            check_host(config, HostShare(size.world, 0, size.world, nodes, uses_gpus=bool(size.devices)), less)
+            check_local_ranks(config, HostShare(size.world, 0, size.world, nodes, uses_gpus=bool(size.devices)), less)
             return layers
         except FitError as error:
             why = str(error)

@@ -40,11 +40,11 @@ def pauses():
 
 def step(timers: Timers, pauses: HostPauses, work) -> None:
     timers.begin_step(1)
-    pauses.step_begins()
+    pauses.begin_step()
     timers.begin_action(SpanKind.FORWARD)
     work()
     timers.end_action()
-    pauses.tell(timers)
+    pauses.record(timers)
     timers.end_step()
 
 

@@ -84,7 +84,7 @@ def register(app: typer.Typer) -> None:
         from megascale import api
         from megascale.cli.common import need
         from megascale.core.layout import lay_out
-        from megascale.core.preflight import HostShare, check_host
+        from megascale.core.preflight import HostShare, check_local_ranks
         from megascale.data.dataset.presence import check_data
 
         need("fastapi", "driver")
@@ -111,7 +111,7 @@ def register(app: typer.Typer) -> None:
             check_data(resolved)
             nodes_here = config.resilience.nodes + config.resilience.spares
             share = HostShare(size.world, 0, size.world, nodes=nodes_here, uses_gpus=bool(size.devices))
-            check_host(resolved, share, report=lambda line: say("driver", line))
+            check_local_ranks(resolved, share, report=lambda line: say("driver", line))
         if dashboard is None:
             raise typer.Exit(start_driver.drive(config, size, say))
         from megascale.cli.dashboard import serving
@@ -127,13 +127,13 @@ def _print_manifests(config: Config, form: str) -> None:
 
     from megascale.errors import ConfigError
     from megascale.resilience.cluster.kubernetes import gpus_of_a_node
-    from megascale.resilience.cluster.kubernetes_manifests import FORMS, Form, manifests, to_yaml
+    from megascale.resilience.cluster.kubernetes_manifests import FORMS, Form, make_manifests, to_yaml
 
     if form not in FORMS:
         raise ConfigError(f"--form={form} is none of {', '.join(FORMS)}")
     if not config.kubernetes.image:
         raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
-    found = manifests(config, cast(Form, form), gpus_of_a_node(config), str(config.run_folder.absolute()))
+    found = make_manifests(config, cast(Form, form), gpus_of_a_node(config), str(config.run_folder.absolute()))
     typer.echo(to_yaml(found), nl=False)
 
 

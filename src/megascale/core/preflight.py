@@ -65,7 +65,7 @@ class HostShare:
     is_running: bool = False
 
 
-def check_host(
+def check_local_ranks(
     config: Config,
     share: HostShare,
     capacity: Capacity | None = None,

@@ -16,8 +16,8 @@ from megascale.config import OptimizerConfig
 from megascale.config.parts import OPTIMIZERS
 from megascale.optim.base import Shards, ShardState, UpdateStep, make_state_parts
 from megascale.optim.rules import RULES
-from megascale.parallel.buffers import Extent, FlatChunk, FlatShard, extent_boxes
-from megascale.parallel.collectives import ALONE, Axis, all_reduce
+from megascale.parallel.buffers import Extent, FlatShard, ParamAndGradBuffer, extent_boxes
+from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce
 
 
 class ShardedOptimizer:
@@ -36,12 +36,12 @@ class ShardedOptimizer:
     def __init__(
         self,
         config: OptimizerConfig,
-        chunks: Sequence[FlatChunk],
+        chunks: Sequence[ParamAndGradBuffer],
         *,
-        tensor: Axis = ALONE,
-        norm: Axis = ALONE,
+        tensor: Axis = SINGLE_RANK,
+        norm: Axis = SINGLE_RANK,
         norm_weight: float = 1.0,
-        stage: Axis = ALONE,
+        stage: Axis = SINGLE_RANK,
         duplicates: frozenset[str] = frozenset(),
     ) -> None:
         self.config = config
@@ -53,8 +53,8 @@ class ShardedOptimizer:
         self.states: list[ShardState] = []
         self._tied_states: set[int] = set()
         for chunk in chunks:
-            if chunk.layout.own_bucket is not None:
-                self._tied_states.add(len(self.states) + chunk.layout.own_bucket)
+            if chunk.layout.tied_bucket is not None:
+                self._tied_states.add(len(self.states) + chunk.layout.tied_bucket)
             for shard in chunk.shards:
                 accumulation_dtype = shard.grads.dtype
                 master = shard.params
@@ -68,7 +68,7 @@ class ShardedOptimizer:
                 parts = make_state_parts(shard, master, facts, index)
                 self.states.append(ShardState(shard, master, parts, _merge_ranges(shard.extents, counted)))
         # The next step needs the first chunk first, and its buckets in the order of their use.
-        first_chunk = [self.states[bucket] for bucket in chunks[0].by_use]
+        first_chunk = [self.states[bucket] for bucket in chunks[0].forward_order]
         update_order = first_chunk + self.states[len(first_chunk) :]
         self.rule = RULES[config.name](config, Shards(self.states, update_order, names, tensor, stage))
 
@@ -155,7 +155,7 @@ class ShardedOptimizer:
                             yield f"optimizer.{state_name}.{piece.name}", piece.shape, offsets, view
 
 
-def _list_names(chunks: Sequence[FlatChunk]) -> list[str]:
+def _list_names(chunks: Sequence[ParamAndGradBuffer]) -> list[str]:
     """Return this stage's logical tensors in an order that all its tensor- and data-parallel ranks share."""
     return sorted({name for chunk in chunks for name in chunk.names})
 

@@ -29,7 +29,7 @@ from megascale.ops.newton_schulz import newton_schulz
 from megascale.optim.base import Shards, ShardState, StatePart, UpdateRule, UpdateStep
 from megascale.optim.sharded_adamw import update_part
 from megascale.parallel.buffers import FlatShard
-from megascale.parallel.collectives import Axis, exchange_parts
+from megascale.parallel.collectives import Axis, all_to_all
 
 Shape = tuple[int, ...]
 # Elements of matrices that are orthogonalised at once: few launches for small matrices, bounded memory for large ones.
@@ -76,7 +76,7 @@ class ShardedMuon(UpdateRule):
                 for extent in part.extents:
                     piece = extent.piece
                     length = extent.stop - extent.start
-                    runs.append(MatrixRun(piece.name, piece.shape, piece.box, extent.first, length))
+                    runs.append(MatrixRun(piece.name, piece.shape, piece.box, extent.piece_start, length))
                     local_runs.append(_LocalRun(part, extent.start - part.start, extent.stop - part.start))
         runs_by_rank = _gather_runs(runs, shards.stage)
         all_runs = [run for rank_runs in runs_by_rank for run in rank_runs]
@@ -102,13 +102,13 @@ class ShardedMuon(UpdateRule):
         directions = {id(part): self._update_momentum(state, part, step) for state, part in self._matrix_parts}
         sent_views = [directions[id(run.part)][run.start : run.stop] for run in self._sent_runs]
         sent = _concatenate(sent_views, self.shards.states[0])
-        arriving = exchange_parts(sent, self._send_lengths, self._receive_lengths, stage, self._total_length)
+        arriving = all_to_all(sent, self._send_lengths, self._receive_lengths, stage, self._total_length)
         for state in self.shards.update_order:
             for part in state.parts:
                 if "momentum" not in part.state:
                     update_part(self.config, state, part, step)
         updates = self._orthogonalise(arriving.wait())
-        returning = exchange_parts(updates, self._receive_lengths, self._send_lengths, stage, self._total_length)
+        returning = all_to_all(updates, self._receive_lengths, self._send_lengths, stage, self._total_length)
         returned = returning.wait()
         if sent_views:
             torch_private.foreach_copy_(sent_views, list(returned.split([len(view) for view in sent_views])))

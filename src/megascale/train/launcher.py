@@ -21,7 +21,7 @@ from megascale.core.preflight import (
     CHECKED_VARIABLE,
     IMPORTED_PIPE_VARIABLE,
     HostShare,
-    check_host,
+    check_local_ranks,
     max_concurrent_imports,
 )
 from megascale.core.python_process import module_command
@@ -50,7 +50,7 @@ SECOND_AFTER = 1.0
 END_SECONDS = 3.0
 
 
-def processes_wanted(config: Config, gpus: int) -> int:
+def count_processes(config: Config, gpus: int) -> int:
     """Processes that `megascale train` starts here.
 
     On GPUs one a device unless parallel.data says fewer; on CPU tensor x pipeline x data (data: 1 by default).
@@ -70,7 +70,7 @@ def processes_wanted(config: Config, gpus: int) -> int:
     return wanted
 
 
-def started_by_launcher() -> bool:
+def is_launched_rank() -> bool:
     """Whether somebody (torchrun, an agent, this module) has already made this process one of several ranks."""
     return "RANK" in os.environ
 
@@ -81,7 +81,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def check(config: Config, world: int, *, model: bool = True, keeps: bool = False) -> None:
+def check_host_fits(config: Config, world: int, *, model: bool = True, keeps: bool = False) -> None:
     """Refuse what this host cannot run: FitError unless it holds `world` ranks of the run of `config` (resolved),
     ConfigError for train.device=cuda without a GPU.
 
@@ -94,7 +94,7 @@ def check(config: Config, world: int, *, model: bool = True, keeps: bool = False
         gpus = torch.cuda.device_count() > 0
         if config.train.device == "cuda" and not gpus:
             raise ConfigError("train.device=cuda but this host has no CUDA device; use --train.device=cpu or auto")
-    check_host(config, HostShare(world, 0, world, uses_gpus=gpus, has_model=model, writes_checkpoints=keeps))
+    check_local_ranks(config, HostShare(world, 0, world, uses_gpus=gpus, has_model=model, writes_checkpoints=keeps))
 
 
 def launch(
@@ -102,8 +102,8 @@ def launch(
     world: int,
     config: Config,
     *,
-    model: bool = True,
-    keeps: bool = False,
+    holds_model: bool = True,
+    saves_checkpoints: bool = False,
     program: str = "megascale.cli.main",
 ) -> int:
     """Run `python -m PROGRAM WORDS` as `world` ranks; rank 0 talks to the terminal, the others to `logs/rank-N.log`.
@@ -118,7 +118,7 @@ def launch(
     Nothing starts that does not fit this host (see `check`: FitError), and no more than a wave of ranks imports at a
     time: many that start together on few cores each take as long as all of them.
     """
-    check(config, world, model=model, keeps=keeps)
+    check_host_fits(config, world, model=holds_model, keeps=saves_checkpoints)
     run_lock.check_available(config.run_folder)  # said once, before any process starts
     logs = config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def launch(
     port = str(listener.getsockname()[1])
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
     common |= {"LOCAL_WORLD_SIZE": str(world), CHECKED_VARIABLE: "1"}
-    loader: host_loader.Started | None = None
+    loader: host_loader.StartedLoader | None = None
     waves: _Waves | None = None
     ranks: list[subprocess.Popen[bytes]] = []
     interruptions: list[float] = []
@@ -142,7 +142,7 @@ def launch(
 
     old = {number: signal.signal(number, pass_on) for number in termination_signals()}
     try:
-        loader = host_loader.start(config, world=world, first_rank=0, ranks=world)
+        loader = host_loader.start_loader(config, world=world, first_rank=0, ranks=world)
         if loader is not None:
             common |= loader.environment
         waves = _Waves(ranks, interruptions)
@@ -178,7 +178,7 @@ def launch(
         return _watch(ranks, logs, interruptions)
     finally:
         listener.close()
-        end(ranks, END_SECONDS)
+        end_processes(ranks, END_SECONDS)
         if waves is not None:
             waves.close()
         if loader is not None:
@@ -274,7 +274,7 @@ def _named(code: int) -> str:
     return f"signal {signal.Signals(-code).name}{hint}"
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]], grace_period: float) -> None:
+def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_period: float) -> None:
     """Tell processes to end, and kill those that are there after so many seconds."""
     for process in processes:
         if process.poll() is None:

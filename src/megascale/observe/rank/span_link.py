@@ -93,10 +93,10 @@ class SpanLink:
 
     def _hand_over(self) -> None:
         """Returns or raises when the service is gone."""
-        conversation = host_service.connect(self._place, self._launch, TO_SPANS, FROM_SPANS, make_folder=True)
+        conversation = host_service.connect_service(self._place, self._launch, TO_SPANS, FROM_SPANS, make_folder=True)
         with conversation:
             conversation.send(self._follow, files=[self.ring.handle])
-            conversation.answer()
+            conversation.receive_reply()
             with self._lock:
                 if self._closing.is_set():
                     self._handed = True
@@ -116,7 +116,7 @@ class SpanLink:
         with self._lock:
             if self._conversation is not None:
                 self._handed = True
-                self._conversation.hang_up()
+                self._conversation.shut_down()
         if self._thread.is_alive():
             self._thread.join(_LAST)
         if not self._handed and (frames := self.ring.read()):

@@ -23,7 +23,7 @@ from megascale.core import strict_json
 from megascale.core.failure import FailureLog
 from megascale.core.untrusted_files import read_small_text
 from megascale.observe.clock_bounds import ClockBounds
-from megascale.services.shared_token import new_token, same
+from megascale.services.shared_token import generate_token, secrets_equal
 
 log = logging.getLogger("megascale.observe.spans")
 
@@ -63,7 +63,7 @@ class ClockServer:
     """
 
     def __init__(self, folder: Path, clock: Callable[[], int], address: str | None = None) -> None:
-        self._clock, self._token = clock, new_token().encode()
+        self._clock, self._token = clock, generate_token().encode()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         address = own_address() if address is None else address
         self._socket.bind((address, 0))
@@ -80,7 +80,9 @@ class ClockServer:
         while True:
             try:
                 data, asker = self._socket.recvfrom(64)
-                if len(data) == _NONCE + _SUM and same(data[_NONCE:], _sum(self._token, b"ask", data[:_NONCE])):
+                if len(data) == _NONCE + _SUM and secrets_equal(
+                    data[_NONCE:], _sum(self._token, b"ask", data[:_NONCE])
+                ):
                     body = data[:_NONCE] + _TIME.pack(self._clock())
                     self._socket.sendto(body + _sum(self._token, b"say", body), asker)
             except OSError:
@@ -129,7 +131,7 @@ class HostClock:
         data = sock.recv(64)
         after = self._monotonic()
         body, proof = data[: _NONCE + _TIME.size], data[_NONCE + _TIME.size :]
-        if body[:_NONCE] != nonce or not same(proof, _sum(token, b"say", body)):
+        if body[:_NONCE] != nonce or not secrets_equal(proof, _sum(token, b"say", body)):
             return False
         (common,) = _TIME.unpack_from(body, _NONCE)
         common -= self._base  # small numbers: a float64 does not hold nanoseconds since 1970

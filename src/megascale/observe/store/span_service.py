@@ -38,8 +38,8 @@ from megascale.observe.store.span_sinks import open_span_sinks
 from megascale.observe.store.tables import RANKS
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, Done, ErrorReply
-from megascale.services.host_service import Place, Ready
-from megascale.services.reception import Reception
+from megascale.services.host_service import ReadySignal, ServiceLocation
+from megascale.services.reception import ConnectionServer
 
 log = logging.getLogger("megascale.observe.spans")
 
@@ -60,7 +60,7 @@ class SpanService:
         host, hosts: which of the job's hosts this is; host 0 has the common clock.
     """
 
-    reception: Reception
+    reception: ConnectionServer
 
     def __init__(self, out: Path, ingest: Callable[[], Ingest], host: int = 0, hosts: int = 1) -> None:
         self.out, self._host, self._hosts = out, host, hosts
@@ -116,9 +116,9 @@ class SpanService:
 
     def done(self) -> bool:
         """Whether nobody needs the service."""
-        if self.reception.here:
+        if self.reception.client_count:
             return False
-        return self.reception.deserted(_LINGER if self.reception.came else _NOBODY_YET)
+        return self.reception.is_idle(_LINGER if self.reception.has_had_clients else _NOBODY_YET)
 
     # the thread ------------------------------------------------------------------------------------------------------
 
@@ -252,16 +252,16 @@ class SpanService:
             os.replace(temporary, self.out / STATE)
 
 
-def serve(folder: Path, service: SpanService, ready: Ready) -> None:
+def serve(folder: Path, service: SpanService, ready: ReadySignal) -> None:
     """Serve until the ranks have gone. Returns at once if another process serves."""
-    place = Place(folder, NAME)
+    place = ServiceLocation(folder, NAME)
 
     def begin() -> Callable[[Conversation], None]:
         service.out.mkdir(parents=True, exist_ok=True)
         service.start()
         return service.talk
 
-    owned = host_service.own(place, begin, (FROM_SPANS, TO_SPANS), ready, make_folder=True)
+    owned = host_service.claim_service(place, begin, (FROM_SPANS, TO_SPANS), ready, make_folder=True)
     if owned is None:
         return
     service.reception = owned.reception
@@ -270,7 +270,7 @@ def serve(folder: Path, service: SpanService, ready: Ready) -> None:
     finally:
         owned.reception.stop()
         service.stop()
-        place.leave(owned.lock)
+        place.release(owned.lock)
 
 
 def main() -> None:
@@ -303,7 +303,7 @@ def main() -> None:
             segment_seconds=given.segment_seconds,
         )
 
-    serve(given.folder, SpanService(given.out, ingest, given.host, given.hosts), Ready(given.ready, None))
+    serve(given.folder, SpanService(given.out, ingest, given.host, given.hosts), ReadySignal(given.ready, None))
 
 
 if __name__ == "__main__":

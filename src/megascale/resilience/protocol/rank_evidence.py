@@ -12,7 +12,7 @@ from megascale.observe.hang.sent_evidence import pack
 from megascale.resilience.protocol.agent_messages import Evidence, Explain
 
 
-def look_at(run: Path, ranks: Iterable[int], order: Explain, keep: bool) -> Iterator[Evidence]:
+def collect_evidence(run: Path, ranks: Iterable[int], order: Explain, keep: bool) -> Iterator[Evidence]:
     """Ask the ranks of this machine for their stacks, and say what is known of each; takes up to some seconds."""
     try:
         scene = collect(run, watch_seconds=order.watch, only=frozenset(ranks))
