@@ -377,7 +377,7 @@ def _flat_cuts(
 
 
 def _boxes(cuts: list[Any], rank: int, ranks: int) -> Iterator[Any]:
-    from megascale.config.optimizers import OPTIMIZERS
+    from megascale.config.parts import OPTIMIZERS
     from megascale.core.tensors import flat_boxes
 
     for flat, pieces, starts in cuts:

@@ -192,9 +192,8 @@ def weights(run: Path) -> dict[str, Any]:
     from megascale.train.restore import restore_engine
 
     engine, _ = restore_engine(run, device="cpu")
-    return {
-        name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical_tensors() if name.startswith("model.")
-    }
+    tensors = engine.optimizer.logical_tensors()
+    return {name: tensor.clone() for name, _, _, tensor in tensors if name.startswith("model.")}
 
 
 class Steps:

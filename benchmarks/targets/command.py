@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 
 from benchmarks.targets.cases import TargetCase, load
-from megascale.core.gpu_names import visible_gpu_names
+from megascale.core.gpus import visible_gpu_names
 
 
 def register(app: typer.Typer) -> None:

@@ -241,7 +241,7 @@ def change(engine: Engine, key: str) -> Callable[[str], object]:
 
 def _timers(engine: Engine, key: str) -> Callable[[str], object]:
     """Puts timers in and out; what they write is taken over between turns, as the span service does on its own time."""
-    from megascale.core.spans import NoRecorder
+    from megascale.core.spans import Recorder
     from megascale.observe.store.span_ring import SpanRing
     from megascale.train.rank_timers import make_timers
 
@@ -253,7 +253,7 @@ def _timers(engine: Engine, key: str) -> Callable[[str], object]:
         if value not in made:
             off = key == "observe.timers" and value == "false"
             every = int(value) if key == "observe.spans" else 0
-            made[value] = NoRecorder() if off else make_timers(engine.device, ring, every)
+            made[value] = Recorder() if off else make_timers(engine.device, ring, every)
         engine.runtime.recorder = made[value]
 
     return set_to

@@ -25,7 +25,7 @@ import typer
 
 from benchmarks.training.convergence_report import ConvergenceOutcome, draw, show
 from megascale.core import strict_json
-from megascale.core.gpu_names import visible_gpu_names
+from megascale.core.gpus import visible_gpu_names
 
 VARIANTS = ("serial", "parallel", "window", "lamb")
 # AdamW at LAMB's batch: tells what the batch costs from what LAMB does. Plain PyTorch with the same first weights and

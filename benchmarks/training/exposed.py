@@ -111,7 +111,7 @@ class Counting(NullCallLog):
         self.made: Counter[tuple[str, str, int]] = Counter()
         self.others: list[str] = []
 
-    def begin(self, group: str, op: str, size: int) -> int:
+    def begin_call(self, group: str, op: str, size: int) -> int:
         self.made[group, op, size] += 1
         if _kind_of(group) == "other":
             self.others.append(group)

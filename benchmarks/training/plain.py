@@ -124,10 +124,8 @@ def check(config: Config) -> None:
         section, name = key.split(".")
         if tree[section][name] not in known:
             raise ConfigError(f"the plain model knows {key}={known[0]!r} only, not {tree[section][name]!r}")
-    if (
-        config.model.num_kv_heads != config.model.heads
-        or config.model.head_size * config.model.heads != config.model.hidden
-    ):
+    model = config.model
+    if model.num_kv_heads != model.heads or model.head_size * model.heads != model.hidden:
         raise ConfigError("the plain model has as many key heads as query heads, and heads that fill model.hidden")
 
 

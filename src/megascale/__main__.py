@@ -2,7 +2,7 @@
 
 import sys
 
-from megascale.core.python_command import leave_working_directory
+from megascale.core.python_process import leave_working_directory
 
 
 def main() -> None:

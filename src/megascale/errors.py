@@ -1,4 +1,4 @@
-"""Errors a user may meet: one class per exit code, each message one paragraph naming key, value and remedy."""
+"""Errors for users: one class per exit code. Each message is one paragraph that names key, value and remedy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ EXIT_INTERRUPTED = 130
 
 
 class MegascaleError(Exception):
-    """A failure with a message meant for a person; the command line prints it without a traceback."""
+    """Failure with a message for the user, which the command line prints without a traceback."""
 
     exit_code = EXIT_FAILED
-    errno = 0  # of the system call that failed, where that decides what follows: EADDRINUSE, ENOSPC (core/failure.py)
+    errno = 0  # number of the failed system call, if recovery depends on it: EADDRINUSE, ENOSPC (core/failure.py)
 
 
 class ConfigError(MegascaleError):
-    """A key, value or command that is wrong in itself: misspelt, of a wrong type, missing (exit 2)."""
+    """Invalid key, value or command: misspelt, of a wrong type, missing (exit 2)."""
 
     exit_code = EXIT_USAGE
 
@@ -32,28 +32,30 @@ class FitError(MegascaleError):
 
 
 class DataError(MegascaleError):
-    """Data or a checkpoint that is missing, damaged or of another model (exit 4)."""
+    """Data or checkpoint that is missing, damaged or belongs to another model (exit 4)."""
 
     exit_code = EXIT_BAD_DATA
 
 
 class TrainingError(MegascaleError):
-    """Training that cannot go on: a loss that is not a number, a full disk, a lost process (exit 1)."""
+    """Training that cannot continue: a NaN loss, a full disk, a lost process (exit 1)."""
 
 
 def error_class_name(error: MegascaleError) -> str:
-    """Name of the class here that an error is of, for `named` in another process: it decides the exit code."""
-    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
+    """Return the name of the error's class in this module, from which `make_error` restores it in another process."""
+    return next(base.__name__ for base in type(error).__mro__ if base.__module__ == __name__)
 
 
-def make_error(kind: str, words: str) -> MegascaleError:
-    """The error of a class by its name, as another process told it; TrainingError where there is no such class."""
-    found = globals().get(kind)
-    return found(words) if isinstance(found, type) and issubclass(found, MegascaleError) else TrainingError(words)
+def make_error(class_name: str, message: str) -> MegascaleError:
+    """Return an error of another process by its class name; TrainingError if the class does not exist here."""
+    error_class = globals().get(class_name)
+    if isinstance(error_class, type) and issubclass(error_class, MegascaleError):
+        return error_class(message)
+    return TrainingError(message)
 
 
-# Package of an extra -> the extra that installs it.
-EXTRAS = {
+# The extra that installs each optional package.
+PACKAGE_EXTRAS = {
     "matplotlib": "plots",
     "duckdb": "spans",
     "numba": "network",
@@ -66,20 +68,19 @@ EXTRAS = {
     "kubernetes": "kubernetes",
     "confluent_kafka": "kafka",
     "s3fs": "s3",
-    "hiredis": "redis",
 }
 
 
 def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
-    """Return the error that names the extra of a missing optional package, or None for any other module."""
+    """Return the error that names the extra of a missing optional package, or None for another module."""
     package = (error.name or "").partition(".")[0]
-    if package not in EXTRAS:
+    if package not in PACKAGE_EXTRAS:
         return None
-    return ConfigError(f"the package {package} is not installed; {describe_install(EXTRAS[package])}")
+    return ConfigError(f"the package {package} is not installed; {describe_install(PACKAGE_EXTRAS[package])}")
 
 
 def describe_install(extra: str) -> str:
-    """How to get what an optional part of the package needs."""
+    """Return the command that installs an extra."""
     checkout = Path(__file__).parents[2]
     if (checkout / "pyproject.toml").exists():
         return f"run pip install -e '.[{extra}]' in {checkout}"

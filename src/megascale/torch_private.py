@@ -1,7 +1,7 @@
-"""Every private name of torch that MegaScale uses, by a name of our own: here a new release of torch is caught up with.
+"""Access to private names of torch under names of our own, so that a new torch release changes this module only.
 
-A name is looked up when it is first used. One that this torch does not have, or that takes other arguments than it
-did, is a TrainingError with the torch that is installed, the name, and the releases that are tested.
+A name is looked up at its first use. If the installed torch lacks it, or its arguments changed, TrainingError names
+the torch release, the name, and the tested releases.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from megascale.errors import TrainingError
 
-# At least the first, below the second, as pyproject.toml has it; `make test-oldest` tests the first.
+# At least the first and below the second release, as in pyproject.toml; `make test-oldest` tests the first.
 TESTED_RELEASES = ("2.11", "2.14")
 
 _C10D = "torch.distributed.distributed_c10d"
-# Our name: (module, name within it).
+# Maps our name to (module, name within it).
 PRIVATE_NAMES: dict[str, tuple[str, str]] = {
     "abort_process_group": (_C10D, "_abort_process_group"),
     "assert_async": ("torch", "_assert_async"),
@@ -42,38 +42,39 @@ PRIVATE_NAMES: dict[str, tuple[str, str]] = {
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "symmetric_memory": ("torch.distributed", "_symmetric_memory"),
 }
-# Those that only a build for CUDA has.
+# Names that only CUDA builds have.
 CUDA_ONLY = frozenset({"current_device", "current_raw_stream"})
 
 
 def __getattr__(name: str) -> Any:
-    """The private name behind one of ours, kept: the next use finds it like any other of this module's."""
+    """Look up one of PRIVATE_NAMES and store it in the module, so that later uses need no look-up."""
     if name not in PRIVATE_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = lookup(*PRIVATE_NAMES[name])
-    return found
+    value = lookup(*PRIVATE_NAMES[name])
+    globals()[name] = value
+    return value
 
 
 def lookup(module: str, *names: str) -> Any:
-    """The first of these names (dotted ones are walked) that a module of torch has; TrainingError if it has none."""
+    """Return the first of these (dotted) names that a module of torch has. Raises TrainingError if it has none."""
     for name in names:
         try:
-            found = importlib.import_module(module)
+            value = importlib.import_module(module)
             for part in name.split("."):
                 try:
-                    found = getattr(found, part)
+                    value = getattr(value, part)
                 except AttributeError:
-                    found = importlib.import_module(f"{module}.{part}")  # a submodule that nobody has imported yet
-            return found
+                    value = importlib.import_module(f"{module}.{part}")  # a submodule that is not imported yet
+            return value
         except (AttributeError, ImportError):
             continue
     raise _missing(" or ".join(f"{module}.{name}" for name in names))
 
 
-def _missing(what: str) -> TrainingError:
+def _missing(name: str) -> TrainingError:
     return TrainingError(
-        f"torch {torch.__version__} has no {what}, which this release of MegaScale uses; it is tested with torch >= "
-        f"{TESTED_RELEASES[0]} and < {TESTED_RELEASES[1]}: install one of those (constraints.txt pins one)"
+        f"torch {torch.__version__} has no {name}, which this release of MegaScale uses; it is tested with torch >= "
+        f"{TESTED_RELEASES[0]} and < {TESTED_RELEASES[1]}: install a tested release (constraints.txt pins one)"
     )
 
 
@@ -81,32 +82,34 @@ Operator = TypeVar("Operator", bound=type[torch.autograd.Function])
 
 
 def call_directly(operator: Operator) -> Operator:
-    """Decorates an autograd function: its `apply` is C++'s, and its backward is what C++ calls.
+    """Decorate an autograd function so that its callers reach C++'s `apply`, and C++ calls its backward directly.
 
-    torch's own methods of Python between them look for functorch's transforms (vmap, jvp, grad), which such a function
-    cannot be used under; that takes longer than most of ours do. In a torch without that class nothing changes.
+    torch's Python methods in between look for functorch's transforms (vmap, jvp, grad), which such a function does not
+    support; that takes longer than most of our functions. A torch without the backward class is left unchanged.
     """
-    behind = getattr(operator, "_backward_cls", None)
-    if behind is not None and not getattr(operator, "boxed_grads_call", False):
+    backward_class = getattr(operator, "_backward_cls", None)
+    if backward_class is not None and not getattr(operator, "boxed_grads_call", False):
         operator.apply = super(torch.autograd.Function, operator).apply  # type: ignore[misc, method-assign]
-        behind.apply = operator.backward
+        backward_class.apply = operator.backward
     return operator
 
 
 def dump_flight_recorder() -> str:
-    """What torch's flight recorder holds, as JSON: NCCL's calls where there are any, else gloo's, of which CUDA builds
-    have another recorder."""
+    """Return the records of torch's flight recorder as JSON: NCCL's calls if there are any, else gloo's.
+
+    CUDA builds have separate recorders for both.
+    """
     text = ""
     for names in (("_dump_nccl_trace_json", "_dump_fr_trace_json"), ("_dump_fr_trace_json", "_dump_nccl_trace_json")):
-        found = lookup("torch._C._distributed_c10d", *names)()
-        text = found.decode() if isinstance(found, bytes) else found
+        records = lookup("torch._C._distributed_c10d", *names)()
+        text = records.decode() if isinstance(records, bytes) else records
         if '"entries"' in text:
             break
     return text
 
 
 def make_nccl_options(timeout: timedelta, channels: int) -> Any:
-    """Options of a NCCL group: how long a call may take, and the most channels (SMs) that one takes."""
+    """Return options of an NCCL group: time-out of a call, and the maximum channels (SMs) of a call."""
     options = dist.ProcessGroupNCCL.Options()
     if not hasattr(options, "_timeout"):
         raise _missing("torch.distributed.ProcessGroupNCCL.Options._timeout")
@@ -117,10 +120,10 @@ def make_nccl_options(timeout: timedelta, channels: int) -> Any:
 
 @contextmanager
 def share_gloo_loop() -> Iterator[None]:
-    """Have the gloo groups made inside, here and in other such blocks of this process, share one event loop.
+    """Let all gloo groups that are made inside such blocks of this process share one event loop.
 
-    torch gives each group devices of its own, and the thread of each looks for events a hundred times a second: ten
-    groups take a hundredth of a core for doing nothing. Interfaces are those that torch would take.
+    torch gives each group separate devices, whose threads poll for events a hundred times per second: ten idle groups
+    take a hundredth of a core. The interfaces are those that torch would choose.
     """
     c10d = importlib.import_module(_C10D)
     original = c10d.ProcessGroupGloo
@@ -133,12 +136,12 @@ def share_gloo_loop() -> Iterator[None]:
         c10d.ProcessGroupGloo = original  # type: ignore[attr-defined]
 
 
-_devices: dict[tuple[int, str], list[Any]] = {}  # of a process, which may have been forked, by its interfaces
+_devices: dict[tuple[int, str], list[Any]] = {}  # by process, which may have been forked, and its interfaces
 
 
 def _on_shared_devices(base: Any) -> Any:
     class OnSharedDevices(base):
-        """A class, as torch asks whether a group is one of ProcessGroupGloo; called as torch calls that."""
+        """ProcessGroupGloo on shared devices, a subclass because torch checks the type of a group."""
 
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
             interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -147,10 +150,12 @@ def _on_shared_devices(base: Any) -> Any:
                 names = interfaces.split(",") if interfaces else []
                 devices = [base.create_device(interface=name) for name in names] or [base.create_default_device()]
                 _devices[os.getpid(), interfaces] = devices
-                for device in devices:  # a process forked from this one, which has no such thread, must not join it
+                for device in devices:  # a forked process has no such thread and must not join it
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(device))
             options = base._Options()
-            options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
+            options._devices = devices
+            options._threads = 2 * len(devices)
+            options._timeout = timeout
             super().__init__(store, rank, size, options)
 
     return OnSharedDevices
@@ -158,11 +163,11 @@ def _on_shared_devices(base: Any) -> Any:
 
 @contextmanager
 def name_process_group(name: str) -> Iterator[None]:
-    """Give the group made inside this name.
+    """Give the group that is made inside this block a name.
 
-    With local synchronisation torch names a group by its members and by how many groups this process made before.
-    Ranks of different stages make different numbers of groups, so two members would wait under different names
-    for ever. Our plan's names are the same on every member, and readable in the flight recorder.
+    With local synchronisation torch names a group by its members and the number of groups that this process made
+    before. Ranks of different stages make different numbers of groups, so members would wait under different names
+    forever. Our names are the same on all members, and readable in the flight recorder.
     """
     c10d = importlib.import_module(_C10D)
     original = lookup(_C10D, "_process_group_name")

@@ -61,7 +61,7 @@ def test_slips_and_other_sections(key, meant):
 
 
 def test_what_is_like_nothing_gets_the_list():
-    with pytest.raises(ConfigError, match=r"known keys: tensor, pipeline, .*gpus_per_host$"):
+    with pytest.raises(ConfigError, match=r"keys of \[parallel\]: tensor, pipeline, .*gpus_per_host$"):
         load(None, ["parallel.quux=1"])
     with pytest.raises(ConfigError, match=r"no section \[quux\]; known: model, data, .*kubernetes$"):
         load(None, ["quux.q=1"])

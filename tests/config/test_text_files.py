@@ -9,7 +9,7 @@ import pytest
 
 from megascale.config import Config, from_tree, load
 from megascale.config.text_files import decode_text, read_toml
-from megascale.core.environment_file import read_environment
+from megascale.core.launch_files import read_environment
 from megascale.errors import ConfigError
 from megascale.observe.analysis.decline import _words
 from megascale.resilience.cluster.ssh import read_hosts

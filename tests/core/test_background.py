@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from megascale.core.background import FailureLog, keep_running, log_failure
+from megascale.core.failure import FailureLog, keep_running, log_failure
 
 log = logging.getLogger("megascale.test")
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.core import bounded_lines
-from megascale.core.bounded_lines import RecordReader, read_bounded_lines
+from megascale.core import json_lines
+from megascale.core.json_lines import RecordReader, read_bounded_lines
 
 
 @given(st.lists(st.binary(max_size=40).map(lambda data: data.replace(b"\n", b"")), max_size=12), st.booleans())
@@ -21,7 +21,7 @@ def test_lines_are_those_of_the_file_with_none_for_long_ones(tmp_path_factory, l
     if not expected[-1]:
         expected.pop()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounded_lines, "_BLOCK", 3)
+        patch.setattr(json_lines, "_SKIP_BLOCK_BYTES", 3)
         found = list(read_bounded_lines(file, max_bytes=10))
     assert found == [line if len(line) <= 10 else None for line in expected]
 

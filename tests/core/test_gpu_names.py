@@ -1,6 +1,6 @@
 import pytest
 
-from megascale.core.gpu_names import visible_gpu_names
+from megascale.core.gpus import visible_gpu_names
 from megascale.resilience.driver import start_driver
 
 

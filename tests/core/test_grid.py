@@ -14,9 +14,9 @@ SOME_AXES = st.lists(st.sampled_from(AXES), unique=True).map(tuple)
 @settings(deadline=None)
 @given(GRIDS)
 def test_rank_and_coordinate_are_inverse(grid):
-    seen = {grid.coordinate(rank) for rank in range(grid.world)}
-    assert len(seen) == grid.world
-    assert [grid.rank(grid.coordinate(rank)) for rank in range(grid.world)] == list(range(grid.world))
+    seen = {grid.coordinate(rank) for rank in range(grid.world_size)}
+    assert len(seen) == grid.world_size
+    assert [grid.rank(grid.coordinate(rank)) for rank in range(grid.world_size)] == list(range(grid.world_size))
 
 
 @settings(deadline=None)
@@ -27,7 +27,7 @@ def test_groups_partition_the_world(grid, axes):
     for axis in axes:
         size *= grid.size(axis)
     assert all(len(group) == size and group == sorted(group) for group in groups)
-    assert sorted(rank for group in groups for rank in group) == list(range(grid.world))
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
     assert [group[0] for group in groups] == sorted(group[0] for group in groups)
     for group in groups:
         for rank in group:
@@ -39,7 +39,7 @@ def test_groups_partition_the_world(grid, axes):
 @settings(deadline=None)
 @given(GRIDS)
 def test_axes_from_fastest_to_slowest(grid):
-    ranks = range(grid.world)
+    ranks = range(grid.world_size)
     assert [grid.coordinate(r).tensor for r in ranks] == [r % grid.tensor for r in ranks]
     assert [grid.coordinate(r).pipeline for r in ranks] == [r // (grid.tensor * grid.data) for r in ranks]
     for group in grid.groups("tensor"):
@@ -49,7 +49,7 @@ def test_axes_from_fastest_to_slowest(grid):
 @settings(deadline=None)
 @given(GRIDS)
 def test_tensor_groups_stay_on_one_host_when_they_divide_it(grid):
-    assert grid.hosts == grid.host(grid.world - 1) + 1
+    assert grid.host_count == grid.host(grid.world_size - 1) + 1
     if grid.ranks_per_host % grid.tensor == 0:
         assert all(len({grid.host(rank) for rank in group}) == 1 for group in grid.groups("tensor"))
 

@@ -13,8 +13,7 @@ from unittest import mock
 
 import pytest
 
-from megascale.core.bounded_lines import RecordReader
-from megascale.core.json_lines import append_record
+from megascale.core.json_lines import RecordReader, append_record
 from tests.conftest import lines
 
 

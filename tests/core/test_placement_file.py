@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megascale.core.grid import Grid
-from megascale.core.placement_file import PlacementFile, read_placement
+from megascale.core.launch_files import PlacementFile, read_placement
 from megascale.errors import ConfigError, DataError
 
 GRID = Grid(1, 3, 1, ranks_per_host=1)

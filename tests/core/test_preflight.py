@@ -18,7 +18,7 @@ from megascale.core.preflight import (
     FORKED_TRAINER_BYTES,
     GPU_TRAINER_BYTES,
     HostShare,
-    check_host,
+    check_local_ranks,
     check_processes,
     checkpoint_bytes,
     count_local_stage_ranks,
@@ -35,7 +35,7 @@ def run(words: list[str], share: HostShare, capacity: Capacity = SMALL, disk: in
     """Lines said; FitError if refused."""
     said: list[str] = []
     config = load(EXAMPLES / file if file else None, ["--model.vocab_size=50304", *words])
-    check_host(lay_out(config, share.world), share, capacity, lambda folder: disk, said.append)
+    check_local_ranks(config, share, capacity, lambda folder: disk, said.append)
     return said
 
 
@@ -120,7 +120,7 @@ def test_disk_for_a_checkpoint_and_memory_for_its_copies(tmp_path):
     assert "MiB of free disk" in text
     for none in (["--checkpoint.at_end=false", "--checkpoint.interval=0"], ["--checkpoint.location=s3://bucket/run"]):
         run([*words, *none], one, disk=0)
-    run(words, replace(one, keeps=False), disk=0)
+    run(words, replace(one, writes_checkpoints=False), disk=0)
     copies = ["--checkpoint.background=true", "--checkpoint.slots=4"]
     tight = replace(SMALL, memory=2 * GIB)
     run([*words, "--train.micro_batch=1"], one, tight)
@@ -227,7 +227,7 @@ def test_the_smallest_gpu_that_is_visible(tmp_path, monkeypatch, visible, gib):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine._smallest_gpu() == (None if gib is None else gib * GIB)
+    assert machine._smallest_gpu_memory() == (None if gib is None else gib * GIB)
 
 
 def test_forked_trainers_share_what_their_server_imported():
@@ -235,7 +235,7 @@ def test_forked_trainers_share_what_their_server_imported():
     assert config.train.fit == "check"
     nodes = HostShare(8, 0, 8, nodes=8)
     assert FORKED_TRAINER_BYTES * 8 < 8 * GIB
-    check_host(lay_out(config, nodes.world), nodes, replace(SMALL, memory=4 * GIB), lambda folder: ROOM)
+    check_local_ranks(config, nodes, replace(SMALL, memory=4 * GIB), lambda folder: ROOM)
 
 
 def test_other_commands_that_start_processes_by_the_number():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import megascale
-from megascale.core.python_command import module_command, protect_children
+from megascale.core.python_process import module_command, protect_children
 
 PACKAGE = Path(megascale.__file__).parent
 # Benches run in a process whose children are protected (cli/bench.py).
@@ -57,7 +57,7 @@ def test_every_start_of_python_in_the_package_leaves_the_working_directory_out()
     unsafe = [
         f"{file.relative_to(PACKAGE)}: {line.strip()}"
         for file in SOURCES
-        if file.name != "python_command.py"
+        if file.name != "python_process.py"
         for line in file.read_text().splitlines()
         if re.search(r"sys\.executable.*-[mc]\b|\"-m\",|\{python\} -m", line)
     ]

@@ -175,10 +175,10 @@ def test_1f1b_order_of_the_classic_example():
 @given(SIZES)
 def test_actions_and_table_say_the_same(sizes):
     schedule = pipeline_schedule(*sizes)
-    assert Schedule.replace_actions(schedule, list(schedule)) == schedule
+    assert schedule.replace_actions(list(schedule)) == schedule
     assert len(schedule) == sizes[0]
     first = schedule[0]
-    changed = Schedule.replace_actions(schedule, [first[::-1], *list(schedule)[1:]])
+    changed = schedule.replace_actions([first[::-1], *list(schedule)[1:]])
     assert (changed == schedule) == (first == first[::-1])
 
 

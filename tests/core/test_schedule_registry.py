@@ -73,14 +73,14 @@ def hangs(p: int, v: int, m: int, reduce_each: bool, group: int | None) -> Sched
         sorted(schedule[0], key=first),
         *(sorted(s, key=lambda a: a.kind not in forwards) for s in list(schedule)[1:]),
     ]
-    return Schedule.replace_actions(schedule, lists)
+    return schedule.replace_actions(lists)
 
 
 BROKEN = {
     "hangs": (hangs, "deadlocks: stage 0 at backward"),
     "of another size": (
         lambda p, v, m, *rest: pipeline_schedule(p, v, m + 1, *rest),
-        "made .* where .* were asked for",
+        "made .* but .* were requested",
     ),
     "reduces once": (lambda p, v, m, each, group: pipeline_schedule(p, v, m, not each, group), "parallel.zero=2"),
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megascale.core import run_lock
-from megascale.core.writers import describe_other_writers
+from megascale.core.run_lock import describe_other_writers
 
 
 def test_folders_that_others_may_write_are_noticed(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class Sizes(calls.NullCallLog):
     def __init__(self) -> None:
         self.gathers: list[int] = []
 
-    def begin(self, group: str, op: str, size: int) -> int:
+    def begin_call(self, group: str, op: str, size: int) -> int:
         if op == "all_gather" and "data" in group:
             self.gathers.append(size)
         return 0

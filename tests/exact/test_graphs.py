@@ -155,7 +155,7 @@ def test_a_capture_that_fails_on_one_rank_leaves_its_tensor_parallel_group_eager
     [
         ({"model": {"dropout": 0.1}}, "dropout"),
         ({"data": 2, "zero": 2}, "zero=2"),
-        ({"tensor": 2, "overlap": {"tensor": "async"}}, "the fused exchange alone is captured"),
+        ({"tensor": 2, "overlap": {"tensor": "async"}}, "only overlap.tensor=fused can be captured"),
     ],
 )
 def test_where_they_cannot_be_had(settings, why):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.config import plugins
+from megascale.config import registry
 
 
 def install(folder: Path, name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -17,6 +17,6 @@ def install(folder: Path, name: str, source: str, monkeypatch: pytest.MonkeyPatc
     module = folder / f"{name}.py"
     module.write_text(source)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(f"[{plugins.GROUP}]\n{name} = {name}\n")
+    (about / "entry_points.txt").write_text(f"[{registry.PLUGIN_GROUP}]\n{name} = {name}\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
     return module

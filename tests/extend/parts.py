@@ -14,8 +14,15 @@ from megascale.core.inventory import MLP_PARTS, LogicalTensor, PartInventory, Sa
 from megascale.core.inventory import linear_tensors as linear_tensors
 from megascale.model import block, mlp, norm
 from megascale.model.block import SerialBlock
-from megascale.model.context import ForwardContext, LayerSetup, Rotary
-from megascale.model.fusion import Branch, ResidualStream, add_residual, sum_branches
+from megascale.model.context import (
+    Branch,
+    ForwardContext,
+    LayerSetup,
+    ResidualStream,
+    Rotary,
+    add_residual,
+    sum_branches,
+)
 from megascale.model.norm import norm_and_project
 from megascale.ops import activation
 from megascale.ops.gradient_sink import GradientSink
@@ -44,7 +51,7 @@ class MlpFirst(SerialBlock):
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
     ) -> ResidualStream:
         """As SerialBlock."""
-        at, like = self.at, x if isinstance(x, Tensor) else x.y_SBH
+        at, like = self.setup, x if isinstance(x, Tensor) else x.y_SBH
         fused = self.mlp.fuses_bias_gradient(like)
         x_SBH, inner = norm_and_project(self.norm1, self.mlp_in, x, self.recompute, fused)
         y = sum_branches(at.linears, self.mlp(inner, self.mlp_in, self.recompute))

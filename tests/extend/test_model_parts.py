@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from megascale.config import from_tree
-from megascale.config.optimizers import OPTIMIZERS
+from megascale.config.parts import OPTIMIZERS
 from megascale.core.flops import count_parameters, layer_flops
 from megascale.core.inventory import logical_shapes
 from megascale.core.layers import ChunkLayers
-from megascale.core.memory import count_chunk_parameters, layer_saved_tensors
-from megascale.core.optimizer_state import count_checkpoint_elements
+from megascale.core.memory import count_checkpoint_elements, count_chunk_parameters, layer_saved_tensors
 from megascale.errors import ConfigError
 from megascale.model.transformer import Chunk
 from megascale.parallel.collectives import Axis

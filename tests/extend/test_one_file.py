@@ -58,7 +58,8 @@ class HalvedAttention(attention.CausalAttention):
         return super().attend(q / 2, k, v, context)
 
 
-attention.register("halved", HalvedAttention, replace(ATTENTION_PARTS["causal"], splits=False), "colder")
+inventory = replace(ATTENTION_PARTS["causal"], splits_fused_projection=False)
+attention.register("halved", HalvedAttention, inventory, "colder")
 """,
         "once": """
 from megascale.core.inventory import BLOCK_PARTS
@@ -82,14 +83,14 @@ activation.register("cubed", activation.Activation(lambda x: x**3, "cubed"))
     },
     "optim": {
         "descent": """
-from megascale.config.optimizers import OptimizerFacts
-from megascale.optim.base import Rule
+from megascale.config.parts import OptimizerFacts
+from megascale.optim.base import UpdateRule
 from megascale.optim.rules import register
 
 
-class Descent(Rule):
+class Descent(UpdateRule):
     def update(self, step, updated):
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             s.master.sub_(step.learning_rate * s.shard.grads)
             if s.param_out is not None:
                 s.param_out.copy_(s.master)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megascale.config import from_tree
-from megascale.config.optimizers import OptimizerFacts
-from megascale.core.optimizer_state import count_state_elements
+from megascale.config.parts import OptimizerFacts
+from megascale.core.memory import count_state_elements
 from megascale.optim.base import UpdateRule, UpdateStep
 from megascale.optim.rules import register
 from megascale.parallel.buffers import FlatShard

@@ -17,19 +17,19 @@ import os
 
 import torch
 
-from megascale.config.optimizers import OptimizerFacts
+from megascale.config.parts import OptimizerFacts
 from megascale.core.schedule import one_f_one_b
 from megascale.core.schedule_registry import SCHEDULES
 from megascale.ops import activation
-from megascale.optim.base import Rule
+from megascale.optim.base import UpdateRule
 from megascale.optim.rules import register
 
 open(os.environ["LOADED"], "a").write(f"{os.getpid()}\\n")
 
 
-class Descent(Rule):
+class Descent(UpdateRule):
     def update(self, step, updated):
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             s.master.sub_(step.learning_rate * s.shard.grads)
             if s.param_out is not None:
                 s.param_out.copy_(s.master)

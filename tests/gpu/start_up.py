@@ -164,7 +164,7 @@ def steps(groups: Any, device: Any, arguments: argparse.Namespace) -> dict[str, 
         p2p_channels(groups, a)
         # As training does: a flag of the world, read on the host.
         flag = torch.zeros(1, device=device)
-        if groups.grid.world > 1:
+        if groups.grid.world_size > 1:
             dist.all_reduce(flag)
         assert float(flag) == 0.0
         times.append(time.perf_counter() - began)

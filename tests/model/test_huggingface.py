@@ -19,9 +19,14 @@ from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import logical_shapes_with_biases, make_config, write_folder
 from megascale.model.huggingface.families import FAMILIES, family_for
+from megascale.model.huggingface.family import (
+    StoredWeight,
+    join_weight,
+    linear_weights,
+    rotary_fraction_of,
+    split_weight,
+)
 from megascale.model.huggingface.import_model import read_folder
-from megascale.model.huggingface.settings import rotary_fraction_of
-from megascale.model.huggingface.tensor_names import StoredWeight, join_weight, linear_weights, split_weight
 from megascale.parallel.parameters import spec_of
 from tests.chaos.soak.huggingface import case
 from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
@@ -345,7 +350,7 @@ def copy(saved, tmp_path):
         ("llama", {"hidden_size": None}, ["hidden_size"]),
         ("llama", {"attention_bias": True}, ["q_proj.bias", "missing"]),
         ("llama", {"intermediate_size": 40}, ["mlp.gate_proj.weight", "[37, 24]", "[40, 24]"]),
-        ("llama", {"num_hidden_layers": 1}, ["model.layers.1.", "no place"]),
+        ("llama", {"num_hidden_layers": 1}, ["model.layers.1.", "does not have"]),
         ("llama", {"tie_word_embeddings": True}, ["tie_word_embeddings", "lm_head.weight"]),
         ("llama", {"num_attention_heads": 5}, ["model.heads=5", "kv_heads"]),
         ("gpt2", {"activation_function": "quick_gelu"}, ["activation_function='quick_gelu'"]),

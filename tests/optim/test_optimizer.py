@@ -7,7 +7,7 @@ import torch
 
 from megascale import config
 from megascale.config import LrConfig, OptimizerConfig
-from megascale.config.optimizers import OPTIMIZERS
+from megascale.config.parts import OPTIMIZERS
 from megascale.model.transformer import Chunk
 from megascale.ops.gradient_sink import main_grad_of
 from megascale.optim.learning_rate import learning_rate

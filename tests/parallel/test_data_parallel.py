@@ -23,12 +23,12 @@ class Log(calls.NullCallLog):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def begin(self, group: str, op: str, size: int) -> int:
+    def begin_call(self, group: str, op: str, size: int) -> int:
         if group != "world":
             self.lines.append(op)
         return 0
 
-    def at(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
+    def set_action(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
         self.lines.append(f"{action.decode()} {chunk} {microbatch}")
 
 

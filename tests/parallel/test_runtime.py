@@ -26,7 +26,7 @@ class Log(NullCallLog):
     def __init__(self) -> None:
         self.places: list[bytes] = []
 
-    def at(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
+    def set_action(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
         self.places.append(action)
 
 

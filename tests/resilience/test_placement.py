@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megascale.core.grid import Grid
-from megascale.core.placement_file import PlacementFile
+from megascale.core.launch_files import PlacementFile
 
 
 def placed(path: Path, *nodes: str) -> str:

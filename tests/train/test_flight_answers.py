@@ -20,7 +20,7 @@ def test_a_dump_that_fails_does_not_end_the_answers(tmp_path, monkeypatch, caplo
             raise answer
         return answer
 
-    monkeypatch.setattr(telemetry.torch_private, "flight_records", records)
+    monkeypatch.setattr(telemetry.torch_private, "dump_flight_recorder", records)
     rank = object.__new__(Telemetry)
     rank._is_open, rank._pipe, rank._flight = True, tmp_path / "rank-0.ask", tmp_path / "rank-0.json"
     os.mkfifo(rank._pipe)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from megascale.config import CHANGEABLE_KEYS, Config, ModelConfig, OptimizerConfig, Section, from_tree
-from megascale.config.optimizers import OPTIMIZERS
+from megascale.config.parts import OPTIMIZERS
 from megascale.errors import ConfigError
 
 Kind = Literal["refused", "asked", "free"]

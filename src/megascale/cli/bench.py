@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from megascale.core.python_command import protect_children
+from megascale.core.python_process import protect_children
 from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
 

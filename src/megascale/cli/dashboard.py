@@ -12,7 +12,7 @@ from pathlib import Path
 
 import typer
 
-from megascale.core.python_command import module_command, protect_children
+from megascale.core.python_process import module_command, protect_children
 
 PORT = 8265
 

@@ -248,8 +248,8 @@ def events(
 
 def _read_trainer_events(run: Path) -> list[dict[str, Any]]:
     """Return the trainers' events that have a plausible time; damaged lines are skipped."""
-    from megascale.core.bounded_lines import RecordReader
     from megascale.core.events import is_plausible_time
+    from megascale.core.json_lines import RecordReader
 
     entries = []
     with contextlib.suppress(OSError):

@@ -12,8 +12,7 @@ from typing import NoReturn
 import typer
 
 from megascale.core import terminal
-from megascale.core.openmp import sleep_at_barriers
-from megascale.core.python_command import leave_working_directory
+from megascale.core.python_process import leave_working_directory, sleep_at_barriers
 from megascale.core.secrets import hide_secrets
 from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, MegascaleError, missing_extra
 

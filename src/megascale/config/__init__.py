@@ -1,16 +1,13 @@
-"""The one typed tree of settings: sections as typed models, loading with overrides.
+"""Configuration: sections as typed models, and loading with overrides.
 
-Every package may import this one; it imports nothing of ours but the errors. A key exists here only if some code
-obeys it.
+Every package may import this one; it imports `errors` only. A key exists only if some code obeys it.
 """
 
-from megascale.config.base import MAX_LAYERS, MOST, Section
-from megascale.config.data_section import DataConfig
-from megascale.config.kubernetes_section import KubernetesConfig
+from megascale.config.base import Section
 from megascale.config.loading import from_tree, list_presets, load, load_command_line, read_preset
 from megascale.config.model_section import ModelConfig
-from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, ParallelConfig
-from megascale.config.resilience_section import ResilienceConfig
+from megascale.config.parallel_sections import OverlapConfig, ParallelConfig
+from megascale.config.resilience_section import KubernetesConfig, ResilienceConfig
 from megascale.config.run_sections import (
     CHANGEABLE_KEYS,
     CheckpointConfig,
@@ -18,15 +15,11 @@ from megascale.config.run_sections import (
     RendezvousConfig,
     split_password,
 )
-from megascale.config.training_sections import KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
+from megascale.config.training_sections import DataConfig, KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
 from megascale.config.tree import Config, resolve_precision
 
 __all__ = [
     "CHANGEABLE_KEYS",
-    "MAX_LAYERS",
-    "FEW_TOKENS",
-    "MOST",
-    "WIDE",
     "CheckpointConfig",
     "Config",
     "DataConfig",
@@ -43,10 +36,10 @@ __all__ = [
     "Section",
     "TrainConfig",
     "from_tree",
+    "list_presets",
     "load",
     "load_command_line",
     "read_preset",
-    "list_presets",
-    "split_password",
     "resolve_precision",
+    "split_password",
 ]

@@ -1,4 +1,4 @@
-"""What every section of the configuration shares."""
+"""Base class of the sections, and checks that they share."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from pydantic_core import PydanticCustomError
 
 from megascale.errors import ConfigError
 
-# Upper bounds keep a slip (2e9 for 2e3) from starting loops and allocations of that size: far above what anybody
-# trains, and what they let through is checked against the machine before anything starts (core/preflight.py).
+# Upper bounds stop typing errors (2e9 for 2e3) from starting loops and allocations of that size. They are far above
+# practical values; core/preflight.py compares the remaining ones with the machine before anything starts.
 MAX_LAYERS = 10_000  # layers and pipeline stages
-
-
-MOST = 1_000_000_000_000  # counts that cost nothing by themselves
+MAX_COUNT = 1_000_000_000_000  # counts that need no memory themselves
 
 
 class Section(BaseModel):
-    """A section of the tree: unknown keys are refused, values may not change after validation."""
+    """Section of the configuration: unknown keys are refused, and values are immutable after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -27,8 +25,8 @@ class Section(BaseModel):
 def expand_home(value: Any) -> Any:
     """Return a path, or a list of paths, with a leading ~ or ~USER replaced by the home folder.
 
-    A shell does so for words of a command line, but not for text in a file or after an equals sign. Raises an error
-    of pydantic's where no such folder is known.
+    A shell expands words of a command line, but not text in a file or after an equals sign. Raises a pydantic error if
+    the home folder is unknown.
     """
     if isinstance(value, list):
         return [expand_home(item) for item in value]
@@ -41,8 +39,8 @@ def expand_home(value: Any) -> Any:
     return expanded
 
 
-def _check_text(name: str, value: Any) -> None:
-    """ConfigError for text that no file can hold: bytes of a command line that are not UTF-8."""
+def check_encoding(name: str, value: Any) -> None:
+    """Raise ConfigError for text that cannot be written to a file: command-line bytes that are not UTF-8."""
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
-            raise ConfigError(f"{name}={text!r} holds bytes that are not UTF-8; write it in UTF-8")
+            raise ConfigError(f"{name}={text!r} contains bytes that are not UTF-8; write it in UTF-8")

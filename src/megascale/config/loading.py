@@ -1,66 +1,70 @@
-"""Presets, TOML files and `--section.key=value` overrides, through one validator."""
+"""Loading of presets, TOML files and `--section.key=value` overrides through one validator."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from megascale.config.base import _check_text
-from megascale.config.optimizers import OPTIMIZERS
-from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, SINKS, SPAN_SINKS
+from megascale.config.base import check_encoding
+from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, OPTIMIZERS, SINKS, SPAN_SINKS
 from megascale.config.registry import Registry
-from megascale.config.suggestions import question, suggest_for_section, suggest_keys
+from megascale.config.suggestions import find_field, format_question, list_keys, suggest_for_section, suggest_keys
 from megascale.config.text_files import read_toml
 from megascale.config.tree import Config
 from megascale.errors import ConfigError
 
-# Settings that name parts which training needs and a model does not.
+# Settings that name parts which training needs and a trained model does not.
 TRAINING_PARTS: dict[str, Registry[Any]] = {
     registry.key: registry for registry in (OPTIMIZERS, LINEAR_PRECISIONS, LOSSES, CALLBACKS, SINKS, SPAN_SINKS)
 }
 
 
 def list_presets() -> list[str]:
-    """Names of the shipped model shapes."""
+    """Return the names of the shipped model shapes."""
     folder = resources.files("megascale.model") / "presets"
-    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+    return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The `model` keys of a shipped shape; ConfigError naming the nearest if there is no such preset."""
-    if name not in list_presets():
-        raise ConfigError(f"model.preset={name!r} is not a shipped model; {_nearest(name, list_presets())}")
+    """Return the `model` keys of a shipped shape. Raises ConfigError naming the nearest preset if it does not exist."""
+    names = list_presets()
+    if name not in names:
+        nearest = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose among {', '.join(names)}"
+        raise ConfigError(f"model.preset={name!r} is not a shipped model; {hint}")
     text = (resources.files("megascale.model") / "presets" / f"{name}.toml").read_text()
     return tomllib.loads(text)["model"]
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_unknown_parts: bool = False) -> Config:
-    """Read a TOML file, lay `section.key=value` overrides on it, resolve the preset and validate.
+    """Read a TOML file, apply `section.key=value` overrides, resolve the preset and validate.
 
-    keep_unknown_parts: do not judge the names of callbacks, sinks, the loss and the optimizer. A trained model can be
-    read without the code that registers them.
+    Args:
+        keep_unknown_parts: accept unknown names of callbacks, sinks, the loss and the optimizer, so that a trained
+            model can be read without the code that registers them.
 
-    Raises ConfigError (wrong key, type or value) with the key, the value and what would be right.
+    Raises ConfigError for a wrong key, type or value, with the key, the value and the remedy.
     """
     tree: dict[str, Any] = {}
     if path is not None:
         file = Path(os.path.expanduser(path))
         if not os.path.exists(file):
-            near = sorted(str(p) for p in (*Path().glob("*.toml"), *Path().glob("examples/*.toml")))
-            hint = f"; there is {', '.join(near[:4])}" if near else ""
+            nearby = sorted(str(p) for p in (*Path().glob("*.toml"), *Path().glob("examples/*.toml")))
+            hint = f"; available here: {', '.join(nearby[:4])}" if nearby else ""
             raise ConfigError(f"configuration file {str(file)!r} does not exist{hint}")
         if file.is_dir():
             raise ConfigError(f"configuration file {str(file)!r} is a folder; name a .toml file in it")
         tree = read_toml(file, "configuration file")
-    for text in overrides:
-        section, key, value = _parse_override(text)
+    for override in overrides:
+        section, key, value = _parse_override(override)
         table = tree.setdefault(section, {})
         if isinstance(table, dict):
             table[key] = value
@@ -68,110 +72,120 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_
 
 
 def load_command_line(file: str | Path | None, extra: list[str]) -> Config:
-    """As `load`, of a command line's words: overrides are `--a.b=c` or `--a.b c`, anything else is a ConfigError.
+    """Load the arguments of a command line: an optional FILE, and overrides as `--a.b=c` or `--a.b c`.
 
-    Where the command line has no FILE before the overrides, the first of those stands in its place; FILE may follow.
+    If overrides precede FILE, the first of them is passed as `file`. Raises ConfigError for other arguments.
     """
     if file is not None and str(file).startswith("--"):
-        extra, file = [str(file), *extra], None
+        extra = [str(file), *extra]
+        file = None
     overrides: list[str] = []
-    words = iter(extra)
-    for word in words:
-        if file is None and not word.startswith("-"):
-            file = word
+    arguments = iter(extra)
+    for argument in arguments:
+        if file is None and not argument.startswith("-"):
+            file = argument
             continue
-        if not word.startswith("--") or "." not in word.split("=")[0]:
-            hint = question([f"--{key}=" for key in suggest_keys(word.lstrip("-").partition("=")[0])])
-            text = f"unknown argument {word!r}; settings are given as --section.key=value"
-            raise ConfigError(f"{text}; {hint}" if hint else text)
-        if "=" not in word:
-            value = next(words, None)
+        option, equals, _ = argument.partition("=")
+        if not option.startswith("--") or "." not in option:
+            question = format_question([f"--{key}=" for key in suggest_keys(option.lstrip("-"))])
+            text = f"unknown argument {argument!r}; settings are given as --section.key=value"
+            raise ConfigError(f"{text}; {question}" if question else text)
+        if not equals:
+            value = next(arguments, None)
             if value is None:
-                raise ConfigError(f"{word} has no value; write {word}=VALUE")
-            word = f"{word}={value}"
-        overrides.append(word)
+                raise ConfigError(f"{argument} has no value; write {argument}=VALUE")
+            argument = f"{argument}={value}"
+        overrides.append(argument)
     return load(file, overrides)
 
 
 def from_tree(tree: Mapping[str, Any]) -> Config:
-    """Validate nested dictionaries (as TOML gives them) into a Config; ConfigError on anything wrong."""
+    """Validate nested dictionaries, in the form of TOML, into a Config. Raises ConfigError for anything wrong."""
     tree = dict(tree)
     for name, table in tree.items():
-        for key, value in table.items() if isinstance(table, dict) else ():
-            _check_text(f"{name}.{key}", value)
+        if isinstance(table, dict):
+            for key, value in table.items():
+                check_encoding(f"{name}.{key}", value)
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("preset"), str):
-        tree["model"] = {**read_preset(model["preset"]), **model}
+        tree["model"] = read_preset(model["preset"]) | model
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e, tree) for e in error.errors())) from None
+        raise ConfigError("\n".join(_explain(fault) for fault in error.errors())) from None
 
 
 def _validate_known_parts(tree: Mapping[str, Any]) -> Config:
-    """Return `from_tree` of a tree, in which parts of training that are not known here keep their names."""
+    """Validate like `from_tree`, but keep the names of training's parts that are not registered."""
     tree = dict(tree)
     unknown: dict[str, Any] = {}
-    for name, registry in TRAINING_PARTS.items():
-        section, _, key = name.partition(".")
+    for setting, registry in TRAINING_PARTS.items():
+        section, _, key = setting.partition(".")
         table = tree.get(section)
         if not isinstance(table, dict) or key not in table:
             continue
         value = table[key]
         names = value if isinstance(value, list) else [value]
-        are_names = all(isinstance(each, str) for each in names)
-        if are_names and not all(each.partition("=")[0] in registry for each in names):
-            unknown[name] = table.pop(key)
+        are_names = all(isinstance(name, str) for name in names)
+        if are_names and not all(name.partition("=")[0] in registry for name in names):
+            unknown[setting] = table.pop(key)
     config = from_tree(tree)
-    for name, value in unknown.items():
-        section, _, key = name.partition(".")
+    for setting, value in unknown.items():
+        section, _, key = setting.partition(".")
         changed = getattr(config, section).model_copy(update={key: value})
         config = config.model_copy(update={section: changed})
     return config
 
 
-def _parse_override(text: str) -> tuple[str, str, Any]:
-    name, equals, raw = text.removeprefix("--").partition("=")
+def _parse_override(override: str) -> tuple[str, str, Any]:
+    """Return section, key and value of `--section.key=value`, whose value is TOML or else text."""
+    name, equals, text = override.removeprefix("--").partition("=")
     section, dot, key = name.partition(".")
     if not (equals and dot and section and key):
-        raise ConfigError(f"override {text!r} is not of the form --section.key=value, such as --train.steps=100")
-    section, key = section.replace("-", "_"), key.replace("-", "_")
+        raise ConfigError(f"override {override!r} is not of the form --section.key=value, such as --train.steps=100")
+    section = section.replace("-", "_")
+    key = key.replace("-", "_")
+    field = find_field(section, key)
     try:
-        parsed = tomllib.loads(f"v = {raw}")
-        value = parsed["v"] if len(parsed) == 1 else raw  # text of several lines may look like several keys
+        parsed = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:
-        field = Config.model_fields.get(section)
-        sub = getattr(field.annotation, "model_fields", {}).get(key) if field else None
-        # A list may be written a,b,c: shells make quoting brackets tedious.
-        value = raw.split(",") if sub is not None and "list" in str(sub.annotation) else raw
-    else:
-        field = Config.model_fields.get(section)
-        sub = getattr(field.annotation, "model_fields", {}).get(key) if field else None
-        if sub is not None and sub.annotation in (str, str | None) and not isinstance(value, str):
-            value = raw  # a run may be called 1 or true
+        # A list may be written a,b,c, because brackets and quotes are tedious in a shell.
+        if field is not None and "list" in str(field.annotation):
+            return section, key, text.split(",")
+        return section, key, text
+    if len(parsed) > 1:  # text of several lines may look like several keys
+        return section, key, text
+    value = parsed["v"]
+    if field is not None and field.annotation in (str, str | None) and not isinstance(value, str):
+        return section, key, text  # a run may be called 1 or true
     return section, key, value
 
 
-def _explain(error: Any, tree: Mapping[str, Any]) -> str:
-    """One paragraph for one pydantic error."""
-    path = [str(p) for p in error["loc"]]
+def _explain(fault: Mapping[str, Any]) -> str:
+    """Return one paragraph for one pydantic error."""
+    path = [str(part) for part in fault["loc"]]
     name = ".".join(path)
-    if error["type"] == "extra_forbidden":
-        if len(path) == 1:
-            hint = question(suggest_for_section(name, error["input"])) or f"known: {', '.join(Config.model_fields)}"
-            return f"there is no section [{name}]; {hint}"
-        keys = list(getattr(Config.model_fields[path[0]].annotation, "model_fields", {}))
-        hint = question(suggest_keys(path[1], path[0])) or f"known keys: {', '.join(keys)}"
-        return f"there is no key {name} (value {error['input']!r}); {hint}"
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
+    if fault["type"] == "extra_forbidden":
+        return _explain_unknown(path, fault["input"])
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
     if len(path) == 1 and path[0] in Config.model_fields:
-        return f"[{name}] must be a section with keys, not {error['input']!r}"
-    field = getattr(Config.model_fields[path[0]].annotation, "model_fields", {}).get(path[1]) if len(path) > 1 else None
-    about = f" ({field.description})" if field is not None and field.description else ""
-    return f"{name}={error['input']!r} is wrong: {error['msg'][0].lower()}{error['msg'][1:]}{about}"
+        return f"[{name}] must be a section with keys, not {fault['input']!r}"
+    field = find_field(path[0], path[1]) if len(path) > 1 else None
+    message = fault["msg"][0].lower() + fault["msg"][1:]
+    return f"{name}={fault['input']!r} is wrong: {message}{_describe(field)}"
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+def _explain_unknown(path: Sequence[str], value: Any) -> str:
+    """Return the error for an unknown section or key, with suggestions or the known names."""
+    if len(path) == 1:
+        hint = format_question(suggest_for_section(path[0], value))
+        return f"there is no section [{path[0]}]; {hint or 'known: ' + ', '.join(Config.model_fields)}"
+    section, key = path[:2]
+    hint = format_question(suggest_keys(key, section))
+    listing = f"keys of [{section}]: {', '.join(list_keys(section))}"
+    return f"there is no key {'.'.join(path)} (value {value!r}); {hint or listing}"
+
+
+def _describe(field: FieldInfo | None) -> str:
+    return f" ({field.description})" if field is not None and field.description else ""

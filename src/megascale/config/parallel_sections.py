@@ -1,4 +1,4 @@
-"""The sections [parallel] and [overlap]: how a model is laid over ranks, and what communication hides under."""
+"""The sections [parallel] and [overlap]: layout of the model over ranks, and overlap of communication."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from megascale.config.base import MAX_LAYERS, MOST, Section
+from megascale.config.base import MAX_COUNT, MAX_LAYERS, Section
 
 
-def _whole(count: float) -> int | float:
+def _to_integer(count: float) -> int | float:
     return round(count) if count == round(count) else count
 
 
-# A number of layers, and halves of one; written as a whole number where it is one.
-Layers = Annotated[float, Field(allow_inf_nan=False, le=MAX_LAYERS), AfterValidator(_whole)]
+# A number of layers in halves; whole numbers become integers.
+Layers = Annotated[float, Field(allow_inf_nan=False, le=MAX_LAYERS), AfterValidator(_to_integer)]
 
 
 class ParallelConfig(Section):
-    """How the model is laid over processes. Data parallelism is what is left of the world."""
+    """Layout of the model over ranks. Data parallelism fills the world by default."""
 
     tensor: int = Field(1, ge=1, le=1_000_000, description="tensor-parallel ranks (with sequence parallelism)")
     pipeline: int = Field(1, ge=1, le=MAX_LAYERS, description="pipeline stages")
-    virtual_stages: int = Field(1, ge=1, le=1000, description="model chunks a stage (interleaved 1F1B when above 1)")
+    virtual_stages: int = Field(1, ge=1, le=1000, description="model chunks per stage (interleaved 1F1B if above 1)")
     schedule: str = Field(
         "auto",
-        description="order of a step's work on each stage: 1f1b (one chunk), interleaved (any number of chunks; "
-        "more micro-batches in flight, whose transfers hide better), auto (1f1b for one chunk, interleaved for more), "
-        "or one that a package of your own registers (core/schedule_registry.py)",
+        description="pipeline schedule: 1f1b (one chunk per stage), interleaved (any number of chunks; more "
+        "micro-batches in flight, which hides transfers better), auto (1f1b for one chunk, interleaved for more), or "
+        "a registered schedule (core/schedule_registry.py)",
     )
     micro_batch_group_size: int | None = Field(
         None,
         ge=1,
-        le=MOST,
-        description="micro-batches that each chunk of a stage takes in turn (interleaved 1F1B); default: pipeline. On "
-        "slow networks more of them hide gradients and parameters in flight, for more activations held",
+        le=MAX_COUNT,
+        description="consecutive micro-batches of a chunk (interleaved 1F1B); default: parallel.pipeline. On slow "
+        "networks a larger group hides more of the gradient and parameter transfers, and holds more activations",
     )
     data: int | None = Field(
-        None, ge=1, le=1_000_000, description="data-parallel ranks; default: what is left of the world"
+        None, ge=1, le=1_000_000, description="data-parallel ranks; default: all ranks / (tensor x pipeline)"
     )
     layer_split: list[Layers] | None = Field(
         None,
@@ -46,42 +46,43 @@ class ParallelConfig(Section):
     )
     zero: Literal[0, 1, 2] = Field(
         1,
-        description="0: all replicated; 1: optimizer state sharded over data-parallel ranks, gradients reduced once "
-        "a step; 2: fp32 gradients sharded too, reduced after every micro-batch",
+        description="ZeRO stage; 0: everything is replicated; 1: optimizer state is sharded over data-parallel ranks, "
+        "gradients are reduced once per step; 2: fp32 gradients are sharded too and reduced after every micro-batch",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="communication dtype of gradients between data-parallel ranks: float32: as they were accumulated; "
-        "bfloat16: rounded, half the bytes, summed in float32 (needs zero of 1 or 2)",
+        description="communication dtype of gradients between data-parallel ranks; float32: as accumulated; bfloat16: "
+        "rounded, half the bytes, summed in float32 (needs zero=1 or 2)",
     )
     gather_precision: Literal["auto", "float8", "default"] = Field(
         "default",  # until its kernels have run on several GPUs
-        description="what parameters travel in between data-parallel ranks: default: the type of train.precision; "
-        "float8: matrices of linear layers as float8, half of bfloat16's bytes and the same numbers (needs "
-        "train.linear_precision=float8 and zero of 1 or 2); auto: float8 where it can be had",
+        description="communication dtype of parameters between data-parallel ranks; default: train.precision; float8: "
+        "matrices of linear layers in float8, half of bfloat16's bytes with identical results (needs "
+        "train.linear_precision=float8 and zero=1 or 2); auto: float8 if possible",
     )
     bucket_elements: int = Field(
         40_000_000,
         ge=1,
-        le=MOST * 1000,
-        description="parameters in one data-parallel message; smaller hides more, larger moves faster",
+        le=MAX_COUNT * 1000,
+        description="parameters per data-parallel message; smaller messages overlap better, larger ones are faster",
     )
     recompute: Literal["none", "norms", "activation", "selective", "full"] = Field(
         "none",
-        description="what backward recomputes instead of keeping it: norms: their outputs; activation: the MLP's; "
-        "selective: both; full: whole layers from their input",
+        description="activations that backward recomputes instead of saving them; norms: their outputs; activation: "
+        "the MLP's; selective: both; full: whole layers from their input",
     )
     gpus_per_host: int = Field(8, ge=1, le=1_000_000, description="ranks on one host, for placement and planning")
 
 
-# Layers as wide and micro-batches as small as this gained 0.4 to 1.4% by independent GEMMs on a side stream; narrower
-# layers and larger micro-batches lost 0.4 to 0.6%, save serial blocks cut by tensor parallelism
+# Layers at least this wide and micro-batches at most this large gained 0.4 to 1.4% from independent GEMMs on a side
+# stream. Narrower layers and larger micro-batches lost 0.4 to 0.6%, except serial blocks under tensor parallelism
 # (docs/reports/overlaps.md).
-WIDE, FEW_TOKENS = 4096, 4096
+SIDE_STREAM_MIN_HIDDEN = 4096
+SIDE_STREAM_MAX_TOKENS = 4096
 
 
 class OverlapConfig(Section):
-    """How communication hides under compute. What is asked for and cannot be had is an error; auto says its choice."""
+    """Overlap of communication and compute. An unavailable choice is an error; auto prints its choice."""
 
     tensor: Literal["auto", "fused", "async", "off"] = Field(
         "auto",
@@ -89,27 +90,33 @@ class OverlapConfig(Section):
         "async: collectives overlapped with independent GEMMs; auto: fused where it works, else async",
     )
     pipeline: bool = Field(
-        True, description="send results to the next stage while computing on, instead of waiting until they arrived"
+        True, description="overlap sends between stages with compute, instead of waiting for their arrival"
     )
-    data: bool = Field(True, description="reduce and gather buckets under compute instead of before and after the step")
+    data: bool = Field(
+        True, description="overlap reduction and gather of buckets with compute, instead of before and after the step"
+    )
     gemms: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="on: GEMMs that do not depend on each other run on two streams, so that each fills the "
-        "SMs that the other's last wave leaves idle (GPUs); auto: where that was measured to pay, layers "
-        f"at least {WIDE} wide and micro-batches of at most {FEW_TOKENS:,} tokens",
+        description="on: independent GEMMs run on two streams, so that each fills the SMs that the other's last "
+        f"wave leaves idle (GPUs); auto: on for layers at least {SIDE_STREAM_MIN_HIDDEN} wide with micro-batches of "
+        f"at most {SIDE_STREAM_MAX_TOKENS:,} tokens, where measurements showed a gain",
     )
     pipeline_channels: int = Field(
         4,
         ge=1,
         le=64,
-        description="most NCCL channels of a transfer between stages while compute overlaps it: each is a "
-        "SM that compute does without as long as a transfer runs or waits; 64: as many as NCCL likes",
+        description="maximum NCCL channels of a transfer between stages that compute overlaps; each channel occupies "
+        "one SM while the transfer runs or waits; 64: NCCL's own choice",
     )
     data_channels: int = Field(
-        12, ge=1, le=64, description="most NCCL channels of gathering parameters and of reducing gradients, likewise"
+        12,
+        ge=1,
+        le=64,
+        description="maximum NCCL channels for gathering parameters and reducing gradients; see pipeline_channels",
     )
 
     def max_channels(self, axis: str) -> int | None:
-        """Most NCCL channels of `axis`, pipeline or data; None, NCCL's own choice, where no compute runs beside it."""
-        on, most = {"pipeline": (self.pipeline, self.pipeline_channels), "data": (self.data, self.data_channels)}[axis]
-        return most if on else None
+        """Return the maximum NCCL channels of the axis "pipeline" or "data"; None (NCCL's choice) without overlap."""
+        if axis == "pipeline":
+            return self.pipeline_channels if self.pipeline else None
+        return self.data_channels if self.data else None

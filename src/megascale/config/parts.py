@@ -1,84 +1,142 @@
-"""The parts that settings name, of a model and of what a run tells, with the facts about them that need no torch.
+"""Parts of a model, of training and of its output that settings name, with their facts that need no torch.
 
-What runs stands under the same name in a registry beside the code: ops/activation.py, model/norm.py,
-model/attention.py, model/mlp.py, model/block.py, parallel/linear.py, observe/metrics.py.
+The implementation of each part stands under the same name in a registry next to the code: ops/activation.py,
+model/norm.py, model/attention.py, model/mlp.py, model/block.py, parallel/linear.py, optim/rules.py, observe/metrics.py.
+Memory, checkpoints and resuming derive from the facts of optimizers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megascale.config.registry import Registry
 
+MODEL_PACKAGE = "megascale.model"  # home of modules that register a part of the model
+
 
 @dataclass(frozen=True)
 class ActivationFacts:
-    """gated: whether it takes two input projections, [gate | up], and gives one."""
+    """Facts of an activation.
+
+    Attributes:
+        gated: whether it takes two input projections, [gate | up], and returns one.
+    """
 
     gated: bool = False
 
 
 @dataclass(frozen=True)
 class NormFacts:
-    """bias: whether it has one beside its weight, and takes the mean away."""
+    """Facts of a norm.
+
+    Attributes:
+        bias: whether it has a bias and subtracts the mean.
+    """
 
     bias: bool
 
 
 @dataclass(frozen=True)
 class PartFacts:
-    """about: one line for people."""
+    """Facts of another part: its description, one line for people."""
 
-    about: str
+    description: str
 
 
 @dataclass(frozen=True)
 class SinkFacts:
-    """about: one line for people; address: what stands behind its name, as in NAME=ADDRESS; "" if nothing need."""
+    """Facts of a span sink.
 
-    about: str
-    address: str = ""
+    Attributes:
+        description: one line for people.
+        address_format: form of the address in NAME=ADDRESS; "" if the sink needs none.
+    """
+
+    description: str
+    address_format: str = ""
 
 
 @dataclass(frozen=True)
 class LinearFacts:
-    """What `train.linear_precision` means for memory and speed.
+    """Effects of a `train.linear_precision` on memory and speed.
 
     Attributes:
-        about: one line for people.
-        kept: bytes an element of the copy of a GEMM's input that backward keeps; None: the input itself.
-        copies: bytes an element of what is made of weights once a step.
-        float8: which GEMMs of a layer are in float8.
-        gathered: bytes an element that data-parallel ranks can send of weights instead of those; None: they cannot.
+        description: one line for people.
+        saved_input_bytes: bytes per element of the copy of a GEMM's input that backward saves; None: the input itself.
+        weight_copy_bytes: bytes per element of the copies of weights that are made once per step.
+        float8_gemms: GEMMs of a layer that run in float8.
+        gathered_weight_bytes: bytes per element in which data-parallel ranks can send weights; None: only as weights.
     """
 
-    about: str
-    kept: int | None = None
-    copies: int = 0
+    description: str
+    saved_input_bytes: int | None = None
+    weight_copy_bytes: int = 0
     float8_gemms: Literal["none", "all", "all but weight gradients"] = "none"
     gathered_weight_bytes: int | None = None
 
 
-MODEL = "megascale.model"  # where a module may stand that registers a part of its name (registry.py)
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """Facts of an optimizer.
+
+    Attributes:
+        state_names: maps (logical name, shape) to the names of the state tensors for this tensor. Each is as large as
+            the tensor and zero before the first step.
+        own_settings: keys of [optimizer] that only this optimizer reads.
+        default_peak: its own default of lr.peak; None: the general default.
+    """
+
+    state_names: Callable[[str, tuple[int, ...]], tuple[str, ...]]
+    own_settings: tuple[str, ...] = ()
+    default_peak: float | None = None
 
 
 class SpanSinks(Registry[SinkFacts]):
-    """The span sinks, given as NAME or NAME=ADDRESS."""
+    """Registry of span sinks, which a setting names as NAME or NAME=ADDRESS."""
 
-    def check_given(self, given: str) -> str:
-        """`given`, if it is the name of a sink with the address that it needs; as a validator of the setting."""
-        name, _, address = given.partition("=")
+    def validate_setting(self, setting: str) -> str:
+        """Return `setting` if it names a sink with the address that it needs. Raises ValueError otherwise."""
+        name, _, address = setting.partition("=")
         facts = self[self.validate_name(name)]
-        if facts.address and not address:
-            raise ValueError(f"{self.key}={given!r} needs an address: {name}={facts.address}")
+        if facts.address_format and not address:
+            raise ValueError(f"{self.key}={setting!r} needs an address: {name}={facts.address_format}")
         if "@" in address:
             raise ValueError(
-                f"{self.key}: the address of {name} holds a user or password, which would lie in the run folder; "
-                "give them in the environment (docs/observe.md)"
+                f"{self.key}: the address of {name} holds a user or password, which the run folder would reveal; "
+                "set them in the environment (docs/observe.md)"
             )
-        return given
+        return setting
 
+
+# Half of the best value in docs/reports/convergence.md, which costs 0.05 to 0.16 of loss: those runs were short.
+LAMB_PEAK = 5e-3
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _moment_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    return MOMENTS
+
+
+def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a logical tensor is a matrix of a layer, not of embedding or output."""
+    return name.startswith("layers.") and len(shape) == 2
+
+
+def _muon_state_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    return ("momentum",) if is_hidden_matrix(name, shape) else MOMENTS
+
+
+OPTIMIZERS: Registry[OptimizerFacts] = Registry(
+    "optimizer.name",
+    {
+        "adamw": OptimizerFacts(_moment_names),
+        "lamb": OptimizerFacts(_moment_names, ("trust_min", "trust_max", "lamb_bias_correction"), LAMB_PEAK),
+        "muon": OptimizerFacts(_muon_state_names, ("muon_momentum", "muon_nesterov", "muon_steps", "muon_rms")),
+    },
+    home="megascale.optim",
+)
 
 ACTIVATIONS: Registry[ActivationFacts] = Registry(
     "model.activation",
@@ -86,13 +144,15 @@ ACTIVATIONS: Registry[ActivationFacts] = Registry(
     home="megascale.ops",
 )
 NORMS: Registry[NormFacts] = Registry(
-    "model.norm", {"layernorm": NormFacts(bias=True), "rmsnorm": NormFacts(bias=False)}, home=MODEL
+    "model.norm", {"layernorm": NormFacts(bias=True), "rmsnorm": NormFacts(bias=False)}, home=MODEL_PACKAGE
 )
 ATTENTIONS: Registry[PartFacts] = Registry(
-    "model.attention", {"causal": PartFacts("grouped queries, full or in a sliding window")}, home=MODEL
+    "model.attention",
+    {"causal": PartFacts("causal, grouped queries, full or in a sliding window")},
+    home=MODEL_PACKAGE,
 )
 MLPS: Registry[PartFacts] = Registry(
-    "model.mlp", {"dense": PartFacts("one or (gated) two matrices in, one out")}, home=MODEL
+    "model.mlp", {"dense": PartFacts("one input projection (gated: two), one output projection")}, home=MODEL_PACKAGE
 )
 BLOCKS: Registry[PartFacts] = Registry(
     "model.block",
@@ -100,21 +160,23 @@ BLOCKS: Registry[PartFacts] = Registry(
         "serial": PartFacts("x + MLP(LN(x + Attn(LN x)))"),
         "parallel": PartFacts("x + Attn(LN x) + MLP(LN x)"),
     },
-    home=MODEL,
+    home=MODEL_PACKAGE,
 )
 LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
     "train.linear_precision",
     {
         "default": LinearFacts("GEMMs in the type of train.precision"),
         "float8": LinearFacts(
-            "float8 with one scale a matrix; embedding and logits as without",
-            kept=1,
-            copies=2,
+            "float8 with one scale per matrix; embedding and logits in train.precision",
+            saved_input_bytes=1,
+            weight_copy_bytes=2,
             float8_gemms="all",
             gathered_weight_bytes=1,
         ),
         "float8_rowwise": LinearFacts(
-            "float8 with a scale a row; weight gradients as without", copies=2, float8_gemms="all but weight gradients"
+            "float8 with one scale per row; weight gradients in train.precision",
+            weight_copy_bytes=2,
+            float8_gemms="all but weight gradients",
         ),
     },
     home="megascale.parallel",
@@ -123,14 +185,16 @@ LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
 SPAN_SINKS = SpanSinks(
     "observe.span_sinks",
     {
-        "parquet": SinkFacts("Parquet files beside the spool, for DuckDB"),
+        "parquet": SinkFacts("Parquet files next to the spool, for DuckDB"),
         "clickhouse": SinkFacts("a ClickHouse server", "http://HOST:8123/DATABASE"),
-        "kafka": SinkFacts("topics of Kafka, rows as JSON", "HOST:9092"),
+        "kafka": SinkFacts("Kafka topics with rows as JSON", "HOST:9092"),
     },
     home="megascale.observe.store",
 )
 LOSSES: Registry[PartFacts] = Registry(
-    "train.loss", {"cross_entropy": PartFacts("of the next token, natural logarithm")}, home="megascale.ops"
+    "train.loss",
+    {"cross_entropy": PartFacts("cross-entropy of the next token, in nats")},
+    home="megascale.ops",
 )
 CALLBACKS: Registry[PartFacts] = Registry("train.callbacks", {}, home="megascale.train")
 SINKS: Registry[PartFacts] = Registry(
@@ -139,7 +203,7 @@ SINKS: Registry[PartFacts] = Registry(
     home="megascale.observe",
 )
 
-# Those of a model, by the setting that names them.
+# Parts of a model, by their setting.
 MODEL_PARTS: dict[str, Registry[Any]] = {
     registry.key: registry for registry in (ACTIVATIONS, NORMS, ATTENTIONS, MLPS, BLOCKS, LINEAR_PRECISIONS)
 }

@@ -1,54 +1,86 @@
-"""Names that a setting may have, each with what stands behind it: how a part is added without touching its users.
+"""Registries of the names that a setting accepts, and the plugins that add entries.
 
-A name is registered by whoever has the part: beside the registry, or by a module that is imported when it is first
-asked for. That is the module of the same name in the part's own package (`model.mlp=experts`: module experts in
-model/), or what installed packages name as plugins (plugins.py). So a part, whatever it consists of, may be one file.
+A name is registered by the module that defines the part: next to the registry, or in a module that is imported when the
+name is first used. That is the module of the same name in the part's own package (`model.mlp=experts`: module experts
+in model/), or a module of an installed package. A package names such a module in its entry points' group
+`megascale.plugins`, and importing it registers its parts (docs/architecture.md describes each kind). So a part may be
+one file. `megascale launch` imports all plugins, because no setting names a rule; other processes import them when a
+setting has an unknown name.
 """
 
 from __future__ import annotations
 
 import difflib
+import threading
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TypeVar
 
-from megascale.config.plugins import load_plugins
 from megascale.errors import ConfigError
+
+PLUGIN_GROUP = "megascale.plugins"
+_plugin_lock = threading.RLock()  # other threads wait until all parts are registered; a plugin may use a registry
+_plugins_loaded = False
 
 T = TypeVar("T")
 
 
-class Registry(dict[str, T]):
-    """What a setting may say, by name; to ask for a name that is not there is a ConfigError with those that are.
+def load_plugins() -> None:
+    """Import all plugins, once per process. Raises ConfigError naming a plugin that cannot be imported."""
+    global _plugins_loaded
+    with _plugin_lock:
+        if _plugins_loaded:
+            return
+        _plugins_loaded = True
+        for point in entry_points(group=PLUGIN_GROUP):
+            try:
+                point.load()
+            except Exception as error:
+                _plugins_loaded = False
+                raise ConfigError(
+                    f"the plugin {point.name} ({point.value}) cannot be loaded: {type(error).__name__}: {error}; "
+                    "fix its package or uninstall it"
+                ) from error
 
-    A dictionary, since some are asked several times a layer.
+
+class Registry(dict[str, T]):
+    """Dictionary of the values of a setting, by name. Looking up an unknown name raises ConfigError with the known
+    ones.
+
+    It is a dictionary because some registries are read several times per layer.
 
     Args:
-        key: the setting, section.key; errors name it.
-        known: entries to begin with.
-        home: package in which a module may stand that registers the name it is called by.
+        key: the setting, section.key, for error messages.
+        entries: built-in entries.
+        home: package whose modules may register the name by which they are called.
 
     Attributes:
-        own: the entries to begin with, which nobody added.
+        builtin_names: names of the built-in entries.
     """
 
-    def __init__(self, key: str, known: Mapping[str, T] | None = None, home: str = "") -> None:
-        super().__init__(known or {})
-        self.key, self._home, self.own = key, home, frozenset(self)
+    def __init__(self, key: str, entries: Mapping[str, T] | None = None, home: str = "") -> None:
+        super().__init__(entries or {})
+        self.key = key
+        self._home = home
+        self.builtin_names = frozenset(self)
 
     def register(self, name: str, entry: T) -> None:
-        """Add a name; ConfigError if it is taken."""
+        """Add a name. Raises ConfigError if it is registered already."""
         if dict.__contains__(self, name):
             raise ConfigError(f"{self.key}={name!r} is registered already; choose another name")
         self[name] = entry
 
     def remove(self, name: str) -> None:
-        """Forget a name that `register` added."""
+        """Remove a name that `register` added."""
         del self[name]
 
     def __contains__(self, name: object) -> bool:
-        """Whether it is known; imports what may register it. ConfigError for a plugin that cannot be imported."""
+        """Return whether the name is known, after importing the modules that may register it.
+
+        Raises ConfigError for a plugin that cannot be imported.
+        """
         if dict.__contains__(self, name):
             return True
         if self._home and isinstance(name, str) and name.isidentifier() and find_spec(f"{self._home}.{name}"):
@@ -59,20 +91,20 @@ class Registry(dict[str, T]):
 
     def __missing__(self, name: str) -> T:
         if name not in self:
-            raise ConfigError(self._unknown(name))
+            raise ConfigError(self._describe_unknown(name))
         return dict.__getitem__(self, name)
 
     def names(self) -> list[str]:
-        """All names, in the order in which they were added."""
+        """Return all names, in the order in which they were registered."""
         return list(self)
 
     def validate_name(self, name: str) -> str:
-        """`name`, if it is known; as a validator of the setting."""
+        """Return `name` if it is known; a validator for the setting. Raises ValueError otherwise."""
         if name not in self:
-            raise ValueError(self._unknown(name))
+            raise ValueError(self._describe_unknown(name))
         return name
 
-    def _unknown(self, name: str) -> str:
-        near = difflib.get_close_matches(name, self, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return f"{self.key}={name!r} is not known; {hint}choose among {', '.join(map(repr, self))}"
+    def _describe_unknown(self, name: str) -> str:
+        nearest = difflib.get_close_matches(name, self, n=1)
+        suggestion = f"did you mean {nearest[0]!r}? " if nearest else ""
+        return f"{self.key}={name!r} is not known; {suggestion}choose among {', '.join(map(repr, self))}"

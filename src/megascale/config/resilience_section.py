@@ -1,104 +1,138 @@
-"""The section [resilience]: training that runs itself."""
+"""The sections [resilience] and [kubernetes]: fault tolerance of `megascale launch` and its cluster."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from megascale.config.base import MOST, Section, expand_home
+from megascale.config.base import MAX_COUNT, Section, expand_home
+
+_Pair = Annotated[str, StringConstraints(pattern=r"^[^=\s]+=[^\s]*$")]
+_Assignment = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*=")]
+_Mount = Annotated[str, StringConstraints(pattern=r"^(host:/[^:]*|claim:[a-z0-9.-]+):/[^:]+(:ro)?$")]
+_Label = r"^(|([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)$"
 
 
 class ResilienceConfig(Section):
-    """Training that runs itself (`megascale launch`): nodes, heartbeats, and how far to go before giving up."""
+    """Fault tolerance (`megascale launch`): nodes, heartbeats, recovery and its limits."""
 
     checksum_interval: int = Field(
         0,
         ge=0,
-        le=MOST,
-        description="steps between checksums of the weights, compared between data-parallel copies; 0: none",
+        le=MAX_COUNT,
+        description="steps between checksums of the weights, compared between data-parallel copies; 0: off",
     )
-    faults: bool = Field(False, description="let `megascale faults inject` break this run's trainers from inside")
+    faults: bool = Field(False, description="allow `megascale faults inject` to inject faults into this run's trainers")
     cluster: str = Field(
         "local",
         min_length=1,
-        description="where nodes come from: local (processes of this machine), ssh (--hosts), slurm, kubernetes, "
-        "manual (agents that somebody else starts) or a registered one",
+        description="source of nodes: local (processes of this machine), ssh (--hosts), slurm, kubernetes, manual "
+        "(agents that the user starts) or a registered cluster",
     )
     hosts: str = Field(
-        "", description="cluster ssh: file with a machine a line: [user@]host[:port] gpus=8 interface=eth1"
+        "", description="cluster ssh: file with one machine per line: [user@]host[:port] gpus=8 interface=eth1"
     )
-    ssh: str = Field("ssh", min_length=1, description="cluster ssh: the command, such as `ssh -F cluster.config`")
-    sbatch: str = Field("", description="cluster slurm: more of sbatch's options, such as `--partition=p --time=1-0`")
+    ssh: str = Field("ssh", min_length=1, description="cluster ssh: the ssh command, such as `ssh -F cluster.config`")
+    sbatch: str = Field(
+        "", description="cluster slurm: additional options of sbatch, such as `--partition=p --time=1-0`"
+    )
     advertise: str = Field(
         "",
-        description="address at which other machines reach the driver, where it is not listen (NAT, several networks); "
-        "default: with listen on all addresses, the one that leads to each machine",
+        description="address at which other machines reach the driver, if it differs from listen (NAT, several "
+        "networks); default: if listen is all addresses, the address on the route to each machine",
     )
     nodes: int = Field(
-        1, ge=1, le=30_000, description="nodes that hold ranks; on one machine a node is a few processes"
+        1, ge=1, le=30_000, description="nodes that hold ranks; on one machine a node is a group of processes"
     )
-    spares: int = Field(0, ge=0, le=30_000, description="nodes that stand by with everything imported")
-    test_spares: bool = Field(True, description="have spares run the self-checks while they wait; one that fails goes")
+    spares: int = Field(0, ge=0, le=30_000, description="standby nodes with all modules imported")
+    test_spares: bool = Field(
+        True, description="run the self-checks on spares while they wait, and remove a spare that fails"
+    )
     placement: str | None = Field(
         None,
         min_length=1,
-        description="file of `megascale network placement --names FILE --out`: which node holds which ranks; default: "
-        "nodes in the order of their names",
+        description="file that assigns ranks to nodes, from `megascale network placement --names FILE --out`; "
+        "default: nodes in the order of their names",
     )
     environment: str | None = Field(
         None,
         min_length=1,
-        description="file of NAME=VALUE lines for every trainer's environment, as `megascale network tune --out` "
-        "writes it",
+        description="file of NAME=VALUE lines for the environment of all trainers, from `megascale network tune --out`",
     )
     interval: float = Field(1.0, gt=0, description="seconds between an agent's heartbeats")
     window: float = Field(5.0, gt=0, description="seconds without a heartbeat after which a node counts as lost")
-    first_step: float = Field(600.0, gt=0, description="seconds that start, loading and the first step may take")
-    grace_period: float = Field(60.0, gt=0, description="seconds that trainers get to save when they are asked to stop")
+    first_step: float = Field(
+        600.0, gt=0, description="seconds within which start, loading and the first step must finish"
+    )
+    grace_period: float = Field(60.0, gt=0, description="seconds that trainers have to save after a request to stop")
     orphan: float = Field(
-        600.0, gt=0, description="seconds an agent lets training go on without a driver before it stops it"
+        600.0,
+        gt=0,
+        description="seconds that an agent lets training continue without a driver before it stops the trainers",
     )
     agent_lease: float | None = Field(
         None,
         ge=0.5,
-        description="seconds after which an agent that the driver does not answer ends its ranks, so that they may be "
-        "started elsewhere while nobody reaches it; unset: 8 on Kubernetes, elsewhere never",
+        description="seconds without an answer from the driver after which an agent ends its ranks, so that they may "
+        "start elsewhere although the agent is unreachable; default: 8 on Kubernetes, elsewhere never",
     )
-    lease: float = Field(3.0, gt=0, description="seconds after which another host's silent driver may be replaced")
-    budget_seconds: float = Field(3600.0, gt=0, description="time over which the budgets below count")
-    retries: int = Field(5, ge=0, le=MOST, description="times a node's processes are forked again in place")
-    respawns: int = Field(2, ge=0, le=MOST, description="times a node's agent and fork server are started again")
-    replacements: int = Field(10, ge=0, le=MOST, description="nodes that may be replaced by spares or new ones")
+    lease: float = Field(3.0, gt=0, description="seconds after which a silent driver of another host may be replaced")
+    budget_seconds: float = Field(
+        3600.0, gt=0, description="seconds over which the limits on retries, respawns and replacements count"
+    )
+    retries: int = Field(
+        5, ge=0, le=MAX_COUNT, description="maximum number of times that a node's processes are forked again in place"
+    )
+    respawns: int = Field(
+        2, ge=0, le=MAX_COUNT, description="maximum number of times that a node's agent and fork server are restarted"
+    )
+    replacements: int = Field(
+        10, ge=0, le=MAX_COUNT, description="maximum number of nodes that are replaced by spares or new nodes"
+    )
     replenish_wait: float = Field(
-        600.0, ge=0, description="seconds to wait for new nodes when no spare is left; 0: do not ask for any"
+        600.0, ge=0, description="seconds to wait for new nodes when no spare is available; 0: request none"
     )
-    min_data: int = Field(1, ge=1, le=1_000_000, description="data parallelism may shrink to this when nodes stay away")
+    min_data: int = Field(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="smallest data-parallel size to which the job may shrink when nodes are missing",
+    )
     no_progress_limit: int = Field(
-        5, ge=1, le=MOST, description="starts in a row without one new step after which the job stops for a person"
+        5,
+        ge=1,
+        le=MAX_COUNT,
+        description="consecutive starts without a new step after which the job stops and waits for a person",
     )
     slow_action: Literal["alert", "diagnose", "evict"] = Field(
         "alert",
-        description="what follows when spans show a machine to be slow for good: alert a person, diagnose (stop and "
-        "test it, once), or evict it",
+        description="action if spans show that a machine is permanently slow: alert; diagnose (stop and test the "
+        "machine, once); evict",
     )
     slow_least: float = Field(
-        0.1, ge=0.03, le=10, description="share by which it must be slower for that; below it an alert"
+        0.1, ge=0.03, le=10, description="smallest slow-down, as a fraction, for diagnose and evict; below it an alert"
     )
-    listen: str = Field("127.0.0.1", description="address where the driver takes agents and the API")
-    port: int = Field(0, ge=0, le=65535, description="port for agents; 0: any, written to RUN/driver/contact.json")
-    api_port: int = Field(0, ge=0, le=65535, description="port of the HTTP API; 0: any, as above")
+    listen: str = Field("127.0.0.1", description="address on which the driver and its API listen")
+    port: int = Field(
+        0, ge=0, le=65535, description="port for agents; 0: any free port, written to RUN/driver/contact.json"
+    )
+    api_port: int = Field(
+        0, ge=0, le=65535, description="port of the HTTP API; 0: any free port, written to RUN/driver/contact.json"
+    )
     agent_metrics: str = Field(
         "",
         pattern=r"^(|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5})$",
-        description="HOST:PORT on which each agent answers /metrics and /health, to whoever asks; empty: nowhere",
+        description="HOST:PORT on which each agent serves /metrics and /health without authentication; empty: off",
     )
     tls_certificate: str | None = Field(
-        None, description="PEM file that the API shows; default: one of the job's own where listen is not loopback"
+        None, description="PEM file with the API's certificate; default: the job makes one if listen is not loopback"
     )
-    tls_key: str | None = Field(None, description="PEM file with its key; readable by this user only")
+    tls_key: str | None = Field(
+        None, description="PEM file with the key of tls_certificate; readable by this user only"
+    )
     log_patterns: list[str] = Field(
         default_factory=lambda: [
             r"CUDA error",
@@ -108,43 +142,125 @@ class ResilienceConfig(Section):
             r"No space left on device",
             r"Traceback \(most recent call last\)",
         ],
-        description="regular expressions; matching lines of trainers' logs go to the driver",
+        description="regular expressions; matching lines of trainers' logs are sent to the driver",
     )
 
     _paths = field_validator("hosts", "placement", "environment", "tls_certificate", "tls_key")(expand_home)
 
     @model_validator(mode="after")
-    def _pair(self) -> ResilienceConfig:
+    def _check_tls_pair(self) -> ResilienceConfig:
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("resilience.tls_certificate and resilience.tls_key belong together; give both or neither")
+            raise ValueError("resilience.tls_certificate and resilience.tls_key belong together; set both or neither")
         return self
 
     @model_validator(mode="after")
-    def _quotes(self) -> ResilienceConfig:
+    def _check_quotes(self) -> ResilienceConfig:
         for key, value in (("ssh", self.ssh), ("sbatch", self.sbatch)):
             try:
                 shlex.split(value)
             except ValueError as error:
                 raise ValueError(
-                    f"resilience.{key}={value!r} is not quoted as a shell reads it ({error}); close each quotation"
+                    f"resilience.{key}={value!r} has unbalanced shell quotes ({error}); close each quotation"
                 ) from None
         return self
 
     @model_validator(mode="after")
-    def _leases(self) -> ResilienceConfig:
+    def _check_lease(self) -> ResilienceConfig:
         if self.agent_lease is not None and self.agent_lease < 2 * self.interval:
             raise ValueError(
                 f"resilience.agent_lease={self.agent_lease:g} is shorter than two heartbeats "
-                f"(resilience.interval={self.interval:g}): one that is late would end ranks; raise it to "
+                f"(resilience.interval={self.interval:g}), so a late answer would end ranks; raise it to "
                 f"{2 * self.interval:g} or more"
             )
         return self
 
     @model_validator(mode="after")
-    def _patterns(self) -> ResilienceConfig:
+    def _check_patterns(self) -> ResilienceConfig:
         for pattern in self.log_patterns:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"resilience.log_patterns has {pattern!r}, no regular expression: {error}") from None
+                raise ValueError(
+                    f"resilience.log_patterns has {pattern!r}, which is not a regular expression: {error}"
+                ) from None
         return self
+
+
+class KubernetesConfig(Section):
+    """Cluster kubernetes: the pods of nodes, one per node (docs/kubernetes.md)."""
+
+    image: str = Field("", description="container image of the nodes, with Python and MegaScale; required")
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        "IfNotPresent", description="when a node pulls the image"
+    )
+    pull_secrets: list[str] = Field(
+        default_factory=list, description="Secrets with the passwords of the image registry"
+    )
+    python: str = Field("python3", min_length=1, description="interpreter in the image")
+    namespace: str = Field(
+        "",
+        pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$",
+        description="namespace of the pods; default: the context's",
+    )
+    kubeconfig: str = Field(
+        "",
+        description="kubeconfig file; default: the service account of the driver's pod, else KUBECONFIG, "
+        "~/.kube/config",
+    )
+    context: str = Field("", description="context of the kubeconfig; default: its current context")
+    service_account: str = Field(
+        "", description="service account of the nodes' pods, which need no rights; default: the namespace's"
+    )
+    one_a_node: bool = Field(
+        True, description="at most one pod of the job per machine; false: as many as fit (tests, CPU)"
+    )
+    pod: str = Field(
+        "",
+        description="YAML file with metadata and spec that are merged into each node's pod; lists are merged by name "
+        "(containers, env, volumes) or mountPath",
+    )
+    mounts: list[_Mount] = Field(
+        default_factory=list,
+        description="volumes of each node: host:/PATH:/MOUNT or claim:NAME:/MOUNT (a volume claim), with :ro for "
+        "read-only",
+    )
+    environment: list[_Assignment] = Field(
+        default_factory=list, description="NAME=VALUE for the environment of each node's processes"
+    )
+    resources: list[_Pair] = Field(
+        default_factory=list,
+        description="resources of a pod in addition to its GPUs, as requests and limits: cpu=90, memory=1500Gi, "
+        "rdma/hca=8",
+    )
+    gpu_resource: str = Field(
+        "nvidia.com/gpu", pattern=_Label, description="name of the GPU resource of the device plugin"
+    )
+    shm: str = Field(
+        "",
+        pattern=r"^([0-9]+[KMGT]i?)?$",
+        description="size of /dev/shm, such as 64Gi; empty: half of the pod's memory",
+    )
+    host_network: bool = Field(
+        False, description="pods use their machine's network, which RDMA without its own CNI requires"
+    )
+    node_selector: list[_Pair] = Field(default_factory=list, description="labels that machines must have: pool=gpu")
+    tolerations: list[str] = Field(
+        default_factory=list, description="taints that pods tolerate, in the form of kubectl: nvidia.com/gpu:NoSchedule"
+    )
+    switch_label: str = Field(
+        "",
+        pattern=_Label,
+        description="label of machines that names their switch: pods use few switches, ranks are ordered by switch, "
+        "and a spare under the same switch is preferred",
+    )
+    switch_required: bool = Field(False, description="require that all pods of the job are under one switch")
+    priority_class: str = Field("", description="PriorityClass of the pods")
+    queue: str = Field("", description="local queue of Kueue that admits the pods; empty: without Kueue")
+    lease_seconds: float = Field(
+        300.0,
+        ge=2,
+        description="seconds after which a driver that cannot renew its Lease ends its ranks and another driver may "
+        "take over the job; must exceed the longest outage of the API server",
+    )
+
+    _paths = field_validator("kubeconfig", "pod")(expand_home)

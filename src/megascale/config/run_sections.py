@@ -1,4 +1,4 @@
-"""The sections [checkpoint], [rendezvous] and [observe]: what surrounds the steps of a run."""
+"""The sections [checkpoint], [rendezvous] and [observe]."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from urllib.parse import unquote
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 
-from megascale.config.base import MOST, Section, expand_home
+from megascale.config.base import MAX_COUNT, Section, expand_home
 from megascale.config.parts import SINKS, SPAN_SINKS
 from megascale.config.training_sections import OptimizerConfig
 
-# What of a run may change under way where a person says so: windows are then trained twice or never, or trained
-# otherwise than those before. The model and the tokenizer may not; what is not named here may at any time.
+# Keys that may change during a run only if checkpoint.accept_changes names them: afterwards windows are trained twice
+# or never, or trained differently. The model and the tokenizer may not change; keys that are not listed always may.
 CHANGEABLE_KEYS = (
     "run",
     "data.train",
@@ -31,59 +31,65 @@ CHANGEABLE_KEYS = (
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    interval: int = Field(200, ge=0, le=MOST, description="steps between checkpoints; 0: only at the end")
-    at_end: bool = Field(True, description="save when training stops; false loses what came after the last interval")
-    keep: int = Field(2, ge=1, le=MOST, description="committed checkpoints to keep")
-    resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
+    interval: int = Field(200, ge=0, le=MAX_COUNT, description="steps between checkpoints; 0: only at the end")
+    at_end: bool = Field(True, description="save when training stops; false: steps after the last interval are lost")
+    keep: int = Field(2, ge=1, le=MAX_COUNT, description="number of committed checkpoints that are kept")
+    resume: bool = Field(True, description="resume from the newest committed checkpoint of the run folder")
     location: str | None = Field(
         None, description="folder or URL (s3://bucket/run) for checkpoints; default: checkpoints in the run folder"
     )
     imported: str | None = Field(
         None,
-        description="checkpoints of an imported model: a start without a state of its own begins with the weights of "
-        "step 0 there, or is refused; convert import sets it",
+        description="checkpoints of an imported model. A start without own checkpoints loads the weights of step 0 "
+        "from there, or fails; `convert import` sets it",
     )
     background: bool = Field(
         False,
-        description="copy the state to host memory under the next step and let a service write it; "
-        "needs host memory of slots x the state",
+        description="copy the state to host memory during the next step and let a service write it; needs slots x the "
+        "size of the state in host memory",
     )
     slots: int | None = Field(
         None,
         ge=1,
         le=4,
-        description="copies of the state in host memory when background is on; default: 1, with memory_interval 2, "
-        "so that one is complete while the other is filled",
+        description="copies of the state in host memory if background=true; default: 1, or 2 with memory_interval, so "
+        "that one copy is complete while the other is filled",
     )
     memory_interval: int = Field(
-        0, ge=0, le=MOST, description="steps between copies to host memory that are not written; 0: only those written"
+        0,
+        ge=0,
+        le=MAX_COUNT,
+        description="steps between copies to host memory that are not written to storage; 0: no such copies",
     )
-    replicas: bool = Field(False, description="also keep each copy in another host's memory (2 x the state there)")
+    replicas: bool = Field(
+        False, description="also store each copy in another host's memory, which needs 2 x the size of the state there"
+    )
     replica_address: str = Field(
-        "127.0.0.1", description="address on which this host takes other hosts' copies; auto: the host's own address"
+        "127.0.0.1", description="address on which this host receives other hosts' copies; auto: the host's own address"
     )
-    linger: float = Field(60.0, ge=0, description="seconds the service waits for new trainers before it ends")
+    linger: float = Field(60.0, ge=0, description="seconds that the service waits for new trainers before it ends")
     accept_changes: list[str] = Field(
         default_factory=list,
-        description="keys that may differ from those in the checkpoint that this start goes on from, such as "
-        "train.seed,optimizer.name; run: the checkpoint may be another run's. For one start: not kept in config.toml",
+        description="keys that may differ from the checkpoint from which this start resumes, such as "
+        "train.seed,optimizer.name; run: the checkpoint may belong to another run. It applies to one start and is not "
+        "saved in config.toml",
     )
 
     _paths = field_validator("location")(expand_home)
 
     @field_validator("accept_changes")
     @classmethod
-    def _acceptable(cls, keys: list[str]) -> list[str]:
+    def _check_acceptable(cls, keys: list[str]) -> list[str]:
         for key in keys:
             if key not in CHANGEABLE_KEYS:
                 raise ValueError(
-                    f"checkpoint.accept_changes has {key!r}; what may be accepted is {', '.join(CHANGEABLE_KEYS)}. The "
-                    "model and the tokenizer of a run cannot change; all other settings may without being named here"
+                    f"checkpoint.accept_changes has {key!r}; choose among {', '.join(CHANGEABLE_KEYS)}. The model "
+                    "and the tokenizer of a run cannot change; all other settings may change without being listed here"
                 )
         return keys
 
     @model_validator(mode="after")
-    def _background(self) -> CheckpointConfig:
+    def _check_background(self) -> CheckpointConfig:
         if not self.background and (self.replicas or self.memory_interval):
             key = "replicas=true" if self.replicas else f"memory_interval={self.memory_interval}"
             raise ValueError(f"checkpoint.{key} needs the checkpoint service; set checkpoint.background=true")
@@ -91,17 +97,17 @@ class CheckpointConfig(Section):
 
 
 def split_password(url: str) -> tuple[str, str | None]:
-    """(the url without its password, the password or None if it has none)."""
-    scheme, _, rest = url.partition("://")
-    access, _, place = rest.rpartition("@")
-    user, colon, secret = access.partition(":")
+    """Return the URL without its password, and the password or None."""
+    scheme, _, authority = url.partition("://")
+    credentials, _, address = authority.rpartition("@")
+    user, colon, password = credentials.partition(":")
     if not colon:
         return url, None
-    return f"{scheme}://{user}{'@' if user else ''}{place}", unquote(secret)
+    return f"{scheme}://{user}{'@' if user else ''}{address}", unquote(password)
 
 
 class RendezvousConfig(Section):
-    """How ranks find each other."""
+    """Rendezvous of the ranks."""
 
     url: str = Field(
         "env://",
@@ -111,31 +117,34 @@ class RendezvousConfig(Section):
         None,
         exclude=True,
         repr=False,
-        description="taken out of the url; never printed or saved. Better: environment MEGASCALE_REDIS_PASSWORD",
+        description="password from the url; never printed or saved. Prefer the environment variable "
+        "MEGASCALE_REDIS_PASSWORD",
     )
     tls_ca: str | None = Field(
-        None, description="rediss://: file of the authority that signed the server's certificate"
+        None, description="rediss://: file of the certificate authority that signed the server's certificate"
     )
-    tls_certificate: str | None = Field(None, description="rediss://: this client's certificate, if the server asks")
+    tls_certificate: str | None = Field(None, description="rediss://: client certificate, if the server requires one")
     tls_key: str | None = Field(None, description="rediss://: key of tls_certificate")
-    timeout: float = Field(300.0, gt=0, description="seconds within which every rank must have come")
-    group_timeout: float = Field(600.0, gt=0, description="seconds after which a collective that hangs is aborted")
-    expiry: float = Field(86400.0, ge=60, description="redis: seconds after which keys of a job that died vanish")
+    timeout: float = Field(300.0, gt=0, description="seconds within which all ranks must arrive")
+    group_timeout: float = Field(600.0, gt=0, description="seconds after which a hanging collective is aborted")
+    expiry: float = Field(86400.0, ge=60, description="redis: seconds after which keys of a dead job expire")
 
     _paths = field_validator("tls_ca", "tls_certificate", "tls_key")(expand_home)
 
     @model_validator(mode="before")
     @classmethod
     def _hide_password(cls, data: Any) -> Any:
-        """Take the password out of the url, so that a saved or printed configuration does not hold it."""
+        """Remove the password from the url, so that saved and printed configurations do not contain it."""
         url = data.get("url") if isinstance(data, dict) else None
         if not isinstance(url, str) or "@" not in url:
             return data
-        shown, secret = split_password(url)
-        return data if secret is None else {**data, "url": shown, "password": secret}
+        public_url, password = split_password(url)
+        if password is None:
+            return data
+        return {**data, "url": public_url, "password": password}
 
     @model_validator(mode="after")
-    def _known_scheme(self) -> RendezvousConfig:
+    def _check_scheme(self) -> RendezvousConfig:
         if self.url.partition("://")[0] not in ("env", "redis", "rediss"):
             raise ValueError(
                 f"rendezvous.url={self.url!r} has an unknown scheme; use env://, redis://HOST:PORT or "
@@ -145,45 +154,52 @@ class RendezvousConfig(Section):
 
 
 class ObserveConfig(Section):
-    """What a run tells about itself."""
+    """Metrics, spans and other output of a run."""
 
     tensorboard: bool = Field(
-        True, description="write scalars for TensorBoard to RUN/tensorboard, where the package is there"
+        True, description="write scalars for TensorBoard to RUN/tensorboard, if the package is installed"
     )
     wandb: str | None = Field(
         None,
         min_length=1,
-        description="Weights & Biases project to report to (pip install -e '.[wandb]'); its own environment "
-        "variables hold, such as WANDB_MODE=offline",
+        description="Weights & Biases project (pip install -e '.[wandb]'); its environment variables apply, such as "
+        "WANDB_MODE=offline",
     )
     sinks: list[Annotated[str, AfterValidator(SINKS.validate_name)]] = Field(
         default_factory=list,
-        description="further places for metrics, by name: what installed packages register (observe/metrics.py)",
+        description="additional metric sinks, by registered name (observe/metrics.py)",
     )
     float8_interval: int = Field(
         100,
         ge=0,
-        le=MOST,
-        description="steps between those whose casts to float8 count what they clip and what becomes zero; 0: none",
+        le=MAX_COUNT,
+        description="steps between counts of values that casts to float8 clip or round to zero; 0: off",
     )
     progress: bool = Field(True, description="live progress line on a terminal")
     timers: bool = Field(
-        True, description="time every action of a step on every rank, without waiting for the device (docs/observe.md)"
+        True, description="time all actions of a step on every rank, without synchronising the device (docs/observe.md)"
     )
     spans: int = Field(
-        100, ge=0, le=MOST, description="steps from one whose spans are all kept to the next; 0: only when asked for"
+        100,
+        ge=0,
+        le=MAX_COUNT,
+        description="steps between steps whose spans are all recorded; 0: only on request",
     )
     spans_mib: int = Field(
-        512, ge=16, le=1_000_000, description="MiB that a host's spans and roll-ups may take; the oldest spans go first"
+        512,
+        ge=16,
+        le=1_000_000,
+        description="maximum MiB of a host's spans and roll-ups; the oldest spans are deleted first",
     )
-    span_sinks: list[Annotated[str, AfterValidator(SPAN_SINKS.check_given)]] = Field(
+    span_sinks: list[Annotated[str, AfterValidator(SPAN_SINKS.validate_setting)]] = Field(
         default_factory=lambda: ["parquet"],
         min_length=1,
-        description="where each host's spans go, NAME or NAME=ADDRESS: parquet, which commands read, clickhouse, "
-        "kafka, and what packages register (observe/store/span_sinks.py)",
+        description="sinks of each host's spans, NAME or NAME=ADDRESS: parquet (which commands read), clickhouse, "
+        "kafka, or a registered sink (observe/store/span_sinks.py)",
     )
     peak_tflops: float | None = Field(
         None,
         gt=0,
-        description="bf16 dense peak of one device for MFU; default: known GPUs, else MFU is not printed",
+        description="dense bf16 peak of one device in TFLOP/s, for MFU; default: known for common GPUs, else MFU is "
+        "not printed",
     )

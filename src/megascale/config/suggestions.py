@@ -1,4 +1,4 @@
-"""Which key was meant: names that other trainers use, keys of other sections, and slips of the keyboard."""
+"""Suggestions for unknown keys: names in other trainers, keys of other sections, and spelling mistakes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from megascale.config.tree import Config
 
-# Key -> what torchtitan, Megatron-LM, Hugging Face, Lightning, DeepSpeed, nanoGPT and papers call it.
+# Names of our keys in torchtitan, Megatron-LM, Hugging Face, Lightning, DeepSpeed, nanoGPT and papers.
 _ALIASES: dict[str, str] = {
     "model.layers": "n_layer n_layers num_layers num_hidden_layers depth",
     "model.hidden": "hidden_size hidden_dim d_model dim embed_dim n_embd n_embed embedding_size width",
@@ -87,7 +89,7 @@ _ALIASES: dict[str, str] = {
     "resilience.nodes": "nnodes num_nodes",
     "rendezvous.group_timeout": "nccl_timeout distributed_timeout distributed_timeout_minutes",
 }
-_SECTIONS = {
+_SECTION_ALIASES = {
     "train": "training trainer job",
     "lr": "scheduler lr_scheduler learning_rate",
     "optimizer": "optim",
@@ -96,60 +98,75 @@ _SECTIONS = {
     "checkpoint": "ckpt",
     "observe": "logging metrics log",
 }
-_CLOSE, _VERY_CLOSE = 0.6, 0.8
+_CLOSE = 0.6  # similarity of names, 0 to 1
+_VERY_CLOSE = 0.8
 
 
 @cache
-def _by_alias() -> Mapping[str, list[str]]:
-    """Keys by alias."""
-    found: dict[str, list[str]] = {}
+def _keys_by_alias() -> Mapping[str, list[str]]:
+    """Return our keys by their name in other trainers."""
+    keys: dict[str, list[str]] = {}
     for key, aliases in _ALIASES.items():
         for alias in aliases.split():
-            found.setdefault(alias, []).append(key)
-    return found
+            keys.setdefault(alias, []).append(key)
+    return keys
 
 
 def is_alias(name: str) -> bool:
-    """Return whether other trainers call a setting so."""
-    return name in _by_alias()
+    """Return whether a setting has this name in other trainers."""
+    return name in _keys_by_alias()
 
 
-def _keys(section: str) -> list[str]:
+def list_keys(section: str) -> list[str]:
+    """Return the keys of a section, none for an unknown section."""
     field = Config.model_fields.get(section)
     return list(getattr(field.annotation, "model_fields", {})) if field is not None else []
+
+
+def find_field(section: str, key: str) -> FieldInfo | None:
+    """Return the field of a setting, or None if it does not exist."""
+    field = Config.model_fields.get(section)
+    return getattr(field.annotation, "model_fields", {}).get(key) if field is not None else None
 
 
 def suggest_keys(name: str, section: str = "") -> list[str]:
     """Return the settings, as section.key, that an unknown `name` (of an existing `section`) most likely means."""
     name = name.lower().replace("-", "_")
-    own = _keys(section)
-    if found := _by_alias().get(name):
-        same = [f"{section}.{key.partition('.')[2]}" for key in found if key.partition(".")[2] in own]
-        return same or found
-    elsewhere: dict[str, list[str]] = {}
-    for other in Config.model_fields:
-        for key in _keys(other):
-            elsewhere.setdefault(key, []).append(f"{other}.{key}")
-    if name in elsewhere:
-        return elsewhere[name]
-    if near := difflib.get_close_matches(name, own, n=1, cutoff=_CLOSE):
-        return [f"{section}.{near[0]}"]
-    words = elsewhere | dict(_by_alias())
-    closest = difflib.get_close_matches(name, words, n=1, cutoff=_VERY_CLOSE)
-    return words[closest[0]] if closest else []
+    section_keys = list_keys(section)
+    if is_alias(name):
+        keys = _keys_by_alias()[name]
+        names_in_section = [key.partition(".")[2] for key in keys]
+        return [f"{section}.{key}" for key in names_in_section if key in section_keys] or keys
+    settings: dict[str, list[str]] = {}
+    for section_name in Config.model_fields:
+        for key in list_keys(section_name):
+            settings.setdefault(key, []).append(f"{section_name}.{key}")
+    if name in settings:
+        return settings[name]
+    matches = difflib.get_close_matches(name, section_keys, n=1, cutoff=_CLOSE)
+    if matches:
+        return [f"{section}.{matches[0]}"]
+    candidates = settings | dict(_keys_by_alias())
+    matches = difflib.get_close_matches(name, candidates, n=1, cutoff=_VERY_CLOSE)
+    return candidates[matches[0]] if matches else []
 
 
 def suggest_for_section(name: str, table: Any) -> list[str]:
-    """Return what an unknown section most likely means: settings for the keys of its `table`, or else a section."""
-    aliases = {alias: section for section, names in _SECTIONS.items() for alias in names.split()}
-    near = difflib.get_close_matches(name, list(Config.model_fields), n=1, cutoff=_CLOSE)
-    section = aliases.get(name) or (near[0] if near else "")
-    found: list[str] = []
+    """Return suggestions for an unknown section: settings for the keys of its `table`, or else a section."""
+    aliases = {alias: section for section, names in _SECTION_ALIASES.items() for alias in names.split()}
+    matches = difflib.get_close_matches(name, list(Config.model_fields), n=1, cutoff=_CLOSE)
+    section = aliases.get(name) or (matches[0] if matches else "")
+    suggestions: list[str] = []
     for key in table if isinstance(table, Mapping) else ():
-        found += [f"{section}.{key}"] if key in _keys(section) else suggest_keys(str(key), section)
-    return list(dict.fromkeys(found)) or ([f"[{section}]"] if section else [])
+        if key in list_keys(section):
+            suggestions.append(f"{section}.{key}")
+        else:
+            suggestions += suggest_keys(str(key), section)
+    if not suggestions and section:
+        return [f"[{section}]"]
+    return list(dict.fromkeys(suggestions))
 
 
-def question(names: list[str]) -> str:
-    """Return the suggestions as a question, empty without any."""
+def format_question(names: list[str]) -> str:
+    """Return the suggestions as a question, empty if there are none."""
     return f"did you mean {' or '.join(names[:3])}?" if names else ""

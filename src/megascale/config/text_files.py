@@ -1,4 +1,4 @@
-"""Text and TOML files that people write, with whatever editor."""
+"""Text and TOML files that people edit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def decode_text(data: bytes) -> str:
-    r"""Return text of UTF-8, or of UTF-16 if its byte order mark says so, without that mark and with \n as line ends.
+    r"""Decode UTF-8, or UTF-16 with a byte order mark. The mark is removed, and line ends become \n.
 
     Raises UnicodeDecodeError.
     """
@@ -22,12 +22,12 @@ def decode_text(data: bytes) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text, see `decode_text`. Raises OSError and UnicodeDecodeError."""
+    """Return a file's text as `decode_text` decodes it. Raises OSError and UnicodeDecodeError."""
     return decode_text(path.read_bytes())
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
-    """Return the tables of a TOML file. Raises ConfigError, in which the file is a `kind`."""
+    """Return the tables of a TOML file. Raises ConfigError, which calls the file a `kind`."""
     try:
         return tomllib.loads(read_text(path))
     except OSError as error:

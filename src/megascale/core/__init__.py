@@ -1,1 +1,1 @@
-"""What every part asks: grid, schedule, counts of FLOPs and memory, spans, events. Imports no torch."""
+"""Facts that all packages share: grid, schedules, counts of FLOPs and memory, spans, events, files. No torch."""

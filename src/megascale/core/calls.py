@@ -1,11 +1,12 @@
-"""Which collective a rank is in: a memory-mapped record a rank, readable while the rank hangs or after it died.
+"""Record of a rank's collectives and schedule position, in a memory-mapped file that survives a hang or a crash.
 
-The engine says what it starts, what it waits for and where it stands in the schedule. Each word costs about a
-microsecond and no system call. `rank-N.calls` lies beside `rank-N.status`; the hang verdict joins all ranks' files.
-Without a trainer nothing is recorded (`NoCalls`).
+The engine records each call that it starts or waits for, and its action in the schedule. A record costs about a
+microsecond and no system call. `rank-N.calls` lies next to `rank-N.status`; the hang diagnosis joins the files of all
+ranks. Outside a trainer nothing is recorded (`NullCallLog`).
 
-Another process reads while this one writes, so words are aligned to 8 bytes and a record is written as one copy of
-bytes: a reader sees an old word or a new one. `struct.pack_into` would clear a word first and write it byte by byte.
+Another process reads while this one writes. Fields are therefore aligned to 8 bytes and a record is written as one
+copy of bytes, so that a reader sees an old field or a new one. `struct.pack_into` would clear a field first and write
+it byte by byte.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megascale.core.failure import reserve
+from megascale.core.failure import reserve_file_space
 from megascale.core.untrusted_files import open_regular
 
-MAX_RANKS = 1 << 18  # a record that names more is damaged: readers make a row for each rank of the world
+MAX_RANKS = 1 << 18  # a record with a higher rank is damaged: readers make a row for each rank of the world
 OPS = (
     "all_gather",
     "reduce_scatter",
@@ -35,175 +36,191 @@ OPS = (
     "replayed_backward",
     "agree_on_capture",
 )
-_CODES = {op: code for code, op in enumerate(OPS)}
-READER = "reader"  # what a rank waits for that waits for its samples
+_OP_CODES = {op: code for code, op in enumerate(OPS)}
+READER = "reader"  # group name of a wait for samples
 
+# Layout of the file: header, position, wait, number of calls, groups, ring of calls. Structures are little-endian.
 _MAGIC = b"MSCALL3\0"
-_SLOTS, _RING = 64, 8192  # three steps of a stage of twenty layers and eight micro-batches, which a verdict compares
-# magic, pid, rank, world, used slots, host name
-_HEAD = struct.Struct("<8sIIII40s")
+_MAX_GROUPS = 64
+_RING_CALLS = 8192  # three steps of a stage with twenty layers and eight micro-batches, which a verdict compares
+# magic, pid, rank, world size, number of groups, host name
+_HEADER = struct.Struct("<8sIIII40s")
 # events, time_ns, step, index in the schedule, chunk, microbatch, action
-_PLACE = struct.Struct("<QqqiiI24sxxxx")
-_PLACE_AT = 64
-# slot (-1: nothing, -2: reader), reader's pid, sequence, since_ns, nanoseconds waited in all
+_POSITION = struct.Struct("<QqqiiI24sxxxx")
+_POSITION_OFFSET = 64
+# group index (_NOT_WAITING or _WAITING_FOR_DATA), reader's pid, sequence, start_ns, total nanoseconds waited
 _WAIT = struct.Struct("<iIQqQ")
-_WAIT_AT = 128
+_WAIT_OFFSET = 128
+_NOT_WAITING, _WAITING_FOR_DATA = -1, -2
+# number of calls written in total
+_CALL_COUNT = struct.Struct("<Q")
+_CALL_COUNT_OFFSET = 192
 # name, size, started, finished
-_SLOT = struct.Struct("<56sIxxxxQQ")
-_COUNTS = struct.Struct("<QQ")
-_COUNTS_IN = 64
-_SLOTS_AT = 256
-# sequence in the group, step, bytes, microbatch, chunk, slot, op
-_ENTRY = struct.Struct("<QQQiiHHxxxx")
-_ENTRIES_AT = _SLOTS_AT + _SLOTS * _SLOT.size
-# number of entries written in all
-_TOTAL = struct.Struct("<Q")
-_TOTAL_AT = 192
-SIZE = _ENTRIES_AT + _RING * _ENTRY.size
-_NONE = 0xFFFFFFFF  # a micro-batch of -1
+_GROUP = struct.Struct("<56sIxxxxQQ")
+_GROUPS_OFFSET = 256
+_COUNTERS = struct.Struct("<QQ")
+_COUNTERS_OFFSET = 64  # within a group
+# sequence in the group, step, bytes, microbatch, chunk, group index, op
+_CALL = struct.Struct("<QQQiiHHxxxx")
+_CALLS_OFFSET = _GROUPS_OFFSET + _MAX_GROUPS * _GROUP.size
+SIZE = _CALLS_OFFSET + _RING_CALLS * _CALL.size
+_NO_MICROBATCH = 0xFFFFFFFF  # -1 as an unsigned integer
+# A handle holds the group index above the sequence number.
+_SEQUENCE_BITS = 48
+_SEQUENCE_MASK = (1 << _SEQUENCE_BITS) - 1
 
 
 class NullCallLog:
-    """Records nothing."""
+    """Base class of call logs, which records nothing."""
 
     waited_seconds = 0.0
 
     def begin_call(self, group: str, op: str, size: int) -> int:
-        """A collective or transfer of `size` bytes on `group` starts; returns a handle."""
+        """Record the start of a collective or transfer of `size` bytes on `group`; return a handle."""
         return -1
 
     def begin_wait(self, call: int) -> None:
-        """The host now waits for it."""
+        """Record that the host now waits for the call with this handle."""
 
     def end_call(self, call: int) -> None:
-        """It has ended."""
+        """Record that the call has ended."""
 
     def set_action(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
-        """This rank stands at an action of its schedule."""
+        """Record the action of the schedule that this rank executes."""
 
-    def step(self, step: int) -> None:
-        """A step begins."""
+    def begin_step(self, step: int) -> None:
+        """Record that a step begins."""
 
     def begin_data_wait(self, pid: int = 0) -> None:
-        """This rank waits for samples, from process `pid` if another process reads them."""
+        """Record that this rank waits for samples, from process `pid` if another process reads them."""
 
     def end_data_wait(self) -> None:
-        """The samples are there."""
+        """Record that the samples have arrived."""
 
 
 class CallLog(NullCallLog):
-    """Writes `FOLDER/rank-N.calls`. One thread at a time uses it (the one that runs the step)."""
+    """Writer of `FOLDER/rank-N.calls`, for use by one thread at a time (the one that runs the step)."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank-{rank}.calls"
         with open(self.path, "w+b") as file:
-            reserve(file.fileno(), SIZE)
+            reserve_file_space(file.fileno(), SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
         self._identity = (os.getpid(), rank, world)
-        self._names: dict[str, int] = {}
+        self._group_indices: dict[str, int] = {}
         self._started: list[int] = []
         self._finished: list[int] = []
-        self._events = self._total = self._step = self._waited = 0
-        self._since = 0
-        self._place = (-1, -1, _NONE, b"")
-        self._idle()
-        self._head()
+        self._events = 0
+        self._call_count = 0
+        self._step = 0
+        self._waited_ns = 0
+        self._wait_start = 0
+        self._position = (-1, -1, _NO_MICROBATCH, b"")
+        self._write_idle()
+        self._write_header()
 
     def register_group(self, group: str, size: int) -> None:
-        """Name a group of `size` ranks that this rank belongs to before it is used, so that its members are known."""
-        if group in self._names or len(self._names) == _SLOTS:
+        """Name a group of `size` ranks to which this rank belongs, before its first call."""
+        if group in self._group_indices or len(self._group_indices) == _MAX_GROUPS:
             return
-        slot = self._names[group] = len(self._names)
+        index = len(self._group_indices)
+        self._group_indices[group] = index
         self._started.append(0)
         self._finished.append(0)
-        self._put(_SLOTS_AT + slot * _SLOT.size, _SLOT.pack(group.encode()[:56], size, 0, 0))
-        self._head()
+        self._write(_GROUPS_OFFSET + index * _GROUP.size, _GROUP.pack(group.encode()[:56], size, 0, 0))
+        self._write_header()
 
     def begin_call(self, group: str, op: str, size: int) -> int:
-        """A collective or transfer of `size` bytes on `group` starts; returns a handle for `wait` and `done`."""
-        slot = self._names.get(group)
-        if slot is None:
+        """Record the start of a call and return its handle; -1 for a group that is not registered."""
+        index = self._group_indices.get(group)
+        if index is None:
             return -1
-        sequence = self._started[slot] = self._started[slot] + 1
-        _, chunk, microbatch, _ = self._place
-        at = _ENTRIES_AT + self._total % _RING * _ENTRY.size
-        code = _CODES[op]
-        self._put(at, _ENTRY.pack(sequence, self._step, size, _signed(microbatch), chunk, slot, code))
-        self._total += 1
-        self._put(_TOTAL_AT, _TOTAL.pack(self._total))
-        self._count(slot)
-        return slot << 48 | sequence
+        sequence = self._started[index] + 1
+        self._started[index] = sequence
+        _, chunk, microbatch, _ = self._position
+        offset = _CALLS_OFFSET + self._call_count % _RING_CALLS * _CALL.size
+        record = _CALL.pack(sequence, self._step, size, _to_signed(microbatch), chunk, index, _OP_CODES[op])
+        self._write(offset, record)
+        self._call_count += 1
+        self._write(_CALL_COUNT_OFFSET, _CALL_COUNT.pack(self._call_count))
+        self._write_counters(index)
+        return index << _SEQUENCE_BITS | sequence
 
     def begin_wait(self, call: int) -> None:
-        """The host now waits for it."""
+        """Record that the host now waits for the call with this handle."""
         if call >= 0:
-            self._wait(call >> 48, 0, call & (1 << 48) - 1)
+            self._write_wait(call >> _SEQUENCE_BITS, 0, call & _SEQUENCE_MASK)
 
     def end_call(self, call: int) -> None:
-        """It has ended."""
+        """Record that the call has ended."""
         if call < 0:
             return
-        self._finished[call >> 48] += 1
-        self._count(call >> 48)
-        self._idle()
+        index = call >> _SEQUENCE_BITS
+        self._finished[index] += 1
+        self._write_counters(index)
+        self._write_idle()
 
     def set_action(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
-        """This rank stands at an action of its schedule."""
-        self._place = (index, chunk, microbatch & _NONE, action)
-        self._put_place()
+        """Record the action of the schedule that this rank executes."""
+        self._position = (index, chunk, microbatch & _NO_MICROBATCH, action)
+        self._write_position()
 
     def begin_step(self, step: int) -> None:
-        """A step begins."""
+        """Record that a step begins."""
         self._step = step
         self.set_action(b"")
 
     def begin_data_wait(self, pid: int = 0) -> None:
-        """This rank waits for samples, from process `pid` if another process reads them."""
-        self._wait(-2, pid, 0)
+        """Record that this rank waits for samples, from process `pid` if another process reads them."""
+        self._write_wait(_WAITING_FOR_DATA, pid, 0)
 
     def end_data_wait(self) -> None:
-        """The samples are there."""
-        self._idle()
+        """Record that the samples have arrived."""
+        self._write_idle()
 
     @property
     def waited_seconds(self) -> float:  # type: ignore[override]
-        """Time that the host has waited for others so far."""
-        return self._waited / 1e9
+        """Total time that the host has waited for other processes."""
+        return self._waited_ns / 1e9
 
     def close(self) -> None:
-        """Let go of the file; its last word stays."""
+        """Unmap the file; its last record stays."""
         self._map.close()
 
-    def _put(self, at: int, record: bytes) -> None:
-        self._map[at : at + len(record)] = record
+    def _write(self, offset: int, record: bytes) -> None:
+        self._map[offset : offset + len(record)] = record
 
-    def _head(self) -> None:
+    def _write_header(self) -> None:
         host = socket.gethostname().encode()[:40]
-        self._put(0, _HEAD.pack(_MAGIC, *self._identity, len(self._names), host))
+        self._write(0, _HEADER.pack(_MAGIC, *self._identity, len(self._group_indices), host))
 
-    def _count(self, slot: int) -> None:
-        at = _SLOTS_AT + slot * _SLOT.size + _COUNTS_IN
-        self._put(at, _COUNTS.pack(self._started[slot], self._finished[slot]))
-        self._put_place()
+    def _write_counters(self, index: int) -> None:
+        offset = _GROUPS_OFFSET + index * _GROUP.size + _COUNTERS_OFFSET
+        self._write(offset, _COUNTERS.pack(self._started[index], self._finished[index]))
+        self._write_position()
 
-    def _put_place(self) -> None:
+    def _write_position(self) -> None:
         self._events += 1
-        self._put(_PLACE_AT, _PLACE.pack(self._events, time.time_ns(), self._step, *self._place))
+        self._write(_POSITION_OFFSET, _POSITION.pack(self._events, time.time_ns(), self._step, *self._position))
 
-    def _wait(self, slot: int, pid: int, sequence: int) -> None:
-        self._since = time.perf_counter_ns()
-        self._put(_WAIT_AT, _WAIT.pack(slot, pid, sequence, time.time_ns(), self._waited))
+    def _write_wait(self, index: int, pid: int, sequence: int) -> None:
+        self._wait_start = time.perf_counter_ns()
+        self._write(_WAIT_OFFSET, _WAIT.pack(index, pid, sequence, time.time_ns(), self._waited_ns))
 
-    def _idle(self) -> None:
-        if self._since:
-            self._waited += time.perf_counter_ns() - self._since
-            self._since = 0
-        self._put(_WAIT_AT, _WAIT.pack(-1, 0, 0, 0, self._waited))
+    def _write_idle(self) -> None:
+        if self._wait_start:
+            self._waited_ns += time.perf_counter_ns() - self._wait_start
+            self._wait_start = 0
+        self._write(_WAIT_OFFSET, _WAIT.pack(_NOT_WAITING, 0, 0, 0, self._waited_ns))
 
 
-def _signed(microbatch: int) -> int:
-    return -1 if microbatch == _NONE else microbatch
+def _to_signed(microbatch: int) -> int:
+    return -1 if microbatch == _NO_MICROBATCH else microbatch
+
+
+def _to_text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -211,9 +228,10 @@ class Call:
     """A collective or transfer that a rank started.
 
     Attributes:
-        group, sequence: which group, and how many calls the rank had started on it with this one.
-        op, bytes: what, and how much.
-        step, chunk, microbatch: where in the schedule; -1 where it has no meaning.
+        group: name of the group.
+        sequence: number of this call among the rank's calls on the group, from 1.
+        op, bytes: operation and its size.
+        step, chunk, microbatch: position in the schedule; -1 where it does not apply.
     """
 
     group: str
@@ -227,7 +245,7 @@ class Call:
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """What a rank did on a group of `size` ranks: calls started and calls finished."""
+    """Numbers of calls that a rank started and finished on a group of `size` ranks."""
 
     size: int
     started: int
@@ -236,7 +254,10 @@ class GroupCounts:
 
 @dataclass(frozen=True)
 class PendingWait:
-    """What the host waits for: a call of a group, or READER (then `pid` reads, 0 if unknown), since `since_ns`."""
+    """Wait of the host since `start_ns`: for a call of a group, or for samples.
+
+    For samples `group` is READER, and process `pid` reads them (0 if unknown).
+    """
 
     group: str
     sequence: int
@@ -246,18 +267,18 @@ class PendingWait:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A rank's file.
+    """Content of a rank's file.
 
     Attributes:
-        rank, pid, world: whose it is.
-        events, time_ns: how often its place was written, and when last.
-        step, action, chunk, microbatch, index: its place in the schedule.
-        waiting: what it waits for, None while it computes.
-        waited_ns: time it has waited so far.
+        rank, pid, world: the process that wrote it.
+        events, time_ns: number of times that its position was written, and the last time.
+        step, action, chunk, microbatch, index: its position in the schedule.
+        waiting: its wait, None while it computes.
+        waited_ns: total time it has waited.
         groups: its groups by name.
-        calls: its last calls in the order in which it started them.
-        whole: whether `calls` goes back to the start of the run.
-        host: name of the host it ran on.
+        calls: its last calls, in the order in which it started them.
+        is_complete: whether `calls` goes back to the start of the run.
+        host: name of its host.
     """
 
     rank: int
@@ -278,60 +299,66 @@ class CallRecord:
     host: str = ""
 
     def find_call(self, group: str, sequence: int) -> Call | None:
-        """The call with that number, None if it was not made or is forgotten."""
-        return next((c for c in reversed(self.calls) if c.group == group and c.sequence == sequence), None)
+        """Return the call with that number, or None if it was not started or is no longer in the ring."""
+        for call in reversed(self.calls):
+            if call.group == group and call.sequence == sequence:
+                return call
+        return None
 
 
 def read_calls(path: Path, history: bool = True) -> CallRecord | None:
-    """What a rank's file says, None if there is none. Whole when the rank stands still; may be torn while it runs."""
+    """Read a rank's file; return None if it is missing or damaged.
+
+    The record is consistent if the rank makes no progress, and may be torn while the rank runs.
+    """
     try:
         with open(path, "rb", opener=open_regular) as file:
-            data = file.read(SIZE if history else _ENTRIES_AT)
-        magic, pid, rank, world, used, host = _HEAD.unpack_from(data, 0)
+            data = file.read(SIZE if history else _CALLS_OFFSET)
+        magic, pid, rank, world, group_count, host = _HEADER.unpack_from(data, 0)
         if magic != _MAGIC or not rank < world <= MAX_RANKS:
             return None
-        events, time_ns, step, index, chunk, microbatch, action = _PLACE.unpack_from(data, _PLACE_AT)
-        names, groups = [], {}
-        for slot in range(min(used, _SLOTS)):
-            name, size, started, finished = _SLOT.unpack_from(data, _SLOTS_AT + slot * _SLOT.size)
-            names.append(name.rstrip(b"\0").decode(errors="replace"))
+        events, time_ns, step, index, chunk, microbatch, action = _POSITION.unpack_from(data, _POSITION_OFFSET)
+        names = []
+        groups = {}
+        for group_index in range(min(group_count, _MAX_GROUPS)):
+            name, size, started, finished = _GROUP.unpack_from(data, _GROUPS_OFFSET + group_index * _GROUP.size)
+            names.append(_to_text(name))
             groups[names[-1]] = GroupCounts(size, started, finished)
-        slot, reader, sequence, since, waited = _WAIT.unpack_from(data, _WAIT_AT)
+        wait_group, reader_pid, sequence, start_ns, waited_ns = _WAIT.unpack_from(data, _WAIT_OFFSET)
         waiting = None
-        if slot == -2:
-            waiting = PendingWait(READER, 0, since, reader)
-        elif 0 <= slot < len(names):
-            waiting = PendingWait(names[slot], sequence, since)
-        (total,) = _TOTAL.unpack_from(data, _TOTAL_AT)
-        calls = _entries(data, total, names) if history else ()
+        if wait_group == _WAITING_FOR_DATA:
+            waiting = PendingWait(READER, 0, start_ns, reader_pid)
+        elif 0 <= wait_group < len(names):
+            waiting = PendingWait(names[wait_group], sequence, start_ns)
+        (call_count,) = _CALL_COUNT.unpack_from(data, _CALL_COUNT_OFFSET)
+        calls = _unpack_calls(data, call_count, names) if history else ()
     except (OSError, struct.error):
         return None
-    place = action.rstrip(b"\0").decode(errors="replace")
     return CallRecord(
-        rank,
-        pid,
-        world,
-        events,
-        time_ns,
-        step,
-        place,
-        chunk,
-        _signed(microbatch),
-        index,
-        waiting,
-        waited,
-        groups,
-        calls,
-        total <= _RING,
-        host.rstrip(b"\0").decode(errors="replace"),
+        rank=rank,
+        pid=pid,
+        world=world,
+        events=events,
+        time_ns=time_ns,
+        step=step,
+        action=_to_text(action),
+        chunk=chunk,
+        microbatch=_to_signed(microbatch),
+        index=index,
+        waiting=waiting,
+        waited_ns=waited_ns,
+        groups=groups,
+        calls=calls,
+        is_complete=call_count <= _RING_CALLS,
+        host=_to_text(host),
     )
 
 
-def _entries(data: bytes, total: int, names: list[str]) -> tuple[Call, ...]:
+def _unpack_calls(data: bytes, call_count: int, names: list[str]) -> tuple[Call, ...]:
     calls = []
-    for number in range(max(0, total - _RING), total):
-        entry = _ENTRY.unpack_from(data, _ENTRIES_AT + number % _RING * _ENTRY.size)
-        sequence, step, size, microbatch, chunk, slot, op = entry
-        if slot < len(names) and op < len(OPS):
-            calls.append(Call(names[slot], sequence, OPS[op], size, step, chunk, microbatch))
+    for number in range(max(0, call_count - _RING_CALLS), call_count):
+        record = _CALL.unpack_from(data, _CALLS_OFFSET + number % _RING_CALLS * _CALL.size)
+        sequence, step, size, microbatch, chunk, group_index, op = record
+        if group_index < len(names) and op < len(OPS):
+            calls.append(Call(names[group_index], sequence, OPS[op], size, step, chunk, microbatch))
     return tuple(calls)

@@ -1,4 +1,4 @@
-"""What this machine can still give: memory of host and GPUs, processes, files. No torch, no CUDA context."""
+"""Free resources of this machine: memory of host and GPUs, processes, open files. No torch, no CUDA context."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.core.gpu_names import visible_gpu_names
+from megascale.core.gpus import visible_gpu_names
 
 _UNLIMITED = 1 << 60  # cgroups of version 1 write 2^63 less a page for "no limit"
+_Limit = tuple[int | None, str]  # value, None if unlimited or unknown, and the name of the limit
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """None: not known here, or no limit.
+    """Free resources of a machine; None where a resource is unlimited or unknown.
 
     Attributes:
-        memory: bytes of host memory that processes may still take.
-        memory_from: who says so, in words.
-        cores: that this process may use.
-        open_files: of one process.
-        processes: that may still be started, threads counted as the kernel does.
-        processes_from: who says so.
-        gpu_memory: bytes of the smallest GPU that is visible.
+        memory: bytes of host memory that processes may still allocate.
+        memory_from: name of the limit that gives `memory`.
+        cores: CPU cores that this process may use.
+        open_files: files that one process may open.
+        processes: processes that may still be started; threads count, as in the kernel.
+        processes_from: name of the limit that gives `processes`.
+        gpu_memory: bytes of the smallest visible GPU.
     """
 
     memory: int | None = None
@@ -42,112 +43,130 @@ class Capacity:
     def measure(
         cls, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), gpus: bool = False
     ) -> Capacity:
-        """This machine now; `proc` and `cgroups` are where the kernel tells of it. `gpus`: ask for GPU memory too."""
-        found: list[tuple[int | None, str]] = [(_available(proc), "MemAvailable")]
-        found += [(left, f"the control group's {name}") for left, name in _memory_left(proc, cgroups)]
-        memory, memory_from = min(((n, who) for n, who in found if n is not None), default=(None, ""))
-        room: list[tuple[int | None, str]] = [
-            (left, f"the control group's {name}") for left, name in _pids_left(proc, cgroups)
-        ]
-        room += [_user_limit(proc), _system_limit(proc)]
-        processes, processes_from = min(((n, who) for n, who in room if n is not None), default=(None, ""))
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        """Measure this machine now.
+
+        Args:
+            proc, cgroups: folders of the kernel's files.
+            gpus: whether to query GPU memory too.
+        """
+        memory, memory_from = _tightest([(_available_memory(proc), "MemAvailable"), *_cgroup_memory(proc, cgroups)])
+        process_limits = [*_cgroup_processes(proc, cgroups), _user_process_limit(proc), _system_process_limit(proc)]
+        processes, processes_from = _tightest(process_limits)
+        open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return cls(
             memory=memory,
             memory_from=memory_from,
             cores=usable_cores(),
-            open_files=None if files == resource.RLIM_INFINITY else files,
+            open_files=None if open_files == resource.RLIM_INFINITY else open_files,
             processes=processes,
             processes_from=processes_from,
-            gpu_memory=_smallest_gpu() if gpus else None,
+            gpu_memory=_smallest_gpu_memory() if gpus else None,
         )
 
 
 def usable_cores() -> int:
-    """Processor cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of CPU cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes that this user may still write where `folder` is or will be made."""
+    """Return the bytes that this user may still write to the disk of `folder`, which need not exist yet."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
-def _number(file: Path) -> int | None:
-    """The number in a file of the kernel's; None for `max` or where there is none."""
+def _tightest(limits: Iterable[_Limit]) -> _Limit:
+    return min(((value, name) for value, name in limits if value is not None), default=(None, ""))
+
+
+def _read_number(file: Path) -> int | None:
+    """Return the number in a kernel file, None for `max` or a missing file."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
         return None
 
 
-def _field(file: Path, name: str) -> int | None:
-    """A number that a line of `file` gives under `name`."""
+def _read_field(file: Path, name: str) -> int | None:
+    """Return the number in the line of `file` that begins with `name`, None without such a line."""
     with suppress(OSError, ValueError, IndexError):
         for line in file.read_text().splitlines():
-            if line.replace(":", " ").split()[:1] == [name]:
-                return int(line.replace(":", " ").split()[1])
+            fields = line.replace(":", " ").split()
+            if fields[:1] == [name]:
+                return int(fields[1])
     return None
 
 
-def _available(proc: Path) -> int | None:
-    kib = _field(proc / "meminfo", "MemAvailable")
+def _available_memory(proc: Path) -> int | None:
+    kib = _read_field(proc / "meminfo", "MemAvailable")
     return None if kib is None else kib * 1024
 
 
-def _groups(proc: Path, cgroups: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Folders of this process's control group and all above it that limit `controller`; whether of version 2."""
+def _cgroup_folders(proc: Path, cgroups: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's control group and its parents that limit `controller`.
+
+    The boolean tells whether the folder belongs to version 2.
+    """
     with suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():
             _, names, path = line.split(":", 2)
-            if names == "" or controller in names.split(","):
-                # In a container the path may be the host's while the mount shows the container's own group as root.
-                root = cgroups if names == "" else cgroups / controller
-                parts = Path(path.lstrip("/")).parts
-                for depth in range(len(parts), -1, -1):
-                    folder = root.joinpath(*parts[:depth])
-                    if folder.is_dir():
-                        yield folder, names == ""
+            is_v2 = names == ""
+            if not is_v2 and controller not in names.split(","):
+                continue
+            # In a container the path may be the host's while the mount shows the container's own group as root.
+            root = cgroups if is_v2 else cgroups / controller
+            parts = Path(path.lstrip("/")).parts
+            for depth in range(len(parts), -1, -1):
+                folder = root.joinpath(*parts[:depth])
+                if folder.is_dir():
+                    yield folder, is_v2
 
 
-def _memory_left(proc: Path, cgroups: Path) -> Iterator[tuple[int, str]]:
-    """(bytes left, file that limits) of each control group with a limit. Cached files count as left."""
-    for folder, second in _groups(proc, cgroups, "memory"):
-        name, usage = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        limit, used = _number(folder / name), _number(folder / usage)
+def _cgroup_memory(proc: Path, cgroups: Path) -> Iterator[_Limit]:
+    """Yield the free memory of each control group with a limit. Cached files count as free."""
+    for folder, is_v2 in _cgroup_folders(proc, cgroups, "memory"):
+        limit_name = "memory.max" if is_v2 else "memory.limit_in_bytes"
+        usage_name = "memory.current" if is_v2 else "memory.usage_in_bytes"
+        limit = _read_number(folder / limit_name)
+        used = _read_number(folder / usage_name)
         if limit is None or used is None or limit >= _UNLIMITED:
             continue
-        prefix = "" if second else "total_"
-        cache = sum(_field(folder / "memory.stat", prefix + kind) or 0 for kind in ("active_file", "inactive_file"))
-        yield max(0, limit - max(0, used - cache)), name
+        prefix = "" if is_v2 else "total_"
+        cache = 0
+        for kind in ("active_file", "inactive_file"):
+            cache += _read_field(folder / "memory.stat", prefix + kind) or 0
+        yield max(0, limit - max(0, used - cache)), f"the control group's {limit_name}"
 
 
-def _pids_left(proc: Path, cgroups: Path) -> Iterator[tuple[int, str]]:
-    for folder, _ in _groups(proc, cgroups, "pids"):
-        limit, used = _number(folder / "pids.max"), _number(folder / "pids.current")
+def _cgroup_processes(proc: Path, cgroups: Path) -> Iterator[_Limit]:
+    for folder, _ in _cgroup_folders(proc, cgroups, "pids"):
+        limit = _read_number(folder / "pids.max")
+        used = _read_number(folder / "pids.current")
         if limit is not None and used is not None:
-            yield max(0, limit - used), "pids.max"
+            yield max(0, limit - used), "the control group's pids.max"
 
 
-def _user_limit(proc: Path) -> tuple[int | None, str]:
+def _user_process_limit(proc: Path) -> _Limit:
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if limit == resource.RLIM_INFINITY or os.geteuid() == 0:  # the kernel does not hold root to it
+    if limit == resource.RLIM_INFINITY or os.geteuid() == 0:  # the kernel does not enforce the limit for root
         return None, ""
     used = 0
     for entry in proc.glob("[0-9]*"):
         with suppress(OSError):
             if entry.stat().st_uid == os.geteuid():
-                used += _field(entry / "status", "Threads") or 1
+                used += _read_field(entry / "status", "Threads") or 1
     return max(0, limit - used), "ulimit -u"
 
 
-def _system_limit(proc: Path) -> tuple[int | None, str]:
+def _system_process_limit(proc: Path) -> _Limit:
     kernel = proc / "sys" / "kernel"
-    limits = [n for n in (_number(kernel / "pid_max"), _number(kernel / "threads-max")) if n is not None]
+    numbers = (_read_number(kernel / "pid_max"), _read_number(kernel / "threads-max"))
+    limits = [number for number in numbers if number is not None]
     if not limits:
         return None, ""
     used = 0
@@ -156,10 +175,10 @@ def _system_limit(proc: Path) -> tuple[int | None, str]:
     return max(0, min(limits) - used), "kernel.pid_max and threads-max"
 
 
-def _smallest_gpu() -> int | None:
-    """Memory of the smallest GPU that may be used, as the driver tells it; None where nobody can be asked.
+def _smallest_gpu_memory() -> int | None:
+    """Return the bytes of the smallest visible GPU as the driver reports it, None if that is unknown.
 
-    torch would make a CUDA context in this process, which then stays on the first GPU.
+    torch would create a CUDA context in this process, which then stays on the first GPU.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -174,7 +193,7 @@ def _smallest_gpu() -> int | None:
         with suppress(ValueError):
             index, uuid, mib = (part.strip() for part in line.split(","))
             sizes[index] = sizes[uuid] = int(mib) << 20
-    chosen = visible_gpu_names(len(sizes) // 2)
-    if not all(name in sizes for name in chosen):
-        return None  # parts of GPUs (MIG), whose sizes are others
-    return min((sizes[name] for name in chosen), default=None)
+    names = visible_gpu_names(len(sizes) // 2)
+    if not all(name in sizes for name in names):
+        return None  # parts of GPUs (MIG) have sizes of their own
+    return min((sizes[name] for name in names), default=None)

@@ -1,4 +1,4 @@
-"""Files of trace events that ui.perfetto.dev and chrome://tracing open."""
+"""Files of trace events, as ui.perfetto.dev and chrome://tracing open them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ Record = dict[str, object]
 
 
 def write_trace(records: list[Record], path: Path) -> int:
-    """Write events (times in microseconds) as JSON; a name that ends in .gz compresses. Events written."""
+    """Write events (times in microseconds) as JSON, compressed if the name ends in .gz; return their number."""
     text = strict_json.dumps({"traceEvents": records, "displayTimeUnit": "ms"})
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".gz":
-        with gzip.open(path, "wt") as out:
-            out.write(text)
+        with gzip.open(path, "wt") as file:
+            file.write(text)
     else:
         path.write_text(text)
     return len(records)
 
 
 def name_tracks(pid: int, name: str, tracks: dict[int, str], order: int | None = None) -> list[Record]:
-    """The events that name a process and its tracks, and say where it stands."""
+    """Return the events that name a process and its tracks, and give its position among the processes."""
     records: list[Record] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}]
     if order is not None:
         records.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": order}})
-    records += [
-        {"ph": "M", "pid": pid, "tid": number, "name": "thread_name", "args": {"name": track}}
-        for number, track in tracks.items()
-    ]
+    for tid, track in tracks.items():
+        records.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}})
     return records

@@ -1,4 +1,4 @@
-"""The one list of event names that stand in a run's events.jsonl."""
+"""Names of the events in a run's events.jsonl."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Event(StrEnum):
-    """What happened to a run, in the order in which a calm run meets them."""
+    """Events of a run, in the order in which a run without faults meets them."""
 
     IMPORTED = "imported"
     RUN_STARTED = "run_started"
@@ -15,7 +15,7 @@ class Event(StrEnum):
     ACTIVE = "active"
     LOADER_RESTARTED = "loader_restarted"
     LOADER_SLOW = "loader_slow"
-    FIRST_SNAPSHOT = "first_snapshot"  # from here on an attempt can be begun again from its hosts' memory
+    FIRST_SNAPSHOT = "first_snapshot"  # from now on an attempt can restart from its hosts' memory
     CHECKPOINT_SAVED = "checkpoint_saved"
     CHECKPOINT_FAILED = "checkpoint_failed"
     CHECKPOINT_SKIPPED = "checkpoint_skipped"
@@ -26,10 +26,10 @@ class Event(StrEnum):
     RUN_FAILED = "run_failed"
     RUN_FINISHED = "run_finished"
 
-    # What the driver and its rules tell (resilience/).
+    # Events of the driver (resilience/driver/).
     DRIVER_STARTED = "driver_started"
     DRIVER_TOOK_OVER = "driver_took_over"
-    ADDRESS_OPEN = "address_open"  # other machines reach the driver
+    ADDRESS_OPEN = "address_open"  # other machines can reach the driver
     DRIVER_ENDED = "driver_ended"
     JOURNAL_DAMAGED = "journal_damaged"
     JOURNAL_BEHIND = "journal_behind"
@@ -43,8 +43,8 @@ class Event(StrEnum):
     NODE_UNCORDONED = "node_uncordoned"
     NODE_REQUESTED = "node_requested"
     NODE_DIAGNOSED = "node_diagnosed"
-    RANKS_FENCED = "ranks_fenced"  # ranks of a lost node can run no more: they may start elsewhere
-    # What a cluster says about nodes that were asked for, and of itself.
+    RANKS_FENCED = "ranks_fenced"  # ranks of a lost node can no longer run, so they may start elsewhere
+    # Events of a cluster: requested nodes, and its own state.
     QUOTA_REACHED = "quota_reached"
     IMAGE_PULL_FAILED = "image_pull_failed"
     ADMISSION_DENIED = "admission_denied"
@@ -53,12 +53,12 @@ class Event(StrEnum):
     CLUSTER_UNREACHABLE = "cluster_unreachable"
     CLUSTER_BACK = "cluster_back"
     MESSAGE_REFUSED = "message_refused"
-    TRANSITION_REFUSED = "transition_refused"  # something happened that the driver's state machine does not have
+    TRANSITION_REFUSED = "transition_refused"  # an event that the driver's state machine does not allow
     ATTEMPT_STARTED = "attempt_started"
     FIRST_STEP = "first_step"
     PROCESS_EXIT = "process_exit"
     MISSED_HEARTBEAT = "missed_heartbeat"
-    AGENT_SILENT = "agent_silent"  # of a node whose ranks train all the same
+    AGENT_SILENT = "agent_silent"  # an agent does not answer while its ranks still train
     AGENT_RESTARTED = "agent_restarted"
     START_TOO_SLOW = "start_too_slow"
     RECOVERY_ACTION = "recovery_action"
@@ -72,7 +72,7 @@ class Event(StrEnum):
     JOB_FAILED = "job_failed"
     JOB_INTERRUPTED = "job_interrupted"
 
-    # What the rules conclude (resilience/rules/).
+    # Verdicts of the rules (resilience/rules/).
     SEGMENTATION_FAULT = "segmentation_fault"
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
@@ -95,14 +95,14 @@ class Event(StrEnum):
     CHECKSUM_MISMATCH = "checksum_mismatch"
 
 
-_LATEST = 1e11  # seconds since 1970; a later time is damage
+_MAX_TIME = 1e11  # seconds since 1970; a later time is damaged data
 
 
 def is_plausible_time(seconds: float) -> bool:
     """Return whether a number may be seconds since 1970: not NaN, not negative, not thousands of years ahead."""
-    return 0.0 <= seconds <= _LATEST
+    return 0.0 <= seconds <= _MAX_TIME
 
 
 def format_time(seconds: float) -> str:
-    """A time in seconds since 1970 as people and tools read it: UTC, to the millisecond, ISO 8601."""
+    """Format seconds since 1970 as ISO 8601 in UTC, to the millisecond."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

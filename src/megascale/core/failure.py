@@ -1,55 +1,59 @@
-"""What an exception says about its cause besides its text: the number of the system call's error, and full disks."""
+"""Causes of exceptions, full disks, and failures of background work.
+
+Background work that fails is logged; lasting work is restarted.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
 import os
-import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-# A disk without room, a quota that is used up, a file that may grow no more.
+# A full disk, an exhausted quota, a file at its size limit.
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-MIN_FREE_BYTES = 1 << 20  # bytes; a disk with less is full: no checkpoint, log or journal fits on it
+MIN_FREE_BYTES = 1 << 20  # a disk with less room counts as full: no checkpoint, log or journal fits on it
+PAUSE = 1.0  # seconds before work that failed is restarted
+_REPEAT_INTERVAL = 60.0  # seconds before the same failure is logged again
+_MAX_FOLDER_CHARACTERS = 200
 
 
-def chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception, then what it was raised from or in the course of, whether or not a traceback would show that."""
-    seen: set[int] = set()
-    at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        seen.add(id(at))
-        yield at
-        at = at.__cause__ if at.__cause__ is not None else at.__context__
+def iterate_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and then its causes and contexts, including suppressed contexts."""
+    visited: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
+        yield cause
+        cause = cause.__cause__ if cause.__cause__ is not None else cause.__context__
 
 
 def find_errno(error: BaseException) -> int:
-    """The first error number in an exception's chain; 0: it does not come from a system call."""
-    for link in chain(error):
-        number = getattr(link, "errno", None)
+    """Return the first error number in the exception's chain of causes, or 0 if no system call failed."""
+    for cause in iterate_causes(error):
+        number = getattr(cause, "errno", None)
         if isinstance(number, int) and number > 0:
             return number
     return 0
 
 
 def describe_error(error: BaseException) -> str:
-    """ "TYPE: TEXT" of the exception that ended a process; of one that only carries an exit code, of what it hides."""
-    for link in chain(error):
-        if not isinstance(link, SystemExit):
-            return f"{type(link).__name__}: {link}"[:1000]
+    """Return "TYPE: TEXT" of the exception that ended a process; for SystemExit, of the exception behind it."""
+    for cause in iterate_causes(error):
+        if not isinstance(cause, SystemExit):
+            return f"{type(cause).__name__}: {cause}"[:1000]
     return ""
 
 
-def disable_bytecode_cache() -> None:
-    """Have this process cache no module that it imports later: Python does not notice where a full disk cuts such a
-    file, and whoever imports the module next ends with EOFError."""
-    sys.dont_write_bytecode = True
+def reserve_file_space(descriptor: int, size: int) -> None:
+    """Extend an open file that will be memory-mapped to `size` bytes, with disk blocks allocated.
 
-
-def reserve(descriptor: int, size: int) -> None:
-    """Make an open file that will be mapped into memory `size` bytes long, with room on its disk.
-
-    OSError where there is none; else the first write to the mapping would end the process by SIGBUS.
+    Raises OSError if the disk has no room. Without the reservation, the first write to the mapping would end the
+    process by SIGBUS.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
@@ -57,16 +61,69 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def free_bytes(folders: Iterable[str | Path]) -> dict[str, float]:
-    """Folder -> bytes that this user may still write to its disk, 0 where no new file can be made either.
+    """Return the bytes that this user may still write, by folder; 0 if no new file can be created either.
 
-    Folders that are not there are left out.
+    Folders that do not exist are left out.
     """
-    found: dict[str, float] = {}
+    free: dict[str, float] = {}
     for folder in folders:
         try:
             disk = os.statvfs(folder)
         except OSError:
             continue
-        no_files = disk.f_files > 0 and disk.f_favail == 0
-        found[str(folder)[-200:]] = 0.0 if no_files else float(disk.f_bavail * disk.f_frsize)
-    return found
+        has_no_inodes = disk.f_files > 0 and disk.f_favail == 0
+        available = 0.0 if has_no_inodes else float(disk.f_bavail * disk.f_frsize)
+        free[str(folder)[-_MAX_FOLDER_CHARACTERS:]] = available
+    return free
+
+
+class FailureLog:
+    """Log of one task's failures with their tracebacks; a repeated failure is logged once per minute.
+
+    Args:
+        log: receives the errors.
+        name: name of the work, a noun.
+        clock: monotonic clock in seconds.
+    """
+
+    def __init__(self, log: logging.Logger, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._name = name
+        self._clock = clock
+        self._last_text = ""
+        self._last_time = float("-inf")
+
+    def note(self, error: BaseException, consequence: str) -> None:
+        """Log that the work failed, and the consequence."""
+        text = f"{type(error).__name__}: {error}"
+        if text == self._last_text and self._clock() - self._last_time < _REPEAT_INTERVAL:
+            return
+        self._last_text = text
+        self._last_time = self._clock()
+        self._log.error("%s failed (%s); %s", self._name, text[:500], consequence, exc_info=error)
+
+
+async def keep_running(
+    work: Callable[[], Awaitable[None]], name: str, log: logging.Logger, pause: float = PAUSE
+) -> None:
+    """Run `work` until it returns. After a failure, which is logged, restart it in `pause` seconds."""
+    failures = FailureLog(log, name)
+    while True:
+        try:
+            return await work()
+        except Exception as error:
+            failures.note(error, f"it starts again in {pause:g} s")
+        await asyncio.sleep(pause)
+
+
+def log_failure(task: asyncio.Task[Any], name: str, log: logging.Logger) -> None:
+    """Log the failure of a task when it ends; asyncio does so only once nothing refers to the task."""
+
+    def log_error(task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            FailureLog(log, name).note(error, "it does not start again")
+
+    task.add_done_callback(log_error)

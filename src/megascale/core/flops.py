@@ -1,9 +1,9 @@
-"""The one count of FLOPs. A multiply-add is two; recomputation is not counted; backward is twice forward.
+"""Count of FLOPs. A multiply-add is two; recomputation is not counted; backward is twice forward.
 
-Convention "full attention": the s x s score matrix is credited whole although the causal half is computed, as in
-Megatron-LM's formula 72 B L s h^2 (1 + s/6h + V/12Lh) and PaLM's; it is what published MFU figures use. A sliding
-window of w tokens is credited at full credit x the area it keeps of the causal triangle, so w = s gives the full
-count. Embedding look-ups are free. The vocabulary counted is the padded one, as computed.
+Convention "full attention": the whole s x s score matrix counts although only the causal half is computed. This is
+Megatron-LM's formula 72 B L s h^2 (1 + s/6h + V/12Lh) and PaLM's, which published MFU figures use. A sliding window of
+w tokens counts as full attention times the fraction of the causal triangle that it covers, so w = s gives the full
+count. Embedding look-ups are free. The vocabulary counts with its padding, as it is computed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONVENTION = "full attention, windows by area, no recompute"
 
 @dataclass(frozen=True)
 class FlopCount:
-    """FLOPs of one token, forward pass, by part."""
+    """Forward FLOPs per token, by part."""
 
     projections: float
     attention: float
@@ -38,56 +38,59 @@ class FlopCount:
 
     @property
     def forward(self) -> float:
-        """Forward pass."""
+        """FLOPs of the forward pass."""
         return self.projections + self.attention + self.mlp + self.logits
 
     @property
     def training(self) -> float:
-        """Forward and backward."""
+        """FLOPs of forward and backward."""
         return 3 * self.forward
 
 
 def layer_flops(model: ModelConfig, layer: int) -> FlopCount:
-    """One transformer block."""
-    tensors, parts = layer_inventory(model), (ATTENTION_PARTS[model.attention], MLP_PARTS[model.mlp])
-    scores, inner = (part.flops(model, layer) for part in parts)
-    return FlopCount(_gemm_flops(tensors.attention), scores, _gemm_flops(tensors.mlp) + inner, 0.0)
+    """Return the FLOPs of one transformer block."""
+    tensors = layer_inventory(model)
+    scores = ATTENTION_PARTS[model.attention].flops(model, layer)
+    mlp_extra = MLP_PARTS[model.mlp].flops(model, layer)
+    return FlopCount(
+        projections=_gemm_flops(tensors.attention),
+        attention=scores,
+        mlp=_gemm_flops(tensors.mlp) + mlp_extra,
+        logits=0.0,
+    )
 
 
 def _gemm_flops(tensors: tuple[LogicalTensor, ...]) -> float:
     return 2.0 * sum(tensor.elements for tensor in tensors if tensor.is_gemm_weight)
 
 
-def logits_flops(model: ModelConfig) -> float:
-    """The output GEMM, forward, one token."""
-    return 2.0 * prod(output_matrix(model).stored)
-
-
 @lru_cache(maxsize=256)
 def flops_per_token(model: ModelConfig) -> FlopCount:
-    """The whole model at its training sequence length."""
-    # Layers repeat with the window's pattern, so a very deep model costs no more to count than a shallow one.
+    """Return the FLOPs of the whole model at its training sequence length."""
+    # Layers repeat with the window's pattern, so the count of a deep model takes no longer than of a shallow one.
     period = len(model.window_pattern)
-    counts = [(layer_flops(model, i), len(range(i, model.layers, period))) for i in range(min(period, model.layers))]
+    counts = []
+    for i in range(min(period, model.layers)):
+        counts.append((len(range(i, model.layers, period)), layer_flops(model, i)))
     return FlopCount(
-        sum(n * c.projections for c, n in counts),
-        sum(n * c.attention for c, n in counts),
-        sum(n * c.mlp for c, n in counts),
-        logits_flops(model),
+        projections=sum(n * layer.projections for n, layer in counts),
+        attention=sum(n * layer.attention for n, layer in counts),
+        mlp=sum(n * layer.mlp for n, layer in counts),
+        logits=2.0 * prod(output_matrix(model).padded_shape),
     )
 
 
 def count_parameters(model: ModelConfig, embeddings: bool = True) -> int:
-    """Number of trained parameters, padding rows not counted."""
+    """Return the number of trained parameters, without padding rows."""
     total = model.layers * sum(tensor.elements for tensor in layer_inventory(model))
-    outer = [*norm_tensors(model, "norm")]
+    outer = list(norm_tensors(model, "norm"))
     if embeddings:
-        outer += [*embedding_tensors(model), *head_tensors(model)]
+        outer += embedding_tensors(model) + head_tensors(model)
     return total + sum(tensor.elements for tensor in outer)
 
 
-# Dense bf16 peaks in TFLOP/s, as vendors print them, matched against the device name.
-PEAKS = {
+# Dense bf16 peaks in TFLOP/s from the vendors' data sheets, matched against the device name.
+PEAK_TFLOPS = {
     "H200": 989.4,
     "H100": 989.4,
     "H800": 989.4,
@@ -99,10 +102,13 @@ PEAKS = {
 
 
 def device_peak_tflops(name: str) -> float | None:
-    """Dense bf16 peak of a device in TFLOP/s by its name, or None if unknown."""
-    return next((peak for key, peak in PEAKS.items() if key in name), None)
+    """Return the dense bf16 peak of a device in TFLOP/s, or None for an unknown device name."""
+    for model_name, peak in PEAK_TFLOPS.items():
+        if model_name in name:
+            return peak
+    return None
 
 
 def mfu(model: ModelConfig, tokens_per_second: float, devices: int, peak_tflops: float) -> float:
-    """Model FLOPs utilisation, 0 to 1, under CONVENTION."""
+    """Return the model FLOPs utilisation, 0 to 1, under CONVENTION."""
     return flops_per_token(model).training * tokens_per_second / (devices * peak_tflops * 1e12)

@@ -1,4 +1,4 @@
-"""The one grid: rank to coordinate to group to host. Nobody computes a rank by hand.
+"""Grid of ranks: maps rank to coordinate, group and host. All rank arithmetic is in this module.
 
 Axes from fastest to slowest: tensor, data, pipeline. Tensor-parallel ranks are neighbours, so a group lies
 inside one host; data-parallel ranks come next, so that gradient traffic stays near (MegaScale section 2 gives
@@ -7,9 +7,8 @@ data parallelism priority over pipeline parallelism in placement).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from itertools import product
 
 from megascale.errors import FitError
 
@@ -18,7 +17,7 @@ AXES = ("tensor", "data", "pipeline")
 
 @dataclass(frozen=True, order=True)
 class Coordinate:
-    """Where a rank stands on each axis."""
+    """Position of a rank on each axis."""
 
     pipeline: int
     data: int
@@ -31,7 +30,7 @@ class Grid:
 
     Attributes:
         tensor, data, pipeline: ranks along each axis.
-        ranks_per_host: processes (one a GPU) on one host.
+        ranks_per_host: processes (one per GPU) on one host.
     """
 
     tensor: int = 1
@@ -42,27 +41,30 @@ class Grid:
     def __post_init__(self) -> None:
         for axis in AXES:
             if self.size(axis) < 1:
-                raise FitError(f"parallel.{axis}={self.size(axis)} is not positive; an axis has at least one rank")
+                raise FitError(f"parallel.{axis}={self.size(axis)} is not positive; set it to 1 or more")
 
     @classmethod
     def from_world_size(
-        cls, world: int, tensor: int, pipeline: int, data: int | None = None, ranks_per_host: int = 8
+        cls, world_size: int, tensor: int, pipeline: int, data: int | None = None, ranks_per_host: int = 8
     ) -> Grid:
-        """The grid of `world` ranks; data parallelism is what is left. FitError if it does not divide."""
-        model = tensor * pipeline
-        if world % model:
-            near = max(1, round(world / model)) * model
+        """Return the grid of `world_size` ranks, with the data axis filling the world by default.
+
+        Raises FitError if the sizes do not divide.
+        """
+        model_ranks = tensor * pipeline
+        if world_size % model_ranks:
+            nearest = max(1, round(world_size / model_ranks)) * model_ranks
             raise FitError(
-                f"{world} ranks cannot be laid out with parallel.tensor={tensor} x parallel.pipeline={pipeline} "
-                f"= {model} ranks a model copy; use a multiple such as {near} ranks or change the layout"
+                f"{world_size} ranks cannot be laid out with parallel.tensor={tensor} x parallel.pipeline={pipeline} "
+                f"= {model_ranks} ranks per model copy; use a multiple such as {nearest} ranks or change the layout"
             )
-        left = world // model
-        if data is not None and data != left:
+        copies = world_size // model_ranks
+        if data is not None and data != copies:
             raise FitError(
-                f"parallel.data={data} but {world} ranks / (tensor {tensor} x pipeline {pipeline}) leave {left}; "
-                f"drop parallel.data or use {data * model} ranks"
+                f"parallel.data={data} but {world_size} ranks / (tensor {tensor} x pipeline {pipeline}) leave "
+                f"{copies}; drop parallel.data or use {data * model_ranks} ranks"
             )
-        return cls(tensor, left, pipeline, ranks_per_host)
+        return cls(tensor, copies, pipeline, ranks_per_host)
 
     @property
     def world_size(self) -> int:
@@ -71,56 +73,52 @@ class Grid:
 
     @property
     def host_count(self) -> int:
-        """Number of hosts, the last possibly not full."""
+        """Number of hosts; the last host may have fewer ranks."""
         return -(-self.world_size // self.ranks_per_host)
 
     def size(self, axis: str) -> int:
-        """Ranks along `axis`; KeyError for an unknown axis."""
+        """Return the number of ranks along `axis`. Raises KeyError for an unknown axis."""
         if axis not in AXES:
             raise KeyError(f"no axis {axis!r}; axes are {', '.join(AXES)}")
         return int(getattr(self, axis))
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where `rank` stands; IndexError if it is not in the world."""
+        """Return the coordinate of `rank`. Raises IndexError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not in a world of {self.world_size}")
-        rest, tensor = divmod(rank, self.tensor)
-        pipeline, data = divmod(rest, self.data)
+        quotient, tensor = divmod(rank, self.tensor)
+        pipeline, data = divmod(quotient, self.data)
         return Coordinate(pipeline=pipeline, data=data, tensor=tensor)
 
-    def rank(self, at: Coordinate) -> int:
-        """The rank that stands at `at`; IndexError if outside."""
+    def rank(self, coordinate: Coordinate) -> int:
+        """Return the rank at `coordinate`. Raises IndexError outside the grid."""
         for axis in AXES:
-            if not 0 <= getattr(at, axis) < self.size(axis):
-                raise IndexError(f"{axis}={getattr(at, axis)} is outside 0..{self.size(axis) - 1}")
-        return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
+            position = getattr(coordinate, axis)
+            if not 0 <= position < self.size(axis):
+                raise IndexError(f"{axis}={position} is outside 0..{self.size(axis) - 1}")
+        return (coordinate.pipeline * self.data + coordinate.data) * self.tensor + coordinate.tensor
 
     def host(self, rank: int) -> int:
-        """The host that `rank` runs on."""
+        """Return the host that runs `rank`."""
         return rank // self.ranks_per_host
 
     def group(self, axes: tuple[str, ...] | str, rank: int) -> list[int]:
-        """Ranks that share all coordinates with `rank` except on `axes`, ascending."""
+        """Return the ranks that share all coordinates with `rank` except on `axes`, ascending."""
         axes = (axes,) if isinstance(axes, str) else axes
-        at = self.coordinate(rank)
-        spans = {axis: range(self.size(axis)) if axis in axes else (getattr(at, axis),) for axis in AXES}
-        return [
-            self.rank(Coordinate(p, d, t)) for p in spans["pipeline"] for d in spans["data"] for t in spans["tensor"]
-        ]
+        coordinate = self.coordinate(rank)
+        positions = {}
+        for axis in AXES:
+            position = getattr(coordinate, axis)
+            positions[axis] = range(self.size(axis)) if axis in axes else range(position, position + 1)
+        return self._ranks_at(positions)
 
     def groups(self, axes: tuple[str, ...] | str) -> list[list[int]]:
-        """All groups along `axes`, each ascending, ordered by first rank: a partition of the world."""
+        """Return all groups along `axes`, a partition of the world; each is ascending, ordered by its first rank."""
         axes = (axes,) if isinstance(axes, str) else axes
-        count = self.world_size // prod(self.size(axis) for axis in set(axes))
-        seen: list[list[int]] = []
-        for rank in self._firsts(axes):
-            seen.append(self.group(axes, rank))
-        assert len(seen) == count
-        return seen
+        origins = {axis: range(1) if axis in axes else range(self.size(axis)) for axis in AXES}
+        return [self.group(axes, rank) for rank in self._ranks_at(origins)]
 
-    def _firsts(self, axes: tuple[str, ...]) -> Iterator[int]:
-        spans = {axis: (0,) if axis in axes else range(self.size(axis)) for axis in AXES}
-        for p in spans["pipeline"]:
-            for d in spans["data"]:
-                for t in spans["tensor"]:
-                    yield self.rank(Coordinate(p, d, t))
+    def _ranks_at(self, positions: dict[str, range]) -> list[int]:
+        """Return the ranks at all combinations of the positions on each axis, ascending."""
+        combinations = product(positions["pipeline"], positions["data"], positions["tensor"])
+        return [self.rank(Coordinate(pipeline, data, tensor)) for pipeline, data, tensor in combinations]

@@ -1,14 +1,14 @@
-"""The one list of what a model consists of: logical tensors, what is kept of them for backward, what is exchanged.
+"""Inventory of a model: its logical tensors, the activations saved for backward, and what is exchanged. No torch.
 
-Modules, FLOPs, memory, traffic, checkpoints and the names of Hugging Face files derive from it. No torch.
+Modules, FLOPs, memory, traffic, checkpoints and the names of Hugging Face files derive from it.
 
-A block has two parts, attention and MLP, behind norms. What each consists of stands in a registry under the name that
-the setting gives it; another part brings its own inventory (tests/extend does).
+A block has two parts, attention and MLP, behind norms. The inventory of each part stands in a registry under the name
+of its setting, so that a plugin's part brings its own inventory (see tests/extend).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -24,15 +24,15 @@ TOKENS = "embedding.token.weight"
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """One tensor of the whole model, whatever the layout.
+    """One tensor of the model, independent of the layout.
 
     Attributes:
         name: such as `layers.3.attention.query.weight`.
-        shape: without padding.
-        cut: the dimension that tensor-parallel ranks divide; None: the same on all of them.
-        std: standard deviation of its first values; None stands for the constant `value`.
-        gemm: whether every token is multiplied with it.
-        rows: of its first dimension in memory, where that is padded; those beyond `shape` are nobody's.
+        shape: shape without padding.
+        partition_dim: dimension that tensor-parallel ranks divide; None: replicated on all of them.
+        init_std: standard deviation of the initial values; None: the constant `init_value`.
+        is_gemm_weight: whether every token is multiplied with it.
+        padded_rows: size of the first dimension in memory, if that is padded. Rows beyond `shape` have no meaning.
     """
 
     name: str
@@ -41,31 +41,31 @@ class LogicalTensor:
     init_std: float | None = None
     init_value: float = 0.0
     is_gemm_weight: bool = False
-    rows: int | None = None
+    padded_rows: int | None = None
 
     @property
     def decay(self) -> bool:
-        """Whether weight decay applies (and LAMB adapts): matrices yes, biases and norms no."""
+        """True if weight decay applies (and LAMB adapts): for matrices, not for biases and norms."""
         return len(self.shape) > 1
 
     @property
     def elements(self) -> int:
-        """Trained numbers."""
+        """Number of trained elements."""
         return prod(self.shape)
 
     @property
-    def stored(self) -> tuple[int, ...]:
-        """The shape with padding."""
-        return self.shape if self.rows is None else (self.rows, *self.shape[1:])
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape with padding."""
+        return self.shape if self.padded_rows is None else (self.padded_rows, *self.shape[1:])
 
     def local_shape(self, ranks: int) -> tuple[int, ...]:
-        """The shape on one of `ranks` tensor-parallel ranks, with padding."""
-        return tuple(n // ranks if d == self.partition_dim else n for d, n in enumerate(self.stored))
+        """Return the padded shape on one of `ranks` tensor-parallel ranks."""
+        return tuple(n // ranks if dim == self.partition_dim else n for dim, n in enumerate(self.padded_shape))
 
     def piece(self, rank: int, ranks: int) -> Piece:
-        """The part that tensor-parallel rank `rank` holds."""
+        """Return the piece of tensor-parallel rank `rank`."""
         sizes = self.local_shape(ranks)
-        offsets = [rank * n if d == self.partition_dim else 0 for d, n in enumerate(sizes)]
+        offsets = [rank * n if dim == self.partition_dim else 0 for dim, n in enumerate(sizes)]
         first = min(offsets[0], self.shape[0])
         count = max(0, min(sizes[0], self.shape[0] - first))
         return Piece(self.name, self.shape, Box((first, *offsets[1:]), (count, *sizes[1:])), self.decay)
@@ -73,162 +73,183 @@ class LogicalTensor:
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """A tensor that a forward keeps for its backward: [sequence, batch, width] values of a micro-batch.
+    """An activation [sequence, batch, width] of a micro-batch that a forward saves for its backward.
 
     Attributes:
         name: for people.
-        width: values of a token, over all tensor-parallel ranks.
-        over: what these ranks divide, the sequence or the columns.
-        statistic: in float32 at least.
-        dropped: what parallel.recompute calls it where backward computes it again; "" where it never does.
-        gradient: whether a gradient of its size exists while its part goes backward.
-        gemm: whether a GEMM's weight gradient is what it is kept for, alone or among others.
+        width: values per token, over all tensor-parallel ranks.
+        split_along: dimension that tensor-parallel ranks divide.
+        is_statistic: whether it is stored in float32 at least.
+        recompute_name: value of parallel.recompute under which backward recomputes it; "" if it never does.
+        has_gradient: whether a gradient of its size exists during the part's backward.
+        gemm_input: whether a GEMM's weight gradient needs it: not, as its only reader, or among others.
     """
 
     name: str
     width: int
-    over: Literal["sequence", "columns"]
-    statistic: bool = False
-    dropped: str = ""
+    split_along: Literal["sequence", "columns"]
+    is_statistic: bool = False
+    recompute_name: str = ""
     has_gradient: bool = False
-    gemm: Literal["no", "only", "also"] = "no"
+    gemm_input: Literal["no", "only", "also"] = "no"
 
 
 @dataclass(frozen=True)
 class PartInventory:
-    """What an attention or an MLP consists of.
+    """Inventory of an attention or an MLP.
 
     Attributes:
-        tensors: (model, name of the layer) -> its logical tensors.
-        keeps: what it keeps beyond the norm before it.
-        flops: of a token, forward, in a layer of that number, beside those of its matrices.
-        splits: whether it can read its half of a parallel block's fused projection.
+        tensors: maps (model, name of the layer) to the part's logical tensors.
+        saved_activations: activations that the part saves, without those of the norm before it.
+        flops: forward FLOPs per token in a layer of that index, without those of its matrices.
+        splits_fused_projection: whether it can read its half of a parallel block's fused projection.
     """
 
     tensors: Callable[[ModelConfig, str], list[LogicalTensor]]
     saved_activations: Callable[[ModelConfig], list[SavedActivation]]
     flops: Callable[[ModelConfig, int], float] = lambda model, layer: 0.0
-    splits: bool = False
+    splits_fused_projection: bool = False
 
 
 @dataclass(frozen=True)
 class BlockInventory:
-    """How a block composes its parts.
+    """Composition of a block from its parts.
 
     Attributes:
-        norms: how many it has; the second stands before the MLP.
+        norm_count: number of norms; the second one stands before the MLP.
         collectives: (gathers, scatters) of its forward under tensor parallelism.
-        together: both parts read the same stream and go backward at once; else the stream between them is kept.
-        divides: whether its attention and its MLP may lie in different chunks of the model.
+        is_parallel: both parts read the same stream and go backward at once; else the stream between them is saved.
+        can_split: whether its attention and its MLP may lie in different chunks of the model.
     """
 
-    norms: Callable[[ModelConfig], int]
+    norm_count: Callable[[ModelConfig], int]
     collectives: Callable[[ModelConfig], tuple[int, int]]
-    together: bool
+    is_parallel: bool
     can_split: bool = False
 
 
-def linear_tensors(name: str, rows: int, columns: int, cut: int, bias: bool, std: float) -> list[LogicalTensor]:
-    """Weight [rows, columns] and bias [rows] of a linear layer, cut by rows (0) or by columns (1)."""
-    weight = LogicalTensor(f"{name}.weight", (rows, columns), cut, std, is_gemm_weight=True)
-    return [weight, LogicalTensor(f"{name}.bias", (rows,), 0 if cut == 0 else None)] if bias else [weight]
+def linear_tensors(
+    name: str, rows: int, columns: int, partition_dim: int, bias: bool, std: float
+) -> list[LogicalTensor]:
+    """Return the weight [rows, columns] and bias [rows] of a linear layer, divided by rows (0) or by columns (1)."""
+    tensors = [LogicalTensor(f"{name}.weight", (rows, columns), partition_dim, std, is_gemm_weight=True)]
+    if bias:
+        tensors.append(LogicalTensor(f"{name}.bias", (rows,), 0 if partition_dim == 0 else None))
+    return tensors
 
 
 def output_init_std(model: ModelConfig) -> float:
-    """Standard deviation of first values of the matrices that add to the residual stream (GPT-2)."""
+    """Return the initial standard deviation of matrices that add to the residual stream (GPT-2)."""
     return model.init_std / (2 * model.layers) ** 0.5
 
 
 def norm_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
-    """Of one norm."""
-    weight = LogicalTensor(f"{name}.weight", (model.hidden,), init_value=1.0)
-    return [weight, LogicalTensor(f"{name}.bias", (model.hidden,))] if NORMS[model.norm].bias else [weight]
+    """Return the tensors of one norm."""
+    tensors = [LogicalTensor(f"{name}.weight", (model.hidden,), init_value=1.0)]
+    if NORMS[model.norm].bias:
+        tensors.append(LogicalTensor(f"{name}.bias", (model.hidden,)))
+    return tensors
 
 
-# the parts there are ---------------------------------------------------------------------------------------------
+# built-in parts --------------------------------------------------------------------------------------------------
 
 
 def _attention_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
-    h, d, std, bias = model.hidden, model.head_size, model.init_std, model.attention_bias
+    h = model.hidden
+    d = model.head_size
     tensors: list[LogicalTensor] = []
     for part, heads in (("query", model.heads), ("key", model.num_kv_heads), ("value", model.num_kv_heads)):
-        tensors += linear_tensors(f"{name}.attention.{part}", heads * d, h, 0, bias, std)
-    return tensors + linear_tensors(
-        f"{name}.attention.output", h, model.heads * d, 1, model.out_bias, output_init_std(model)
-    )
+        tensors += linear_tensors(f"{name}.attention.{part}", heads * d, h, 0, model.attention_bias, model.init_std)
+    output_std = output_init_std(model)
+    return tensors + linear_tensors(f"{name}.attention.output", h, model.heads * d, 1, model.out_bias, output_std)
 
 
-def _attention_keeps(model: ModelConfig) -> list[SavedActivation]:
-    d, turned = model.head_size, model.positions == "rotary"
-    return [
-        SavedActivation("query_key_value", (model.heads + 2 * model.num_kv_heads) * d, "columns", has_gradient=True),
-        *([SavedActivation("rotated_query_key", (model.heads + model.num_kv_heads) * d, "columns")] if turned else []),
-        SavedActivation("attention_output", model.heads * d, "columns", has_gradient=True, gemm="also"),
-        SavedActivation("attention_logsumexp", model.heads, "columns", statistic=True),
+def _attention_saved_activations(model: ModelConfig) -> list[SavedActivation]:
+    d = model.head_size
+    saved = [
+        SavedActivation("query_key_value", (model.heads + 2 * model.num_kv_heads) * d, "columns", has_gradient=True)
     ]
+    if model.positions == "rotary":
+        saved.append(SavedActivation("rotated_query_key", (model.heads + model.num_kv_heads) * d, "columns"))
+    output_width = model.heads * d
+    saved.append(SavedActivation("attention_output", output_width, "columns", has_gradient=True, gemm_input="also"))
+    saved.append(SavedActivation("attention_logsumexp", model.heads, "columns", is_statistic=True))
+    return saved
 
 
 def window_area_fraction(sequence: int, window: int | None) -> float:
-    """Part of the causal triangle's area that a window keeps: 1 for full attention."""
+    """Return the fraction of the causal triangle's area within a window; 1 for full attention."""
     if window is None or window >= sequence:
         return 1.0
-    kept = window * (window + 1) / 2 + (sequence - window) * window
-    return kept / (sequence * (sequence + 1) / 2)
+    area = window * (window + 1) / 2 + (sequence - window) * window
+    return area / (sequence * (sequence + 1) / 2)
 
 
 def _score_flops(model: ModelConfig, layer: int) -> float:
-    s, q = model.sequence_length, model.heads * model.head_size
+    s = model.sequence_length
+    q = model.heads * model.head_size
     return 4.0 * s * q * window_area_fraction(s, model.layer_window(layer))
 
 
 def _mlp_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
-    h, f, std, bias = model.hidden, model.ffn, model.init_std, model.mlp_bias
-    gate = linear_tensors(f"{name}.mlp.gate", f, h, 0, bias, std) if model.has_gated_mlp else []
+    h = model.hidden
+    f = model.ffn
+    bias = model.mlp_bias
+    tensors: list[LogicalTensor] = []
+    if model.has_gated_mlp:
+        tensors += linear_tensors(f"{name}.mlp.gate", f, h, 0, bias, model.init_std)
+    tensors += linear_tensors(f"{name}.mlp.in", f, h, 0, bias, model.init_std)
+    return tensors + linear_tensors(f"{name}.mlp.out", h, f, 1, bias, output_init_std(model))
+
+
+def _mlp_saved_activations(model: ModelConfig) -> list[SavedActivation]:
+    width_in = model.ffn * (2 if model.has_gated_mlp else 1)
     return [
-        *gate,
-        *linear_tensors(f"{name}.mlp.in", f, h, 0, bias, std),
-        *linear_tensors(f"{name}.mlp.out", h, f, 1, bias, output_init_std(model)),
+        SavedActivation("mlp_in", width_in, "columns", has_gradient=True),
+        SavedActivation(
+            "mlp_activation",
+            model.ffn,
+            "columns",
+            recompute_name="activation",
+            has_gradient=True,
+            gemm_input="only",
+        ),
     ]
 
 
-def _mlp_keeps(model: ModelConfig) -> list[SavedActivation]:
-    return [
-        SavedActivation("mlp_in", model.ffn * (2 if model.has_gated_mlp else 1), "columns", has_gradient=True),
-        SavedActivation("mlp_activation", model.ffn, "columns", dropped="activation", has_gradient=True, gemm="only"),
-    ]
-
-
-ATTENTION_PARTS: Registry[PartInventory] = Registry(
-    ATTENTIONS.key, {"causal": PartInventory(_attention_tensors, _attention_keeps, _score_flops, splits=True)}
+_CAUSAL_ATTENTION = PartInventory(
+    _attention_tensors, _attention_saved_activations, _score_flops, splits_fused_projection=True
 )
-MLP_PARTS: Registry[PartInventory] = Registry(MLPS.key, {"dense": PartInventory(_mlp_tensors, _mlp_keeps, splits=True)})
+_DENSE_MLP = PartInventory(_mlp_tensors, _mlp_saved_activations, splits_fused_projection=True)
+ATTENTION_PARTS: Registry[PartInventory] = Registry(ATTENTIONS.key, {"causal": _CAUSAL_ATTENTION})
+MLP_PARTS: Registry[PartInventory] = Registry(MLPS.key, {"dense": _DENSE_MLP})
 
 
 def has_fused_projection(model: ModelConfig) -> bool:
-    """Whether a parallel block has one projection for both halves: they share a norm, and both can read it."""
-    parts = ATTENTION_PARTS[model.attention], MLP_PARTS[model.mlp]
-    return model.parallel_norms == 1 and all(part.splits for part in parts)
+    """Return whether a parallel block has one projection for both parts: they share a norm, and both can read it."""
+    parts = (ATTENTION_PARTS[model.attention], MLP_PARTS[model.mlp])
+    return model.parallel_norms == 1 and all(part.splits_fused_projection for part in parts)
 
 
 BLOCK_PARTS: Registry[BlockInventory] = Registry(
     BLOCKS.key,
     {
-        "serial": BlockInventory(lambda model: 2, lambda model: (2, 2), together=False, can_split=True),
+        "serial": BlockInventory(lambda model: 2, lambda model: (2, 2), is_parallel=False, can_split=True),
         "parallel": BlockInventory(
             lambda model: model.parallel_norms,
             lambda model: (1 if has_fused_projection(model) else 2, 1),
-            together=True,
+            is_parallel=True,
         ),
     },
 )
 
 
-# a layer, and the model ---------------------------------------------------------------------------------------------
+# layer and model -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LayerInventory:
-    """One layer's tensors, by what they belong to."""
+    """Logical tensors of one layer, by part."""
 
     norm1: tuple[LogicalTensor, ...]
     norm2: tuple[LogicalTensor, ...]
@@ -236,93 +257,98 @@ class LayerInventory:
     mlp: tuple[LogicalTensor, ...]
 
     def __iter__(self) -> Iterator[LogicalTensor]:
-        yield from (*self.norm1, *self.norm2, *self.attention, *self.mlp)
+        yield from self.norm1
+        yield from self.norm2
+        yield from self.attention
+        yield from self.mlp
 
     @property
     def halves(self) -> tuple[tuple[LogicalTensor, ...], tuple[LogicalTensor, ...]]:
-        """Of a block that divides: what belongs to its attention, and to its MLP."""
-        return (*self.norm1, *self.attention), (*self.norm2, *self.mlp)
+        """Tensors of the attention with its norm, and of the MLP with its norm."""
+        return self.norm1 + self.attention, self.norm2 + self.mlp
 
 
 @lru_cache(maxsize=512)
 def layer_inventory(model: ModelConfig, layer: int = 0) -> LayerInventory:
-    """The tensors of one layer; all layers have the same but for their names."""
-    name, block = f"layers.{layer}", BLOCK_PARTS[model.block]
+    """Return the tensors of one layer; layers differ in the names only."""
+    name = f"layers.{layer}"
+    has_second_norm = BLOCK_PARTS[model.block].norm_count(model) == 2
     return LayerInventory(
-        tuple(norm_tensors(model, f"{name}.norm1")),
-        tuple(norm_tensors(model, f"{name}.norm2")) if block.norms(model) == 2 else (),
-        tuple(ATTENTION_PARTS[model.attention].tensors(model, name)),
-        tuple(MLP_PARTS[model.mlp].tensors(model, name)),
+        norm1=tuple(norm_tensors(model, f"{name}.norm1")),
+        norm2=tuple(norm_tensors(model, f"{name}.norm2")) if has_second_norm else (),
+        attention=tuple(ATTENTION_PARTS[model.attention].tensors(model, name)),
+        mlp=tuple(MLP_PARTS[model.mlp].tensors(model, name)),
     )
 
 
 @lru_cache(maxsize=256)
-def layer_keeps(model: ModelConfig) -> tuple[SavedActivation, ...]:
-    """What a layer's forward keeps, in the order of the table in core/memory.py."""
-    attention, mlp = half_keeps(model)
-    return attention + (mlp[1:] if BLOCK_PARTS[model.block].together else mlp)
+def layer_saved_activations(model: ModelConfig) -> tuple[SavedActivation, ...]:
+    """Return the activations that a layer's forward saves, in the order of the table in core/memory.py."""
+    attention, mlp = half_saved_activations(model)
+    return attention + (mlp[1:] if BLOCK_PARTS[model.block].is_parallel else mlp)
 
 
 @lru_cache(maxsize=256)
-def half_keeps(model: ModelConfig) -> tuple[tuple[SavedActivation, ...], tuple[SavedActivation, ...]]:
-    """Of them what belongs to the attention, and to the MLP; each begins with the stream that it reads."""
-    h, moments = model.hidden, 2 if NORMS[model.norm].bias else 1
+def half_saved_activations(model: ModelConfig) -> tuple[tuple[SavedActivation, ...], tuple[SavedActivation, ...]]:
+    """Return the saved activations of a layer's attention and of its MLP; each begins with the stream it reads."""
+    attention = [SavedActivation("input", model.hidden, "sequence"), *_norm_saved_activations(model, "")]
+    attention += ATTENTION_PARTS[model.attention].saved_activations(model)
+    mlp = [SavedActivation("middle", model.hidden, "sequence")]
+    if BLOCK_PARTS[model.block].norm_count(model) == 2:
+        mlp += _norm_saved_activations(model, "second_")
+    mlp += MLP_PARTS[model.mlp].saved_activations(model)
+    return tuple(attention), tuple(mlp)
 
-    def norm(prefix: str) -> list[SavedActivation]:
-        return [
-            SavedActivation(f"{prefix}norm_statistics", moments, "sequence", statistic=True, dropped="norms"),
-            SavedActivation(f"{prefix}norm_output", h, "sequence", dropped="norms", gemm="only"),
-        ]
 
-    attention = (
-        SavedActivation("input", h, "sequence"),
-        *norm(""),
-        *ATTENTION_PARTS[model.attention].saved_activations(model),
-    )
-    second = norm("second_") if BLOCK_PARTS[model.block].norms(model) == 2 else []
-    return attention, (
-        SavedActivation("middle", h, "sequence"),
-        *second,
-        *MLP_PARTS[model.mlp].saved_activations(model),
-    )
+def _norm_saved_activations(model: ModelConfig, prefix: str) -> list[SavedActivation]:
+    moments = 2 if NORMS[model.norm].bias else 1
+    return [
+        SavedActivation(f"{prefix}norm_statistics", moments, "sequence", is_statistic=True, recompute_name="norms"),
+        SavedActivation(f"{prefix}norm_output", model.hidden, "sequence", recompute_name="norms", gemm_input="only"),
+    ]
 
 
 @lru_cache(maxsize=256)
 def gradient_widths(model: ModelConfig) -> tuple[int, int]:
-    """Values of a token whose gradients exist while the attention, and while the MLP goes backward."""
-    parts = ATTENTION_PARTS[model.attention], MLP_PARTS[model.mlp]
-    attention, mlp = (sum(one.width for one in part.saved_activations(model) if one.has_gradient) for part in parts)
-    return attention, mlp
+    """Return the values per token whose gradients exist during backward of the attention, and of the MLP."""
+    attention = ATTENTION_PARTS[model.attention].saved_activations(model)
+    mlp = MLP_PARTS[model.mlp].saved_activations(model)
+    return (
+        sum(activation.width for activation in attention if activation.has_gradient),
+        sum(activation.width for activation in mlp if activation.has_gradient),
+    )
 
 
 @lru_cache(maxsize=64)
 def embedding_tensors(model: ModelConfig) -> tuple[LogicalTensor, ...]:
-    """In front of the first layer."""
-    h, std = model.hidden, model.init_std
-    tokens = LogicalTensor(TOKENS, (model.vocab, h), 0, std, rows=model.padded_vocab)
+    """Return the tensors before the first layer."""
+    h = model.hidden
+    tokens = LogicalTensor(TOKENS, (model.vocab, h), 0, model.init_std, padded_rows=model.padded_vocab)
     if model.positions != "learned":
         return (tokens,)
-    return tokens, LogicalTensor("embedding.position.weight", (model.sequence_length, h), None, std)
+    return tokens, LogicalTensor("embedding.position.weight", (model.sequence_length, h), None, model.init_std)
 
 
 @lru_cache(maxsize=64)
 def head_tensors(model: ModelConfig) -> tuple[LogicalTensor, ...]:
-    """Behind the last norm. The matrix of tied logits is the token embedding, listed there."""
-    rows, tensors = model.padded_vocab, []
+    """Return the tensors after the final norm. Tied logits use the token embedding, which is not repeated here."""
+    rows = model.padded_vocab
+    tensors = []
     if not model.tied_embeddings:
-        tensors.append(LogicalTensor("head.weight", (model.vocab, model.hidden), 0, model.init_std, 0.0, True, rows))
+        shape = (model.vocab, model.hidden)
+        tensors.append(LogicalTensor("head.weight", shape, 0, model.init_std, is_gemm_weight=True, padded_rows=rows))
     if model.head_bias:
-        tensors.append(LogicalTensor("head.bias", (model.vocab,), 0, rows=rows))
+        tensors.append(LogicalTensor("head.bias", (model.vocab,), 0, padded_rows=rows))
     return tuple(tensors)
 
 
 def output_matrix(model: ModelConfig) -> LogicalTensor:
-    """The matrix of the logits."""
+    """Return the matrix of the logits."""
     return embedding_tensors(model)[0] if model.tied_embeddings else head_tensors(model)[0]
 
 
-def inventory(model: ModelConfig) -> Iterator[LogicalTensor]:
-    """Every logical tensor of a model, in model order."""
+def list_tensors(model: ModelConfig) -> Iterator[LogicalTensor]:
+    """Yield every logical tensor of a model, in model order."""
     yield from embedding_tensors(model)
     for layer in range(model.layers):
         yield from layer_inventory(model, layer)
@@ -331,10 +357,10 @@ def inventory(model: ModelConfig) -> Iterator[LogicalTensor]:
 
 
 def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every logical tensor of a model, in model order: what checkpoints hold."""
-    return {tensor.name: tensor.shape for tensor in inventory(model)}
+    """Return the shape of every logical tensor by name, in model order: the content of a checkpoint."""
+    return {tensor.name: tensor.shape for tensor in list_tensors(model)}
 
 
-def elements(tensors: Iterator[LogicalTensor] | tuple[LogicalTensor, ...] | LayerInventory, ranks: int = 1) -> int:
-    """Numbers held on one of `ranks` tensor-parallel ranks, padding included."""
+def count_elements(tensors: Iterable[LogicalTensor], ranks: int = 1) -> int:
+    """Return the number of elements on one of `ranks` tensor-parallel ranks, padding included."""
     return sum(prod(tensor.local_shape(ranks)) for tensor in tensors)

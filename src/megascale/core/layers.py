@@ -1,7 +1,7 @@
-"""Which layers each model chunk holds: balanced by cost, or as the user says.
+"""Assignment of layers to model chunks, balanced by cost or set by the user.
 
-A chunk may begin or end within a layer, between its attention and its MLP, where the block lets it (BlockInventory
-`divides`): with few layers a stage, half a layer more or less is what evens out stages of which one has the logits.
+A chunk may begin or end within a layer, between its attention and its MLP, if the block allows it (BlockInventory
+`can_split`). With few layers per stage, half a layer more or less balances the stages if one of them has the logits.
 """
 
 from __future__ import annotations
@@ -23,40 +23,51 @@ Half = Literal["both", "attention", "mlp"]
 
 @dataclass(frozen=True)
 class ChunkLayers:
-    """The layers of a chunk, counted in halves: half 2 i is layer i's attention with its norm, half 2 i + 1 its MLP.
+    """Layers of a chunk, counted in halves: half 2 i is layer i's attention with its norm, half 2 i + 1 its MLP.
 
     Attributes:
-        first, stop: from which half up to which.
+        first_half, stop_half: range of halves.
     """
 
-    first: int
-    stop: int
+    first_half: int
+    stop_half: int
 
     @classmethod
     def from_range(cls, layers: range) -> ChunkLayers:
-        """Whole layers."""
+        """Return a chunk of whole layers."""
         return cls(2 * layers.start, 2 * max(layers.start, layers.stop))
 
     def __iter__(self) -> Iterator[tuple[int, Half]]:
-        """Each layer, 0-based, and what of it is here."""
-        for layer in range(self.first // 2, (self.stop + 1) // 2 if self.stop > self.first else 0):
-            begins, ends = 2 * layer >= self.first, 2 * layer + 2 <= self.stop
-            yield layer, "both" if begins and ends else "attention" if begins else "mlp"
+        """Yield each layer's index, from 0, and the half of it that the chunk has."""
+        if self.stop_half <= self.first_half:
+            return
+        for layer in range(self.first_half // 2, (self.stop_half + 1) // 2):
+            has_attention = 2 * layer >= self.first_half
+            has_mlp = 2 * layer + 2 <= self.stop_half
+            if has_attention and has_mlp:
+                yield layer, "both"
+            else:
+                yield layer, "attention" if has_attention else "mlp"
 
     @property
     def attention_count(self) -> int:
-        """Layers whose attention is here."""
-        return (self.stop + 1) // 2 - (self.first + 1) // 2
+        """Number of layers whose attention is in the chunk."""
+        return (self.stop_half + 1) // 2 - (self.first_half + 1) // 2
 
     @property
     def mlp_count(self) -> int:
-        """Layers whose MLP is here."""
-        return self.stop // 2 - self.first // 2
+        """Number of layers whose MLP is in the chunk."""
+        return self.stop_half // 2 - self.first_half // 2
+
+    @property
+    def whole_count(self) -> int:
+        """Number of layers that are completely in the chunk."""
+        return max(0, self.stop_half // 2 - (self.first_half + 1) // 2)
 
     @property
     def layer_count(self) -> int | float:
-        """Layers, half of one as 0.5."""
-        halves = self.stop - self.first
+        """Number of layers; half a layer counts 0.5."""
+        halves = self.stop_half - self.first_half
         return halves / 2 if halves % 2 else halves // 2
 
 
@@ -68,64 +79,61 @@ def split_layers(
     stages: int | None = None,
     explicit: Sequence[int | float] | None = None,
 ) -> list[int | float]:
-    """Number of layers of each chunk, in model order.
+    """Return the number of layers of each chunk, in model order.
 
-    Fills the stage with the least work first (a stage's work per micro-batch bounds the steady phase), then
-    evens out the chunks of each stage. On ties the later stage takes the layer, because earlier stages hold more
-    micro-batches in flight. Every chunk gets at least one layer unless `explicit` says otherwise.
+    Layers go to the stage with the least work (a stage's work per micro-batch bounds the steady phase), and then evenly
+    to the chunks of each stage. On ties the later stage gets the layer, because earlier stages hold more micro-batches
+    in flight. Every chunk gets at least one layer unless `explicit` says otherwise.
 
     Args:
         layers: transformer blocks in the model.
-        chunks: stages x chunks a stage; chunk g lies on stage g mod stages.
+        chunks: stages x chunks per stage; chunk g lies on stage g mod stages.
         embedding_cost, logits_cost: work of the embedding (first chunk) and the logits (last), in layers.
-        stages: pipeline stages; default: one chunk a stage.
+        stages: pipeline stages; default: one chunk per stage.
         explicit: the user's own split, checked and returned; it may divide layers into halves.
 
     Raises FitError if there are fewer layers than chunks or `explicit` does not add up.
     """
     stages = chunks if stages is None else stages
     if explicit is not None:
-        return _checked(list(explicit), layers, chunks)
-    virtual = chunks // stages
+        return _check_split(list(explicit), layers, chunks)
+    virtual_stages = chunks // stages
     if layers < chunks:
         raise FitError(
-            f"model.layers={layers} cannot fill parallel.pipeline={stages} x parallel.virtual_stages={virtual} "
+            f"model.layers={layers} cannot fill parallel.pipeline={stages} x parallel.virtual_stages={virtual_stages} "
             f"= {chunks} model chunks with a layer each; use at most {layers} chunks or give parallel.layer_split"
         )
-    extra = [[0.0] * virtual for _ in range(stages)]
-    extra[0][0] += embedding_cost
-    extra[-1][-1] += logits_cost
-    counts = [virtual] * stages
-    added = [sum(cost) for cost in extra]
-    load = [(counts[s] + added[s], -s) for s in range(stages)]
-    heapify(load)
-    for _ in range(layers - chunks):
-        s = -load[0][1]
-        counts[s] += 1
-        heapreplace(load, (counts[s] + added[s], -s))
+    extra_costs = [[0.0] * virtual_stages for _ in range(stages)]
+    extra_costs[0][0] += embedding_cost
+    extra_costs[-1][-1] += logits_cost
+    stage_counts = _balance(layers, [sum(costs) for costs in extra_costs], minimum=virtual_stages)
     split: list[int | float] = [0] * chunks
-    for s in range(stages):
-        own = [1] * virtual
-        lightest = [(own[c] + extra[s][c], -c) for c in range(virtual)]
-        heapify(lightest)
-        for _ in range(counts[s] - virtual):
-            c = -lightest[0][1]
-            own[c] += 1
-            heapreplace(lightest, (own[c] + extra[s][c], -c))
-        for c in range(virtual):
-            split[c * stages + s] = own[c]
+    for stage, count in enumerate(stage_counts):
+        split[stage::stages] = _balance(count, extra_costs[stage], minimum=1)
     return split
 
 
-def _checked(split: list[int | float], layers: int, chunks: int) -> list[int | float]:
+def _balance(layers: int, extra_costs: Sequence[float], minimum: int) -> list[int]:
+    """Distribute layers over bins with extra costs, at least `minimum` to each; on ties the later bin gets one."""
+    counts = [minimum] * len(extra_costs)
+    loads = [(minimum + cost, -i) for i, cost in enumerate(extra_costs)]
+    heapify(loads)
+    for _ in range(layers - minimum * len(counts)):
+        lightest = -loads[0][1]
+        counts[lightest] += 1
+        heapreplace(loads, (counts[lightest] + extra_costs[lightest], -lightest))
+    return counts
+
+
+def _check_split(split: list[int | float], layers: int, chunks: int) -> list[int | float]:
     if len(split) != chunks:
         raise FitError(
             f"parallel.layer_split={split} has {len(split)} entries for {chunks} model chunks "
-            f"(parallel.pipeline x parallel.virtual_stages); give one count a chunk, in model order"
+            f"(parallel.pipeline x parallel.virtual_stages); give one count per chunk, in model order"
         )
     if any(2 * count % 1 for count in split):
         raise FitError(
-            f"parallel.layer_split={split} divides layers where they have no boundary; give whole numbers, or halves "
+            f"parallel.layer_split={split} divides layers at points without a boundary; give whole numbers, or halves "
             "(2.5), which end a chunk between a layer's attention and its MLP"
         )
     if min(split) < 0 or sum(split) != layers:
@@ -136,34 +144,35 @@ def _checked(split: list[int | float], layers: int, chunks: int) -> list[int | f
     if min(split[1:-1], default=1) == 0:
         raise FitError(
             f"parallel.layer_split={split} leaves model chunk {split.index(0, 1)} with nothing to compute; only the "
-            "first (it has the embedding) and the last (it has the logits) may do without layers"
+            "first (it has the embedding) and the last (it has the logits) may have no layers"
         )
     return split
 
 
 def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[ChunkLayers]:
-    """The layers of each model chunk, in model order; chunk g lies on stage g mod parallel.pipeline.
+    """Return the layers of each model chunk, in model order; chunk g lies on stage g mod parallel.pipeline.
 
-    Logits weigh as their share of FLOPs; the embedding look-up costs next to nothing. FitError as split_layers, and
-    where a block that is one piece would be divided.
+    Logits weigh as their share of FLOPs; the embedding look-up costs almost nothing. Raises the FitError of
+    `split_layers`, and FitError if the split would divide a block that cannot be divided.
     """
-    count = flops_per_token(model)
-    logits = count.logits / ((count.forward - count.logits) / model.layers)
-    chunks = parallel.pipeline * parallel.virtual_stages
+    flops = flops_per_token(model)
+    logits_cost = flops.logits / ((flops.forward - flops.logits) / model.layers)
+    chunk_count = parallel.pipeline * parallel.virtual_stages
     explicit = None if parallel.layer_split is None else tuple(parallel.layer_split)
-    found = _chunks(model.layers, chunks, logits, parallel.pipeline, explicit)
-    if not BLOCK_PARTS[model.block].can_split and any(chunk.stop % 2 for chunk in found):
+    chunks = _make_chunks(model.layers, chunk_count, logits_cost, parallel.pipeline, explicit)
+    if not BLOCK_PARTS[model.block].can_split and any(chunk.stop_half % 2 for chunk in chunks):
         raise FitError(
             f"parallel.layer_split={parallel.layer_split} puts a layer's attention and its MLP into different chunks, "
-            f"and a block of model.block={model.block} is one piece; give whole numbers, or --model.block=serial"
+            f"and a block of model.block={model.block} cannot be divided; give whole numbers, or --model.block=serial"
         )
-    return list(found)
+    return list(chunks)
 
 
+# Cached because the memory estimate of every stage asks for the same split.
 @lru_cache(maxsize=64)
-def _chunks(
-    layers: int, chunks: int, logits: float, stages: int, explicit: tuple[int | float, ...] | None
+def _make_chunks(
+    layers: int, chunks: int, logits_cost: float, stages: int, explicit: tuple[int | float, ...] | None
 ) -> tuple[ChunkLayers, ...]:
-    """Kept, as the memory of every stage asks for it again."""
-    split = [round(2 * count) for count in split_layers(layers, chunks, 0.0, logits, stages, explicit)]
-    return tuple(ChunkLayers(stop - n, stop) for stop, n in zip(accumulate(split), split, strict=True))
+    split = split_layers(layers, chunks, 0.0, logits_cost, stages, explicit)
+    halves = [round(2 * count) for count in split]
+    return tuple(ChunkLayers(stop - count, stop) for stop, count in zip(accumulate(halves), halves, strict=True))

@@ -1,4 +1,4 @@
-"""From a configuration and a number of ranks to a layout that runs, or an error that names what would."""
+"""Layout of a configuration over a number of ranks, or errors that name the nearest values that fit."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
 from megascale.core.rank_memory import estimate_rank_memory
 from megascale.core.schedule import Schedule
-from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, made_schedule
+from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, build_schedule
 from megascale.errors import FitError
 
-# Forward passes in a step's schedule, over all stages: far above the thousands that published runs have.
+# Forward passes in a step's schedule over all stages; published runs have some thousands.
 MAX_FORWARDS = 400_000
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A configuration laid out over a world: the sizes that follow from both, computed once and handed down.
+    """A configuration laid out over the ranks of a world: the sizes that follow from both.
 
     Training, planner and preflight take one `Layout` instead of computing these sizes from the configuration again.
 
     Attributes:
         config: the resolved configuration.
         grid: sizes of the axes.
-        microbatches: micro-batches a data-parallel rank runs in a step.
+        microbatches: micro-batches per data-parallel rank and step.
         layers: layers of each model chunk, in model order; chunk g lies on stage g mod grid.pipeline.
     """
 
@@ -37,14 +37,14 @@ class Layout:
     layers: tuple[ChunkLayers, ...]
 
     def schedule(self) -> Schedule:
-        """The pipeline schedule of a step, proven by the checker: what runs. ScheduleError if it hangs."""
-        return build_checked_schedule(*self._schedule())
+        """Return the pipeline schedule of a step, proven by the checker. Raises ScheduleError if it deadlocks."""
+        return build_checked_schedule(*self._schedule_arguments())
 
     def unchecked_schedule(self) -> Schedule:
-        """The same without its proof, for sizing layouts that nobody runs."""
-        return made_schedule(*self._schedule())
+        """Return the schedule without its proof, for sizing layouts that are not run."""
+        return build_schedule(*self._schedule_arguments())
 
-    def _schedule(self) -> tuple[str, int, int, int, bool, int | None, bool]:
+    def _schedule_arguments(self) -> tuple[str, int, int, int, bool, int | None, bool]:
         parallel = self.config.parallel
         return (
             parallel.schedule,
@@ -88,29 +88,31 @@ class Layout:
         return estimate_rank_memory(self.config, self.grid, self.schedule(), stage, limit, uses_gpus)
 
     def stage_layers(self, stage: int) -> list[ChunkLayers]:
-        """Layers of each chunk of a stage, chunk 0 first."""
+        """Return the layers of each chunk of a stage, chunk 0 first."""
         return list(self.layers[stage :: self.grid.pipeline])
 
 
 def lay_out(config: Config, world: int) -> Layout:
-    """Lay `config` over `world` ranks. FitError, one line a fault, naming key, value and the nearest that fit;
-    ConfigError for a schedule that nobody has registered."""
+    """Lay out `config` over `world` ranks.
+
+    Raises FitError, one line per fault with key, value and the nearest values that fit, and ConfigError for a schedule
+    that is not registered.
+    """
     parallel = config.parallel
-    SCHEDULES[parallel.schedule]
+    SCHEDULES[parallel.schedule]  # raises ConfigError for an unknown name
     faults = _tensor_faults(config.model, parallel.tensor)
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:
         faults += _one_stage_faults(parallel)
     if parallel.micro_batch_group_size is not None and parallel.virtual_stages == 1:
         faults.append(
             f"parallel.micro_batch_group_size={parallel.micro_batch_group_size} orders the chunks of "
-            "a stage, and each has one; leave it out "
-            "or set --parallel.virtual_stages=2 or more"
+            "a stage, but each stage has one chunk; leave it out or set --parallel.virtual_stages=2 or more"
         )
     elif parallel.micro_batch_group_size is not None and parallel.micro_batch_group_size < parallel.pipeline:
         faults.append(
             f"parallel.micro_batch_group_size={parallel.micro_batch_group_size} is less than "
-            f"parallel.pipeline={parallel.pipeline}: a round "
-            f"shorter than the pipeline deadlocks; set --parallel.micro_batch_group_size={parallel.pipeline} or more"
+            f"parallel.pipeline={parallel.pipeline}: a group smaller than the pipeline deadlocks; "
+            f"set --parallel.micro_batch_group_size={parallel.pipeline} or more"
         )
     grid = layers = microbatches = None
     try:
@@ -123,14 +125,14 @@ def lay_out(config: Config, world: int) -> Layout:
     except FitError as error:
         faults.append(str(error))
     if microbatches is not None and layers is not None:
-        faults += _schedule_faults(config, grid.data if grid is not None else 1, microbatches)
+        faults += _schedule_faults(config, 1 if grid is None else grid.data, microbatches)
     if faults or grid is None or layers is None or microbatches is None:
         raise FitError("\n".join(faults))
     return Layout(config, grid, microbatches, tuple(layers))
 
 
 def _schedule_faults(config: Config, data: int, microbatches: int) -> list[str]:
-    """A step whose list of actions alone would take minutes to make and gigabytes to hold."""
+    """Return the fault of a step whose list of actions alone would take minutes to build and gigabytes to store."""
     parallel, train = config.parallel, config.train
     forwards = parallel.pipeline * parallel.virtual_stages * microbatches
     if forwards <= MAX_FORWARDS:
@@ -139,38 +141,36 @@ def _schedule_faults(config: Config, data: int, microbatches: int) -> list[str]:
     fitting = max(1, MAX_FORWARDS // (parallel.pipeline * parallel.virtual_stages)) * train.micro_batch * data
     return [
         f"train.global_batch={train.global_batch} is {microbatches:,} micro-batches of train.micro_batch="
-        f"{train.micro_batch} on each of {data} data-parallel ranks, with {chunks} {forwards:,} forward passes in a "
-        f"step's schedule, which holds {MAX_FORWARDS:,} at most; lower train.global_batch to {fitting} or less, or "
-        "raise train.micro_batch"
+        f"{train.micro_batch} on each of {data} data-parallel ranks. With {chunks} that is {forwards:,} forward "
+        f"passes in a step's schedule, and the maximum is {MAX_FORWARDS:,}; lower train.global_batch to {fitting} or "
+        "less, or raise train.micro_batch"
     ]
 
 
 def _one_stage_faults(parallel: ParallelConfig) -> list[str]:
-    """What several chunks on a single stage, which are there for long rounds, do not go with."""
+    """Return the settings that exclude several chunks on a single stage; such chunks only help with large groups."""
     chunks = f"parallel.virtual_stages={parallel.virtual_stages} with parallel.pipeline=1"
     faults = []
     if parallel.micro_batch_group_size is None:
         faults.append(
-            f"{chunks} gains nothing in rounds of one micro-batch; set --parallel.micro_batch_group_size to "
-            "the micro-batches of "
-            "a step, or --parallel.virtual_stages=1"
+            f"{chunks} gains nothing in groups of one micro-batch; set --parallel.micro_batch_group_size to the "
+            "micro-batches of a step, or --parallel.virtual_stages=1"
         )
     if parallel.zero == 2:
         faults.append(
-            f"{chunks} does not go with parallel.zero=2, which reduces gradients after every micro-batch and so has "
-            "nothing to hide in long rounds; set --parallel.zero=1, or --parallel.virtual_stages=1"
+            f"{chunks} cannot be combined with parallel.zero=2, which reduces gradients after every micro-batch and "
+            "gains nothing from large groups; set --parallel.zero=1, or --parallel.virtual_stages=1"
         )
     return faults
 
 
 def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
-    """What tensor parallelism cannot cut evenly, a sentence each."""
-    sizes = {
-        "model.heads": model.heads,
-        **({"model.kv_heads": model.num_kv_heads} if model.num_kv_heads != model.heads else {}),
-        "model.ffn_hidden": model.ffn,
-        "model.sequence_length": model.sequence_length,
-    }
+    """Return a sentence for each size that tensor parallelism does not divide evenly."""
+    sizes = {"model.heads": model.heads}
+    if model.num_kv_heads != model.heads:
+        sizes["model.kv_heads"] = model.num_kv_heads
+    sizes["model.ffn_hidden"] = model.ffn
+    sizes["model.sequence_length"] = model.sequence_length
     faults = []
     common = gcd(*sizes.values(), model.padded_vocab)
     ranks = " or ".join(str(n) for n in nearest_divisors(common, tensor))
@@ -178,8 +178,9 @@ def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
         if value % tensor:
             advice = f"use --parallel.tensor={ranks} (fits all sizes)"
             if "heads" not in key:
-                # Other numbers of heads rarely divide the width, so only the layout is advised there.
-                advice += f" or --{key}={' or '.join(str(n) for n in near_multiples(value, tensor))}"
+                # Other numbers of heads rarely divide the width, so the advice for heads names the layout only.
+                multiples = " or ".join(str(n) for n in nearest_multiples(value, tensor))
+                advice += f" or --{key}={multiples}"
             faults.append(f"{key}={value} is not divisible by parallel.tensor={tensor}; {advice}")
     if model.padded_vocab % tensor:
         multiple = model.vocab_multiple * tensor // gcd(model.vocab_multiple, tensor)
@@ -191,16 +192,16 @@ def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
     return faults
 
 
-def nearest_divisors(value: int, wanted: int) -> list[int]:
-    """The divisors of `value` next to `wanted`, below and above."""
+def nearest_divisors(value: int, target: int) -> list[int]:
+    """Return the divisors of `value` nearest to `target`, below and above."""
     small = [n for n in range(1, isqrt(value) + 1) if value % n == 0]
     divisors = sorted({*small, *(value // n for n in small)})
-    below = [n for n in divisors if n <= wanted][-1:]
-    above = [n for n in divisors if n > wanted][:1]
+    below = [n for n in divisors if n <= target][-1:]
+    above = [n for n in divisors if n > target][:1]
     return below + above
 
 
-def near_multiples(value: int, of: int) -> list[int]:
-    """The multiples of `of` next to `value`, below (if positive) and above."""
-    below = value // of * of
-    return [n for n in (below, below + of) if n > 0]
+def nearest_multiples(value: int, factor: int) -> list[int]:
+    """Return the multiples of `factor` nearest to `value`, below (if positive) and above."""
+    below = value // factor * factor
+    return [n for n in (below, below + factor) if n > 0]

@@ -1,9 +1,9 @@
-"""The one count of memory of a rank, kind by kind, as a function of model, grid, schedule and precision. No torch.
+"""Memory of a rank by kind, as a function of model, grid, schedule and precision. No torch.
 
-What one layer keeps from forward to backward for one micro-batch (recompute none). Sequence s, micro-batch b, width
-h, heads x head size q, key/value width k, MLP width f, tensor ranks t; sequence parallelism is always on with t > 1,
-so everything between the tensor-parallel GEMMs is cut along the sequence. Activations are in the training
-precision, statistics in float32.
+Activations that one layer saves from forward to backward for one micro-batch (recompute none). Sequence s, micro-batch
+b, width h, heads x head size q, key/value width k, MLP width f, tensor ranks t. Sequence parallelism is always on with
+t > 1, so all activations between the tensor-parallel GEMMs are divided along the sequence. Activations are in the
+training precision, statistics in float32.
 
 | tensor | shape here | why |
 |---|---|---|
@@ -19,22 +19,23 @@ precision, statistics in float32.
 | MLP in | s, b, f/t (twice if gated) | backward of the activation |
 | MLP activation | s, b, f/t | weight gradient of the MLP's output GEMM |
 
-Dropout keeps nothing: its mask is a function of seed and index. With f = 4h and k = q = h in 16 bit this is
+Dropout saves nothing: its mask is a function of seed and index. With f = 4h and k = q = h in 16 bit this is
 32 s b h / t for a serial block, Korthikanti et al. 2022's 34 less two dropout masks, and 28 for a parallel one.
-Where `train.linear_precision` keeps a float8 copy of what a GEMM reads, that copy stands in for what is kept for its
-weight gradient alone (norm output, MLP activation), and beside what attention needs too; and weights have copies from
-their first use in a step to its last.
-Recompute `norms` drops norm statistics and outputs, `activation` the MLP activation, `selective` both; `full` keeps the
-input alone.
+If `train.linear_precision` saves a float8 copy of a GEMM's input, the copy replaces activations that only its weight
+gradient needs (norm output, MLP activation) and is added to those that attention needs too. Weights have copies from
+their first use in a step to their last.
+Recompute `norms` drops norm statistics and outputs, `activation` the MLP activation, `selective` both; `full` saves the
+input only.
 
-A chunk but the model's last also keeps its output, which autograd starts from (on one stage the next chunk's input is
-that same tensor). The last adds the final norm's input and statistics, its output for the whole sequence, and the
-loss's log-sum-exp; logits exist for some tokens at a time, in the training precision, and their gradient overwrites
-them. Micro-batches in flight come from the schedule's lists.
+Every chunk except the model's last also saves its output, from which autograd starts (on one stage it is the next
+chunk's input). The last chunk adds the final norm's input and statistics, its output for the whole sequence, and the
+loss's log-sum-exp. Logits exist for some tokens at a time, in the training precision, and their gradient overwrites
+them. The number of micro-batches in flight follows from the schedule's lists.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import ceil, prod
@@ -42,42 +43,43 @@ from math import ceil, prod
 import numpy as np
 
 from megascale.config import ModelConfig, ParallelConfig
-from megascale.config.parts import LINEAR_PRECISIONS, NORMS
+from megascale.config.parts import LINEAR_PRECISIONS, NORMS, OPTIMIZERS
+from megascale.core.flops import count_parameters
 from megascale.core.grid import Grid
 from megascale.core.inventory import (
     BLOCK_PARTS,
+    TOKENS,
     LogicalTensor,
-    elements,
+    count_elements,
     embedding_tensors,
     gradient_widths,
-    half_keeps,
+    half_saved_activations,
     head_tensors,
     layer_inventory,
-    layer_keeps,
+    layer_saved_activations,
     norm_tensors,
     output_matrix,
 )
 from megascale.core.layers import ChunkLayers, Half, assign_layers
-from megascale.core.optimizer_state import count_state_elements
 from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-# The loss takes as many tokens at a time as keep their logits within this (ops/cross_entropy.py).
-LOGITS_BYTES = 2**30
+# The loss takes as many tokens at a time as have logits of this size (ops/cross_entropy.py).
+MAX_LOGITS_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A tensor that a forward keeps for its backward: name, local shape, bytes an element."""
+class SavedTensor:
+    """A tensor that a forward saves for its backward: name, local shape, bytes per element."""
 
     name: str
     shape: tuple[int, ...]
-    width: int
+    itemsize: int
 
     @property
     def bytes(self) -> int:
         """Size in memory."""
-        return prod(self.shape) * self.width
+        return prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -86,19 +88,19 @@ class MemoryEstimate:
 
     Attributes:
         weights: parameters in the training precision.
-        weight_copies: of matrices, as GEMMs read them, where train.linear_precision makes such. Where data-parallel
-            ranks gather them as float8, one of the two is what they receive.
+        weight_copies: copies of matrices in the format that GEMMs read, if train.linear_precision makes any. If
+            data-parallel ranks gather float8, one of the two copies is the receive buffer.
         gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
             backward fills while the other is in flight.
-        optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on: the
-            mean over data-parallel ranks, which differ where tensors keep different state (by a bucket's share).
-        activations: what forwards keep, at the schedule's peak, without logits.
-        logits: the chunk of logits that the loss works on.
-        workspace: gradients of activations inside one layer's backward, and what recompute restores of a layer.
+        optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on. It is the
+            mean over data-parallel ranks, which differ by a bucket's share if tensors have different state.
+        activations: saved activations at the schedule's peak, without logits.
+        logits: the logits on which the loss works at a time.
+        workspace: gradients of activations inside one layer's backward, and activations that recompute restores.
         tensor_buffers: gathered input and gathered gradient of a GEMM, and the symmetric-memory copy.
-        pipeline_buffers: sends under way, receives posted.
-        graph_buffers: what CUDA graphs (parallel/chunk_graphs.py) hold beyond that: temporaries of each micro-batch in
-            flight, inputs and outputs of their own, and one eager micro-batch's activations with data parallelism.
+        pipeline_buffers: sends in flight and posted receives.
+        graph_buffers: additional memory of CUDA graphs (parallel/chunk_graphs.py): temporaries of each micro-batch in
+            flight, inputs and outputs, and with data parallelism one eager micro-batch's activations.
     """
 
     weights: int = 0
@@ -114,93 +116,151 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """All kinds."""
+        """Sum over all kinds."""
         return sum(self.kinds().values())
 
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind, in the order above."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """Return the bytes by kind, in the order of the attributes."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+# parameters ------------------------------------------------------------------------------------------------------
+
+
+# The counts are cached because a search asks for every stage of many layouts.
+@lru_cache(maxsize=256)
+def _half_counts(model: ModelConfig, tensor: int) -> tuple[int, int]:
+    """Return the parameters on one rank of a layer's attention with its norm, and of its MLP with its norm."""
+    attention, mlp = layer_inventory(model).halves
+    return count_elements(attention, tensor), count_elements(mlp, tensor)
+
+
+@lru_cache(maxsize=256)
+def _outer_counts(model: ModelConfig, tensor: int) -> tuple[int, int, int]:
+    """Return the parameters on one rank of the embeddings, of norm and head, and of the logits' matrix."""
+    return (
+        count_elements(embedding_tensors(model), tensor),
+        count_elements((*norm_tensors(model, "norm"), *head_tensors(model)), tensor),
+        count_elements((output_matrix(model),), tensor),
+    )
 
 
 def count_layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
-    """Parameters of one layer on one tensor-parallel rank. Norms and row-parallel biases are replicated."""
-    return _parameter_counts(model, tensor)[0]
+    """Return the parameters of one layer on one tensor-parallel rank, with replicated norms and row-parallel biases."""
+    return sum(_half_counts(model, tensor))
 
 
 def count_chunk_parameters(
     model: ModelConfig, layers: ChunkLayers, chunk: int, chunks: int, tensor: int = 1, stages: int | None = None
 ) -> int:
-    """Parameters of global chunk `chunk` on one tensor-parallel rank, padding rows of the vocabulary included.
+    """Return the parameters of global chunk `chunk` on one tensor-parallel rank, with the vocabulary's padding.
 
-    Tied embeddings on more than one stage (default: a stage a chunk) are held by the first chunk and by the last.
+    Tied embeddings on more than one stage (default: one stage per chunk) are held by the first and the last chunk.
     """
-    _, embeddings, head, logits = _parameter_counts(model, tensor)
-    tied_copy = logits if model.tied_embeddings and (stages or chunks) > 1 else 0
-    held = _of_layers(layers, *_half_counts(model, tensor))
-    return held + (embeddings if chunk == 0 else 0) + (head + tied_copy if chunk == chunks - 1 else 0)
+    embeddings, head, logits = _outer_counts(model, tensor)
+    count = _sum_halves(layers, _half_counts(model, tensor))
+    if chunk == 0:
+        count += embeddings
+    if chunk == chunks - 1:
+        count += head
+        if model.tied_embeddings and (stages or chunks) > 1:
+            count += logits
+    return count
 
 
-def _of_layers(layers: ChunkLayers, attention: int, mlp: int) -> int:
-    """What a chunk has of something of which a layer's halves have so much; a block that is one piece has whole layers
-    only, so that it does not matter to which half its parts are counted."""
+def _sum_halves(layers: ChunkLayers, per_half: tuple[int, int]) -> int:
+    """Return a chunk's total of a quantity per (attention, MLP).
+
+    Blocks that cannot be divided have whole layers only, so it does not matter to which half their parts count.
+    """
+    attention, mlp = per_half
     return layers.attention_count * attention + layers.mlp_count * mlp
 
 
-@lru_cache(maxsize=256)
-def _half_counts(model: ModelConfig, tensor: int) -> tuple[int, int]:
-    """Parameters on one rank of a layer's attention with its norm, and of the rest."""
-    attention, mlp = layer_inventory(model).halves
-    return elements(attention, tensor), elements(mlp, tensor)
-
-
-@lru_cache(maxsize=256)
-def _parameter_counts(model: ModelConfig, tensor: int) -> tuple[int, int, int, int]:
-    """On one rank: of a layer, the embeddings, what stands behind the last layer, and the matrix of the logits. Kept,
-    as a search asks for every stage of many layouts."""
-    return (
-        elements(layer_inventory(model), tensor),
-        elements(embedding_tensors(model), tensor),
-        elements((*norm_tensors(model, "norm"), *head_tensors(model)), tensor),
-        elements((output_matrix(model),), tensor),
-    )
-
-
-def _tables(model: ModelConfig, chunk: int, chunks: int, tensor: int, stages: int) -> int:
-    """Of them elements of embeddings and output matrix."""
-    _, embeddings, _, logits = _parameter_counts(model, tensor)
-    has_logits = chunk == chunks - 1 and (not model.tied_embeddings or stages > 1)
-    return (embeddings if chunk == 0 else 0) + (logits if has_logits else 0)
+def _count_table_elements(model: ModelConfig, chunk: int, chunks: int, tensor: int, stages: int) -> int:
+    """Return a chunk's elements of embeddings and output matrix."""
+    embeddings, _, logits = _outer_counts(model, tensor)
+    count = embeddings if chunk == 0 else 0
+    if chunk == chunks - 1 and (not model.tied_embeddings or stages > 1):
+        count += logits
+    return count
 
 
 def count_stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
-    """Parameters of all chunks of a stage on one tensor-parallel rank."""
-    return sum(_chunk_counts(model, parallel, stage))
+    """Return the parameters of all chunks of a stage on one tensor-parallel rank."""
+    return sum(_count_parameters_by_chunk(model, parallel, stage))
 
 
-def stage_matrices(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
-    """Of them those of the matrices that linear layers multiply with; the vocabulary's is none."""
-    halves = (tuple(one for one in half if one.is_gemm_weight) for half in layer_inventory(model).halves)
-    attention, mlp = (elements(matrices, parallel.tensor) for matrices in halves)
-    return sum(_of_layers(own, attention, mlp) for own in assign_layers(model, parallel)[stage :: parallel.pipeline])
+def count_stage_matrix_elements(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
+    """Return the elements of a stage's linear layers' matrices on one tensor-parallel rank, vocabulary excluded."""
+    attention, mlp = layer_inventory(model).halves
+    per_half = (_count_matrices(attention, parallel.tensor), _count_matrices(mlp, parallel.tensor))
+    return sum(_sum_halves(layers, per_half) for layers in assign_layers(model, parallel)[stage :: parallel.pipeline])
 
 
-def _chunk_counts(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
-    p, chunks = parallel.pipeline, parallel.pipeline * parallel.virtual_stages
+def _count_matrices(tensors: Iterable[LogicalTensor], ranks: int) -> int:
+    return count_elements((tensor for tensor in tensors if tensor.is_gemm_weight), ranks)
+
+
+def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
+    p = parallel.pipeline
+    chunks = p * parallel.virtual_stages
     layers = assign_layers(model, parallel)
-    return [count_chunk_parameters(model, layers[g], g, chunks, parallel.tensor, p) for g in range(stage, chunks, p)]
+    counts = []
+    for g in range(stage, chunks, p):
+        counts.append(count_chunk_parameters(model, layers[g], g, chunks, parallel.tensor, p))
+    return counts
 
 
-def _kept_by_optimizer(model: ModelConfig, parallel: ParallelConfig, stage: int, optimizer: str) -> int:
-    """Elements of optimizer state of all chunks of a stage on one tensor-parallel rank, before any sharding."""
-    p, chunks, layers = parallel.pipeline, parallel.pipeline * parallel.virtual_stages, assign_layers(model, parallel)
-    count = (
-        sum(layers[g].attention_count for g in range(stage, chunks, p)),
-        sum(layers[g].mlp_count for g in range(stage, chunks, p)),
+# optimizer state -------------------------------------------------------------------------------------------------
+
+
+def count_state_elements(
+    optimizer: str, model: ModelConfig, parameters: int, layers: tuple[int, int], tables: int, tensor: int = 1
+) -> int:
+    """Return the elements of state that `optimizer` holds for a part of the model, without master weights.
+
+    Args:
+        parameters: elements of all tensors of the part.
+        layers: number of layers' attentions, and of layers' MLPs, in the part.
+        tables: elements of its matrices outside layers: embeddings and output.
+        tensor: tensor-parallel ranks that divide the layers' matrices.
+    """
+    state_names = OPTIMIZERS[optimizer].state_names
+    h = model.hidden
+    per_vector_element = len(state_names("norm.weight", (h,)))
+    per_table_element = len(state_names(TOKENS, (model.padded_vocab, h)))
+    count = parameters * per_vector_element + tables * (per_table_element - per_vector_element)
+    for layer_count, half in zip(layers, layer_inventory(model).halves, strict=True):
+        for matrix in half:
+            if matrix.decay:
+                extra = len(state_names(matrix.name, matrix.shape)) - per_vector_element
+                count += layer_count * prod(matrix.local_shape(tensor)) * extra
+    return count
+
+
+def count_checkpoint_elements(optimizer: str, model: ModelConfig) -> int:
+    """Return the elements of a checkpoint: master weights and the optimizer's state."""
+    parameters = count_parameters(model)
+    tables = parameters - count_parameters(model, embeddings=False) - (model.vocab if model.head_bias else 0)
+    return parameters + count_state_elements(optimizer, model, parameters, (model.layers, model.layers), tables)
+
+
+def _count_stage_state(model: ModelConfig, parallel: ParallelConfig, stage: int, optimizer: str) -> int:
+    """Return the elements of optimizer state of a stage on one tensor-parallel rank, before sharding."""
+    p = parallel.pipeline
+    chunks = p * parallel.virtual_stages
+    stage_layers = assign_layers(model, parallel)[stage::p]
+    counts = (
+        sum(layers.attention_count for layers in stage_layers),
+        sum(layers.mlp_count for layers in stage_layers),
     )
-    tables = sum(_tables(model, g, chunks, parallel.tensor, p) for g in range(stage, chunks, p))
-    return count_state_elements(
-        optimizer, model, count_stage_parameters(model, parallel, stage), count, tables, parallel.tensor
-    )
+    tables = sum(_count_table_elements(model, g, chunks, parallel.tensor, p) for g in range(stage, chunks, p))
+    parameters = count_stage_parameters(model, parallel, stage)
+    return count_state_elements(optimizer, model, parameters, counts, tables, parallel.tensor)
+
+
+# activations -----------------------------------------------------------------------------------------------------
 
 
 def layer_saved_tensors(
@@ -211,66 +271,83 @@ def layer_saved_tensors(
     recompute: str = "none",
     linear_precision: str = "default",
     half: Half = "both",
-) -> list[Saved]:
-    """What one layer's forward of one micro-batch keeps on one rank: the table in this module's docstring.
+) -> list[SavedTensor]:
+    """Return the tensors that one layer's forward of one micro-batch saves on one rank, as in this module's table.
 
-    half: of a layer that is divided, from the input or from the middle on.
+    Args:
+        half: "attention" or "mlp" for one half of a divided layer.
     """
-    s, b, a = model.sequence_length, micro_batch, DTYPE_BYTES[precision]
-    kept = layer_keeps(model) if half == "both" else half_keeps(model)[half == "mlp"]
+    s = model.sequence_length
+    b = micro_batch
+    itemsize = DTYPE_BYTES[precision]
+    activations = layer_saved_activations(model)
+    if half != "both":
+        activations = half_saved_activations(model)[half == "mlp"]
     if recompute == "full":
-        kept = kept[:1]
+        activations = activations[:1]
     elif recompute != "none":
-        dropped = ("norms", "activation") if recompute == "selective" else (recompute,)
-        kept = tuple(one for one in kept if one.dropped not in dropped)
-    copy = LINEAR_PRECISIONS[linear_precision].kept
-    saved: list[Saved] = []
-    for one in kept:
-        shape = (s // tensor, b, one.width) if one.over == "sequence" else (s, b, one.width // tensor)
-        if copy is None or one.gemm != "only":
-            saved.append(Saved(one.name, shape, max(4, a) if one.statistic else a))
-        if copy is not None and one.gemm != "no":
-            saved.append(Saved(f"{one.name}_copy", shape, copy))
+        recomputed = ("norms", "activation") if recompute == "selective" else (recompute,)
+        activations = tuple(a for a in activations if a.recompute_name not in recomputed)
+    copy_itemsize = LINEAR_PRECISIONS[linear_precision].saved_input_bytes
+    saved: list[SavedTensor] = []
+    for activation in activations:
+        if activation.split_along == "sequence":
+            shape = (s // tensor, b, activation.width)
+        else:
+            shape = (s, b, activation.width // tensor)
+        if copy_itemsize is None or activation.gemm_input != "only":
+            saved.append(SavedTensor(activation.name, shape, max(4, itemsize) if activation.is_statistic else itemsize))
+        if copy_itemsize is not None and activation.gemm_input != "no":
+            saved.append(SavedTensor(f"{activation.name}_copy", shape, copy_itemsize))
     return saved
 
 
-@dataclass(frozen=True)
-class KeptBytes:
-    """Bytes that a forward of one micro-batch keeps: of a whole layer, of its attention alone, of its MLP alone."""
+def _sum_bytes(tensors: Iterable[SavedTensor]) -> int:
+    return sum(tensor.bytes for tensor in tensors)
 
-    both: int
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes that a forward of one micro-batch saves: of a whole layer, of its attention only, of its MLP only."""
+
+    layer: int
     attention: int
     mlp: int
 
     @classmethod
-    def of(
+    def count(
         cls, model: ModelConfig, tensor: int, micro_batch: int, precision: str, recompute: str, linear_precision: str
-    ) -> KeptBytes:
-        """Arguments as of `saved_by_layer`."""
-        about = (model, tensor, micro_batch, precision, recompute, linear_precision)
-        halves: tuple[Half, ...] = ("both", "attention", "mlp")
-        return cls(*(sum(one.bytes for one in layer_saved_tensors(*about, half)) for half in halves))
-
-    def of_chunk(self, layers: ChunkLayers) -> int:
-        """All that a chunk's layers keep."""
-        whole = max(0, layers.stop // 2 - (layers.first + 1) // 2)
-        return (
-            whole * self.both
-            + (layers.attention_count - whole) * self.attention
-            + (layers.mlp_count - whole) * self.mlp
+    ) -> SavedBytes:
+        """Count the bytes; the arguments are those of `layer_saved_tensors`."""
+        arguments = (model, tensor, micro_batch, precision, recompute, linear_precision)
+        return cls(
+            layer=_sum_bytes(layer_saved_tensors(*arguments, "both")),
+            attention=_sum_bytes(layer_saved_tensors(*arguments, "attention")),
+            mlp=_sum_bytes(layer_saved_tensors(*arguments, "mlp")),
         )
 
+    def of_chunk(self, layers: ChunkLayers) -> int:
+        """Return the bytes that a chunk's layers save."""
+        attention_only = layers.attention_count - layers.whole_count
+        mlp_only = layers.mlp_count - layers.whole_count
+        return layers.whole_count * self.layer + attention_only * self.attention + mlp_only * self.mlp
 
-def saved_by_head(model: ModelConfig, tensor: int, micro_batch: int, precision: str) -> list[Saved]:
-    """What final norm and loss keep on the last chunk."""
-    s, b, h, a = model.sequence_length, micro_batch, model.hidden, DTYPE_BYTES[precision]
-    moments, wide = (2 if NORMS[model.norm].bias else 1), max(4, a)
+
+def head_saved_tensors(model: ModelConfig, tensor: int, micro_batch: int, precision: str) -> list[SavedTensor]:
+    """Return the tensors that final norm and loss save on the last chunk."""
+    s = model.sequence_length
+    b = micro_batch
+    itemsize = DTYPE_BYTES[precision]
+    moments = 2 if NORMS[model.norm].bias else 1
     return [
-        Saved("final_norm_input", (s // tensor, b, h), a),
-        Saved("final_norm_statistics", (moments, s // tensor, b), wide),
-        Saved("final_norm_output", (s, b, h), a),
-        Saved("loss_logsumexp", (s, b), wide),
+        SavedTensor("final_norm_input", (s // tensor, b, model.hidden), itemsize),
+        SavedTensor("final_norm_statistics", (moments, s // tensor, b), max(4, itemsize)),
+        SavedTensor("final_norm_output", (s, b, model.hidden), itemsize),
+        SavedTensor("loss_logsumexp", (s, b), max(4, itemsize)),
     ]
+
+
+# a rank ----------------------------------------------------------------------------------------------------------
 
 
 def estimate_stage_memory(
@@ -286,7 +363,7 @@ def estimate_stage_memory(
     linear_precision: str = "default",
     graphs: bool = False,
 ) -> MemoryEstimate:
-    """Memory of a rank of pipeline stage `stage` at its peak, in bytes by kind.
+    """Estimate the peak memory of a rank of pipeline stage `stage`, in bytes by kind.
 
     Args:
         parallel: ZeRO stage, recompute, layer split.
@@ -294,116 +371,138 @@ def estimate_stage_memory(
         schedule: gives micro-batches in flight and send buffers.
         micro_batch: sequences in a micro-batch.
         precision: float32, bfloat16 or float64.
-        side_stream: whether weights' gradients are made on a side stream (Config.gemms_on_side_stream).
-        optimizer: its name; what it keeps is what it declares (config/optimizers.py).
-        linear_precision: as train.linear_precision; what it means is in config/parts.py.
-        graphs: whether chunks are CUDA graphs (core/graph_choice.py).
+        side_stream: whether weight gradients are computed on a side stream (Config.gemms_on_side_stream).
+        optimizer: its name; config/parts.py declares its state.
+        linear_precision: value of train.linear_precision; config/parts.py has its facts.
+        graphs: whether chunks are CUDA graphs (core/rank_memory.py).
     """
-    t, a = grid.tensor, DTYPE_BYTES[precision]
-    master = max(4, a)
-    count = count_stage_parameters(model, parallel, stage)
-    shard = -(-count // grid.data)
-    state = _kept_by_optimizer(model, parallel, stage, optimizer) + (count if a < master else 0)
-    gradients = master * count
-    if parallel.zero == 2 and grid.data > 1:
-        gradients = master * (shard + 2 * max(_chunk_counts(model, parallel, stage)))
-    if parallel.reduce_dtype == "bfloat16" and grid.data > 1:
-        # Rounded copies in flight: of a whole stage at the end of a step, of two chunks with ZeRO-2.
-        sent = count if parallel.zero < 2 else 2 * max(_chunk_counts(model, parallel, stage))
-        gradients += DTYPE_BYTES["bfloat16"] * sent
-    full = sum(x.bytes for x in layer_saved_tensors(model, t, micro_batch, precision, "none", linear_precision))
-    kept = KeptBytes.of(model, t, micro_batch, precision, parallel.recompute, linear_precision)
-    restored = full - kept.both
+    t = grid.tensor
+    itemsize = DTYPE_BYTES[precision]
+    master_itemsize = max(4, itemsize)
+    parameters = count_stage_parameters(model, parallel, stage)
+    shard = -(-parameters // grid.data)
+    state = _count_stage_state(model, parallel, stage, optimizer)
+    if itemsize < master_itemsize:
+        state += parameters
+    saved = SavedBytes.count(model, t, micro_batch, precision, parallel.recompute, linear_precision)
+    all_saved = _sum_bytes(layer_saved_tensors(model, t, micro_batch, precision, "none", linear_precision))
 
-    s, b, h = model.sequence_length, micro_batch, model.hidden
-    block, layer = BLOCK_PARTS[model.block], layer_inventory(model)
-    attention, mlp = (width // t for width in gradient_widths(model))
-    # A parallel block's two branches go backward through one GEMM, so both gradients live at once.
-    inside = attention + mlp if block.together else max(attention, mlp)
-    # Two of them may be under way, whose factors then live on (ops/side_stream.py): the two with the widest.
-    wide = sum(_columns(part, t) for part in ((layer.attention, layer.mlp) if block.together else (layer.mlp,)))
-    f = max((one.shape[1] // t for one in layer.mlp if one.is_gemm_weight and one.partition_dim == 1), default=0)
-    factors = (h + wide) + (h + f) if side_stream else 0
-    message = s // t * b * h * a
-    moves = stage_moves(schedule, stage)
-    held = sum(assign_layers(model, parallel)[g].layer_count for g in range(stage, schedule.chunks, schedule.stages))
-    logits = min(s * b * (model.padded_vocab // t) * a, LOGITS_BYTES) if stage == schedule.stages - 1 else 0
-    workspace = s * b * (inside + factors) * a + restored
-    held_by_graphs = 0
+    s = model.sequence_length
+    hidden_bytes = s * micro_batch * model.hidden * itemsize
+    message = s // t * micro_batch * model.hidden * itemsize
+    logits = 0
+    if stage == schedule.stages - 1:
+        logits = min(s * micro_batch * (model.padded_vocab // t) * itemsize, MAX_LOGITS_BYTES)
+    workspace = s * micro_batch * _workspace_width(model, t, side_stream) * itemsize + all_saved - saved.layer
+    graph_buffers = 0
     if graphs:
-        flying = _in_flight(schedule, stage)
-        held_by_graphs = (flying - 1) * (workspace + logits)
+        in_flight = _count_in_flight(schedule, stage)
+        graph_buffers = (in_flight - 1) * (workspace + logits)
         if schedule.chunks > 1:
-            held_by_graphs += 3 * flying * message  # input, gradient of the output, gradient of the input
+            graph_buffers += 3 * in_flight * message  # input, gradient of the output, gradient of the input
         if grid.data > 1:
-            one = ceil(held / schedule.virtual_stages) * kept.both
-            held_by_graphs += one + workspace + logits
+            stage_layers = assign_layers(model, parallel)[stage :: schedule.stages]
+            layer_count = sum(layers.layer_count for layers in stage_layers)
+            graph_buffers += ceil(layer_count / schedule.virtual_stages) * saved.layer + workspace + logits
+    matrices = count_stage_matrix_elements(model, parallel, stage)
     return MemoryEstimate(
-        weights=a * count,
-        weight_copies=LINEAR_PRECISIONS[linear_precision].copies * stage_matrices(model, parallel, stage),
-        gradients=gradients,
-        optimizer=master * (state * shard // count if parallel.zero else state),
-        activations=_peak(model, parallel, schedule, stage, micro_batch, precision, kept),
+        weights=itemsize * parameters,
+        weight_copies=LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices,
+        gradients=_gradient_bytes(model, parallel, grid, stage, master_itemsize),
+        optimizer=master_itemsize * (state * shard // parameters if parallel.zero else state),
+        activations=_peak_activation_bytes(model, parallel, schedule, stage, micro_batch, precision, saved),
         logits=logits,
         workspace=workspace,
-        tensor_buffers=3 * s * b * h * a if t > 1 else 0,
-        # A received activation becomes the saved input; a gradient is in use while others are posted.
-        pipeline_buffers=message
-        * (
-            SEND_SLOTS * (moves[ActionKind.SEND_FORWARD] + moves[ActionKind.SEND_BACKWARD])
-            + _posted(schedule, stage, ActionKind.RECV_FORWARD)
-            + _posted(schedule, stage, ActionKind.RECV_BACKWARD)
-            + moves[ActionKind.RECV_BACKWARD]
-        ),
-        graph_buffers=held_by_graphs,
+        tensor_buffers=3 * hidden_bytes if t > 1 else 0,
+        pipeline_buffers=message * _count_pipeline_buffers(schedule, stage),
+        graph_buffers=graph_buffers,
     )
 
 
-def _in_flight(schedule: Schedule, stage: int) -> int:
-    """Most micro-batches, over all chunks, between forward and backward."""
-    kind = schedule.table[stage][:, 0]
-    sign = np.where(kind == ActionKind.FORWARD, 1, np.where(kind == ActionKind.BACKWARD, -1, 0))
-    return int(sign.cumsum().max())
+def _gradient_bytes(model: ModelConfig, parallel: ParallelConfig, grid: Grid, stage: int, master_itemsize: int) -> int:
+    """Return the bytes of gradient buffers of a stage."""
+    by_chunk = _count_parameters_by_chunk(model, parallel, stage)
+    parameters = sum(by_chunk)
+    if grid.data == 1:
+        return master_itemsize * parameters
+    shard = -(-parameters // grid.data)
+    two_chunks = 2 * max(by_chunk)
+    buffers = shard + two_chunks if parallel.zero == 2 else parameters
+    total = master_itemsize * buffers
+    if parallel.reduce_dtype == "bfloat16":
+        # Rounded copies in flight: of a whole stage at the end of a step, of two chunks with ZeRO-2.
+        total += DTYPE_BYTES["bfloat16"] * (parameters if parallel.zero < 2 else two_chunks)
+    return total
 
 
-def stage_moves(schedule: Schedule, stage: int) -> dict[ActionKind, bool]:
-    """Which kinds of transfer a stage has at all."""
+def _workspace_width(model: ModelConfig, tensor: int, side_stream: bool) -> int:
+    """Return the values per token that live inside one layer's backward at once."""
+    is_parallel = BLOCK_PARTS[model.block].is_parallel
+    layer = layer_inventory(model)
+    attention, mlp = (width // tensor for width in gradient_widths(model))
+    # A parallel block's two branches go backward through one GEMM, so both gradients live at once.
+    width = attention + mlp if is_parallel else max(attention, mlp)
+    if not side_stream:
+        return width
+    # Two weight gradients may be queued, whose factors then stay (ops/side_stream.py): the two with the widest.
+    projected = layer.attention + layer.mlp if is_parallel else layer.mlp
+    columns = sum(w.shape[0] // tensor for w in projected if w.is_gemm_weight and w.partition_dim == 0)
+    inner = max((w.shape[1] // tensor for w in layer.mlp if w.is_gemm_weight and w.partition_dim == 1), default=0)
+    return width + (model.hidden + columns) + (model.hidden + inner)
+
+
+def _direction_signs(schedule: Schedule, stage: int) -> np.ndarray:
+    """Return +1 for each FORWARD of a stage's list, -1 for each BACKWARD and 0 for other actions: [actions]."""
+    kinds = schedule.table[stage][:, 0]
+    return np.where(kinds == ActionKind.FORWARD, 1, np.where(kinds == ActionKind.BACKWARD, -1, 0))
+
+
+def _count_in_flight(schedule: Schedule, stage: int) -> int:
+    """Return the maximum number of micro-batches, over all chunks, between forward and backward."""
+    return int(_direction_signs(schedule, stage).cumsum().max())
+
+
+def _count_pipeline_buffers(schedule: Schedule, stage: int) -> int:
+    """Return the number of message buffers of a stage."""
     kinds = set(np.unique(schedule.table[stage][:, 0]).tolist())
-    return {kind: int(kind) in kinds for kind in ActionKind if kind.is_send or kind.is_receive}
+    send_kinds = {ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD} & kinds
+    count = SEND_SLOTS * len(send_kinds)
+    count += _count_posted(schedule, stage, ActionKind.RECV_FORWARD)
+    count += _count_posted(schedule, stage, ActionKind.RECV_BACKWARD)
+    # A received activation becomes the saved input; a gradient is in use while others are posted.
+    return count + (ActionKind.RECV_BACKWARD in kinds)
 
 
-def _posted(schedule: Schedule, stage: int, receive: ActionKind) -> int:
-    """Most receives of a kind that wait, posted or arrived, while the stage computes with others."""
+def _count_posted(schedule: Schedule, stage: int, receive: ActionKind) -> int:
+    """Return the maximum number of receives of a kind that are posted or have arrived while the stage computes."""
     kind, chunk, _ = schedule.table[stage].T
-    compute = ActionKind.FORWARD if receive == ActionKind.RECV_FORWARD else ActionKind.BACKWARD
-    end = 0 if compute == ActionKind.FORWARD else schedule.chunks - 1
-    taken = (kind == compute) & (chunk * schedule.stages + stage != end)
-    waiting = ((kind == receive).astype(int) - taken).cumsum()
+    if receive == ActionKind.RECV_FORWARD:
+        compute, boundary = ActionKind.FORWARD, 0
+    else:
+        compute, boundary = ActionKind.BACKWARD, schedule.chunks - 1
+    consumed = (kind == compute) & (chunk * schedule.stages + stage != boundary)
+    waiting = ((kind == receive).astype(int) - consumed).cumsum()
     return int(waiting[kind <= ActionKind.BACKWARD].max())
 
 
-def _columns(part: tuple[LogicalTensor, ...], tensor: int) -> int:
-    """Columns on one rank of the projection that a part reads."""
-    return sum(one.shape[0] // tensor for one in part if one.is_gemm_weight and one.partition_dim == 0)
-
-
-def _peak(
+def _peak_activation_bytes(
     model: ModelConfig,
     parallel: ParallelConfig,
     schedule: Schedule,
     stage: int,
     micro_batch: int,
     precision: str,
-    kept: KeptBytes,
+    saved: SavedBytes,
 ) -> int:
-    """Bytes of activations held at the moment of the schedule at which they are most."""
-    p, chunks = schedule.stages, schedule.chunks
+    """Return the maximum over the schedule of the bytes of saved activations."""
+    p = schedule.stages
+    head = _sum_bytes(head_saved_tensors(model, parallel.tensor, micro_batch, precision))
+    output = 0
+    if p > 1:
+        output = model.sequence_length // parallel.tensor * micro_batch * model.hidden * DTYPE_BYTES[precision]
     layers = assign_layers(model, parallel)
-    own = [c * p + stage for c in range(schedule.virtual_stages)]
-    head = sum(x.bytes for x in saved_by_head(model, parallel.tensor, micro_batch, precision))
-    a, s = DTYPE_BYTES[precision], model.sequence_length // parallel.tensor
-    output = s * micro_batch * model.hidden * a if p > 1 else 0
-    size = np.array([kept.of_chunk(layers[g]) + (head if g == chunks - 1 else output) for g in own])
-    kind, chunk, _ = schedule.table[stage].T
-    sign = np.where(kind == ActionKind.FORWARD, 1, np.where(kind == ActionKind.BACKWARD, -1, 0))
-    return int((sign * size[chunk]).cumsum().max())
+    sizes = []
+    for g in range(stage, schedule.chunks, p):
+        sizes.append(saved.of_chunk(layers[g]) + (head if g == schedule.chunks - 1 else output))
+    chunk = schedule.table[stage][:, 1]
+    return int((_direction_signs(schedule, stage) * np.array(sizes)[chunk]).cumsum().max())

@@ -1,7 +1,7 @@
-"""Before any process starts: does this host hold what the run needs? No torch.
+"""Check before any process starts: does this host have the memory, disk, processes and files that the run needs?
 
-Needs are estimates from below: the tensors that core/memory.py counts and what a process takes by itself at least, so
-that what is refused would have ended by the kernel's or the allocator's hand. `train.fit=force` goes past a refusal.
+Needs are lower estimates: the tensors that core/memory.py counts, and the minimum that a process takes. A run that is
+refused would have been ended by the kernel or the allocator. `train.fit=force` starts it nevertheless. No torch.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from pathlib import Path
 from megascale.config import Config
 from megascale.core.capacity import Capacity, free_disk
 from megascale.core.layout import Layout
-from megascale.core.memory import DTYPE_BYTES, MemoryEstimate
-from megascale.core.optimizer_state import count_checkpoint_elements
-from megascale.core.rank_memory import GPU_CONTEXT
+from megascale.core.memory import DTYPE_BYTES, MemoryEstimate, count_checkpoint_elements
+from megascale.core.rank_memory import GPU_CONTEXT, estimate_rank_memory
 from megascale.core.terminal import print_error
 from megascale.errors import FitError
 
-MIB, GIB = 2**20, 2**30
-# What each process takes for itself at least (private memory after its imports: Python 3.12, torch 2.11, Linux).
-TRAINER_BYTES = 150 * MIB  # started by itself
-GPU_TRAINER_BYTES = 500 * MIB  # with CUDA's and NCCL's host side
-FORKED_TRAINER_BYTES = 40 * MIB  # of a fork server, with which it shares what was imported
-FORK_SERVER = 150 * MIB
+MIB = 2**20
+GIB = 2**30
+# Minimum memory of each process (private memory after its imports: Python 3.12, torch 2.11, Linux).
+TRAINER_BYTES = 150 * MIB
+GPU_TRAINER_BYTES = 500 * MIB  # with the host side of CUDA and NCCL
+FORKED_TRAINER_BYTES = 40 * MIB  # shares the imported modules with its fork server
+FORK_SERVER_BYTES = 150 * MIB
 AGENT_BYTES = 20 * MIB
-# Of a GPU, for the CUDA context and communicators, at least; `megascale plan` keeps more.
-FILES = 64  # open in any trainer
-THREADS = 8  # of a trainer beside those that compute
-CROWD = 8  # trainers a core, above which a line says that it will be slow
-FORCE = "--train.fit=force"
-# Environment of processes whose starter has looked whether they fit; and of those that start in waves, the file
-# descriptor on which they say that they have imported everything.
-CHECKED_VARIABLE, IMPORTED_PIPE_VARIABLE = "MEGASCALE_PREFLIGHT", "MEGASCALE_CAME"
+TRAINER_OPEN_FILES = 64
+TRAINER_EXTRA_THREADS = 8  # threads of a trainer that do not compute
+MAX_TRAINERS_PER_CORE = 8  # above it a line warns that steps will be slow
+FORCE_OPTION = "--train.fit=force"
+# Environment variables: set for processes whose starter has done this check; file descriptor to which a process writes
+# once it has imported everything, so that processes start in waves.
+CHECKED_VARIABLE = "MEGASCALE_PREFLIGHT"
+IMPORTED_PIPE_VARIABLE = "MEGASCALE_IMPORTED_PIPE"
 
 
 def max_concurrent_imports(cores: int) -> int:
-    """Processes that import everything at the same time: a host's GPUs, or twice its cores."""
+    """Return the number of processes that may import everything at the same time: a host's GPUs, or twice its cores."""
     return max(8, 2 * cores)
 
 
 @dataclass(frozen=True)
 class HostShare:
-    """What of a run this host starts.
+    """Part of a run that this host starts.
 
     Attributes:
         world: ranks of the run on all hosts.
-        first_rank, ranks: those on this host.
-        nodes: agents with a fork server each (`megascale launch`), spares included; 0: trainers alone.
-        gpus: whether ranks train on GPUs.
-        model: whether they hold the model (a bench of operators does not).
-        keeps: whether checkpoints are written.
-        running: whether its processes are there already and only what they will hold is asked for (torchrun's).
+        first_rank, ranks: first rank and number of ranks on this host.
+        nodes: agents with one fork server each (`megascale launch`), spares included; 0: only trainers.
+        uses_gpus: whether ranks train on GPUs.
+        has_model: whether ranks hold the model (a benchmark of operators does not).
+        writes_checkpoints: whether checkpoints are written.
+        is_running: whether the processes exist already (started by torchrun), so that only their tensors count.
     """
 
     world: int
@@ -72,193 +72,219 @@ def check_host(
     disk: Callable[[Path], int] = free_disk,
     report: Callable[[str], None] = print_error,
 ) -> None:
-    """Check `share` of the run that `layout` describes against this machine before anything of it starts.
+    """Check this host's share of the run that `layout` describes before any of its processes starts.
 
     Args:
-        capacity: what the machine has; default: asked.
-        disk: free bytes where a folder is.
-        say: takes lines that refuse nothing.
+        capacity: free resources; default: measured.
+        disk: returns the free bytes at a folder.
+        report: receives lines that do not refuse the run.
 
-    Raises FitError, one line a fault with its figures, key and remedy, unless train.fit is `force`: then they are said.
+    Raises FitError, one line per fault with its figures, key and remedy. With train.fit=force the faults are reported.
     """
     config = layout.config
     if capacity is None:
         capacity = Capacity.measure(gpus=share.uses_gpus)
     faults = _process_faults(config, share, capacity)
-    if not faults and share.has_model:  # sizes of a crowd that cannot be are not worth counting
-        stages = count_local_stage_ranks(layout, share)
-        faults += _memory_faults(config, layout, share, capacity, stages)
+    if not faults and share.has_model:  # if the processes do not fit, the sizes of their tensors do not matter
+        stage_ranks = count_local_stage_ranks(layout, share)
+        faults += _memory_faults(config, layout, share, capacity, stage_ranks)
     if share.writes_checkpoints:
         faults += _disk_faults(config, disk)
     if faults and config.train.fit == "check":
-        raise FitError("\n".join(f"{fault}. This is an estimate: {FORCE} starts all the same" for fault in faults))
+        hint = f"This is an estimate: {FORCE_OPTION} starts nevertheless"
+        raise FitError("\n".join(f"{fault}. {hint}" for fault in faults))
     for fault in faults:
         report(f"train.fit=force: starting although {fault}")
-    if not share.uses_gpus and share.ranks > CROWD * capacity.cores:
+    if not share.uses_gpus and share.ranks > MAX_TRAINERS_PER_CORE * capacity.cores:
         report(f"{share.ranks} ranks share {capacity.cores} cores: starting will take long and steps will be slow")
 
 
-def check_processes(option: str, count: int, each: int, capacity: Capacity | None = None) -> None:
-    """Whether so many processes of at least `each` bytes fit, before the first starts; FitError naming `option`."""
-    capacity = Capacity.measure() if capacity is None else capacity
+def check_processes(option: str, count: int, process_bytes: int, capacity: Capacity | None = None) -> None:
+    """Check that `count` processes of at least `process_bytes` bytes fit. Raises FitError that names `option`."""
+    if capacity is None:
+        capacity = Capacity.measure()
     if capacity.processes is not None and count > capacity.processes:
         raise FitError(
             f"{option}={count} processes are more than the {capacity.processes:,} that {capacity.processes_from} "
             "leaves; ask for fewer"
         )
-    if capacity.memory is not None and count * each > capacity.memory:
+    if capacity.memory is not None and count * process_bytes > capacity.memory:
         raise FitError(
-            f"{option}={count} processes need {_size(count * each)} at least and {capacity.memory_from} leaves "
-            f"{_size(capacity.memory)}; ask for {max(1, capacity.memory // each)} or fewer"
+            f"{option}={count} processes need {_format_size(count * process_bytes)} at least and "
+            f"{capacity.memory_from} leaves {_format_size(capacity.memory)}; ask for "
+            f"{max(1, capacity.memory // process_bytes)} or fewer"
         )
 
 
 def count_local_stage_ranks(layout: Layout, share: HostShare) -> dict[int, int]:
-    """Ranks of each pipeline stage among those that this host starts."""
-    each = layout.grid.world_size // layout.grid.pipeline  # ranks of a stage follow each other (core/grid.py)
-    first, stop = share.first_rank, share.first_rank + share.ranks
-    found = {}
-    for stage in range(first // each, -(-stop // each)):
-        found[stage] = min(stop, (stage + 1) * each) - max(first, stage * each)
-    return found
+    """Return the number of this host's ranks in each pipeline stage."""
+    stage_size = layout.grid.world_size // layout.grid.pipeline  # ranks of a stage are contiguous (core/grid.py)
+    first = share.first_rank
+    stop = first + share.ranks
+    counts = {}
+    for stage in range(first // stage_size, -(-stop // stage_size)):
+        counts[stage] = min(stop, (stage + 1) * stage_size) - max(first, stage * stage_size)
+    return counts
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """A checkpoint: master weights and the optimizer's state."""
-    return max(4, DTYPE_BYTES[config.train.precision]) * count_checkpoint_elements(config.optimizer.name, config.model)
+    """Return the size of a checkpoint: master weights and the optimizer's state."""
+    itemsize = max(4, DTYPE_BYTES[config.train.precision])
+    return itemsize * count_checkpoint_elements(config.optimizer.name, config.model)
 
 
-def own_bytes(share: HostShare) -> int:
-    """What the processes that are to start on this host take whatever they train."""
+def _process_bytes(share: HostShare) -> int:
+    """Return the memory of the processes that this host starts, without their tensors."""
     if share.is_running:
         return 0
+    node_bytes = share.nodes * (AGENT_BYTES + FORK_SERVER_BYTES)
     if share.uses_gpus:
-        return share.ranks * GPU_TRAINER_BYTES + share.nodes * (AGENT_BYTES + FORK_SERVER)
+        return share.ranks * GPU_TRAINER_BYTES + node_bytes
     if share.nodes:
-        return share.ranks * FORKED_TRAINER_BYTES + share.nodes * (AGENT_BYTES + FORK_SERVER)
+        return share.ranks * FORKED_TRAINER_BYTES + node_bytes
     return share.ranks * TRAINER_BYTES
 
 
 def _memory_faults(
-    config: Config, layout: Layout, share: HostShare, capacity: Capacity, stages: dict[int, int]
+    config: Config, layout: Layout, share: HostShare, capacity: Capacity, stage_ranks: dict[int, int]
 ) -> list[str]:
+    schedule = layout.schedule()
+    gpu_memory = capacity.gpu_memory if share.uses_gpus else None
+    available = None if gpu_memory is None else gpu_memory - GPU_CONTEXT
     memory = {}
-    most = capacity.gpu_memory - GPU_CONTEXT if share.uses_gpus and capacity.gpu_memory is not None else None
-    for stage in stages:
-        memory[stage], _ = layout.stage_memory(stage, most, share.uses_gpus > 0)
+    for stage in stage_ranks:
+        memory[stage], _ = estimate_rank_memory(config, layout.grid, schedule, stage, available, share.uses_gpus)
     faults = []
-    fullest = max(memory.values(), key=lambda m: m.total)
+    fullest = max(memory.values(), key=lambda estimate: estimate.total)
     sizes = f"model.layers={config.model.layers} x model.hidden={config.model.hidden}, {config.train.precision}"
-    if share.uses_gpus and capacity.gpu_memory is not None and fullest.total + GPU_CONTEXT > capacity.gpu_memory:
+    if gpu_memory is not None and fullest.total + GPU_CONTEXT > gpu_memory:
         faults.append(
-            f"the fullest rank needs {_size(fullest.total + GPU_CONTEXT)} of GPU memory ({_kinds(fullest)}; {sizes}) "
-            f"and the GPU has {_size(capacity.gpu_memory)}; {_remedies(config, fullest.graph_buffers > 0)}"
+            f"the fullest rank needs {_format_size(fullest.total + GPU_CONTEXT)} of GPU memory "
+            f"({_describe_kinds(fullest)}; {sizes}) and the GPU has {_format_size(gpu_memory)}; "
+            f"{_suggest_smaller_tensors(config, fullest.graph_buffers > 0)}"
         )
-    host = own_bytes(share)
-    tensors = 0 if share.uses_gpus else sum(memory[stage].total * ranks for stage, ranks in stages.items())
-    copies = _staged(config, share)
-    if capacity.memory is not None and host + tensors + copies > capacity.memory:
-        parts = []
-        if host:
-            parts.append(f"{_size(host)} for the processes of {_ranks(share)}")
-        if tensors:
-            parts.append(f"{_size(tensors)} for tensors of {_ranks(share)} (the fullest: {_kinds(fullest)}; {sizes})")
-        if copies:
-            parts.append(f"{_size(copies)} for copies of the state (checkpoint.background)")
-        text = ", ".join(parts)
-        remedy = _remedies(config) if max(tensors, host) == tensors else ""
-        if copies > max(tensors, host):
-            remedy = "set checkpoint.background=false or fewer checkpoint.slots, or use a host with more memory"
-        faults.append(
-            f"this host's memory does not suffice: {text}, {_size(host + tensors + copies)} in all, and "
-            f"{capacity.memory_from} leaves {_size(capacity.memory)}; {remedy or _fewer(share)}"
-        )
+    processes = _process_bytes(share)
+    tensors = 0
+    if not share.uses_gpus:
+        tensors = sum(memory[stage].total * ranks for stage, ranks in stage_ranks.items())
+    copies = _staged_bytes(config, share)
+    total = processes + tensors + copies
+    if capacity.memory is None or total <= capacity.memory:
+        return faults
+    ranks = _describe_ranks(share)
+    parts = []
+    if processes:
+        parts.append(f"{_format_size(processes)} for the processes of {ranks}")
+    if tensors:
+        fullest_kinds = _describe_kinds(fullest)
+        parts.append(f"{_format_size(tensors)} for tensors of {ranks} (the fullest: {fullest_kinds}; {sizes})")
+    if copies:
+        parts.append(f"{_format_size(copies)} for copies of the state (checkpoint.background)")
+    if copies > max(tensors, processes):
+        remedy = "set checkpoint.background=false or fewer checkpoint.slots, or use a host with more memory"
+    elif tensors >= processes:
+        remedy = _suggest_smaller_tensors(config)
+    else:
+        remedy = _suggest_fewer_ranks(share)
+    faults.append(
+        f"this host has too little memory: {', '.join(parts)}, {_format_size(total)} in total, and "
+        f"{capacity.memory_from} leaves {_format_size(capacity.memory)}; {remedy}"
+    )
     return faults
 
 
-def _staged(config: Config, share: HostShare) -> int:
-    """Copies of the state that checkpoint services keep in this host's memory: its own, and as many of its peers, two
-    at least, where there are peers."""
+def _staged_bytes(config: Config, share: HostShare) -> int:
+    """Return the bytes of state copies that checkpoint services hold in this host's memory.
+
+    They are the host's own, and, with replicas, as many of its peers (two at least).
+    """
     settings = config.checkpoint
     if not settings.background or not share.writes_checkpoints:
         return 0
     slots = settings.slots or (2 if settings.memory_interval else 1)
-    if settings.replicas and (share.ranks < share.world or (share.nodes and config.resilience.nodes > 1)):
+    has_peers = share.ranks < share.world or (share.nodes and config.resilience.nodes > 1)
+    if settings.replicas and has_peers:
         slots += max(2, slots)
     return slots * checkpoint_bytes(config) * share.ranks // share.world
 
 
 def _process_faults(config: Config, share: HostShare, capacity: Capacity) -> list[str]:
-    """Processes, threads and open files; and memory for processes alone, before sizes of tensors are looked at."""
+    """Check processes, threads and open files, and the memory of processes without tensors."""
     faults = []
     threads = config.train.threads or max(1, capacity.cores // max(1, share.ranks))
-    tasks = 0 if share.is_running else share.ranks * (THREADS + threads) + 3 * share.nodes
+    tasks = 0
+    if not share.is_running:
+        tasks = share.ranks * (TRAINER_EXTRA_THREADS + threads) + 3 * share.nodes
     if capacity.processes is not None and tasks > capacity.processes:
         faults.append(
-            f"{_ranks(share)} need {tasks:,} processes and threads and {capacity.processes_from} leaves "
-            f"{capacity.processes:,}; {_fewer(share)}, or raise that limit"
+            f"{_describe_ranks(share)} need {tasks:,} processes and threads and {capacity.processes_from} leaves "
+            f"{capacity.processes:,}; {_suggest_fewer_ranks(share)}, or raise that limit"
         )
-    driver = FILES + 2 * share.nodes
-    files = max(driver, FILES + share.world)
+    driver_files = TRAINER_OPEN_FILES + 2 * share.nodes
+    trainer_files = TRAINER_OPEN_FILES + share.world
+    files = max(driver_files, trainer_files)
     if capacity.open_files is not None and files > capacity.open_files:
-        who = "the driver" if driver >= files else "a trainer"
+        process = "the driver" if driver_files >= trainer_files else "a trainer"
         faults.append(
-            f"{who} needs {files:,} open files for its connections and may have {capacity.open_files:,}; "
-            f"run `ulimit -n {files}` first (the hard limit must allow it), or {_fewer(share)}"
+            f"{process} needs {files:,} open files for its connections and may have {capacity.open_files:,}; "
+            f"run `ulimit -n {files}` first (the hard limit must allow it), or {_suggest_fewer_ranks(share)}"
         )
-    own = own_bytes(share)
-    if capacity.memory is not None and own > capacity.memory and not faults:
+    processes = _process_bytes(share)
+    if capacity.memory is not None and processes > capacity.memory and not faults:
         faults.append(
-            f"this host's memory does not suffice: {_ranks(share)} need {_size(own)} for their processes alone and "
-            f"{capacity.memory_from} leaves {_size(capacity.memory)}; {_fewer(share)}"
+            f"this host has too little memory: {_describe_ranks(share)} need {_format_size(processes)} for their "
+            f"processes alone and {capacity.memory_from} leaves {_format_size(capacity.memory)}; "
+            f"{_suggest_fewer_ranks(share)}"
         )
     return faults
 
 
 def _disk_faults(config: Config, disk: Callable[[Path], int]) -> list[str]:
-    settings, train = config.checkpoint, config.train
-    saves = settings.at_end or 0 < settings.interval <= train.steps
-    if not (saves and train.steps) or (settings.location and "://" in settings.location):
+    settings = config.checkpoint
+    steps = config.train.steps
+    saves = steps and (settings.at_end or 0 < settings.interval <= steps)
+    if not saves or (settings.location and "://" in settings.location):
         return []
     folder = Path(settings.location) if settings.location else config.run_folder / "checkpoints"
-    needed, free = checkpoint_bytes(config), disk(folder)
+    needed = checkpoint_bytes(config)
+    free = disk(folder)
     if needed <= free:
         return []
     return [
-        f"a checkpoint takes {_size(needed)} and {folder} has {_size(free)} of free disk; make room, or give another "
-        "folder as checkpoint.location (or train.runs)"
+        f"a checkpoint takes {_format_size(needed)} and {folder} has {_format_size(free)} of free disk; free some "
+        "space, or set another folder as checkpoint.location (or train.runs)"
     ]
 
 
-def _remedies(config: Config, graphs: bool = False) -> str:
-    """What makes a rank's tensors smaller, by what is not yet so."""
-    words = []
+def _suggest_smaller_tensors(config: Config, graphs: bool = False) -> str:
+    """Return the settings that make a rank's tensors smaller and are not in use yet."""
+    options = []
     if graphs:
-        words.append("--kernels.graphs=auto")
+        options.append("--kernels.graphs=auto")
     if config.train.micro_batch > 1:
-        words.append("--train.micro_batch=1")
+        options.append("--train.micro_batch=1")
     if config.parallel.recompute != "full":
-        words.append("--parallel.recompute=full")
-    tried = f"{' and '.join(words)} need less, else " if words else ""
-    return f"{tried}use more or larger devices or a smaller model (`megascale plan` shows what a layout needs)"
+        options.append("--parallel.recompute=full")
+    smaller = f"{' and '.join(options)} need less, else " if options else ""
+    return f"{smaller}use more or larger devices or a smaller model (`megascale plan` shows what a layout needs)"
 
 
-def _fewer(share: HostShare) -> str:
+def _suggest_fewer_ranks(share: HostShare) -> str:
     if share.nodes:
         return "lower --nodes (resilience.nodes) or --spares"
     return "lower parallel.data, parallel.tensor or parallel.pipeline"
 
 
-def _ranks(share: HostShare) -> str:
+def _describe_ranks(share: HostShare) -> str:
     ranks = f"{share.ranks} rank{'s' * (share.ranks != 1)}"
     return f"{ranks} on {share.nodes} nodes (spares included)" if share.nodes else ranks
 
 
-def _kinds(memory: MemoryEstimate) -> str:
-    """The largest kinds of memory in words."""
+def _describe_kinds(memory: MemoryEstimate) -> str:
+    """Return the three largest kinds of memory with their sizes."""
     largest = sorted(memory.kinds().items(), key=lambda kind: -kind[1])[:3]
-    return ", ".join(f"{name.replace('_', ' ')} {_size(count)}" for name, count in largest if count)
+    return ", ".join(f"{name.replace('_', ' ')} {_format_size(count)}" for name, count in largest if count)
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / MIB:,.0f} MiB"

@@ -1,40 +1,110 @@
-"""Memory of a rank as it will run, CUDA graphs included where they fit; torch-free.
+"""Memory of a rank, and whether its chunks run as CUDA graphs, from the configuration. No torch.
 
-The engine, the plan and the check before a start ask here, so that they speak of the same run: kernels.graphs=auto has
-graphs where their buffers fit beside all else.
+The engine, the plan, the simulator and the check before a start all use this module, so that they describe the same
+run: kernels.graphs=auto uses graphs if their buffers fit.
 """
 
 from __future__ import annotations
 
 from megascale.config import Config
-from megascale.core.graph_choice import explain_no_graphs
+from megascale.config.parts import ACTIVATIONS, ATTENTIONS, BLOCKS, LINEAR_PRECISIONS, MLPS, NORMS
+from megascale.core.flops import layer_flops
 from megascale.core.grid import Grid
 from megascale.core.memory import MemoryEstimate, estimate_stage_memory
 from megascale.core.schedule import Schedule
 
 GPU_CONTEXT = 1 << 30  # bytes of a GPU that CUDA and its libraries take
+# Forward and backward FLOPs of a rank's part of a layer, above which the GPU is slower than any host: 13 ms of an H200.
+# Launching a layer's operators takes a host 1.3 ms (gpt2-124m, docs/log.md), and a slow host twice that.
+MAX_GRAPH_FLOPS = 6e12
 
 
 def estimate_rank_memory(
-    config: Config, grid: Grid, schedule: Schedule, stage: int, most: float | None = None, gpus: bool = True
+    config: Config, grid: Grid, schedule: Schedule, stage: int, available_bytes: float | None = None, gpus: bool = True
 ) -> tuple[MemoryEstimate, str]:
-    """(memory of a rank of pipeline stage `stage` at its peak, why its chunks are no CUDA graphs; "" if they are).
+    """Estimate the peak memory of a rank of pipeline stage `stage`.
 
-    most: bytes that there are for it; None where nobody knows. gpus: whether it runs on one; graphs need one.
+    Args:
+        available_bytes: memory of the rank's device; None if unknown.
+        gpus: whether the rank runs on a GPU, which CUDA graphs need.
+
+    Returns:
+        The estimate, and why the chunks are not CUDA graphs ("" if they are).
     """
-    train, parallel = config.train, config.parallel
-
-    def estimate(graphs: bool) -> MemoryEstimate:
-        about = (grid, schedule, stage, train.micro_batch, train.precision, config.gemms_on_side_stream)
-        return estimate_stage_memory(
-            config.model, parallel, *about, config.optimizer.name, train.linear_precision, graphs
-        )
-
-    why = explain_no_graphs(config, grid) if gpus else "graphs are of GPUs"
-    if why:
-        return estimate(False), why
-    memory = estimate(True)
-    if most is None or config.kernels.graphs == "on" or memory.total <= most:
+    reason = explain_no_graphs(config, grid) if gpus else "CUDA graphs need a GPU"
+    if reason:
+        return _estimate(config, grid, schedule, stage, graphs=False), reason
+    memory = _estimate(config, grid, schedule, stage, graphs=True)
+    if available_bytes is None or config.kernels.graphs == "on" or memory.total <= available_bytes:
         return memory, ""
     gib = memory.graph_buffers / 2**30
-    return estimate(False), f"their buffers, {gib:.1f} GiB, do not fit beside the rest; --kernels.graphs=on tries"
+    reason = f"their buffers, {gib:.1f} GiB, do not fit in the remaining memory; --kernels.graphs=on tries anyway"
+    return _estimate(config, grid, schedule, stage, graphs=False), reason
+
+
+def _estimate(config: Config, grid: Grid, schedule: Schedule, stage: int, graphs: bool) -> MemoryEstimate:
+    return estimate_stage_memory(
+        config.model,
+        config.parallel,
+        grid,
+        schedule,
+        stage,
+        config.train.micro_batch,
+        config.train.precision,
+        side_stream=config.gemms_on_side_stream,
+        optimizer=config.optimizer.name,
+        linear_precision=config.train.linear_precision,
+        graphs=graphs,
+    )
+
+
+def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
+    """Return why chunks are not captured as CUDA graphs (parallel/chunk_graphs.py), or "" if they are.
+
+    Under kernels.graphs=auto the reason may be that graphs gain nothing.
+
+    Args:
+        grid: None if only the configuration is known; data parallelism is then assumed.
+    """
+    mode = config.kernels.graphs
+    if grid is None:
+        tensor, data = config.parallel.tensor, 2
+    else:
+        tensor, data = grid.tensor, grid.data
+    if mode == "off":
+        return "kernels.graphs=off"
+    if tensor > 1 and config.overlap.tensor in ("async", "off"):
+        return f"only overlap.tensor=fused can be captured, not overlap.tensor={config.overlap.tensor}"
+    if config.parallel.zero == 2 and data > 1:
+        return "parallel.zero=2 reduces every micro-batch's gradients during backward"
+    if config.model.dropout:
+        return "a dropout mask depends on the step and the sample"
+    if mode == "on":
+        return ""
+    part = _find_registered_part(config)
+    if part:
+        return f"{part} is registered by a package and may depend on the step; set --kernels.graphs=on if it does not"
+    tokens = config.model.sequence_length * config.train.micro_batch
+    if layer_flops(config.model, 0).training * tokens / tensor > MAX_GRAPH_FLOPS:
+        return "a layer's micro-batch keeps the GPU busy for longer than its launches take"
+    return ""
+
+
+def _find_registered_part(config: Config) -> str:
+    """Return a part of the model that is not built in, as setting=value, or "" if all are built in.
+
+    A replay would repeat the random numbers and the sample index of the captured micro-batch.
+    """
+    model = config.model
+    parts = (
+        (ACTIVATIONS, model.activation),
+        (NORMS, model.norm),
+        (ATTENTIONS, model.attention),
+        (MLPS, model.mlp),
+        (BLOCKS, model.block),
+        (LINEAR_PRECISIONS, config.train.linear_precision),
+    )
+    for registry, name in parts:
+        if name not in registry.builtin_names:
+            return f"{registry.key}={name}"
+    return ""

@@ -1,16 +1,17 @@
-"""When everything happens: a schedule's dependency graph with durations. For the planner, simulator and what-if.
+"""Replay of a schedule: its dependency graph with durations gives start and end of every action.
 
-Resources of a stage are its streams: one for compute, one for parameter gathers, one for gradient reductions, and one
-for each of its channels. Work on a stream runs in list order. An action starts when its stream is free and
+The planner, the simulator and the what-if analysis use it. Resources of a stage are its streams: one for compute, one
+for parameter gathers, one for gradient reductions, and one for each of its channels. Work on a stream runs in list
+order. An action starts when its stream is free and
 
-- FORWARD/BACKWARD: its message is here, its chunk's parameters are gathered (first forward), its send buffer is free,
-  and without overlap (Schedule.exposed) what the stage sent before has arrived;
+- FORWARD/BACKWARD: its message has arrived, its chunk's parameters are gathered (first forward), its send buffer is
+  free, and without overlap (Schedule.exposed) the stage's earlier sends have arrived;
 - SEND/RECV: the compute before it in the stage's list has ended. The transfer starts when both sides have posted;
 - GATHER_PARAMS: the compute before it in the list has ended; REDUCE_GRADS: the backward that it arms has ended
-  (data-parallel peers run in step; that buckets leave within that backward is for `simulate` to add).
+  (data-parallel peers run in step; `simulate` adds that buckets leave within that backward).
 
-Times are in the unit of the durations. Several data-parallel replicas with durations of their own replay at once:
-arrays then have a second axis. Times follow from one pass over the graph in topological levels, in numpy.
+Times have the unit of the durations. Several data-parallel replicas with different durations can be replayed at once;
+arrays then have a second axis. One pass over the graph in topological levels gives all times, in numpy.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ DurationOf = Callable[[int, Action], float]
 class ActionGraph:
     """A schedule compiled for replay: build once, replay many times.
 
-    Actions of all stages stand one after another in list order; index n is the n-th. A SEND and its RECV share one
-    transfer, kept at the SEND's index.
+    The actions of all stages are concatenated in list order, and index n is the n-th. A SEND and its RECV share one
+    transfer, stored at the SEND's index.
 
     Attributes:
-        schedule: what was compiled.
+        schedule: the compiled schedule.
         stage, kind, chunk, microbatch: int arrays [actions].
         partner: index of the other side of a SEND or RECV, else -1.
-        before: [actions, 7] indices whose end an action's start awaits, -1 where none: the compute before it in
-            the list (for a reduction the backward that it arms); for compute its transfer, its gather and the send that
-            must free a buffer; for a transfer the compute before its RECV on the other stage; then the previous action
-            on the stream; then the last forward and backward sends that compute waits for without overlap.
-        levels: indices in topological order, level by level: no action awaits one of its own level.
+        predecessors: [actions, 7] indices whose end an action's start awaits, -1 where none. Column 0: the compute
+            before it in the list (for a reduction the backward that it arms). Columns 1 to 3: for compute its transfer,
+            its gather and the send that must free a buffer; for a transfer (column 1) the compute before its RECV on
+            the other stage. Column 4: the previous action on the stream. Columns 5 and 6: the last forward and backward
+            sends that compute awaits without overlap.
+        levels: indices in topological order, level by level; no action awaits one of its own level.
     """
 
     schedule: Schedule
@@ -60,22 +62,23 @@ class ActionGraph:
 
     @classmethod
     def compile(cls, schedule: Schedule) -> ActionGraph:
-        """Compile; ValueError if the schedule can never finish (see core/checker.py)."""
-        sizes = [len(t) for t in schedule.table]
-        stage = np.repeat(np.arange(schedule.stages), sizes)
+        """Compile a schedule. Raises ValueError if it can never finish (see core/checker.py)."""
+        action_counts = [len(table) for table in schedule.table]
+        stage = np.repeat(np.arange(schedule.stages), action_counts)
         kind, chunk, microbatch = np.concatenate(schedule.table).T.astype(np.int64)
         partner = _partners(schedule, stage, kind, chunk, microbatch)
-        before = _dependencies(schedule, stage, kind, chunk, microbatch, partner)
-        real = ~np.isin(kind, _RECEIVES)
-        return cls(schedule, stage, kind, chunk, microbatch, partner, before, _levels(before, real))
+        predecessors = _dependencies(schedule, stage, kind, chunk, microbatch, partner)
+        levels = _topological_levels(predecessors, ~np.isin(kind, _RECEIVES))
+        return cls(schedule, stage, kind, chunk, microbatch, partner, predecessors, levels)
 
     def with_extra_waits(self, extra: np.ndarray) -> ActionGraph:
-        """The same actions with more waits: action n also awaits actions extra[n], [actions, k], -1 where none.
+        """Return the graph with more waits: action n also awaits the actions extra[n], [actions, k], -1 where none.
 
-        For engines that do more than the schedule asks, such as blocking exchanges. ValueError if that deadlocks.
+        For engines with more waits than the schedule, such as blocking exchanges. Raises ValueError if that deadlocks.
         """
-        before = np.concatenate([self.predecessors, extra], axis=1)
-        return replace(self, before=before, levels=_levels(before, ~np.isin(self.kind, _RECEIVES)))
+        predecessors = np.concatenate([self.predecessors, extra], axis=1)
+        levels = _topological_levels(predecessors, ~np.isin(self.kind, _RECEIVES))
+        return replace(self, predecessors=predecessors, levels=levels)
 
     @property
     def action_count(self) -> int:
@@ -84,7 +87,7 @@ class ActionGraph:
 
     @cached_property
     def stream(self) -> np.ndarray:
-        """Index into LANES of each action."""
+        """Index into STREAMS of each action."""
         return _STREAM_OF_KIND[self.kind]
 
     def durations(
@@ -96,7 +99,7 @@ class ActionGraph:
         gather: object = 0.0,
         reduce: object = 0.0,
     ) -> np.ndarray:
-        """Durations [actions] from scalars or arrays [stages, virtual] for each kind (a RECV takes none itself)."""
+        """Return durations [actions] from scalars or arrays [stages, virtual stages] per kind; a RECV has none."""
         shape = (self.schedule.stages, self.schedule.virtual_stages)
         costs = (forward, backward, send_forward, 0.0, send_backward, 0.0, gather, reduce)
         table = np.stack([np.broadcast_to(np.asarray(c, dtype=float), shape) for c in costs])
@@ -105,13 +108,14 @@ class ActionGraph:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each action ran.
+    """Start and end of each action.
 
     Attributes:
-        graph: what was replayed.
+        graph: the replayed graph.
         start, end: [actions] or [actions, replicas]. A transfer's SEND and RECV both end with it; each starts when
-            its side has posted it, `moving` says when bytes began to flow.
-        moving: as start, but for SEND and RECV the moment at which both sides were ready.
+            its side has posted it.
+        transfer_start: as `start`, but for SEND and RECV the time at which both sides were ready and bytes start to
+            flow.
     """
 
     graph: ActionGraph
@@ -121,7 +125,7 @@ class Timeline:
 
     @property
     def makespan(self) -> np.ndarray:
-        """End of the last action: a number, or one a replica."""
+        """End of the last action: a scalar, or one value per replica."""
         return self.end.max(axis=0)
 
     @cached_property
@@ -130,77 +134,84 @@ class Timeline:
         return self.stream_time("compute")
 
     def stream_time(self, stream: str) -> np.ndarray:
-        """Time during which a stream of each stage works (transfers count at the sender): [stages, ...]."""
+        """Return the busy time of a stream of each stage (transfers count at the sender): [stages, ...]."""
         graph = self.graph
-        mine = (graph.stream == STREAMS.index(stream)) & ~np.isin(graph.kind, _RECEIVES)
+        selected = (graph.stream == STREAMS.index(stream)) & ~np.isin(graph.kind, _RECEIVES)
         total = np.zeros((graph.schedule.stages, *self.end.shape[1:]))
-        np.add.at(total, graph.stage[mine], (self.end - self.transfer_start)[mine])
+        np.add.at(total, graph.stage[selected], (self.end - self.transfer_start)[selected])
         return total
 
     @property
     def bubble(self) -> np.ndarray:
-        """Idle time of the busiest stage's compute stream over its busy time: (p-1)/(v m) in the ideal case."""
+        """Idle over busy time of the busiest stage's compute stream: (p-1)/(v m) in the ideal case."""
         busy = self.busy.max(axis=0)
         return (self.makespan - busy) / busy
 
     def idle_times(self) -> dict[str, np.ndarray]:
-        """Idle time of each stage's compute stream by cause, [stages, ...]; with `busy` they add up to the makespan.
+        """Return the idle time of each stage's compute stream by cause, [stages, ...].
 
-        send: a transfer or a full send buffer was moving bytes meanwhile; gather: parameters were being gathered;
-        reduce: gradients were being reduced after the last compute; bubble: the rest, waiting for other stages.
+        With `busy` the causes add up to the makespan. They are:
+            send: bytes of an awaited transfer, or of a full send buffer, were moving.
+            gather: parameters were being gathered.
+            reduce: gradients were being reduced after the last compute.
+            bubble: the remaining time, in which the stage waits for other stages.
         """
-        graph, tail = self.graph, self.end.shape[1:]
+        graph = self.graph
+        replicas = self.end.shape[1:]
         compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
         previous = graph.predecessors[compute, 0]
-        idle_from = np.where(_column(previous >= 0, tail), self.end[previous], 0.0)
+        idle_from = np.where(_as_column(previous >= 0, len(replicas)), self.end[previous], 0.0)
         gap = self.start[compute] - idle_from
         stages = graph.stage[compute]
-        out = {name: np.zeros((graph.schedule.stages, *tail)) for name in ("send", "gather", "reduce", "bubble")}
+        shape = (graph.schedule.stages, *replicas)
+        idle = {name: np.zeros(shape) for name in ("send", "gather", "reduce", "bubble")}
         for name, columns in (("gather", (2,)), ("send", (1, 3, 5, 6))):
             for column in columns:
                 cause = graph.predecessors[compute, column]
-                over = np.minimum(self.end[cause], self.start[compute]) - np.maximum(
-                    self.transfer_start[cause], idle_from
-                )
-                share = np.minimum(np.where(_column(cause >= 0, tail), np.maximum(over, 0.0), 0.0), gap)
-                np.add.at(out[name], stages, share)
+                overlap_end = np.minimum(self.end[cause], self.start[compute])
+                overlap = np.maximum(overlap_end - np.maximum(self.transfer_start[cause], idle_from), 0.0)
+                share = np.minimum(np.where(_as_column(cause >= 0, len(replicas)), overlap, 0.0), gap)
+                np.add.at(idle[name], stages, share)
                 gap = gap - share
-        np.add.at(out["bubble"], stages, gap)
+        np.add.at(idle["bubble"], stages, gap)
         last = np.zeros_like(self.busy)
         np.maximum.at(last, stages, self.end[compute])
         reduces = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)
         reduced = last.copy()
         np.maximum.at(reduced, graph.stage[reduces], self.end[reduces])
-        out["reduce"] += reduced - last
-        out["bubble"] += self.makespan - reduced
-        return out
+        idle["reduce"] += reduced - last
+        idle["bubble"] += self.makespan - reduced
+        return idle
 
-    def overlap(self, stream: str, other: str) -> np.ndarray:
-        """For each action on `stream`, the time during which `other` of the same stage works: [actions], 0 elsewhere.
+    def overlap(self, stream: str, other_stream: str) -> np.ndarray:
+        """Return for each action on `stream` the busy time of `other_stream` of its stage: [actions], 0 elsewhere.
 
-        What a model of mutual slow-down needs: stretch durations by it and replay again. One replica only.
+        A model of mutual slow-down stretches durations by it and replays again. Only for a single replica.
         """
         graph = self.graph
-        out = np.zeros(graph.action_count)
+        overlaps = np.zeros(graph.action_count)
         real = ~np.isin(graph.kind, _RECEIVES)
         for s in range(graph.schedule.stages):
-            here = (graph.stage == s) & real
-            mine = np.flatnonzero(here & (graph.stream == STREAMS.index(stream)))
-            theirs = np.flatnonzero(here & (graph.stream == STREAMS.index(other)))
-            if len(mine) and len(theirs):
-                out[mine] = _busy_between(
-                    self.transfer_start[theirs], self.end[theirs], self.transfer_start[mine], self.end[mine]
+            in_stage = (graph.stage == s) & real
+            actions = np.flatnonzero(in_stage & (graph.stream == STREAMS.index(stream)))
+            other_actions = np.flatnonzero(in_stage & (graph.stream == STREAMS.index(other_stream)))
+            if len(actions) and len(other_actions):
+                overlaps[actions] = _busy_between(
+                    self.transfer_start[other_actions],
+                    self.end[other_actions],
+                    self.transfer_start[actions],
+                    self.end[actions],
                 )
-        return out
+        return overlaps
 
 
 def replay_schedule(schedule: Schedule | ActionGraph, durations: np.ndarray | DurationOf) -> Timeline:
-    """Run a schedule against durations.
+    """Replay a schedule with durations.
 
     Args:
-        schedule: a Schedule, or a Graph to replay again without compiling.
-        durations: [actions] or [actions, replicas] in the Graph's order, or a function of (stage, action). A
-            transfer's duration is its SEND's; a RECV's own is not used.
+        schedule: a Schedule, or an ActionGraph to replay without compiling it again.
+        durations: [actions] or [actions, replicas] in the graph's order, or a function of (stage, action). A
+            transfer's duration is its SEND's; a RECV's own is ignored.
     """
     graph = schedule if isinstance(schedule, ActionGraph) else ActionGraph.compile(schedule)
     if callable(durations):
@@ -209,66 +220,62 @@ def replay_schedule(schedule: Schedule | ActionGraph, durations: np.ndarray | Du
     durations = np.asarray(durations, dtype=float)
     if durations.shape[0] != graph.action_count:
         raise ValueError(f"durations of {durations.shape[0]} actions for a schedule of {graph.action_count}")
-    tail = durations.shape[1:]
-    # One more row, always zero, stands for "awaits nothing": index -1 reads it.
-    end = np.zeros((graph.action_count + 1, *tail))
-    before = graph.predecessors
+    # The additional row stays zero and stands for "awaits nothing": index -1 reads it.
+    end = np.zeros((graph.action_count + 1, *durations.shape[1:]))
+    predecessors = graph.predecessors
     for level in graph.levels:
-        end[level] = end[before[level]].max(axis=1) + durations[level]
-    moving = end[:-1] - durations
+        end[level] = end[predecessors[level]].max(axis=1) + durations[level]
+    transfer_start = end[:-1] - durations
     receives = np.flatnonzero(np.isin(graph.kind, _RECEIVES))
     sends = graph.partner[receives]
     end[receives] = end[sends]
-    moving[receives] = moving[sends]
-    start = moving.copy()
-    # A side has posted when its own compute has ended and its stream is free, though the other side may be late.
+    transfer_start[receives] = transfer_start[sends]
+    start = transfer_start.copy()
+    # A side posts when its own compute has ended and its stream is free; the other side may be late.
     ends = np.flatnonzero(graph.partner >= 0)
-    start[ends] = np.maximum(end[before[ends, 0]], end[before[ends, 4]])
-    return Timeline(graph, start, end[:-1], moving)
+    start[ends] = np.maximum(end[predecessors[ends, 0]], end[predecessors[ends, 4]])
+    return Timeline(graph, start, end[:-1], transfer_start)
 
 
-def what_if(graph: ActionGraph, durations: np.ndarray) -> dict[str, np.ndarray]:
-    """Exposed (non-overlapped) time of each stream but compute: how much sooner the step ends were its work free."""
-    base = replay_schedule(graph, durations).makespan
-    out = {}
-    for index, stream in enumerate(STREAMS[1:], start=1):
-        without = durations.copy()
-        without[graph.stream == index] = 0.0
-        out[stream] = base - replay_schedule(graph, without).makespan
-    return out
+def _as_column(mask: np.ndarray, extra_dims: int) -> np.ndarray:
+    """Append `extra_dims` axes of size one."""
+    return mask.reshape(-1, *([1] * extra_dims))
 
 
-def _column(mask: np.ndarray, tail: tuple[int, ...]) -> np.ndarray:
-    return mask.reshape(-1, *([1] * len(tail)))
-
-
-def _busy_between(starts: np.ndarray, ends: np.ndarray, from_: np.ndarray, to: np.ndarray) -> np.ndarray:
-    """Measure of the union of intervals (disjoint but for shared streams) within each [from_, to]."""
+def _busy_between(
+    starts: np.ndarray, ends: np.ndarray, window_starts: np.ndarray, window_ends: np.ndarray
+) -> np.ndarray:
+    """Return the measure of the union of intervals within each window."""
     times = np.concatenate([starts, ends])
-    change = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
+    changes = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
     order = np.argsort(times, kind="stable")
-    times, depth = times[order], change[order].cumsum()
+    times = times[order]
+    depth = changes[order].cumsum()
     busy = np.concatenate([[0.0], np.cumsum(np.diff(times) * (depth[:-1] > 0))])
-    return np.interp(to, times, busy) - np.interp(from_, times, busy)
+    return np.interp(window_ends, times, busy) - np.interp(window_starts, times, busy)
 
 
-def _previous(marks: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """For each position the latest earlier marked position of the same group (groups contiguous), or -1."""
+def _previous_marked(marks: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Return for each position the latest earlier marked position of its group (groups are contiguous), or -1."""
     position = np.arange(len(marks))
     latest = np.maximum.accumulate(np.where(marks, position, -1))
     earlier = np.concatenate([[-1], latest[:-1]])
-    first = np.searchsorted(group, group)
-    return np.where(earlier >= first, earlier, -1)
+    group_start = np.searchsorted(group, group)
+    return np.where(earlier >= group_start, earlier, -1)
 
 
-def _key(schedule: Schedule, stage: np.ndarray, chunk: np.ndarray, microbatch: np.ndarray) -> np.ndarray:
+def _compute_key(schedule: Schedule, stage: np.ndarray, chunk: np.ndarray, microbatch: np.ndarray) -> np.ndarray:
+    """Return a number for each (stage, chunk, micro-batch)."""
     return (stage * schedule.virtual_stages + chunk) * schedule.microbatches + microbatch
 
 
 def _partners(
     schedule: Schedule, stage: np.ndarray, kind: np.ndarray, chunk: np.ndarray, microbatch: np.ndarray
 ) -> np.ndarray:
-    """Index of the other side of each transfer (Schedule.peer, vectorised). ValueError if there is none."""
+    """Return the index of each transfer's other side (Schedule.peer, vectorised).
+
+    Raises ValueError if there is none.
+    """
     p = schedule.stages
     partner = np.full(len(kind), -1)
     pairs = (
@@ -276,15 +283,17 @@ def _partners(
         (ActionKind.SEND_BACKWARD, ActionKind.RECV_BACKWARD, -1),
     )
     for send, receive, step in pairs:
-        sends, receives = np.flatnonzero(kind == send), np.flatnonzero(kind == receive)
+        sends = np.flatnonzero(kind == send)
+        receives = np.flatnonzero(kind == receive)
         target = chunk[sends] * p + stage[sends] + step
-        wanted = _key(schedule, target % p, target // p, microbatch[sends])
-        offered = _key(schedule, stage[receives], chunk[receives], microbatch[receives])
-        order = np.argsort(offered)
-        if len(sends) != len(receives) or not np.array_equal(np.sort(wanted), offered[order]):
+        send_keys = _compute_key(schedule, target % p, target // p, microbatch[sends])
+        receive_keys = _compute_key(schedule, stage[receives], chunk[receives], microbatch[receives])
+        order = np.argsort(receive_keys)
+        if len(sends) != len(receives) or not np.array_equal(np.sort(send_keys), receive_keys[order]):
             raise ValueError(f"the schedule {schedule.name} has a send without its receive")
-        match = receives[order[np.searchsorted(offered[order], wanted)]]
-        partner[sends], partner[match] = match, sends
+        match = receives[order[np.searchsorted(receive_keys[order], send_keys)]]
+        partner[sends] = match
+        partner[match] = sends
     return partner
 
 
@@ -296,87 +305,90 @@ def _dependencies(
     microbatch: np.ndarray,
     partner: np.ndarray,
 ) -> np.ndarray:
-    """The array `Graph.before`."""
-    before = np.full((len(kind), 7), -1)
-    before[:, 0] = _previous(kind <= ActionKind.BACKWARD, stage)
-    size = schedule.stages * schedule.virtual_stages * schedule.microbatches
-    key = _key(schedule, stage, chunk, np.maximum(microbatch, 0))
-    at: dict[ActionKind, np.ndarray] = {}
-    for k in ActionKind:
-        where = np.flatnonzero(kind == k)
-        at[k] = np.full(size, -1)
-        at[k][key[where]] = where
-        if k > ActionKind.BACKWARD:
+    """Build the array `ActionGraph.predecessors`."""
+    predecessors = np.full((len(kind), 7), -1)
+    predecessors[:, 0] = _previous_marked(kind <= ActionKind.BACKWARD, stage)
+    key_count = schedule.stages * schedule.virtual_stages * schedule.microbatches
+    key = _compute_key(schedule, stage, chunk, np.maximum(microbatch, 0))
+    chunk_key = stage * schedule.virtual_stages + chunk
+    index_by_key: dict[ActionKind, np.ndarray] = {}
+    for action_kind in ActionKind:
+        indices = np.flatnonzero(kind == action_kind)
+        index_by_key[action_kind] = np.full(key_count, -1)
+        index_by_key[action_kind][key[indices]] = indices
+        if action_kind > ActionKind.BACKWARD:
             # Work of one kind on a stage is one stream: its channel, its gathers or its reductions.
-            before[where, 4] = np.where(np.diff(stage[where], prepend=-1) == 0, np.roll(where, 1), -1)
+            is_same_stage = np.diff(stage[indices], prepend=-1) == 0
+            predecessors[indices, 4] = np.where(is_same_stage, np.roll(indices, 1), -1)
     for compute, send, receive in (
         (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD),
         (ActionKind.BACKWARD, ActionKind.SEND_BACKWARD, ActionKind.RECV_BACKWARD),
     ):
-        where = np.flatnonzero(kind == compute)
-        received = at[receive][key[where]]
-        before[where, 1] = np.where(received >= 0, partner[received], -1)
+        indices = np.flatnonzero(kind == compute)
+        received = index_by_key[receive][key[indices]]
+        predecessors[indices, 1] = np.where(received >= 0, partner[received], -1)
         sends = np.flatnonzero(kind == send)
-        # The send that held this buffer: SEND_SLOTS earlier among the stage's sends of this kind.
-        slots = SEND_SLOTS
-        held = np.full(len(sends), -1)
-        held[slots:] = np.where(stage[sends[slots:]] == stage[sends[:-slots]], sends[:-slots], -1)
-        before[at[compute][key[sends]], 3] = held
-    reduces, backwards = np.flatnonzero(kind == ActionKind.REDUCE_GRADS), np.flatnonzero(kind == ActionKind.BACKWARD)
-    # A chunk's next backward after the reduction in the list: of all sorted by chunk, then position.
-    by_chunk = np.lexsort((backwards, stage[backwards] * schedule.virtual_stages + chunk[backwards]))
-    place = (stage * schedule.virtual_stages + chunk) * len(kind) + np.arange(len(kind))
-    before[reduces, 0] = backwards[by_chunk][np.searchsorted(place[backwards][by_chunk], place[reduces])]
+        # The send that used this buffer before: SEND_SLOTS earlier among the stage's sends of this kind.
+        slot_sends = np.full(len(sends), -1)
+        is_same_stage = stage[sends[SEND_SLOTS:]] == stage[sends[:-SEND_SLOTS]]
+        slot_sends[SEND_SLOTS:] = np.where(is_same_stage, sends[:-SEND_SLOTS], -1)
+        predecessors[index_by_key[compute][key[sends]], 3] = slot_sends
+    reduces = np.flatnonzero(kind == ActionKind.REDUCE_GRADS)
+    backwards = np.flatnonzero(kind == ActionKind.BACKWARD)
+    # A reduction arms the chunk's next backward in the list: search among all, sorted by chunk and then by position.
+    by_chunk = np.lexsort((backwards, chunk_key[backwards]))
+    order = chunk_key * len(kind) + np.arange(len(kind))
+    predecessors[reduces, 0] = backwards[by_chunk][np.searchsorted(order[backwards][by_chunk], order[reduces])]
     # The first forward of a chunk awaits its gather.
     forwards = np.flatnonzero(kind == ActionKind.FORWARD)
-    _, first = np.unique(stage[forwards] * schedule.virtual_stages + chunk[forwards], return_index=True)
-    first = forwards[first]
+    _, first = np.unique(chunk_key[forwards], return_index=True)
+    first_forwards = forwards[first]
     gathers = np.flatnonzero(kind == ActionKind.GATHER_PARAMS)
-    gathered = np.full(schedule.chunks, -1)
-    gathered[stage[gathers] * schedule.virtual_stages + chunk[gathers]] = gathers
-    before[first, 2] = gathered[stage[first] * schedule.virtual_stages + chunk[first]]
+    gather_by_chunk = np.full(schedule.chunks, -1)
+    gather_by_chunk[chunk_key[gathers]] = gathers
+    predecessors[first_forwards, 2] = gather_by_chunk[chunk_key[first_forwards]]
     # A transfer also awaits the compute before its RECV on the other side.
     sends = np.flatnonzero(np.isin(kind, _SENDS))
-    before[sends, 1] = before[partner[sends], 0]
+    predecessors[sends, 1] = predecessors[partner[sends], 0]
     if schedule.exposed:
         for column, send in enumerate(_SENDS, start=5):
-            before[:, column] = _last_send(kind, stage, send)
-    return before
+            predecessors[:, column] = _last_send(kind, stage, send)
+    return predecessors
 
 
 def _last_send(kind: np.ndarray, stage: np.ndarray, send: ActionKind) -> np.ndarray:
-    """For each compute the last send of this kind of its stage before it: [actions], -1 where none."""
+    """Return for each compute the last earlier send of this kind on its stage: [actions], -1 where none."""
     sends = np.flatnonzero(kind == send)
     computes = np.flatnonzero(kind <= ActionKind.BACKWARD)
     last = np.searchsorted(sends, computes) - 1
-    found = sends[np.maximum(last, 0)] if len(sends) else np.zeros_like(computes)
+    candidates = sends[np.maximum(last, 0)] if len(sends) else np.zeros_like(computes)
     waits = np.full(len(kind), -1)
-    waits[computes] = np.where((last >= 0) & (stage[found] == stage[computes]), found, -1)
+    waits[computes] = np.where((last >= 0) & (stage[candidates] == stage[computes]), candidates, -1)
     return waits
 
 
-def _levels(before: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Peel the graph of the `real` actions into topological levels. ValueError if it has a cycle."""
+def _topological_levels(predecessors: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Divide the graph of the `real` actions into topological levels. Raises ValueError if it has a cycle."""
     rows = np.flatnonzero(real)
-    needs = before[rows]
-    target = np.repeat(rows, needs.shape[1])[needs.ravel() >= 0]
-    source = needs.ravel()[needs.ravel() >= 0]
-    waiting = np.bincount(target, minlength=len(real))
+    waits = predecessors[rows]
+    target = np.repeat(rows, waits.shape[1])[waits.ravel() >= 0]
+    source = waits.ravel()[waits.ravel() >= 0]
+    open_waits = np.bincount(target, minlength=len(real))
     order = np.argsort(source, kind="stable")
     successors = target[order]
     first = np.searchsorted(source[order], np.arange(len(real) + 1))
     count = np.diff(first)
-    level = rows[waiting[rows] == 0]
+    level = rows[open_waits[rows] == 0]
     levels = []
     while len(level):
         levels.append(level)
         n = count[level]
         offsets = np.repeat(first[level] - np.concatenate([[0], n[:-1].cumsum()]), n)
         reached = successors[offsets + np.arange(len(offsets))]
-        np.subtract.at(waiting, reached, 1)
-        free = reached[waiting[reached] == 0]
-        # An action reached twice in one level would stand twice in the next.
-        waiting[free] = -1
+        np.subtract.at(open_waits, reached, 1)
+        free = reached[open_waits[reached] == 0]
+        # An action that is reached twice in one level would appear twice in the next.
+        open_waits[free] = -1
         level = np.unique(free) if len(free) > 1 else free
     if sum(map(len, levels)) != len(rows):
         raise ValueError("the schedule has a cycle of waits: it deadlocks")

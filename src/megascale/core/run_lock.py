@@ -1,13 +1,14 @@
-"""Who may write into a run folder: one training at a time, held by rank 0 and freed by the kernel when it ends.
+"""Locks of a run folder: one training at a time, held by rank 0 and released by the kernel when it ends.
 
-Two files, locked as a whole with flock, say who is there. RUN/trainer.lock is held exclusively by rank 0 of whatever
-trains, and for a moment by commands that change checkpoints. RUN/driver.lock is held, shared, by the drivers of a
-launched job (two for a moment when one replaces the other), so that nobody slips in between two attempts; their
-trainers do not ask it. The text in a file names its holder for people; the lock alone decides.
+Two files are locked as a whole with flock. Rank 0 of a training holds RUN/trainer.lock exclusively, and commands that
+change checkpoints hold it for a moment. The drivers of a launched job share RUN/driver.lock (two drivers hold it for a
+moment when one replaces the other), so that no other training starts between two attempts. Trainers of the job do not
+check that file. The text in a file names its holder for people; only the lock decides.
 
-A lock ends with its process, whatever ended it, so nothing is ever left to clear away. It holds between hosts where the
-file system passes flock on: NFS as Linux mounts it by default (not with `nolock` or `local_lock=flock`), CephFS, GPFS,
-Lustre with `-o flock`. Where there is none, or only one for each host, `RunLock.warning` says so or nothing can.
+A lock ends with its process, whatever ended it, so there is nothing to clean up. It works between hosts if the file
+system passes flock on: NFS as Linux mounts it by default (not with `nolock` or `local_lock=flock`), CephFS, GPFS, and
+Lustre with `-o flock`. `RunLock.warning` reports a file system without locks; a file system with separate locks for
+each host cannot always be detected.
 """
 
 from __future__ import annotations
@@ -18,29 +19,30 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 import weakref
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megascale.core.untrusted_files import read_small_text
-from megascale.core.writers import describe_other_writers
 from megascale.errors import ConfigError, TrainingError
 
-TRAINER_LOCK, DRIVERS = "trainer.lock", "driver.lock"
-GRACE_PERIOD = 5.0  # seconds for a holder that was just killed to be gone
-_LOOK = 0.05  # seconds between two looks
-_BUSY = (errno.EAGAIN, errno.EACCES)  # NFS says the second
+TRAINER_LOCK = "trainer.lock"
+DRIVER_LOCK = "driver.lock"
+GRACE_PERIOD = 5.0  # seconds in which a holder that was just killed must be gone
+_POLL_INTERVAL = 0.05  # seconds
+_LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)  # NFS returns the second one
 
 
 @dataclass(frozen=True)
 class Holder:
-    """What a lock's file says of who holds it.
+    """Holder of a lock, as the lock's file describes it.
 
     Attributes:
         what: the command, such as `megascale train`.
         host, pid: the process.
-        since: local time at which it came.
+        since: local time at which it took the lock.
         driver: whether a driver started it.
     """
 
@@ -57,38 +59,39 @@ class Holder:
 
 
 class RunBusyError(ConfigError):
-    """Somebody else trains here (exit 2)."""
+    """Another process trains in this run folder (exit 2)."""
 
 
 def started_by_driver() -> bool:
-    """Whether an agent of a driver started this process."""
+    """Return whether an agent of a driver started this process."""
     return "MEGASCALE_NODE" in os.environ
 
 
 class RunLock:
-    """A lock that this process holds until `release` or its end.
+    """Lock that this process holds until `release` or its end.
 
     Attributes:
-        warning: why it keeps nobody out, or may not, and who else may write into the folder; "" where all is well.
+        warning: why the lock may not exclude others, and which other users may write into the folder; "" if neither.
     """
 
-    def __init__(self, handle: int, warning: str = "") -> None:
-        self._handle, self.warning = handle, warning
-        self._signed = False
-        _held.add(self)
+    def __init__(self, descriptor: int, warning: str = "") -> None:
+        self._descriptor = descriptor
+        self.warning = warning
+        self._is_signed = False
+        _open_locks.add(self)
 
     def sign(self, holder: Holder) -> None:
-        """Say who holds it; what cannot be said on a full disk is left out."""
-        self._signed = True
+        """Write the holder into the file, unless the disk is full."""
+        self._is_signed = True
         with contextlib.suppress(OSError):
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, json.dumps(asdict(holder)).encode() + b"\n", 0)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(asdict(holder)).encode() + b"\n", 0)
 
     def release(self) -> None:
-        """Let the next one in."""
-        if self._signed and self._handle >= 0:
+        """Clear the file and release the lock."""
+        if self._is_signed and self._descriptor >= 0:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._handle, 0)
+                os.ftruncate(self._descriptor, 0)
         self.drop()
 
     def __enter__(self) -> RunLock:
@@ -98,146 +101,174 @@ class RunLock:
         self.release()
 
     def drop(self) -> None:
-        """Let go and leave what the file says; in a child of a fork the parent goes on holding it."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        """Close the file and leave its text; after a fork, the parent still holds the lock."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
-_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+_open_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _drop_all() -> None:
-    for lock in list(_held):
+    for lock in list(_open_locks):
         lock.drop()
 
 
-# A child's copy of the handle would hold the lock when its parent has ended.
+# A child's copy of the descriptor would hold the lock after its parent has ended.
 os.register_at_fork(after_in_child=_drop_all)
 
 
-def acquire_trainer_lock(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
-    """The right to train in a folder (of a run, or of checkpoints), or to change what is there.
+def acquire_trainer_lock(folder: Path, command: str, grace_period: float = GRACE_PERIOD) -> RunLock:
+    """Acquire the exclusive right to train in a folder (of a run or of checkpoints), or to change its checkpoints.
 
     Args:
-        folder: made if it is not there.
-        what: the command, for those who come second.
-        grace_period: seconds to wait for a holder to go.
+        folder: created if it does not exist.
+        command: the command, for the error message of a second process.
+        grace_period: seconds to wait for the present holder to end.
 
     Raises:
-        Busy: somebody else trains there, or a driver holds the run for its job; says who, and what to do.
-        TrainingError: an older attempt of the job that this process belongs to still runs; or no file can be made.
+        RunBusyError: another process trains there, or a driver reserves the run for its job.
+        TrainingError: an older attempt of this job still runs, or the lock file cannot be created.
     """
     lock = _claim(folder, grace_period)
-    before, host = _read(folder / TRAINER_LOCK), socket.gethostname()
-    if not started_by_driver() and before.host not in ("", host) and not lock.warning:
+    previous = _read_holder(folder / TRAINER_LOCK)
+    is_driven = started_by_driver()
+    if not is_driven and previous.host not in ("", socket.gethostname()) and not lock.warning:
         lock.warning = (
-            f"{before} did not say good-bye in {folder}: if it still runs, the hosts' file system does not share "
-            "locks, and it must be ended"
+            f"{previous} did not release {folder}: if it still runs, the hosts' file system does not share locks; "
+            "end that process"
         )
-    lock.sign(_me(what, started_by_driver()))
-    return _told(lock, folder)
+    lock.sign(_describe_self(command, is_driven))
+    return _warn_of_other_writers(lock, folder)
 
 
 def check_available(folder: Path, grace_period: float = GRACE_PERIOD) -> None:
-    """Raise what `take` would, before anything is started."""
-    if (folder / TRAINER_LOCK).exists() or (folder / DRIVERS).exists():
+    """Raise the errors of `acquire_trainer_lock` before anything is started."""
+    if (folder / TRAINER_LOCK).exists() or (folder / DRIVER_LOCK).exists():
         _claim(folder, grace_period).drop()
 
 
 def _claim(folder: Path, grace_period: float) -> RunLock:
-    lock, driven = _lock(folder / TRAINER_LOCK, fcntl.LOCK_EX, grace_period), started_by_driver()
+    lock = _try_lock(folder / TRAINER_LOCK, fcntl.LOCK_EX, grace_period)
+    is_driven = started_by_driver()
     if lock is None:
-        holder = _read(folder / TRAINER_LOCK)
-        if driven and holder.driver:
+        holder = _read_holder(folder / TRAINER_LOCK)
+        if is_driven and holder.driver:
             raise TrainingError(
-                f"{folder} is still held by {holder}, which an older attempt of this job has left and which did not "
-                f"end within {grace_period:g} seconds; end it if it hangs"
+                f"{folder} is still held by {holder}, a process of an older attempt of this job that did not end "
+                f"within {grace_period:g} seconds; end it if it hangs"
             )
-        raise _busy(folder, holder)
-    if not driven and (folder / DRIVERS).exists():
-        probe = _lock(folder / DRIVERS, fcntl.LOCK_EX, 0.0)
+        raise _busy_error(folder, holder)
+    if not is_driven and (folder / DRIVER_LOCK).exists():
+        probe = _try_lock(folder / DRIVER_LOCK, fcntl.LOCK_EX, 0.0)
         if probe is None:
             lock.drop()
-            raise _busy(folder, replace(_read(folder / DRIVERS), driver=True))
+            raise _busy_error(folder, replace(_read_holder(folder / DRIVER_LOCK), driver=True))
         probe.drop()
     return lock
 
 
-def acquire_driver_lock(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
-    """A driver's hold on its run; others of the same job may hold it too, and trainers of that job may be running.
+def acquire_driver_lock(folder: Path, command: str, grace_period: float = GRACE_PERIOD) -> RunLock:
+    """Acquire a driver's lock on its run, which other drivers of the job may share while its trainers run.
 
-    Raises Busy if somebody trains there who belongs to no driver.
+    Raises RunBusyError if a process that belongs to no driver trains there.
     """
     deadline = time.monotonic() + grace_period
-    lock = _lock(folder / DRIVERS, fcntl.LOCK_SH, grace_period)
-    if lock is None:  # held exclusively by somebody who only looks: not for long
-        raise _busy(folder, _read(folder / TRAINER_LOCK))
-    lock.sign(_me(what, driver=True))
+    lock = _try_lock(folder / DRIVER_LOCK, fcntl.LOCK_SH, grace_period)
+    if lock is None:  # only `_claim` holds it exclusively, and not for long
+        raise _busy_error(folder, _read_holder(folder / TRAINER_LOCK))
+    lock.sign(_describe_self(command, driver=True))
     while (folder / TRAINER_LOCK).exists():
-        probe = _lock(folder / TRAINER_LOCK, fcntl.LOCK_EX, 0.0)
+        probe = _try_lock(folder / TRAINER_LOCK, fcntl.LOCK_EX, 0.0)
         if probe is not None:
             probe.drop()
             break
-        holder = _read(folder / TRAINER_LOCK)
+        holder = _read_holder(folder / TRAINER_LOCK)
         if holder.driver:
             break
         if time.monotonic() > deadline:
             lock.drop()
-            raise _busy(folder, holder)
-        time.sleep(_LOOK)
-    return _told(lock, folder)
+            raise _busy_error(folder, holder)
+        time.sleep(_POLL_INTERVAL)
+    return _warn_of_other_writers(lock, folder)
 
 
-def _told(lock: RunLock, folder: Path) -> RunLock:
-    """With a word on who else may write there: whoever writes into a run's folders is trusted."""
-    lock.warning = "; ".join(filter(None, (lock.warning, describe_other_writers(folder))))
+def describe_other_writers(folder: Path) -> str:
+    """Return a sentence about other users who may change the folder's content, or "" if only this user and root may.
+
+    A run trusts every writer of its folders. The folder and its parents are checked, because a writer of a parent may
+    replace the folder; sticky directories such as /tmp are exempt. Access control lists are not read.
+    """
+    real = Path(os.path.realpath(folder))
+    for path in (real, *real.parents):
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # the folder does not exist yet, or may not be read; its parent decides
+        is_sticky = path != real and status.st_mode & stat.S_ISVTX
+        if status.st_uid not in (0, os.geteuid()):
+            return f"{path} belongs to user {status.st_uid}, who may change its content"
+        if status.st_mode & stat.S_IWOTH and not is_sticky:
+            return f"{path} can be written by every user of this machine; run `chmod o-w {path}`"
+        if path == real and status.st_mode & stat.S_IWGRP and status.st_gid != os.getegid():
+            return f"{path} can be written by group {status.st_gid}; run `chmod g-w {path}`"
+    return ""
+
+
+def _warn_of_other_writers(lock: RunLock, folder: Path) -> RunLock:
+    warnings = (lock.warning, describe_other_writers(folder))
+    lock.warning = "; ".join(warning for warning in warnings if warning)
     return lock
 
 
-def _lock(path: Path, kind: int, grace_period: float) -> RunLock | None:
-    """A lock on the file that is at `path` in the end; None if others held it all the time."""
+def _try_lock(path: Path, kind: int, grace_period: float) -> RunLock | None:
+    """Lock the file at `path`; return None if other processes held it for all of `grace_period`."""
     deadline = time.monotonic() + grace_period
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise TrainingError(f"the lock {path} cannot be made: {error.strerror}; make its folder writable") from None
+            raise TrainingError(
+                f"the lock file {path} cannot be created: {error.strerror}; make its folder writable"
+            ) from None
         try:
-            fcntl.flock(handle, kind | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(handle), os.stat(path)):
-                return RunLock(handle)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return RunLock(descriptor)
         except FileNotFoundError:
-            pass  # the folder was removed between our two calls
+            pass  # the folder was removed between the two calls
         except OSError as error:
-            if error.errno not in _BUSY:
-                why = f"{path}: this file system has no locks ({error.strerror}); nothing keeps a second training out"
-                return RunLock(handle, why)
+            if error.errno not in _LOCKED_ERRNOS:
+                warning = (
+                    f"{path}: this file system has no locks ({error.strerror}); a second training would not be refused"
+                )
+                return RunLock(descriptor, warning)
             if time.monotonic() >= deadline:
-                os.close(handle)
+                os.close(descriptor)
                 return None
-            time.sleep(_LOOK)
-        os.close(handle)
+            time.sleep(_POLL_INTERVAL)
+        os.close(descriptor)
 
 
-def _me(what: str, driver: bool) -> Holder:
-    return Holder(what, socket.gethostname(), os.getpid(), time.strftime("%F %T"), driver)
+def _describe_self(command: str, driver: bool) -> Holder:
+    return Holder(command, socket.gethostname(), os.getpid(), time.strftime("%F %T"), driver)
 
 
-def _read(path: Path) -> Holder:
+def _read_holder(path: Path) -> Holder:
     try:
         return Holder(**json.loads(read_small_text(path)))
     except (OSError, ValueError, TypeError, RecursionError):
         return Holder()
 
 
-def _busy(folder: Path, holder: Holder) -> RunBusyError:
+def _busy_error(folder: Path, holder: Holder) -> RunBusyError:
     if holder.driver:
         remedy = (
-            f"`megascale events {folder}` tells how its job stands, Ctrl-C in its terminal saves and ends it, and "
-            "`megascale launch` goes on"
+            f"`megascale events {folder}` shows the state of its job, Ctrl-C in its terminal saves and ends the job, "
+            "and `megascale launch` continues it"
         )
     else:
         remedy = "wait for it, or end it (it saves on SIGTERM)"
-    return RunBusyError(f"{folder} is in use by {holder}: {remedy}; for a run beside it give another --train.name")
+    return RunBusyError(f"{folder} is in use by {holder}: {remedy}; for a separate run give another --train.name")

@@ -1,27 +1,27 @@
-"""Pipeline schedules as plain data: what each stage does, in which order. Pure functions, no torch.
+"""Pipeline schedules as plain data: the list of actions of each stage. Pure functions, no torch.
 
-One schedule serves four readers: the executor runs it, `checker` proves it free of deadlock, `replay` prices it,
-the timeline lays a run over it. `schedule_registry` names those that a configuration may ask for.
+One schedule has four readers: the executor runs it, `checker` proves it free of deadlock, `replay` prices it, and the
+timeline compares a run with it. `schedule_registry` names the schedules that a configuration may select.
 
-How an action list is to be read (the contract with the executor):
+Meaning of the actions (the contract with the executor):
 
-- FORWARD and BACKWARD run one after another on the stage's compute stream, in the order given.
-- RECV_* means "post the receive now"; the FORWARD or BACKWARD of the same chunk and micro-batch awaits it.
-- SEND_* means "start the send now"; it is awaited only when its buffer is needed again: before the compute whose
-  result is the message SEND_SLOTS later on the same channel. Without overlap (`Schedule.exposed`, non-overlapped) every
-  compute awaits the sends before it as well.
-- GATHER_PARAMS means "send for the chunk's parameters now", bucket by bucket in the order in which its first FORWARD
-  needs them, each awaited there where it is needed. The list's first one (`Schedule.first_gather`) is begun while the
-  step before updates, if that one knows of this: a bucket leaves as soon as its shard is updated.
-- REDUCE_GRADS arms the chunk's buckets and stands before the BACKWARD that completes their gradients, the chunk's last
-  (ZeRO-2: before every one): within that backward a bucket is reduced as soon as it is full; the optimizer awaits it.
+- FORWARD and BACKWARD run one after another on the stage's compute stream, in list order.
+- RECV_* posts the receive now; the FORWARD or BACKWARD of the same chunk and micro-batch awaits it.
+- SEND_* starts the send now. It is awaited only when its buffer is needed again: before the compute whose result is the
+  message SEND_SLOTS later on the same channel. Without overlap (`Schedule.exposed`, non-overlapped) every compute also
+  awaits the sends before it.
+- GATHER_PARAMS starts the gather of the chunk's parameters, bucket by bucket in the order in which its first FORWARD
+  needs them; that forward awaits each bucket before its use. The list's first gather (`Schedule.first_gather`) starts
+  during the previous step's update, if that step knows that another follows: a bucket leaves once its shard is updated.
+- REDUCE_GRADS arms the chunk's buckets. It stands before the BACKWARD that completes their gradients, the chunk's last
+  (ZeRO-2: before every one). Within that backward a bucket is reduced as soon as it is full; the optimizer awaits it.
 
-Receives are posted one compute slot before their message can be there, in warm-up, steady and cool-down phases
-alike, and never in one operation with a send, so that no compute waits for a transfer that it does not need
-(MegaScale section 3.2), and no send waits long on the device for its receiver. In groups larger than the pipeline a
-message that crosses the ring's end comes before its receiver needs it. A channel is one communicator for one
-directed edge in one direction of travel: on two stages with several chunks the forward edges 0->1 and 1->0 and the
-backward edges 1->0 and 0->1 are four channels.
+A receive is posted one compute slot before its message can arrive, in warm-up, steady and cool-down phases alike, and
+never in one operation with a send. So no compute waits for a transfer that it does not need (MegaScale section 3.2),
+and no send waits long on the device for its receiver. In groups larger than the pipeline, a message that crosses the
+ring's end arrives before its receiver needs it. A channel is one communicator for one directed edge in one direction of
+travel: on two stages with several chunks the forward edges 0->1 and 1->0 and the backward edges 1->0 and 0->1 are four
+channels.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from megascale.errors import FitError
 
-# Buffers of a channel on the sending side: one under way, one being filled. A compute that fills one waits for the send
-# this many before its own on that channel.
+# Buffers of a channel on the sending side: one in flight, one being filled. A compute that fills a buffer waits for the
+# send this many before its own on that channel.
 SEND_SLOTS = 2
 
 
 class ActionKind(IntEnum):
-    """What an action does; `label` is the name used in spans."""
+    """Kind of an action; `label` is its name in spans."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -55,30 +54,30 @@ class ActionKind(IntEnum):
 
     @property
     def label(self) -> str:
-        """Lower-case name, such as send_forward."""
+        """Lower-case name, such as `send_forward`."""
         return self.name.lower()
 
     @property
     def is_compute(self) -> bool:
-        """FORWARD or BACKWARD."""
+        """True for FORWARD and BACKWARD."""
         return self <= ActionKind.BACKWARD
 
     @property
     def is_send(self) -> bool:
-        """SEND_FORWARD or SEND_BACKWARD."""
+        """True for SEND_FORWARD and SEND_BACKWARD."""
         return self in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 
     @property
     def is_receive(self) -> bool:
-        """RECV_FORWARD or RECV_BACKWARD."""
+        """True for RECV_FORWARD and RECV_BACKWARD."""
         return self in (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD)
 
 
 class Action(NamedTuple):
-    """One step of a stage.
+    """One action of a stage.
 
     Attributes:
-        kind: what is done.
+        kind: kind of the action.
         chunk: index of the model chunk on this stage, 0 to v-1. A SEND or RECV carries the chunk that produces or
             consumes the tensor *on this stage* (the peer's chunk may differ: see Schedule.peer).
         microbatch: 0 to m-1; -1 for GATHER_PARAMS and for a REDUCE_GRADS of the whole step.
@@ -93,7 +92,7 @@ class Action(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """One communicator: a directed edge between stages, for activations ("forward") or gradients ("backward")."""
+    """A communicator: a directed edge between stages, for activations ("forward") or gradients ("backward")."""
 
     direction: str
     source: int
@@ -102,15 +101,15 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The actions of all stages.
+    """Actions of all stages.
 
     Attributes:
-        name: which generator made it.
-        stages: p, pipeline stages.
-        virtual: v, model chunks a stage. Chunk c of stage s is global chunk c * p + s.
+        name: name of its generator.
+        stages: p, number of pipeline stages.
+        virtual_stages: v, model chunks per stage. Chunk c of stage s is global chunk c * p + s.
         microbatches: m, micro-batches in a step.
-        table: a stage's actions as an int32 array [actions, 3] of (kind, chunk, microbatch), one a stage;
-            `schedule[stage]` gives the same as a tuple of Action.
+        table: for each stage an int32 array [actions, 3] of (kind, chunk, microbatch); `schedule[stage]` gives the same
+            as a tuple of Action.
         exposed: whether every compute awaits all sends before it. `without_overlap` sets it.
     """
 
@@ -121,17 +120,17 @@ class Schedule:
     table: tuple[np.ndarray, ...]
     exposed: bool = False
 
-    @classmethod
-    def replace_actions(cls, like: Schedule, actions: Sequence[Iterable[Action]]) -> Schedule:
-        """`like` with other actions, given as lists, one a stage."""
-        table = tuple(np.array(list(rows), dtype=np.int32).reshape(-1, 3) for rows in actions)
-        return replace(like, table=table)
+    def replace_actions(self, actions: Sequence[Iterable[Action]]) -> Schedule:
+        """Return this schedule with other actions, one list per stage."""
+        table = tuple(np.array(list(stage_actions), dtype=np.int32).reshape(-1, 3) for stage_actions in actions)
+        return replace(self, table=table)
 
     def __len__(self) -> int:
         return self.stages
 
     def __getitem__(self, stage: int) -> tuple[Action, ...]:
-        return self._actions(stage)
+        kinds = list(ActionKind)
+        return tuple(Action(kinds[kind], chunk, i) for kind, chunk, i in self.table[stage].tolist())
 
     def __iter__(self) -> Iterator[tuple[Action, ...]]:
         return (self[stage] for stage in range(self.stages))
@@ -148,47 +147,41 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """Model chunks over all stages."""
+        """Number of model chunks over all stages."""
         return self.stages * self.virtual_stages
 
-    @cached_property
-    def _kinds(self) -> list[ActionKind]:
-        return list(ActionKind)
-
-    def _actions(self, stage: int) -> tuple[Action, ...]:
-        kinds = self._kinds
-        return tuple(Action(kinds[k], c, i) for k, c, i in self.table[stage].tolist())
-
     def global_chunk(self, stage: int, chunk: int) -> int:
-        """Position of a stage's chunk in the model."""
+        """Return the position of a stage's chunk in the model."""
         return chunk * self.stages + stage
 
     def channel(self, stage: int, action: Action) -> Channel:
-        """The communicator that a SEND or RECV of `stage` uses; ValueError for other actions."""
-        right, left = (stage + 1) % self.stages, (stage - 1) % self.stages
+        """Return the communicator of a SEND or RECV of `stage`. Raises ValueError for other actions."""
+        next_stage = (stage + 1) % self.stages
+        previous_stage = (stage - 1) % self.stages
         if action.kind == ActionKind.SEND_FORWARD:
-            return Channel("forward", stage, right)
+            return Channel("forward", stage, next_stage)
         if action.kind == ActionKind.RECV_FORWARD:
-            return Channel("forward", left, stage)
+            return Channel("forward", previous_stage, stage)
         if action.kind == ActionKind.SEND_BACKWARD:
-            return Channel("backward", stage, left)
+            return Channel("backward", stage, previous_stage)
         if action.kind == ActionKind.RECV_BACKWARD:
-            return Channel("backward", right, stage)
+            return Channel("backward", next_stage, stage)
         raise ValueError(f"{action} moves nothing between stages")
 
     def peer(self, stage: int, action: Action) -> tuple[int, Action]:
-        """The matching action on the other side: (stage, action). ValueError if `action` is no SEND or RECV.
+        """Return the matching action on the other side as (stage, action).
 
-        Stage p-1 sends the output of its chunk c forward to chunk c+1 of stage 0, and gets that gradient back.
+        Stage p-1 sends the output of its chunk c forward to chunk c+1 of stage 0, and gets that gradient back. Raises
+        ValueError if `action` is not a SEND or RECV.
         """
         channel = self.channel(stage, action)
-        there = channel.target if action.kind.is_send else channel.source
+        peer_stage = channel.target if action.kind.is_send else channel.source
         kind, chunk, microbatch = action
-        # Towards later chunks: sending forward or receiving a gradient. Crossing the ring's end changes the chunk.
-        later = kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD)
-        if later and stage == self.stages - 1:
+        # Sending forward or receiving a gradient talks to a later chunk. Crossing the ring's end changes the chunk.
+        is_peer_later = kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD)
+        if is_peer_later and stage == self.stages - 1:
             chunk += 1
-        elif not later and stage == 0:
+        elif not is_peer_later and stage == 0:
             chunk -= 1
         opposite = {
             ActionKind.SEND_FORWARD: ActionKind.RECV_FORWARD,
@@ -196,10 +189,10 @@ class Schedule:
             ActionKind.SEND_BACKWARD: ActionKind.RECV_BACKWARD,
             ActionKind.RECV_BACKWARD: ActionKind.SEND_BACKWARD,
         }
-        return there, Action(opposite[kind], chunk, microbatch)
+        return peer_stage, Action(opposite[kind], chunk, microbatch)
 
     def first_gather(self, stage: int) -> int:
-        """The chunk whose GATHER_PARAMS comes first in the stage's list; ValueError if there is none."""
+        """Return the chunk of the first GATHER_PARAMS in the stage's list. Raises ValueError if there is none."""
         kind, chunk, _ = self.table[stage].T
         gathers = chunk[kind == ActionKind.GATHER_PARAMS]
         if not len(gathers):
@@ -207,22 +200,23 @@ class Schedule:
         return int(gathers[0])
 
     def channels(self) -> list[Channel]:
-        """All channels that this layout uses, in one fixed order (the order in which to create communicators)."""
+        """Return all channels of this layout, in the order in which communicators are created."""
         p = self.stages
         if p == 1:
             return []
-        edges = [(s, (s + 1) % p) for s in range(p if self.virtual_stages > 1 else p - 1)]
-        return [Channel("forward", a, b) for a, b in edges] + [Channel("backward", b, a) for a, b in edges]
+        senders = range(p if self.virtual_stages > 1 else p - 1)
+        forward = [Channel("forward", s, (s + 1) % p) for s in senders]
+        return forward + [Channel("backward", channel.target, channel.source) for channel in forward]
 
     def count_in_flight(self, stage: int) -> int:
-        """Most chunk-forwards of `stage` whose backward has not run: how many sets of activations it holds."""
+        """Return the maximum number of chunk-forwards of `stage` whose backward has not run."""
         kinds = self.table[stage][:, 0]
         steps = np.where(kinds == ActionKind.FORWARD, 1, np.where(kinds == ActionKind.BACKWARD, -1, 0))
         return int(steps.cumsum().max(initial=0))
 
 
-def one_f_one_b(stages: int, microbatches: int, reduce_each: bool = False) -> Schedule:
-    """1F1B (PipeDream-flush, Narayanan et al. 2021): stage s warms up with p-1-s forwards, then alternates.
+def one_f_one_b(stages: int, microbatches: int, reduce_each_microbatch: bool = False) -> Schedule:
+    """Build 1F1B (PipeDream-flush, Narayanan et al. 2021): stage s warms up with p-1-s forwards, then alternates.
 
     In flight on stage s: min(m, p - s) micro-batches. Bubble (p-1)/m of the ideal time when stages are equal. Each
     micro-batch's round trip is on the critical path, so transfers are hidden in part only; `interleaved_1f1b` with
@@ -231,15 +225,19 @@ def one_f_one_b(stages: int, microbatches: int, reduce_each: bool = False) -> Sc
     Args:
         reduce_each: a REDUCE_GRADS before every backward (ZeRO-2) instead of one before a chunk's last.
     """
-    _positive(stages, 1, microbatches)
+    _check_positive(stages, 1, microbatches)
     warmup = [stages - 1 - s for s in range(stages)]
-    return _assemble("1f1b", stages, 1, microbatches, warmup, reduce_each)
+    return _build("1f1b", stages, 1, microbatches, warmup, reduce_each_microbatch)
 
 
 def interleaved_1f1b(
-    stages: int, virtual: int, microbatches: int, reduce_each: bool = False, micro_batch_group_size: int | None = None
+    stages: int,
+    virtual_stages: int,
+    microbatches: int,
+    reduce_each_microbatch: bool = False,
+    micro_batch_group_size: int | None = None,
 ) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al. 2021) for any number of micro-batches.
+    """Build interleaved 1F1B (Narayanan et al. 2021) for any number of micro-batches.
 
     The micro-batches form groups (`group_sizes`; of p, or about `micro_batch_group_size`). In a group each chunk takes
     its micro-batches in turn: forwards by rising chunk, backwards by falling. With g the largest group, stage
@@ -251,19 +249,21 @@ def interleaved_1f1b(
     after it, and so does, under forwards, the gathering of parameters. One group of all m is the breadth-first
     schedule of Lamy-Poirier (2022).
     """
-    _positive(stages, virtual, microbatches)
+    _check_positive(stages, virtual_stages, microbatches)
     group = max(group_sizes(stages, microbatches, micro_batch_group_size))
-    warmup = [(virtual - 1) * group + 2 * (stages - 1 - s) for s in range(stages)]
-    return _assemble("interleaved 1f1b", stages, virtual, microbatches, warmup, reduce_each, micro_batch_group_size)
+    warmup = [(virtual_stages - 1) * group + 2 * (stages - 1 - s) for s in range(stages)]
+    return _build(
+        "interleaved 1f1b", stages, virtual_stages, microbatches, warmup, reduce_each_microbatch, micro_batch_group_size
+    )
 
 
 def group_sizes(stages: int, microbatches: int, micro_batch_group_size: int | None = None) -> list[int]:
-    """Micro-batches of each group of interleaved 1F1B: p each when p divides m; with `micro_batch_group_size` that
-    many, where they divide m.
+    """Return the micro-batches of each group of interleaved 1F1B.
 
-    A remainder is spread over the groups, so that none is smaller than p (unless m is). A smaller last group would
-    save memory but deadlocks: its second chunk waits for the ring while the backwards that the ring waits for are
-    listed behind it (the checker shows this for p = 4, v = 3, m = 5).
+    Groups have p micro-batches if p divides m, or `micro_batch_group_size` if that divides m. A remainder is spread
+    over the groups, so that none is smaller than p (unless m is). A smaller last group would save memory but deadlocks:
+    its second chunk waits for the ring, while the backwards that the ring awaits are listed behind it (the checker
+    shows this for p = 4, v = 3, m = 5).
     """
     groups = max(1, microbatches // max(stages, micro_batch_group_size or 0))
     size, larger = divmod(microbatches, groups)
@@ -272,60 +272,63 @@ def group_sizes(stages: int, microbatches: int, micro_batch_group_size: int | No
 
 def pipeline_schedule(
     stages: int,
-    virtual: int,
+    virtual_stages: int,
     microbatches: int,
     reduce_each_microbatch: bool = False,
     micro_batch_group_size: int | None = None,
 ) -> Schedule:
-    """The schedule that a layout trains with: 1F1B for one chunk a stage, else interleaved 1F1B."""
-    if virtual == 1:
+    """Return 1F1B for one chunk per stage, else interleaved 1F1B."""
+    if virtual_stages == 1:
         return one_f_one_b(stages, microbatches, reduce_each_microbatch)
-    return interleaved_1f1b(stages, virtual, microbatches, reduce_each_microbatch, micro_batch_group_size)
+    return interleaved_1f1b(stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size)
 
 
 def without_overlap(schedule: Schedule) -> Schedule:
-    """`schedule` with its transfers exposed (not overlapped): a compute awaits all messages sent before it.
+    """Return `schedule` with exposed (not overlapped) transfers: a compute awaits all messages sent before it.
 
-    The same actions in the same order, so what is trained is the same; only the waits differ. For measuring what
-    the overlap of MegaScale section 3.2 gains.
+    Actions and their order are unchanged, so training gives the same results; only the waits differ. This measures the
+    gain of the overlap of MegaScale section 3.2.
     """
     return replace(schedule, exposed=True)
 
 
-def ideal_bubble(stages: int, virtual: int, microbatches: int) -> float:
-    """Idle time over busy time of a stage for equal stages, free transfers and m >= p: (p-1)/(v m)."""
-    return (stages - 1) / (virtual * microbatches)
+def ideal_bubble(stages: int, virtual_stages: int, microbatches: int) -> float:
+    """Return idle over busy time of a stage for equal stages, free transfers and m >= p: (p-1)/(v m)."""
+    return (stages - 1) / (virtual_stages * microbatches)
 
 
-def _positive(stages: int, virtual: int, microbatches: int) -> None:
+def _check_positive(stages: int, virtual: int, microbatches: int) -> None:
     for name, value in (
         ("parallel.pipeline", stages),
         ("parallel.virtual_stages", virtual),
         ("micro-batches", microbatches),
     ):
         if value < 1:
-            raise FitError(f"{name}={value} is not positive; a pipeline has at least one of each")
+            raise FitError(f"{name}={value} is not positive; set it to 1 or more")
 
 
 def _orders(
     stages: int, virtual: int, microbatches: int, micro_batch_group_size: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of all forwards and of all backwards of a stage in order: two arrays [v m, 3] of (chunk, microbatch, how many
-    computes of its direction before it needs a message that crossed the ring's end it can be there)."""
-    forward, start = [], 0
+    """Return a stage's forwards and backwards in order, as two arrays [v m, 3] of (chunk, microbatch, lead).
+
+    Lead: number of computes of its direction by which a message that crosses the ring's end can arrive early.
+    """
+    forward = []
+    start = 0
     for size in group_sizes(stages, microbatches, micro_batch_group_size):
         batch = np.arange(start, start + size)
         start += size
         chunk = np.repeat(np.arange(virtual), len(batch))
-        early = np.full(len(chunk), max(0, size - stages))
-        forward.append(np.stack([chunk, np.tile(batch, virtual), early], axis=1))
+        lead = np.full(len(chunk), max(0, size - stages))
+        forward.append(np.stack([chunk, np.tile(batch, virtual), lead], axis=1))
     forwards = np.concatenate(forward)
     backwards = forwards.copy()
     backwards[:, 0] = virtual - 1 - backwards[:, 0]
     return forwards, backwards
 
 
-def _assemble(
+def _build(
     name: str,
     p: int,
     v: int,
@@ -334,62 +337,62 @@ def _assemble(
     reduce_each: bool,
     micro_batch_group_size: int | None = None,
 ) -> Schedule:
-    """Lay forwards and backwards into slots and the transfers around them."""
+    """Build a schedule: place forwards and backwards into compute slots, and transfers around them."""
     forwards, backwards = _orders(p, v, m, micro_batch_group_size)
-    tables = tuple(_stage(s, p, v, min(warmup[s], v * m), forwards, backwards, reduce_each) for s in range(p))
+    tables = tuple(_build_stage(s, p, v, min(warmup[s], v * m), forwards, backwards, reduce_each) for s in range(p))
     return Schedule(name, p, v, m, tables)
 
 
-# Order of actions within a compute slot. The first slot's own receive and gather come before all else.
+# Order of actions within a compute slot. The first slot's own receive and gather precede all other actions.
 _OWN_RECV, _OWN_GATHER, _NEXT_GATHER, _NEXT_RECV, _REDUCE, _COMPUTE, _SEND = range(7)
 
 
-def _stage(
+def _build_stage(
     s: int, p: int, v: int, warmup: int, forwards: np.ndarray, backwards: np.ndarray, reduce_each: bool
 ) -> np.ndarray:
-    """Actions of stage `s` as [actions, 3]; `forwards` and `backwards` as `_orders` gives them."""
-    early_f, early_b = forwards[:, 2], backwards[:, 2]
+    """Return the actions of stage `s` as [actions, 3]; `_orders` gives `forwards` and `backwards`."""
+    forward_lead, backward_lead = forwards[:, 2], backwards[:, 2]
     forwards, backwards = forwards[:, :2], backwards[:, :2]
     n = len(forwards)
     i = np.arange(n)
-    f_slot = np.where(i < warmup, i, 2 * i - warmup)
-    b_slot = np.where(i < n - warmup, warmup + 2 * i + 1, n + i)
+    forward_slot = np.where(i < warmup, i, 2 * i - warmup)
+    backward_slot = np.where(i < n - warmup, warmup + 2 * i + 1, n + i)
     rows: list[np.ndarray] = []
     keys: list[np.ndarray] = []
 
-    def put(kind: ActionKind, what: np.ndarray, slot: np.ndarray, order: int | np.ndarray) -> None:
-        rows.append(np.concatenate([np.full((len(what), 1), int(kind)), what], axis=1))
+    def put(kind: ActionKind, computes: np.ndarray, slot: np.ndarray, order: int | np.ndarray) -> None:
+        rows.append(np.concatenate([np.full((len(computes), 1), int(kind)), computes], axis=1))
         keys.append(slot * 8 + order)
 
-    def receive(kind: ActionKind, what: np.ndarray, slot: np.ndarray) -> None:
-        put(kind, what, np.maximum(slot - 1, 0), np.where(slot > 0, _NEXT_RECV, _OWN_RECV))
+    def receive(kind: ActionKind, computes: np.ndarray, slot: np.ndarray) -> None:
+        put(kind, computes, np.maximum(slot - 1, 0), np.where(slot > 0, _NEXT_RECV, _OWN_RECV))
 
-    put(ActionKind.FORWARD, forwards, f_slot, _COMPUTE)
-    put(ActionKind.BACKWARD, backwards, b_slot, _COMPUTE)
+    put(ActionKind.FORWARD, forwards, forward_slot, _COMPUTE)
+    put(ActionKind.BACKWARD, backwards, backward_slot, _COMPUTE)
     if p > 1:
-        # The model's first chunk takes tokens and its last makes the loss: no transfer beyond either.
-        f_first = (forwards[:, 0] == 0) & (s == 0)
-        f_last = (forwards[:, 0] == v - 1) & (s == p - 1)
-        b_first = (backwards[:, 0] == 0) & (s == 0)
-        b_last = (backwards[:, 0] == v - 1) & (s == p - 1)
-        # What crosses the ring's end comes from the group before.
-        f_comes = f_slot[i - early_f * (s == 0) * (forwards[:, 0] > 0)]
-        b_comes = b_slot[i - early_b * (s == p - 1) * (backwards[:, 0] < v - 1)]
-        receive(ActionKind.RECV_FORWARD, forwards[~f_first], f_comes[~f_first])
-        put(ActionKind.SEND_FORWARD, forwards[~f_last], f_slot[~f_last], _SEND)
-        receive(ActionKind.RECV_BACKWARD, backwards[~b_last], b_comes[~b_last])
-        put(ActionKind.SEND_BACKWARD, backwards[~b_first], b_slot[~b_first], _SEND)
+        # The model's first chunk reads tokens and its last computes the loss, so there is no transfer beyond them.
+        is_first_forward = (forwards[:, 0] == 0) & (s == 0)
+        is_last_forward = (forwards[:, 0] == v - 1) & (s == p - 1)
+        is_first_backward = (backwards[:, 0] == 0) & (s == 0)
+        is_last_backward = (backwards[:, 0] == v - 1) & (s == p - 1)
+        # A message that crosses the ring's end comes from the previous group.
+        forward_needed = forward_slot[i - forward_lead * (s == 0) * (forwards[:, 0] > 0)]
+        backward_needed = backward_slot[i - backward_lead * (s == p - 1) * (backwards[:, 0] < v - 1)]
+        receive(ActionKind.RECV_FORWARD, forwards[~is_first_forward], forward_needed[~is_first_forward])
+        put(ActionKind.SEND_FORWARD, forwards[~is_last_forward], forward_slot[~is_last_forward], _SEND)
+        receive(ActionKind.RECV_BACKWARD, backwards[~is_last_backward], backward_needed[~is_last_backward])
+        put(ActionKind.SEND_BACKWARD, backwards[~is_first_backward], backward_slot[~is_first_backward], _SEND)
 
-    whole = np.stack([np.arange(v), np.full(v, -1)], axis=1)
-    # A chunk's parameters are gathered one chunk ahead; the first two at the start of the step.
-    first = np.array([f_slot[forwards[:, 0] == c].min() for c in range(v)])
+    chunks = np.stack([np.arange(v), np.full(v, -1)], axis=1)
+    # A chunk's parameters are gathered one chunk ahead, the first two at the start of the step.
+    first = np.array([forward_slot[forwards[:, 0] == c].min() for c in range(v)])
     ahead = np.concatenate([[0], first[:-1]])
-    put(ActionKind.GATHER_PARAMS, whole, ahead, np.where(np.arange(v) == 0, _OWN_GATHER, _NEXT_GATHER))
+    put(ActionKind.GATHER_PARAMS, chunks, ahead, np.where(np.arange(v) == 0, _OWN_GATHER, _NEXT_GATHER))
     if reduce_each:
-        put(ActionKind.REDUCE_GRADS, backwards, b_slot, _REDUCE)
+        put(ActionKind.REDUCE_GRADS, backwards, backward_slot, _REDUCE)
     else:
-        last = np.array([b_slot[backwards[:, 0] == c].max() for c in range(v)])
-        put(ActionKind.REDUCE_GRADS, whole, last, _REDUCE)
+        last = np.array([backward_slot[backwards[:, 0] == c].max() for c in range(v)])
+        put(ActionKind.REDUCE_GRADS, chunks, last, _REDUCE)
     order = np.argsort(np.concatenate(keys), kind="stable")
     table = np.concatenate(rows)[order].astype(np.int32)
     table.setflags(write=False)

@@ -1,12 +1,13 @@
-"""The schedules that `parallel.schedule` may name, and the one way to one: made, compared with what was asked, checked.
+"""Registry of the schedules that `parallel.schedule` may name; builds, verifies and proves them.
 
-Training, planner, preflight and simulator all take theirs from `checked_schedule`, so none runs or prices a list of
-actions that the checker has not proven (only how much memory each of many layouts would take is asked before). Another
-package adds one:
+Training, planner, preflight and simulator all use `build_checked_schedule`, so that none of them runs or prices a list
+of actions that the checker has not proven. Only the memory estimate of many layouts skips the proof. Another package
+adds a schedule:
 
-    def mine(stages, virtual, microbatches, reduce_each, micro_batch_group_size) -> Schedule: ...
+    def build_mine(stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size) -> Schedule:
+    ...
 
-    SCHEDULES.register("mine", mine)
+    SCHEDULES.register("mine", build_mine)
 """
 
 from __future__ import annotations
@@ -26,20 +27,24 @@ from megascale.core.schedule import (
 )
 from megascale.errors import FitError
 
-# Of (stages, virtual, microbatches, reduce_each, micro_batch_group_size); the last is None where the length of a
-# group is left to the schedule.
+# Function of (stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size). The last is None
+# if the schedule may choose the size of a group.
 Maker = Callable[[int, int, int, bool, int | None], Schedule]
 
 
 def _one_f_one_b(
-    stages: int, virtual: int, microbatches: int, reduce_each: bool, micro_batch_group_size: int | None
+    stages: int,
+    virtual_stages: int,
+    microbatches: int,
+    reduce_each_microbatch: bool,
+    micro_batch_group_size: int | None,
 ) -> Schedule:
-    if virtual > 1:
+    if virtual_stages > 1:
         raise FitError(
-            f"parallel.schedule=1f1b has one chunk on each stage and parallel.virtual_stages={virtual}; set "
+            f"parallel.schedule=1f1b has one chunk on each stage and parallel.virtual_stages={virtual_stages}; set "
             "--parallel.virtual_stages=1, or --parallel.schedule=interleaved"
         )
-    return one_f_one_b(stages, microbatches, reduce_each)
+    return one_f_one_b(stages, microbatches, reduce_each_microbatch)
 
 
 SCHEDULES: Registry[Maker] = Registry(
@@ -50,37 +55,40 @@ SCHEDULES: Registry[Maker] = Registry(
 
 
 @lru_cache(maxsize=64)
-def made_schedule(
+def build_schedule(
     name: str,
     stages: int,
-    virtual: int,
+    virtual_stages: int,
     microbatches: int,
-    reduce_each: bool = False,
+    reduce_each_microbatch: bool = False,
     micro_batch_group_size: int | None = None,
     overlap: bool = True,
 ) -> Schedule:
-    """The schedule under `name`, not proven yet: for those who size many layouts and run none.
+    """Build the schedule `name` without proving it, for sizing layouts that are not run.
 
     Args:
-        reduce_each: a reduction for each backward (ZeRO-2) instead of one for each chunk's last.
-        overlap: False: every compute awaits what was sent before it.
+        reduce_each_microbatch: a reduction for each backward (ZeRO-2) instead of one for each chunk's last.
+        overlap: False: every compute awaits all earlier sends.
 
-    Raises ConfigError for an unknown name, ScheduleError if the list is not what was asked for.
+    Raises ConfigError for an unknown name, ScheduleError if the schedule has other sizes or reductions than requested.
     """
-    schedule = SCHEDULES[name](stages, virtual, microbatches, reduce_each, micro_batch_group_size)
-    made, asked = (schedule.stages, schedule.virtual_stages, schedule.microbatches), (stages, virtual, microbatches)
-    if made != asked:
+    builder = SCHEDULES[name]
+    schedule = builder(stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size)
+    sizes = (schedule.stages, schedule.virtual_stages, schedule.microbatches)
+    requested = (stages, virtual_stages, microbatches)
+    if sizes != requested:
         raise ScheduleError(
-            f"parallel.schedule={name} made {made} stages, chunks a stage and micro-batches where {asked} were asked "
-            "for; return a schedule of the sizes that the function is given"
+            f"parallel.schedule={name} made {sizes} stages, chunks per stage and micro-batches, but {requested} were "
+            "requested; return a schedule of the sizes in the function's arguments"
         )
     for stage, table in enumerate(schedule.table):
         microbatch = table[table[:, 0] == ActionKind.REDUCE_GRADS, 2]
-        if ((microbatch >= 0) != reduce_each).any():
+        if ((microbatch >= 0) != reduce_each_microbatch).any():
+            frequency = "once a step" if reduce_each_microbatch else "after each backward"
             raise ScheduleError(
-                f"parallel.schedule={name} reduces gradients {'once a step' if reduce_each else 'after each backward'}"
-                f" on stage {stage}, which does not go with parallel.zero; use what reduce_each says, or set "
-                f"--parallel.zero={1 if reduce_each else 2}"
+                f"parallel.schedule={name} reduces gradients {frequency} on stage {stage}, which contradicts "
+                "parallel.zero; follow reduce_each_microbatch in the function, or set "
+                f"--parallel.zero={1 if reduce_each_microbatch else 2}"
             )
     return schedule if overlap else without_overlap(schedule)
 
@@ -89,13 +97,18 @@ def made_schedule(
 def build_checked_schedule(
     name: str,
     stages: int,
-    virtual: int,
+    virtual_stages: int,
     microbatches: int,
-    reduce_each: bool = False,
+    reduce_each_microbatch: bool = False,
     micro_batch_group_size: int | None = None,
     overlap: bool = True,
 ) -> Schedule:
-    """As `made_schedule`, proven by the checker for any message timing; ScheduleError if it hangs."""
-    schedule = made_schedule(name, stages, virtual, microbatches, reduce_each, micro_batch_group_size, overlap)
+    """Build a schedule like `build_schedule` and prove it for any message timing.
+
+    Raises ScheduleError if the schedule can deadlock.
+    """
+    schedule = build_schedule(
+        name, stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size, overlap
+    )
     check_schedule(schedule)
     return schedule

@@ -1,7 +1,7 @@
-"""What the environment of a job's processes keeps: the password of the rendezvous' Redis server, the token of replicas.
+"""Secrets that the environment of a job's processes holds: the rendezvous' Redis password and the token of replicas.
 
-Neither is ever in a log or in a list of processes; the password in no file either. The job's own secret may be given to
-an agent in its environment, and does not stay there.
+Neither appears in a log or in the list of processes, and the password appears in no file. An agent may get the job's
+own secret in its environment, from which it is removed at once.
 """
 
 from __future__ import annotations
@@ -13,41 +13,42 @@ from collections.abc import Sequence
 PASSWORD_VARIABLE = "MEGASCALE_REDIS_PASSWORD"
 REPLICA_VARIABLE = "MEGASCALE_REPLICA_TOKEN"
 JOB_SECRET_VARIABLE = "MEGASCALE_JOB_SECRET"
-_JOB_SECRET_PIPE = "MEGASCALE_JOB_SECRET_PIPE"  # number of the descriptor from which an agent reads it
-_PIPE_BYTES = 4096  # that a pipe holds without a reader
-_KEY = "--rendezvous.url"
+_JOB_SECRET_PIPE = "MEGASCALE_JOB_SECRET_PIPE"  # file descriptor from which an agent reads the secret
+_PIPE_BYTES = 4096  # a pipe buffers this much without a reader
+_URL_OPTION = "--rendezvous.url"
 
 
-def remove_password(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """(a command line with no password in rendezvous.url, the last one that was there or None)."""
-    if not any("rendezvous" in word for word in words):
-        return list(words), None  # reading the settings' types takes longer than the rest of a command's start
+def remove_password(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return a command line without the password in rendezvous.url, and the last such password or None."""
+    if not any("rendezvous" in argument for argument in arguments):
+        return list(arguments), None  # importing the configuration takes longer than the rest of a command's start
     from megascale.config import split_password
 
-    found: list[str] = []
-    secret: str | None = None
-    for word in words:
-        name, equals, url = word.partition("=")
-        if name.replace("-", "_") == _KEY.replace("-", "_") and equals:
-            shown, held = split_password(url)
-            word = f"{name}={shown}"
-        elif found and found[-1] == _KEY:
-            word, held = split_password(word)
-        else:
-            held = None
-        secret = held if held is not None else secret
-        found.append(word)
-    return found, secret
+    cleaned: list[str] = []
+    password: str | None = None
+    for argument in arguments:
+        option, equals, url = argument.partition("=")
+        argument_password = None
+        if option.replace("-", "_") == _URL_OPTION.replace("-", "_") and equals:
+            url, argument_password = split_password(url)
+            argument = f"{option}={url}"
+        elif cleaned and cleaned[-1] == _URL_OPTION:
+            argument, argument_password = split_password(argument)
+        if argument_password is not None:
+            password = argument_password
+        cleaned.append(argument)
+    return cleaned, password
 
 
 def hide_secrets() -> None:
-    """Become the same command without the secrets that other processes could read, if there are any.
+    """Re-execute the command without the secrets that other processes could read, if there are any.
 
-    Every user of the machine may read a process's words, and a process of the same user its environment, as they were
-    at its start. A password in rendezvous.url goes into the environment, which trainers inherit; an agent's job secret
-    goes into a pipe, which it reads once. Does nothing in a fork, whose words are another command's.
+    Every user of the machine may read the command line with which a process was started, and other processes of the
+    same user its environment. A password in rendezvous.url moves into the environment, which trainers inherit. An
+    agent's job secret moves into a pipe, which it reads once. A forked process, which has the command line of its
+    parent, is left as it is.
     """
-    words, password = remove_password(sys.orig_argv)
+    arguments, password = remove_password(sys.orig_argv)
     job_secret = os.environ.get(JOB_SECRET_VARIABLE) if sys.argv[1:2] == ["agent"] else None
     if password is None and job_secret is None:
         return
@@ -58,11 +59,11 @@ def hide_secrets() -> None:
     if job_secret is not None:
         del os.environ[JOB_SECRET_VARIABLE]
         os.environ[_JOB_SECRET_PIPE] = str(_fill_pipe(job_secret.encode()))
-    os.execv(sys.executable, words)
+    os.execv(sys.executable, arguments)
 
 
 def take_job_secret() -> str:
-    """Return the job's secret that this process was given in its environment, and forget it; empty if there is none."""
+    """Return the job's secret from this process's environment and remove it there; return "" if there is none."""
     pipe = os.environ.pop(_JOB_SECRET_PIPE, "")
     secret = os.environ.pop(JOB_SECRET_VARIABLE, "")
     if pipe.isdecimal():
@@ -72,9 +73,9 @@ def take_job_secret() -> str:
 
 
 def _fill_pipe(data: bytes) -> int:
-    """Return the end of a pipe, inherited by the next program, from which `data` is read."""
-    reader, writer = os.pipe()
-    os.set_inheritable(reader, True)
-    with open(writer, "wb") as file:
+    """Return the read end of a pipe that holds `data` and that the next program inherits."""
+    read_end, write_end = os.pipe()
+    os.set_inheritable(read_end, True)
+    with open(write_end, "wb") as file:
         file.write(data[:_PIPE_BYTES])
-    return reader
+    return read_end

@@ -1,7 +1,7 @@
-"""What is timed: the kinds of spans and axes, the span record, and what the engine needs of a recorder.
+"""Kinds of spans and axes, the span record, and the interface of the engine's recorder of times.
 
-Timers (observe/rank/timers.py) write spans and roll-ups in binary, with the codes below; the numbers are part of the
-format, so new kinds go to the end. Readers see names.
+Timers (observe/rank/timers.py) write spans and roll-ups in binary with the codes below. The numbers are part of the
+format, so new kinds are added at the end. Readers see names.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 from megascale.core.schedule import ActionKind
 
@@ -17,7 +17,7 @@ SPAN_SCHEMA = 1
 
 
 class SpanKind(IntEnum):
-    """What a span was: first the schedule's actions under their own numbers, then what surrounds and lies in them."""
+    """Kinds of spans: the schedule's actions under their own numbers, then the work around and within them."""
 
     FORWARD = ActionKind.FORWARD
     BACKWARD = ActionKind.BACKWARD
@@ -27,32 +27,32 @@ class SpanKind(IntEnum):
     RECV_BACKWARD = ActionKind.RECV_BACKWARD
     GATHER_PARAMS = ActionKind.GATHER_PARAMS
     REDUCE_GRADS = ActionKind.REDUCE_GRADS
-    FINISH_REDUCTIONS = 8  # awaits what is still under way of the gradients
-    CHECKPOINT_STALL = 9  # the update waits for a copy of the state
+    FINISH_REDUCTIONS = 8  # waits for gradient reductions that are still in flight
+    CHECKPOINT_STALL = 9  # the update waits for a snapshot of the state
     OPTIMIZER = 10
-    CHECKPOINT_SAVE = 11  # between steps: the part of a save that training waits for
+    CHECKPOINT_SAVE = 11  # between steps: the part of a save for which training waits
     EVALUATE = 12
     GARBAGE = 13  # Python's garbage collection
     STEP = 14  # from a step's first operation to its last
-    WAIT = 15  # within an action: for other ranks, along an axis
+    WAIT = 15  # within an action: wait for other ranks along an axis
     TRANSFER = 16  # from the start of a collective or message until its result was awaited, along an axis
-    DATA_WAIT = 17  # within an action: for samples
-    GARBAGE_PAUSE = 18  # within a step: garbage collections that Python began by itself; roll-ups only
-    ALLOCATOR_RETRY = 19  # within a step: times that the device's memory was full of cached blocks; roll-ups only
-    PROCESSOR_WAIT = 20  # within a step: its thread was ready to run and had no processor; roll-ups only
+    DATA_WAIT = 17  # within an action: wait for samples
+    GARBAGE_PAUSE = 18  # within a step: automatic garbage collections; roll-ups only
+    ALLOCATOR_RETRY = 19  # within a step: retries of the CUDA caching allocator; roll-ups only
+    PROCESSOR_WAIT = 20  # within a step: the runnable thread had no CPU; roll-ups only
 
     @property
     def label(self) -> str:
-        """Lower-case name, such as send_forward."""
+        """Lower-case name, such as `send_forward`."""
         return self.name.lower()
 
 
-# What lies within an action and is no work of this rank's.
+# Spans within an action in which this rank does no work.
 WAIT_KINDS = (SpanKind.WAIT, SpanKind.DATA_WAIT)
 
 
 class SpanAxis(IntEnum):
-    """Along which axis of the grid a wait or a transfer goes."""
+    """Axis of the grid along which a wait or a transfer runs."""
 
     NONE = 0
     TENSOR = 1
@@ -64,7 +64,7 @@ class SpanAxis(IntEnum):
 
     @property
     def label(self) -> str:
-        """Lower-case name; empty for none."""
+        """Lower-case name, empty for NONE."""
         return "" if self is SpanAxis.NONE else self.name.lower()
 
 
@@ -74,13 +74,13 @@ class Span:
 
     Attributes:
         schema: version of this record.
-        job, attempt: which run and which start of it.
-        host, rank, step: where and when.
-        action: what was done, such as forward, backward, send_forward, wait, optimizer (SpanKind).
-        chunk, microbatch: which part of the model and of the batch, -1 where it has no meaning.
-        axis: the grid axis a wait or transfer runs along, else "".
+        job, attempt: name of the run and number of its start.
+        host, rank, step: host and rank that did the work, in this step.
+        action: label of the SpanKind, such as forward, send_forward, wait or optimizer.
+        chunk, microbatch: model chunk and micro-batch, -1 where they do not apply.
+        axis: grid axis along which a wait or transfer runs, else "".
         bytes: bytes moved, 0 for compute.
-        waited_on: rank or service that had to act first, -1 where unknown or none.
+        waited_on: rank or service that had to act first, -1 where there is none or it is unknown.
     """
 
     job: str
@@ -99,12 +99,12 @@ class Span:
     schema: int = SPAN_SCHEMA
 
     def to_json(self) -> str:
-        """One line of an export."""
+        """Return the span as one line of JSON, as exports hold it."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str) -> Span:
-        """The inverse of to_json; ValueError on another schema or missing keys."""
+        """Parse a line of `to_json`. Raises ValueError for another schema or missing keys."""
         record = json.loads(line)
         if record.get("schema") != SPAN_SCHEMA:
             raise ValueError(f"span schema {record.get('schema')!r} is not {SPAN_SCHEMA}")
@@ -114,64 +114,42 @@ class Span:
             raise ValueError(f"not a span: {error}") from None
 
 
-# A point in time as a recorder keeps it: nanoseconds, or an event of a device; None while nothing is recorded.
+# A point in time as a recorder stores it: nanoseconds, or an event of a device; None if nothing is recorded.
 Mark = Any
 
 
-class Recorder(Protocol):
-    """What the engine tells of its work; `observe.rank` provides the real one.
+class Recorder:
+    """Recorder of the engine's times. This base class records nothing; `observe.rank` has those that do.
 
-    Actions follow each other (`begin`, `end`); waits and transfers lie in them. All of it is called by the thread that
-    runs the step, and none of it waits for a device.
+    Actions follow each other (`begin_action`, `end_action`); waits and transfers lie within them. The thread that runs
+    the step calls all methods, and none of them waits for a device.
     """
 
     def begin_step(self, step: int) -> None:
-        """A step's first operation comes next."""
+        """Record that the step's first operation comes next."""
 
     def end_step(self) -> None:
-        """Its last operation has been queued."""
+        """Record that the step's last operation has been queued."""
 
     def begin_action(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
-        """An action starts on the current stream."""
+        """Record that an action starts on the current stream."""
 
     def end_action(self) -> None:
-        """It has ended there."""
+        """Record that the action has ended on its stream."""
 
     def mark(self) -> Mark:
-        """Now, for `waited`."""
+        """Return the current time, for `record_wait`."""
+        return None
 
     def record_wait(self, since: Mark, kind: int, axis: int = 0, waited_on: int = -1) -> None:
-        """The stream has waited from `since` on: for another rank, or for samples."""
+        """Record that the stream has waited from `since` on, for another rank or for samples."""
 
     def begin_transfer(self, axis: int, nbytes: int) -> Mark:
-        """A transfer of so many bytes starts."""
+        """Record that a transfer of `nbytes` bytes starts, and return its start time."""
+        return None
 
     def end_transfer(self, since: Mark, axis: int, nbytes: int, waited_on: int = -1) -> None:
-        """A transfer that started at `since` has been awaited."""
+        """Record that a transfer that started at `since` has been awaited."""
 
     def record_count(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None:
-        """Within this step something happened so often, and took the host so long in all."""
-
-
-class NoRecorder:
-    """Records nothing."""
-
-    def step_begins(self, step: int) -> None: ...
-
-    def step_ended(self) -> None: ...
-
-    def begin(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None: ...
-
-    def end(self) -> None: ...
-
-    def mark(self) -> Mark:
-        return None
-
-    def waited(self, since: Mark, kind: int, axis: int = 0, waited_on: int = -1) -> None: ...
-
-    def launched(self, axis: int, nbytes: int) -> Mark:
-        return None
-
-    def landed(self, since: Mark, axis: int, nbytes: int, waited_on: int = -1) -> None: ...
-
-    def counted(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None: ...
+        """Record that something happened `count` times in this step and took the host `nanoseconds` in total."""

@@ -1,8 +1,8 @@
-"""What a trainer tells its host: one small file a rank, rewritten in place, readable while the trainer hangs.
+"""Status of a trainer for its host: one small file per rank, rewritten in place and readable while the trainer hangs.
 
-The record lives in a memory-mapped file of fixed size, so that an update costs a copy of some hundred bytes and
-no system call, and the last word of a dead or stuck process stays on disk. A sequence number before and after the
-text (odd while writing) lets a reader on the same host tell a torn record.
+The record lies in a memory-mapped file of fixed size. An update costs a copy of some hundred bytes and no system call,
+and the last record of a dead or stuck process stays on disk. A sequence number before the text, odd while it is being
+written, lets a reader on the same host recognise a torn record.
 """
 
 from __future__ import annotations
@@ -20,58 +20,58 @@ from msgspec import Meta
 
 from megascale.core import strict_json
 from megascale.core.calls import MAX_RANKS, read_calls
-from megascale.core.failure import reserve
+from megascale.core.failure import reserve_file_space
 from megascale.core.untrusted_files import open_regular
 
 _SIZE = 4096
 _HEADER = struct.Struct("<QI")
-_MESSAGE_CHARACTERS = 400
-_Word = Annotated[str, Meta(max_length=200)]
+_MAX_MESSAGE_CHARACTERS = 400
+_Label = Annotated[str, Meta(max_length=200)]
 _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 _Step = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 
-# The phase of a rank whose error came within a step; its status names that step, "failed" alone the last one done.
+# Phase of a rank that failed within a step; its status names that step. After phase "failed" it is the last step done.
 FAILED_IN_STEP = "failed in step"
 
 
 @dataclass(frozen=True)
 class Status:
-    """A trainer's last word. The types are the schema of its record: a record outside them is not read.
+    """Last status of a trainer. The types are the schema of its record: a record that violates them is rejected.
 
     Attributes:
         phase: one of start, load, train, evaluate, save, done, failed.
-        step, action, microbatch: where in the run and in the step; the last two from the record of calls.
-        time_ns: of the last change, on this host's clock.
-        message: why it failed.
+        step, action, microbatch: position in the run and the step; `read_status` takes the last two from the call log.
+        time_ns: time of the last change, on this host's clock.
+        message: reason of the failure.
         checksum: "STEP:HEX" of this rank's parameters after that step (`resilience.checksum_interval`), else "".
-        compute_seconds: of the last step, without the time this rank waited for others.
+        compute_seconds: duration of the last step less the time that this rank waited for others.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     pid: Annotated[int, Meta(ge=0, lt=1 << 31)]
-    phase: _Word
+    phase: _Label
     step: _Step
     time_ns: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-    action: _Word = ""
+    action: _Label = ""
     microbatch: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
-    message: Annotated[str, Meta(max_length=_MESSAGE_CHARACTERS)] = ""
+    message: Annotated[str, Meta(max_length=_MAX_MESSAGE_CHARACTERS)] = ""
     checksum: Annotated[str, Meta(max_length=100, pattern=r"^([0-9]{1,16}:[0-9A-Za-z]*)?$")] = ""
     compute_seconds: _Seconds = 0.0
 
 
-_RECORD = msgspec.json.Decoder(Status)
+_DECODER = msgspec.json.Decoder(Status)
 
 
 class StatusFile:
-    """Writes the status of one rank into `FOLDER/rank-N.status`."""
+    """Writer of one rank's status, `FOLDER/rank-N.status`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank-{rank}.status"
         self.rank = rank
         with open(self.path, "a+b") as file:
-            reserve(file.fileno(), _SIZE)
+            reserve_file_space(file.fileno(), _SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._sequence = 0
         self.checksum = ""
@@ -79,33 +79,33 @@ class StatusFile:
         self.update("start", 0)
 
     def update(self, phase: str, step: int, action: str = "", microbatch: int = -1, message: str = "") -> None:
-        """Say where this rank is."""
+        """Write a new status."""
         status = Status(
-            self.rank,
-            os.getpid(),
-            phase,
-            step,
-            time.time_ns(),
-            action,
-            microbatch,
-            # Bytes of a file name that are not text become "?": readers refuse half a character.
-            message[:_MESSAGE_CHARACTERS].encode(errors="replace").decode(),
-            self.checksum,
-            round(self.compute_seconds, 6),
+            rank=self.rank,
+            pid=os.getpid(),
+            phase=phase,
+            step=step,
+            time_ns=time.time_ns(),
+            action=action,
+            microbatch=microbatch,
+            # Bytes of a file name that are not UTF-8 become "?", because readers reject surrogates.
+            message=message[:_MAX_MESSAGE_CHARACTERS].encode(errors="replace").decode(),
+            checksum=self.checksum,
+            compute_seconds=round(self.compute_seconds, 6),
         )
-        body = _fitting(status)
+        body = _encode(status)
         self._sequence += 2
         self._map[: _HEADER.size] = _HEADER.pack(self._sequence - 1, len(body))
         self._map[_HEADER.size : _HEADER.size + len(body)] = body
         self._map[: _HEADER.size] = _HEADER.pack(self._sequence, len(body))
 
     def close(self) -> None:
-        """Let go of the file; its last word stays."""
+        """Unmap the file; its last record stays."""
         self._map.close()
 
 
-def _fitting(status: Status) -> bytes:
-    """Return the record as JSON, its message cut to the room of the file: a character takes up to 12 bytes."""
+def _encode(status: Status) -> bytes:
+    """Return the record as JSON. The message is shortened to fit the file: a character takes up to 12 bytes."""
     body = strict_json.dumps(asdict(status)).encode()
     while len(body) > _SIZE - _HEADER.size and status.message:
         status = replace(status, message=status.message[: len(status.message) // 2])
@@ -114,16 +114,16 @@ def _fitting(status: Status) -> bytes:
 
 
 def read_status(path: Path) -> Status | None:
-    """Return a rank's last whole record; None if there is none yet, it is being written, or it is damaged."""
+    """Return a rank's last record, or None if it does not exist yet, is being written, or is damaged."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             data = file.read(_SIZE)
             file.seek(0)
-            after = file.read(_HEADER.size)
+            header_again = file.read(_HEADER.size)
         sequence, length = _HEADER.unpack_from(data)
-        if sequence % 2 or not length or after != data[: _HEADER.size]:
+        if sequence % 2 or not length or header_again != data[: _HEADER.size]:
             return None
-        status = _RECORD.decode(data[_HEADER.size : _HEADER.size + length])
+        status = _DECODER.decode(data[_HEADER.size : _HEADER.size + length])
     except (OSError, struct.error, ValueError, RecursionError, msgspec.MsgspecError):
         return None
     calls = read_calls(path.with_suffix(".calls"), history=False)

@@ -1,9 +1,9 @@
-"""Logical tensors: what the model consists of, whatever the layout. Pure geometry, no torch.
+"""Geometry of logical tensors, the tensors of the model independent of the layout. No torch.
 
 A parameter in memory (local) is a stack of pieces along its first dimension; each piece is a box of one logical
 tensor. `[query | key | value | mlp-in]` of a parallel block is one local parameter with four pieces. Initial
-values, checkpoints, weight decay and LAMB's trust ratio speak of logical tensors only, so a layout can change
-without any of them noticing.
+values, checkpoints, weight decay and LAMB's trust ratio refer to logical tensors only, so they do not depend on the
+layout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import prod
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a logical tensor: where it starts and how far it reaches on each dimension."""
+    """A rectangular part of a logical tensor, by its offset and size on each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -44,12 +44,14 @@ class Piece:
 
     @classmethod
     def full(cls, name: str, shape: tuple[int, ...], decay: bool | None = None) -> Piece:
-        """All of a logical tensor."""
-        return cls(name, shape, Box((0,) * len(shape), shape), len(shape) > 1 if decay is None else decay)
+        """Return the piece that holds all of a logical tensor."""
+        if decay is None:
+            decay = len(shape) > 1
+        return cls(name, shape, Box((0,) * len(shape), shape), decay)
 
     @classmethod
     def slice_of(cls, name: str, shape: tuple[int, ...], dim: int, index: int, parts: int) -> Piece:
-        """The `index`-th of `parts` equal slices along `dim`."""
+        """Return the `index`-th of `parts` equal slices along `dim`."""
         size = shape[dim] // parts
         offsets = tuple(index * size if d == dim else 0 for d in range(len(shape)))
         sizes = tuple(size if d == dim else n for d, n in enumerate(shape))
@@ -60,38 +62,44 @@ def flat_boxes(box: Box, start: int, stop: int) -> Iterator[tuple[Box, int, int]
     """Cut elements `start:stop` of a box's row-major flattening into boxes.
 
     A range of a flat buffer rarely begins and ends at a row: it is a head, whole rows, and a tail, on each
-    dimension in turn. Yields (box in the logical tensor, first element, past-last element) in order, covering
-    `start:stop` exactly; at most 2 x dimensions - 1 boxes.
+    dimension in turn.
+
+    Yields:
+        (box in the logical tensor, first element, past-last element) in order. The ranges cover `start:stop` exactly,
+        with at most 2 x dimensions - 1 boxes.
     """
     if start >= stop:
         return
     if len(box.sizes) <= 1:
-        offset = box.offsets[0] if box.offsets else 0
-        yield (Box((offset + start,), (stop - start,)) if box.sizes else box), start, stop
+        part = Box((box.offsets[0] + start,), (stop - start,)) if box.sizes else box
+        yield part, start, stop
         return
     row = prod(box.sizes[1:])
     first, last = start // row, (stop - 1) // row
     if start % row == 0 and stop % row == 0:
         yield _rows(box, first, last + 1), start, stop
         return
-    whole_from, whole_to = -(-start // row), stop // row
+    first_full, stop_full = -(-start // row), stop // row
     if first == last:
         yield from _in_row(box, first, row, start, stop)
         return
     if start % row:
-        yield from _in_row(box, first, row, start, whole_from * row)
-    if whole_from < whole_to:
-        yield _rows(box, whole_from, whole_to), whole_from * row, whole_to * row
+        yield from _in_row(box, first, row, start, first_full * row)
+    if first_full < stop_full:
+        yield _rows(box, first_full, stop_full), first_full * row, stop_full * row
     if stop % row:
-        yield from _in_row(box, whole_to, row, whole_to * row, stop)
+        yield from _in_row(box, stop_full, row, stop_full * row, stop)
 
 
 def _rows(box: Box, first: int, stop: int) -> Box:
+    """Return rows `first:stop` of a box."""
     return Box((box.offsets[0] + first, *box.offsets[1:]), (stop - first, *box.sizes[1:]))
 
 
 def _in_row(box: Box, index: int, row: int, start: int, stop: int) -> Iterator[tuple[Box, int, int]]:
+    """Yield the boxes of elements `start:stop`, all of which lie in the row `index`; a row has `row` elements."""
     inner = Box(box.offsets[1:], box.sizes[1:])
-    for part, a, b in flat_boxes(inner, start - index * row, stop - index * row):
-        whole = Box((box.offsets[0] + index, *part.offsets), (1, *part.sizes))
-        yield whole, a + index * row, b + index * row
+    row_start = index * row
+    for part, first, end in flat_boxes(inner, start - row_start, stop - row_start):
+        part_of_row = Box((box.offsets[0] + index, *part.offsets), (1, *part.sizes))
+        yield part_of_row, first + row_start, end + row_start

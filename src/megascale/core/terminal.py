@@ -1,4 +1,4 @@
-"""What a process does when its terminal, pipe or log goes away: the output is lost and the work goes on."""
+"""Standard streams of a process whose terminal, pipe or log may disappear: output is dropped, the work continues."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import signal
 import sys
 from typing import Any
 
-_READER_SECONDS = 1.0  # a non-blocking descriptor whose reader is behind gets this long to take a write
-_ERRORS = 2  # descriptor of stderr
+_READER_SECONDS = 1.0  # time that the reader of a non-blocking descriptor gets to make room for a write
+_STDERR = 2  # file descriptor
 
 
 class _OutputFile(io.FileIO):
-    """Descriptor of stdout or stderr whose write errors are dropped, unless the output is what a command is for.
+    """Descriptor of stdout or stderr that ignores write errors, unless the command exists for its output.
 
     Attributes:
         required: raise write errors.
@@ -28,11 +28,11 @@ class _OutputFile(io.FileIO):
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write `data`; return the number of bytes that are written or dropped."""
+        """Write `data` and return the number of bytes that were written or dropped."""
         written = None
         try:
             written = super().write(data)
-            if written is None:  # non-blocking, and its reader is behind
+            if written is None:  # non-blocking, and its buffer is full
                 select.select([], [self], [], _READER_SECONDS)
                 written = super().write(data)
         except OSError as error:
@@ -44,27 +44,27 @@ class _OutputFile(io.FileIO):
         return memoryview(data).nbytes if written is None else written
 
     def _report(self, error: OSError) -> None:
-        if self.required or self.fileno() == _ERRORS:
+        if self.required or self.fileno() == _STDERR:
             return
-        text = f"note: standard output is lost ({error.strerror}); the command goes on without it\n"
+        text = f"note: standard output is lost ({error.strerror}); the command continues without it\n"
         with contextlib.suppress(OSError):
-            os.write(_ERRORS, text.encode())
+            os.write(_STDERR, text.encode())
 
 
-_output: _OutputFile | None = None  # of this process's stdout, once `open_streams` has replaced it
+_output: _OutputFile | None = None  # file behind stdout, once `open_streams` has replaced it
 
 
 def open_streams() -> None:
     """Make stdin, stdout and stderr usable for a command.
 
-    A stream that is closed from the start becomes the null device: otherwise the next file that is opened takes its
-    descriptor, and the output of child processes goes into that file. Errors of stderr are dropped from now on. Errors
-    of stdout are raised until `ignore_lost_output` is called.
+    A stream that is closed at the start becomes the null device: otherwise the next file that is opened would get its
+    descriptor, and the output of child processes would go into that file. Errors of stderr are ignored from now on.
+    Errors of stdout are raised until `ignore_lost_output` is called.
     """
     global _output
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            stream = open(os.devnull, mode)  # noqa: SIM115 - held while the process lives
+            stream = open(os.devnull, mode)  # noqa: SIM115 - open for the life of the process
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
@@ -78,7 +78,7 @@ def open_streams() -> None:
 def _text_stream(file: _OutputFile, stream: io.TextIOWrapper) -> io.TextIOWrapper:
     """Return a text stream onto `file` with the properties of `stream`.
 
-    Characters that its encoding lacks are written as escapes: no character may end a command.
+    Characters that its encoding lacks are written as escapes, so that no character ends a command with an error.
     """
     with contextlib.suppress(OSError):
         stream.flush()
@@ -93,13 +93,13 @@ def _text_stream(file: _OutputFile, stream: io.TextIOWrapper) -> io.TextIOWrappe
 
 
 def ignore_lost_output() -> None:
-    """Let this process go on when its stdout cannot be written. For commands that are not run for their output."""
+    """Ignore errors of stdout from now on. For commands that are not run for their output."""
     if _output is not None:
         _output.required = False
 
 
 def keep_working() -> None:
-    """Open the standard streams of a process that no lost output may end, such as a service."""
+    """Open the standard streams of a process that must survive lost output, such as a service."""
     open_streams()
     ignore_lost_output()
 
@@ -110,7 +110,7 @@ def is_output_error(error: OSError) -> bool:
 
 
 def print_error(text: str) -> None:
-    """Print a line to stderr; drop it if stderr cannot be written."""
+    """Print a line to stderr, or drop it if stderr cannot be written."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 

@@ -1,5 +1,7 @@
-"""Bytes that one rank sends in a step, by axis and purpose. Ring algorithms: a gather or scatter of n bytes over r
-ranks sends (r-1)/r n from each rank, an all-reduce twice that.
+"""Bytes that one rank sends in a step, by axis and purpose.
+
+With ring algorithms, a gather or scatter of n bytes over r ranks sends (r-1)/r n from each rank, an all-reduce twice
+that.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.grid import Grid
 from megascale.core.inventory import BLOCK_PARTS, output_matrix
 from megascale.core.layers import assign_layers
-from megascale.core.memory import DTYPE_BYTES, count_stage_parameters, stage_matrices
+from megascale.core.memory import DTYPE_BYTES, count_stage_matrix_elements, count_stage_parameters
 from megascale.core.schedule import ActionKind, Schedule
 
 
@@ -23,7 +25,7 @@ class TrafficEstimate:
     Attributes:
         tensor: gathers and scatters of activations and their gradients.
         pipeline: activations and gradients to neighbouring stages.
-        data_gather: parameters (ZeRO-1 and 2), matrices in float8 where they travel so.
+        data_gather: parameters (ZeRO-1 and 2); matrices in float8 if they are gathered so.
         data_reduce: float32 gradients.
         embedding: gradients of a tied embedding held by the first and the last stage.
     """
@@ -36,26 +38,29 @@ class TrafficEstimate:
 
 
 def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
-    """Whether `data` data-parallel ranks gather matrices as float8: parallel.gather_precision with auto resolved."""
-    can = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is not None and parallel.zero > 0 and data > 1
-    return can and parallel.gather_precision != "default"
+    """Return whether `data` data-parallel ranks gather matrices as float8; resolves parallel.gather_precision=auto."""
+    if LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is None:
+        return False
+    return parallel.zero > 0 and data > 1 and parallel.gather_precision != "default"
 
 
 def gathered_bytes(
     model: ModelConfig, parallel: ParallelConfig, stage: int, precision: str, linear_precision: str, data: int
 ) -> int:
-    """Bytes of a stage's parameters, on one tensor-parallel rank, as `data` data-parallel ranks gather them."""
-    count, width = count_stage_parameters(model, parallel, stage), DTYPE_BYTES[precision]
+    """Return the bytes of a stage's parameters on one tensor-parallel rank, gathered over `data` ranks."""
+    count = count_stage_parameters(model, parallel, stage)
+    itemsize = DTYPE_BYTES[precision]
     if not gathers_float8(parallel, linear_precision, data):
-        return width * count
-    matrices = stage_matrices(model, parallel, stage)
-    return width * (count - matrices) + (LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or width) * matrices
+        return itemsize * count
+    matrices = count_stage_matrix_elements(model, parallel, stage)
+    matrix_itemsize = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
+    return itemsize * (count - matrices) + matrix_itemsize * matrices
 
 
 def layer_collectives(model: ModelConfig) -> tuple[int, int]:
-    """(all-gathers, reduce-scatters) of one layer's forward under tensor parallelism.
+    """Return the (all-gathers, reduce-scatters) of one layer's forward under tensor parallelism.
 
-    Serial: two of each. Parallel block with a shared norm: one of each; with two norms the inputs differ, so two
+    Serial block: two of each. Parallel block with a shared norm: one of each; with two norms the inputs differ, so two
     gathers. Backward swaps them and gathers the inputs again for the weight gradients.
     """
     return BLOCK_PARTS[model.block].collectives(model)
@@ -71,30 +76,40 @@ def estimate_stage_traffic(
     precision: str,
     linear_precision: str = "default",
 ) -> TrafficEstimate:
-    """What a rank of pipeline stage `stage` sends in a step; arguments as in memory.stage_memory."""
-    t, d, a = grid.tensor, grid.data, DTYPE_BYTES[precision]
-    master = max(4, a)
-    whole = model.sequence_length * micro_batch * model.hidden * a
+    """Estimate the bytes that a rank of pipeline stage `stage` sends in a step.
+
+    The arguments are those of `memory.estimate_stage_memory`.
+    """
+    t = grid.tensor
+    itemsize = DTYPE_BYTES[precision]
+    master_itemsize = max(4, itemsize)
+    hidden_bytes = model.sequence_length * micro_batch * model.hidden * itemsize
     layers = assign_layers(model, parallel)[stage :: grid.pipeline]
+    layer_count = sum(chunk.layer_count for chunk in layers)
     gathers, scatters = layer_collectives(model)
     # Forward, its mirror in backward, inputs gathered again; full recompute runs the forward twice.
-    passes = 2 if parallel.recompute == "full" else 1
-    moves = round(sum(own.layer_count for own in layers) * ((gathers + scatters) * (1 + passes) + gathers))
+    forward_passes = 2 if parallel.recompute == "full" else 1
+    collectives = round(layer_count * ((gathers + scatters) * (1 + forward_passes) + gathers))
     # Embedding: scatter forward, gather backward. Logits: gather forward, scatter backward.
-    moves += 2 * (stage == 0) + 2 * (stage == grid.pipeline - 1)
+    is_first = stage == 0
+    is_last = stage == grid.pipeline - 1
+    collectives += 2 * is_first + 2 * is_last
     kinds = schedule.table[stage][:, 0]
     sends = int(((kinds == ActionKind.SEND_FORWARD) | (kinds == ActionKind.SEND_BACKWARD)).sum())
-    count = count_stage_parameters(model, parallel, stage)
-    share = (d - 1) / d
-    reduce_bytes = DTYPE_BYTES["bfloat16"] if parallel.reduce_dtype == "bfloat16" else master
-    reductions = schedule.microbatches if parallel.zero == 2 else 1
-    tied = model.tied_embeddings and grid.pipeline > 1 and stage in (0, grid.pipeline - 1)
+    gather_bytes = 0
+    if parallel.zero:
+        gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.data)
+    gradient_itemsize = DTYPE_BYTES["bfloat16"] if parallel.reduce_dtype == "bfloat16" else master_itemsize
+    reductions = {0: 2, 1: 1, 2: schedule.microbatches}[parallel.zero]  # an all-reduce counts twice
+    embedding_bytes = 0
+    if model.tied_embeddings and grid.pipeline > 1 and (is_first or is_last):
+        embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
+    ring_share = (grid.data - 1) / grid.data
+    parameters = count_stage_parameters(model, parallel, stage)
     return TrafficEstimate(
-        tensor=schedule.microbatches * moves * whole * (t - 1) / t,
-        pipeline=sends * whole / t,
-        data_gather=share * gathered_bytes(model, parallel, stage, precision, linear_precision, d)
-        if parallel.zero
-        else 0.0,
-        data_reduce=share * reduce_bytes * count * (2 if parallel.zero == 0 else reductions),
-        embedding=float(master * prod(output_matrix(model).local_shape(t))) if tied else 0.0,
+        tensor=schedule.microbatches * collectives * hidden_bytes * (t - 1) / t,
+        pipeline=sends * hidden_bytes / t,
+        data_gather=ring_share * gather_bytes,
+        data_reduce=ring_share * gradient_itemsize * parameters * reductions,
+        embedding=float(embedding_bytes),
     )

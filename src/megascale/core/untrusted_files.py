@@ -1,59 +1,93 @@
-"""Files that may be anybody's: names that stay in their folder, reading that neither waits nor goes on without end."""
+"""Bounded reading of files that other users may have written.
+
+A file name must stay in its folder, opening must not block, and reading must end.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import pickletools
 import stat
 from pathlib import Path
 
+_MAX_NAME_CHARACTERS = 255
+
 
 def is_plain_name(name: str) -> bool:
-    """Whether a file of this name lies in the folder that names it, whatever a storage makes of a path."""
-    return 0 < len(name) <= 255 and name not in (".", "..") and name.isprintable() and not set(name) & set("/\\")
+    """Return whether a file of this name lies directly in its folder, on any storage."""
+    if not 0 < len(name) <= _MAX_NAME_CHARACTERS or name in (".", ".."):
+        return False
+    return name.isprintable() and not set(name) & set("/\\")
 
 
 def open_regular(path: str, flags: int) -> int:
-    """An `opener` for `open`: refuses what is no file, since a pipe holds its reader and a device feeds it for ever.
+    """Open a regular file; for use as the `opener` of `open`.
 
-    OSError for those, IsADirectoryError for a folder, and whatever `os.open` raises.
+    A pipe would block its reader, and a device would feed it without end. Raises IsADirectoryError for a folder,
+    OSError for a pipe or device, and the errors of `os.open`.
     """
-    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    kind = os.fstat(handle).st_mode
-    if stat.S_ISREG(kind):
-        return handle
-    os.close(handle)
-    if stat.S_ISDIR(kind):
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
 
 
-def read_bounded(path: Path, most: int) -> bytes:
-    """A file's bytes. OSError if it is no file or cannot be read, ValueError if it is longer than `most`."""
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """Return the bytes of a file.
+
+    Raises OSError if it is not a regular file or cannot be read, ValueError if it is longer than `max_bytes`.
+    """
     with open(path, "rb", opener=open_regular) as file:
-        size = os.fstat(file.fileno()).st_size  # memory for as much is taken before anything is read
-        if size > most:
-            raise ValueError(f"it is {size:,} bytes long where at most {most:,} are expected")
+        size = os.fstat(file.fileno()).st_size  # `read` allocates this much before it reads anything
+        if size > max_bytes:
+            raise ValueError(f"it is {size:,} bytes long, at most {max_bytes:,} are allowed")
         return file.read(size)
 
 
-def is_small_file(path: Path, most: int = 1 << 20) -> bool:
-    """Return whether there is a file of at most `most` bytes, and not a pipe, a device or a folder."""
+def is_small_file(path: Path, max_bytes: int = 1 << 20) -> bool:
+    """Return whether `path` is a regular file of at most `max_bytes` bytes."""
     try:
-        about = path.stat()
+        status = path.stat()
     except OSError:
         return False
-    return stat.S_ISREG(about.st_mode) and about.st_size <= most
+    return stat.S_ISREG(status.st_mode) and status.st_size <= max_bytes
 
 
-def read_tail(path: Path, most: int = 1 << 16) -> str:
-    """Return the last `most` bytes of a file as text. OSError if it is not a file or cannot be read."""
+def read_tail(path: Path, max_bytes: int = 1 << 16) -> str:
+    """Return the last `max_bytes` bytes of a file as text. Raises OSError if it is not a file or cannot be read."""
     with open(path, "rb", opener=open_regular) as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - most))
-        return file.read(most).decode(errors="replace")
+        file.seek(max(0, size - max_bytes))
+        return file.read(max_bytes).decode(errors="replace")
 
 
-def read_small_text(path: Path, most: int = 1 << 20) -> str:
-    """Return the text of a small file. OSError if it is not a file or cannot be read, ValueError if it is too long."""
-    return read_bounded(path, most).decode(errors="replace")
+def read_small_text(path: Path, max_bytes: int = 1 << 20) -> str:
+    """Return the text of a small file.
+
+    Raises OSError if it is not a regular file or cannot be read, ValueError if it is longer than `max_bytes`.
+    """
+    return read_bounded(path, max_bytes).decode(errors="replace")
+
+
+def check_pickle(data: bytes) -> None:
+    """Raise ValueError for a damaged pickle, or one whose operations would allocate more than `data` is long.
+
+    CPython's unpickler makes its memo table, and byte arrays, as large as the pickle says, so a dozen bytes can ask for
+    gigabytes. The operations are therefore walked through before anything is loaded.
+    """
+    try:
+        for operation, argument, _ in pickletools.genops(data):
+            if operation.name not in ("PUT", "BINPUT", "LONG_BINPUT") or argument is None:
+                continue
+            memo_index = int(argument)
+            if not 0 <= memo_index <= len(data):
+                raise ValueError(f"it remembers {memo_index:,} objects in {len(data):,} bytes")
+    except ValueError:
+        raise
+    except Exception as error:  # genops raises several types for data that is not a pickle
+        raise ValueError(f"it is not a pickle: {error}") from None

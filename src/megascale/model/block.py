@@ -1,8 +1,8 @@
-"""One layer of the transformer, written for a tensor-parallel axis, which may be of size one.
+"""One layer of the transformer, written for a tensor-parallel axis, which may have size one.
 
-Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between layers and [sequence, batch, own heads or
+Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between layers and [sequence, batch, local heads or
 columns] inside. Serial block: x + Attn(LN x), then x + MLP(LN x). Parallel block (MegaScale section 3.1):
-x + Attn(LN x) + MLP(LN x), with one gather and one scatter a layer. How it takes fewer passes is model/fusion.py's.
+x + Attn(LN x) + MLP(LN x), with one gather and one scatter per layer. model/context.py describes the fusions.
 """
 
 from __future__ import annotations
@@ -21,8 +21,16 @@ from megascale.core.layers import Half
 from megascale.model import attention as attentions
 from megascale.model import mlp as mlps
 from megascale.model.attention import CausalAttention
-from megascale.model.context import ForwardContext, LayerSetup, Rotary
-from megascale.model.fusion import Branch, ResidualStream, add_residual, recomputes, sum_branches
+from megascale.model.context import (
+    Branch,
+    ForwardContext,
+    LayerSetup,
+    ResidualStream,
+    Rotary,
+    add_residual,
+    is_recomputed,
+    sum_branches,
+)
 from megascale.model.mlp import DenseMlp
 from megascale.model.norm import Norm, norm_and_project
 from megascale.ops.activation import fuses
@@ -32,135 +40,143 @@ from megascale.parallel.tensor import ColumnLinear
 
 
 class _Parts(nn.Module):
-    """Parts of a layer: modules by name."""
+    """Base of a block or half a block."""
 
-    def __init__(self, at: LayerSetup, recompute: str) -> None:
+    def __init__(self, setup: LayerSetup, recompute: str) -> None:
         super().__init__()
-        self.at, self.recompute = at, recompute
+        self.setup = setup
+        self.recompute = recompute
 
     @property
     def part(self) -> dict[str, Any]:
-        """Its parts by name: `part["mlp"]` is `self.mlp`, which nn.Module looks for in several places each time."""
+        """Modules by name. `part["mlp"]` is `self.mlp`, which nn.Module would look up in several dictionaries."""
         return self._modules
 
-    def project(self, part: Any) -> ColumnLinear | None:
-        """The projection to a part's columns; None if it wants the norm as it is."""
-        return ColumnLinear(part.columns, self.at.linears, self.at.dtype) if part.columns else None
+    def make_projection(self, part: Any) -> ColumnLinear | None:
+        """Return the input projection of a part, or None if the part reads the norm."""
+        return ColumnLinear(part.columns, self.setup.linears, self.setup.dtype) if part.columns else None
 
 
 class Block(_Parts):
-    """What all blocks have: attention, MLP, a norm.
+    """Base of all blocks, with attention, MLP and a norm.
 
     Args:
-        at: which layer of which model.
-        recompute: as parallel.recompute (whole layers are the chunk's to recompute).
+        setup: layer and model.
+        recompute: value of parallel.recompute; the chunk recomputes whole layers.
     """
 
-    def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
-        super().__init__(at, recompute)
-        # Parts may be anybody's, so that what is asked of them is not in a type.
-        self.attention: Any = attentions.KINDS[at.model.attention](at)
-        self.mlp: Any = mlps.MLP_MODULES[at.model.mlp](at)
-        self.norm1 = Norm(at.model, at.tensors.norm1, at.dtype)
+    def __init__(self, setup: LayerSetup, recompute: str = "none") -> None:
+        super().__init__(setup, recompute)
+        # Parts may come from plugins, so they have no common type.
+        self.attention: Any = attentions.ATTENTION_MODULES[setup.model.attention](setup)
+        self.mlp: Any = mlps.MLP_MODULES[setup.model.mlp](setup)
+        self.norm1 = Norm(setup.model, setup.tensors.norm1, setup.dtype)
 
 
 def _attend(
     half: _Parts, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool
 ) -> ResidualStream:
-    """x + Attn(LN x) of a serial block."""
-    at, part = half.at, half.part
+    """Return x + Attn(LN x) of a serial block."""
+    setup = half.setup
+    part = half.part
     attention = part["attention"]
     x_SBH, qkv = norm_and_project(part["norm1"], part.get("attention_in"), x, half.recompute)
-    y = sum_branches(at.linears, attention(qkv, rotary, context))
-    return add_residual(at, y, x_SBH, 0, context, defer_add, attention.residual_bias)
+    y = sum_branches(setup.linears, attention(qkv, rotary, context))
+    return add_residual(setup, y, x_SBH, 0, context, defer_add, attention.residual_bias)
 
 
 def _feed(half: _Parts, x: ResidualStream, context: ForwardContext, defer_add: bool) -> ResidualStream:
-    """x + MLP(LN x) of a serial block."""
-    at, part, recompute = half.at, half.part, half.recompute
-    mlp, mlp_in = part["mlp"], part.get("mlp_in")
+    """Return x + MLP(LN x) of a serial block."""
+    setup = half.setup
+    part = half.part
+    mlp = part["mlp"]
+    mlp_in = part.get("mlp_in")
     fused = mlp.fuses_bias_gradient(x if isinstance(x, torch.Tensor) else x.y_SBH)
-    x_SBH, inner = norm_and_project(part["norm2"], mlp_in, x, recompute, fused)
-    y = sum_branches(at.linears, mlp(inner, mlp_in, recompute))
-    return add_residual(at, y, x_SBH, 1, context, defer_add, mlp.residual_bias)
+    x_SBH, inner = norm_and_project(part["norm2"], mlp_in, x, half.recompute, fused)
+    y = sum_branches(setup.linears, mlp(inner, mlp_in, half.recompute))
+    return add_residual(setup, y, x_SBH, 1, context, defer_add, mlp.residual_bias)
 
 
 class SerialBlock(Block):
-    """x + Attn(LN x), then x + MLP(LN x)."""
+    """Serial block: x + Attn(LN x), then x + MLP(LN x)."""
 
-    def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
-        super().__init__(at, recompute)
-        self.norm2 = Norm(at.model, at.tensors.norm2, at.dtype)
-        self.attention_in = self.project(self.attention)
-        self.mlp_in = self.project(self.mlp)
+    def __init__(self, setup: LayerSetup, recompute: str = "none") -> None:
+        super().__init__(setup, recompute)
+        self.norm2 = Norm(setup.model, setup.tensors.norm2, setup.dtype)
+        self.attention_in = self.make_projection(self.attention)
+        self.mlp_in = self.make_projection(self.mlp)
 
     def forward(
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
     ) -> ResidualStream:
-        """[s/t, b, h] -> [s/t, b, h]. With `defer_add` the last residual sum may be left to the next norm."""
+        """Run the block, [s/t, b, h] -> [s/t, b, h]. With `defer_add` the next norm may compute the last sum."""
         return _feed(self, _attend(self, x, rotary, context, True), context, defer_add)
 
 
 class SerialAttention(_Parts):
-    """The first half of a serial block, whose MLP another chunk has: x + Attn(LN x)."""
+    """First half of a serial block whose MLP is in another chunk: x + Attn(LN x)."""
 
-    def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
-        super().__init__(at, recompute)
-        self.attention: Any = attentions.KINDS[at.model.attention](at)
-        self.norm1 = Norm(at.model, at.tensors.norm1, at.dtype)
-        self.attention_in = self.project(self.attention)
+    def __init__(self, setup: LayerSetup, recompute: str = "none") -> None:
+        super().__init__(setup, recompute)
+        self.attention: Any = attentions.ATTENTION_MODULES[setup.model.attention](setup)
+        self.norm1 = Norm(setup.model, setup.tensors.norm1, setup.dtype)
+        self.attention_in = self.make_projection(self.attention)
 
     def forward(
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
     ) -> ResidualStream:
-        """As SerialBlock.forward."""
+        """Run the block like `SerialBlock.forward`."""
         return _attend(self, x, rotary, context, defer_add)
 
 
 class SerialMlp(_Parts):
-    """The second half of a serial block, whose attention another chunk has: x + MLP(LN x)."""
+    """Second half of a serial block whose attention is in another chunk: x + MLP(LN x)."""
 
-    def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
-        super().__init__(at, recompute)
-        self.mlp: Any = mlps.MLP_MODULES[at.model.mlp](at)
-        self.norm2 = Norm(at.model, at.tensors.norm2, at.dtype)
-        self.mlp_in = self.project(self.mlp)
+    def __init__(self, setup: LayerSetup, recompute: str = "none") -> None:
+        super().__init__(setup, recompute)
+        self.mlp: Any = mlps.MLP_MODULES[setup.model.mlp](setup)
+        self.norm2 = Norm(setup.model, setup.tensors.norm2, setup.dtype)
+        self.mlp_in = self.make_projection(self.mlp)
 
     def forward(
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
     ) -> ResidualStream:
-        """As SerialBlock.forward."""
+        """Run the block like `SerialBlock.forward`."""
         return _feed(self, x, context, defer_add)
 
 
 class ParallelBlock(Block):
-    """x + Attn(LN x) + MLP(LN x), each half with a projection of its own and (parallel_norms=2) a norm of its own."""
+    """Parallel block x + Attn(LN x) + MLP(LN x) with a projection, and possibly a norm, for each part."""
 
-    def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
-        super().__init__(at, recompute)
-        self.norm2 = Norm(at.model, at.tensors.norm2, at.dtype) if at.tensors.norm2 else self.norm1
-        self.attention_in = self.project(self.attention)
-        self.mlp_in = self.project(self.mlp)
+    def __init__(self, setup: LayerSetup, recompute: str = "none") -> None:
+        super().__init__(setup, recompute)
+        self.norm2 = Norm(setup.model, setup.tensors.norm2, setup.dtype) if setup.tensors.norm2 else self.norm1
+        self.attention_in = self.make_projection(self.attention)
+        self.mlp_in = self.make_projection(self.mlp)
 
     def forward(
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
     ) -> ResidualStream:
-        """As SerialBlock.forward."""
-        at, part, recompute = self.at, self.part, self.recompute
-        attention, mlp, mlp_in = part["attention"], part["mlp"], part.get("mlp_in")
+        """Run the block like `SerialBlock.forward`."""
+        setup = self.setup
+        part = self.part
+        recompute = self.recompute
+        attention = part["attention"]
+        mlp = part["mlp"]
+        mlp_in = part.get("mlp_in")
         x_SBH, qkv = norm_and_project(part["norm1"], part.get("attention_in"), x, recompute)
         fused = mlp.fuses_bias_gradient(x_SBH)
         _, inner = norm_and_project(part["norm2"], mlp_in, x_SBH, recompute, fused)
         attended = attention(qkv, rotary, context)
-        y = sum_branches(at.linears, attended, mlp(inner, mlp_in, recompute))
-        return add_residual(at, y, x_SBH, 0, context, defer_add, attention.residual_bias, mlp.residual_bias)
+        y = sum_branches(setup.linears, attended, mlp(inner, mlp_in, recompute))
+        return add_residual(setup, y, x_SBH, 0, context, defer_add, attention.residual_bias, mlp.residual_bias)
 
 
 OPERATOR = "split fused projection"
 
 
 def fuses_split(mlp: DenseMlp, x: ResidualStream) -> bool:
-    """Whether the split of a fused projection makes the gradient of its bias."""
+    """Return whether splitting a fused projection also computes the gradient of its bias."""
     return fuses(mlp.activation, OPERATOR, x if isinstance(x, torch.Tensor) else x.y_SBH)
 
 
@@ -173,9 +189,9 @@ def split_projection(
     context: ForwardContext,
     recompute: str,
 ) -> tuple[Branch, Branch]:
-    """The branches of a parallel block from its fused QKV+MLP projection."""
+    """Return the branches of a parallel block from its fused QKV+MLP projection."""
     if attention.bias is not None:
-        # A bias on the attention's half only: the halves part before either is looked at.
+        # Only the attention's half has a bias, so the halves are separated first.
         width = attention.width
         qkv = fused_SBC[..., :width] + attention.bias
         return attention(qkv, rotary, context), mlp(fused_SBC[..., width:], None, recompute)
@@ -191,67 +207,76 @@ def split_projection(
         sin,
         attention.interleaved,
         into.bias if fuses_split(mlp, fused_SBC) else None,
-        recomputes(recompute, "activation"),
+        is_recomputed(recompute, "activation"),
     )
     weight: Any = mlp._modules["out"]._parameters["weight"]  # type: ignore[union-attr]
     return attention.attend(q, k, v, context), Branch(inner, weight, activation)
 
 
 class FusedParallelBlock(Block):
-    """x + Attn(LN x) + MLP(LN x) with one projection for both halves."""
+    """Parallel block x + Attn(LN x) + MLP(LN x) with one projection for both parts."""
 
-    def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
-        super().__init__(at, recompute)
-        # A fused projection has one bias; a model with a bias on one half only (GPT-J) adds it to that half.
-        halves = [(part, [t for t in part.columns if not t.gemm]) for part in (self.attention, self.mlp)]
-        both = all(biases for _, biases in halves)
-        columns = [t for part, _ in halves for t in part.columns if both or t.gemm]
-        self.into = ColumnLinear(columns, at.linears, at.dtype)
-        for part, biases in halves:
-            if biases and not both:
-                part.bias = local_parameter(biases, at.axis.rank, at.axis.size, at.dtype)
+    def __init__(self, setup: LayerSetup, recompute: str = "none") -> None:
+        super().__init__(setup, recompute)
+        # A fused projection has one bias; if only one part has a bias (GPT-J), that part adds it.
+        parts = [self.attention, self.mlp]
+        part_biases = [[tensor for tensor in part.columns if not tensor.is_gemm_weight] for part in parts]
+        is_bias_fused = all(part_biases)
+        columns = [tensor for part in parts for tensor in part.columns if is_bias_fused or tensor.is_gemm_weight]
+        self.into = ColumnLinear(columns, setup.linears, setup.dtype)
+        for part, biases in zip(parts, part_biases, strict=True):
+            if biases and not is_bias_fused:
+                part.bias = local_parameter(biases, setup.axis.rank, setup.axis.size, setup.dtype)
 
     def forward(
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
     ) -> ResidualStream:
-        """As SerialBlock.forward."""
-        at, part, recompute = self.at, self.part, self.recompute
-        attention, mlp, into = part["attention"], part["mlp"], part["into"]
+        """Run the block like `SerialBlock.forward`."""
+        setup = self.setup
+        part = self.part
+        recompute = self.recompute
+        attention = part["attention"]
+        mlp = part["mlp"]
+        into = part["into"]
         fused_bias = attention.bias is None and fuses_split(mlp, x)
         x_SBH, fused = norm_and_project(part["norm1"], into, x, recompute, fused_bias)
         branches = split_projection(fused, into, attention, mlp, rotary, context, recompute)
-        y = sum_branches(at.linears, *branches)
-        return add_residual(at, y, x_SBH, 0, context, defer_add, attention.residual_bias, mlp.residual_bias)
+        y = sum_branches(setup.linears, *branches)
+        return add_residual(setup, y, x_SBH, 0, context, defer_add, attention.residual_bias, mlp.residual_bias)
 
 
-def parallel_block(at: LayerSetup, recompute: str = "none") -> Block:
-    """The parallel block, with one projection for both halves where they have one norm and can read it."""
-    return FusedParallelBlock(at, recompute) if has_fused_projection(at.model) else ParallelBlock(at, recompute)
+def parallel_block(setup: LayerSetup, recompute: str = "none") -> Block:
+    """Make a parallel block, with one projection for both parts if they share a norm and can read it."""
+    return (
+        FusedParallelBlock(setup, recompute) if has_fused_projection(setup.model) else ParallelBlock(setup, recompute)
+    )
 
 
 Make = Callable[[LayerSetup, str], nn.Module]
 
 BLOCK_MODULES: Registry[Make] = Registry(BLOCKS.key, {"serial": SerialBlock, "parallel": parallel_block})
-# Of blocks that a boundary between chunks may divide (BlockInventory.divides): the attention's half, and the MLP's.
-HALVES: dict[str, tuple[Make, Make]] = {"serial": (SerialAttention, SerialMlp)}
+# Attention half and MLP half of the blocks that a chunk boundary may divide (BlockInventory.can_split).
+HALF_BLOCK_MODULES: dict[str, tuple[Make, Make]] = {"serial": (SerialAttention, SerialMlp)}
 
 
 def register(
-    name: str, made: Make, inventory: BlockInventory, about: str = "", halves: tuple[Make, Make] | None = None
+    name: str, make: Make, inventory: BlockInventory, description: str = "", halves: tuple[Make, Make] | None = None
 ) -> None:
-    """Let `model.block` be `name`: made(setup, recompute) gives the block of a layer.
+    """Register a value of model.block; make(setup, recompute) returns the block of a layer.
 
-    halves: the same for its attention alone and its MLP alone; without them a chunk has it whole.
+    Args:
+        halves: the same for its attention and for its MLP; without them no chunk boundary divides the block.
     """
-    BLOCKS.register(name, PartFacts(about))
-    BLOCK_PARTS.register(name, replace(inventory, divides=halves is not None))
-    BLOCK_MODULES.register(name, made)
+    BLOCKS.register(name, PartFacts(description))
+    BLOCK_PARTS.register(name, replace(inventory, can_split=halves is not None))
+    BLOCK_MODULES.register(name, make)
     if halves is not None:
-        HALVES[name] = halves
+        HALF_BLOCK_MODULES[name] = halves
 
 
-def make_block(at: LayerSetup, recompute: str = "none", half: Half = "both") -> nn.Module:
-    """The block that model.block names, or the half of it that a chunk has."""
+def make_block(setup: LayerSetup, recompute: str = "none", half: Half = "both") -> nn.Module:
+    """Return the block of model.block, or half of it."""
     if half == "both":
-        return BLOCK_MODULES[at.model.block](at, recompute)
-    return HALVES[at.model.block][half == "mlp"](at, recompute)
+        return BLOCK_MODULES[setup.model.block](setup, recompute)
+    make_attention, make_mlp = HALF_BLOCK_MODULES[setup.model.block]
+    return make_attention(setup, recompute) if half == "attention" else make_mlp(setup, recompute)

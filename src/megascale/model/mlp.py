@@ -1,4 +1,4 @@
-"""The MLP of a block: from its inner columns through the activation to this rank's share of what it adds."""
+"""MLP of a block, from its inner columns through the activation to this rank's share of the output."""
 
 from __future__ import annotations
 
@@ -11,58 +11,63 @@ from torch import nn
 from megascale.config.parts import MLPS, PartFacts
 from megascale.config.registry import Registry
 from megascale.core.inventory import MLP_PARTS, PartInventory
-from megascale.model.context import LayerSetup
-from megascale.model.fusion import Branch, recomputes
+from megascale.model.context import Branch, LayerSetup, is_recomputed
 from megascale.ops import activation as activations
 from megascale.ops.activation import RecomputedActivation, activate, fuses
 from megascale.parallel.tensor import ColumnLinear, RowLinear
 
 
 class DenseMlp(nn.Module):
-    """One matrix in (with a gate two) and one out.
+    """MLP with one input matrix (two with a gate) and one output matrix.
 
     Attributes:
-        columns: the matrices that project to it, and their biases; a part that names none gets the norm itself.
-        bias: theirs, where they are half of a fused projection whose other half has none; else the projection's.
-        activation: what model.activation names.
+        columns: matrices and biases of its input projection; without any it gets the norm.
+        bias: bias of `columns` if they are half of a fused projection whose other half has none; else the projection
+            has the bias.
+        activation: value of model.activation.
     """
 
-    def __init__(self, at: LayerSetup) -> None:
+    def __init__(self, setup: LayerSetup) -> None:
         super().__init__()
-        self.activation = at.model.activation
+        self.activation = setup.model.activation
         self._operator = activations.KINDS[self.activation].operator
-        self.columns = [t for t in at.tensors.mlp if t.partition_dim == 0]
+        self.columns = [t for t in setup.tensors.mlp if t.partition_dim == 0]
         self.bias: nn.Parameter | None = None
-        self.out = RowLinear([t for t in at.tensors.mlp if t.partition_dim != 0], at.linears, at.dtype)
+        self.out = RowLinear([t for t in setup.tensors.mlp if t.partition_dim != 0], setup.linears, setup.dtype)
 
     @property
     def residual_bias(self) -> nn.Parameter | None:
-        """What is added with this part's share to the residual stream."""
+        """Bias that is added to the residual stream together with this part's output."""
         return self._modules["out"]._parameters.get("bias")  # type: ignore[union-attr]
 
     def fuses_bias_gradient(self, x: torch.Tensor) -> bool:
-        """Whether the activation makes the gradient of its GEMM's bias: where it is fused. A plain one would take a
-        pass more for it."""
+        """Return whether the activation computes the gradient of its GEMM's bias, which it does if it is fused.
+
+        A plain activation would need one more pass.
+        """
         return fuses(self.activation, self._operator, x)
 
     def forward(self, inner: torch.Tensor, projection: ColumnLinear | None, recompute: str) -> Branch:
-        """[s, b, f/t] (gated: twice as wide) -> this rank's share of the output.
+        """Return this rank's share of the output for `inner`, [s, b, f/t] (gated: twice as wide).
 
-        projection: what made `inner`, with its bias added; None for half of a fused projection.
+        Args:
+            projection: linear layer that made `inner`, including its bias; None for half of a fused projection.
         """
-        added = projection is not None and self.fuses_bias_gradient(inner)
-        bias = projection._parameters.get("bias") if projection is not None and added else self.bias
+        is_bias_added = projection is not None and self.fuses_bias_gradient(inner)
+        bias = projection._parameters.get("bias") if projection is not None and is_bias_added else self.bias
         weight: Any = self._modules["out"]._parameters["weight"]  # type: ignore[union-attr]
-        if recomputes(recompute, "activation"):
-            return Branch(inner, weight, RecomputedActivation(self.activation, bias, added))
-        return Branch(activate(self.activation, inner, bias, added), weight)
+        if is_recomputed(recompute, "activation"):
+            return Branch(inner, weight, RecomputedActivation(self.activation, bias, is_bias_added))
+        return Branch(activate(self.activation, inner, bias, is_bias_added), weight)
 
 
 MLP_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(MLPS.key, {"dense": DenseMlp})
 
 
-def register(name: str, made: Callable[[LayerSetup], nn.Module], inventory: PartInventory, about: str = "") -> None:
-    """Let `model.mlp` be `name`: made(setup) has what DenseMlp has."""
-    MLPS.register(name, PartFacts(about))
+def register(
+    name: str, make: Callable[[LayerSetup], nn.Module], inventory: PartInventory, description: str = ""
+) -> None:
+    """Register a value of model.mlp; make(setup) has the interface of DenseMlp."""
+    MLPS.register(name, PartFacts(description))
     MLP_PARTS.register(name, inventory)
-    MLP_MODULES.register(name, made)
+    MLP_MODULES.register(name, make)

@@ -1,4 +1,4 @@
-"""The norm in front of a part: LayerNorm or RMSNorm over hidden, with the residual sum before it in the same pass."""
+"""Norm before a part: LayerNorm or RMSNorm over hidden, fused with the preceding residual sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megascale.config import ModelConfig
 from megascale.config.parts import NORMS, NormFacts
 from megascale.config.registry import Registry
 from megascale.core.inventory import LogicalTensor
-from megascale.model.fusion import ResidualStream, recomputes
+from megascale.model.context import ResidualStream, is_recomputed
 from megascale.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear
@@ -21,12 +21,12 @@ from megascale.parallel.tensor import ColumnLinear
 
 @dataclass(frozen=True)
 class NormOperators:
-    """What model.norm names.
+    """Operators of a norm, by the name in model.norm.
 
     Attributes:
         norm: (x, weight, bias or None, eps) -> the norm of x [..., H].
         add_norm: (x, residual, weight, bias or None, eps, x_bias or None) -> residual + x + x_bias, and the norm of it,
-            in one pass; None: one after the other.
+            in one pass; None: sum and norm run separately.
     """
 
     norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
@@ -50,13 +50,13 @@ NORM_OPERATORS: Registry[NormOperators] = Registry(
 
 
 def register(name: str, operators: NormOperators, bias: bool) -> None:
-    """Let `model.norm` be `name`. bias: whether it has one beside its weight."""
+    """Register a norm as a value of model.norm; `bias` tells whether it has a bias."""
     NORMS.register(name, NormFacts(bias))
     NORM_OPERATORS.register(name, operators)
 
 
 class Norm(nn.Module):
-    """A norm over hidden, on this rank's part of the sequence."""
+    """Norm over hidden, on this rank's part of the sequence."""
 
     def __init__(self, model: ModelConfig, tensors: Sequence[LogicalTensor], dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,28 +66,32 @@ class Norm(nn.Module):
         self.bias = local_parameter(bias, 0, 1, dtype) if bias else None
 
     def forward(self, x_SBH: Tensor) -> Tensor:
-        own: Any = self._parameters  # as `self.weight` and `self.bias`, which nn.Module looks for in several places
-        return self._operators.norm(x_SBH, own["weight"], own.get("bias"), self.eps)
+        """Return the norm of x."""
+        parameters: Any = (
+            self._parameters
+        )  # faster than `self.weight`, which nn.Module looks up in several dictionaries
+        return self._operators.norm(x_SBH, parameters["weight"], parameters.get("bias"), self.eps)
 
-    def of(self, x: ResidualStream) -> tuple[Tensor, Tensor]:
-        """x and the norm of it; a sum that is still to be taken is taken and normed in one pass each way."""
+    def add_and_norm(self, x: ResidualStream) -> tuple[Tensor, Tensor]:
+        """Return x and its norm. A deferred sum and its norm are computed in one pass, forward and backward."""
         if isinstance(x, Tensor):
             return x, self(x)
         if self._operators.add_norm is None:
-            total = x.total()
+            total = x.add()
             return total, self(total)
-        own: Any = self._parameters
-        return self._operators.add_norm(x.y_SBH, x.residual_SBH, own["weight"], own.get("bias"), self.eps, x.bias)
+        weight: Any = self._parameters["weight"]
+        bias = self._parameters.get("bias")
+        return self._operators.add_norm(x.y_SBH, x.residual_SBH, weight, bias, self.eps, x.bias)
 
 
 def norm_and_project(
     norm: Norm, projection: ColumnLinear | None, x: ResidualStream, recompute: str, fused_bias_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream as it enters, and the projection of its norm; without a projection the norm itself."""
+    """Return the residual stream, and the projection of its norm (without a projection, the norm)."""
     if projection is None:
-        return norm.of(x)
-    if recomputes(recompute, "norms"):
-        x_SBH = x if isinstance(x, Tensor) else x.total()
+        return norm.add_and_norm(x)
+    if is_recomputed(recompute, "norms"):
+        x_SBH = x if isinstance(x, Tensor) else x.add()
         return x_SBH, projection.forward(x_SBH, norm, fused_bias_gradient)
-    x_SBH, normed = norm.of(x)
+    x_SBH, normed = norm.add_and_norm(x)
     return x_SBH, projection.forward(normed, None, fused_bias_gradient)

@@ -1,7 +1,7 @@
-"""The transformer, as chunks: consecutive blocks, the embedding before the first of all, the loss after the last.
+"""Transformer in chunks: consecutive blocks, with the embedding before the first and the loss after the last block.
 
 One process holds one chunk; a pipeline stage holds one or more. Every layer is written for a tensor-parallel axis,
-which may be of size one. Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between layers.
+which may have size one. Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between layers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from megascale.config import ModelConfig
 from megascale.core.inventory import LogicalTensor, embedding_tensors, head_tensors, norm_tensors
 from megascale.core.layers import ChunkLayers
 from megascale.model.block import make_block
-from megascale.model.context import EVALUATION, ForwardContext, LayerSetup, Rotary
-from megascale.model.fusion import ResidualStream
+from megascale.model.context import EVALUATION, ForwardContext, LayerSetup, ResidualStream, Rotary
 from megascale.model.norm import Norm
 from megascale.ops.dropout import dropout, dropout_key
 from megascale.ops.rope import rotary_tables
@@ -28,17 +27,17 @@ from megascale.parallel.tensor import ColumnLinear, RowLinear, vocabulary_embedd
 
 
 class Chunk(nn.Module):
-    """Consecutive blocks; `first` adds the embeddings in front, `last` the final norm and the loss behind.
+    """Consecutive blocks; `first` adds the embeddings, `last` the final norm and the loss.
 
     Args:
         model: shape of the whole model.
-        layers: the blocks held here; a range is of whole ones.
-        first, last: whether the embedding and the loss are here.
+        layers: blocks of this chunk; a range means whole blocks.
+        first, last: whether the chunk has the embedding, and the loss.
         axis: the tensor-parallel axis.
         dtype: type of weights and activations.
-        recompute: what backward recomputes, as parallel.recompute.
-        linear_precision: how GEMMs are done, as train.linear_precision.
-        embedding: the token embedding of another chunk of this process, for tied logits here: it stays that chunk's.
+        recompute: value of parallel.recompute.
+        linear_precision: value of train.linear_precision.
+        embedding: token embedding of another chunk of this process, for tied logits; that chunk keeps its ownership.
     """
 
     def __init__(
@@ -55,39 +54,51 @@ class Chunk(nn.Module):
         embedding: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.axis, self.first, self.last, self.dtype = model, axis, first, last, dtype
-        self.recompute, self.linears = recompute, make_linears(linear_precision, axis)
-        self._borrowed = () if embedding is None else (embedding,)  # in a tuple it is no parameter of this module
-        tied_here = first or (last and model.tied_embeddings and not self._borrowed)
+        self.model = model
+        self.axis = axis
+        self.first = first
+        self.last = last
+        self.dtype = dtype
+        self.recompute = recompute
+        self.linears = make_linears(linear_precision, axis)
+        self._borrowed = () if embedding is None else (embedding,)  # a tuple does not register it as a parameter
+        has_embedding = first or (last and model.tied_embeddings and not self._borrowed)
         tokens, *positions = embedding_tensors(model)
-        self.token_embedding = self._local(tokens) if tied_here else None
+        self.token_embedding = self._local(tokens) if has_embedding else None
         self.position_embedding = self._local(positions[0]) if first and positions else None
-        own = ChunkLayers.from_range(layers) if isinstance(layers, range) else layers
+        if isinstance(layers, range):
+            layers = ChunkLayers.from_range(layers)
         self.blocks = nn.ModuleList(
-            make_block(LayerSetup(model, i, self.linears, dtype), recompute, half) for i, half in own
+            make_block(LayerSetup(model, i, self.linears, dtype), recompute, half) for i, half in layers
         )
         self.norm = Norm(model, norm_tensors(model, "norm"), dtype) if last else None
-        head = {tensor.name: tensor for tensor in head_tensors(model)} if last else {}
-        self.head, self.head_bias = (
-            self._local(head[name]) if name in head else None for name in ("head.weight", "head.bias")
-        )
-        self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        head = {tensor.name: self._local(tensor) for tensor in head_tensors(model)} if last else {}
+        self.head = head.get("head.weight")
+        self.head_bias = head.get("head.bias")
+        self._rotary_tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self.pre_forward_gather: Callable[[int], None] = lambda unit: None
 
-    def units(self) -> list[list[nn.Parameter]]:
-        """Parameters in the order in which forward needs them. `pre_forward_gather(i)` is called before unit i is
-        used, so that parameters can still be on their way when forward begins; the last unit has all that is left."""
+    def forward_units(self) -> list[list[nn.Parameter]]:
+        """Return the parameters in the order in which forward needs them; the last unit has all remaining ones.
+
+        Forward calls `pre_forward_gather(i)` before it uses unit i, so that parameters may still be in flight when it
+        starts.
+        """
         blocks = [list(block.parameters()) for block in self.blocks]
         embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.first and p is not None]
         return [embeddings, *blocks, list(self.parameters())]
 
     def linear_weights(self) -> dict[str, torch.Tensor]:
-        """The weights [O, I] that `linears` multiplies with, by the logical tensors in them; not the vocabulary's."""
-        linears = [part for part in self.modules() if isinstance(part, ColumnLinear | RowLinear)]
-        return {" + ".join(piece.name for piece in spec_of(m.weight).pieces): m.weight for m in linears}
+        """Return the weights [O, I] of linear layers, vocabulary excluded, by the names of their logical tensors."""
+        weights: dict[str, torch.Tensor] = {}
+        for module in self.modules():
+            if isinstance(module, ColumnLinear | RowLinear):
+                name = " + ".join(piece.name for piece in spec_of(module.weight).pieces)
+                weights[name] = module.weight
+        return weights
 
     def _local(self, tensor: LogicalTensor) -> nn.Parameter:
-        """This rank's part of a logical tensor."""
+        """Make the parameter with this rank's part of a logical tensor."""
         return local_parameter([tensor], self.axis.rank, self.axis.size, self.dtype)
 
     def forward(
@@ -105,45 +116,54 @@ class Chunk(nn.Module):
         if self.first:
             x = self._embed(x, context)
         rotary = self._rotary(x.shape[0] * self.axis.size, x.device, context)
-        whole_layers = self.recompute == "full" and torch.is_grad_enabled()
-        flow: ResidualStream = x
+        recompute_layers = self.recompute == "full" and torch.is_grad_enabled()
+        stream: ResidualStream = x
         for i, block in enumerate(self.blocks):
             self.pre_forward_gather(i + 1)
-            if whole_layers:
-                flow = checkpoint(block, flow, rotary, context, use_reentrant=False, preserve_rng_state=False)
+            if recompute_layers:
+                stream = checkpoint(block, stream, rotary, context, use_reentrant=False, preserve_rng_state=False)
             else:
-                # Every sum but the last is followed by a norm that takes it.
-                flow = block(flow, rotary, context, defer_add=self.last or i + 1 < len(self.blocks))
+                # A norm follows every sum but the last, and computes it.
+                stream = block(stream, rotary, context, defer_add=self.last or i + 1 < len(self.blocks))
         self.pre_forward_gather(len(self.blocks) + 1)
         if not self.last:
-            assert isinstance(flow, torch.Tensor)
-            return flow
+            assert isinstance(stream, torch.Tensor)
+            return stream
         assert self.norm is not None
-        _, x = self.norm.of(flow)
+        _, x = self.norm.add_and_norm(stream)
         if targets_SB is None:
             return x
-        grad = context.token_grad if torch.is_grad_enabled() else None
-        head = (self.output_weight, self.head_bias)
+        token_grad = context.token_grad if torch.is_grad_enabled() else None
         return vocabulary_loss(
-            x, *head, targets_SB, self.model.vocab, self.axis, grad, self.linears, context.token_loss
+            x,
+            self.output_weight,
+            self.head_bias,
+            targets_SB,
+            self.model.vocab,
+            self.axis,
+            token_grad,
+            self.linears,
+            context.token_loss,
         )
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """The matrix of the logits, own vocabulary rows."""
-        weight = self._borrowed[0] if self._borrowed else self.head if self.head is not None else self.token_embedding
+        """Matrix of the logits, this rank's vocabulary rows."""
+        if self._borrowed:
+            return self._borrowed[0]
+        weight = self.token_embedding if self.head is None else self.head
         assert weight is not None
         return weight
 
     def logits(self, x_SBH: torch.Tensor) -> torch.Tensor:
-        """Logits [s, b, vocab] of normed hidden states, gathered over the tensor axis (for generation)."""
+        """Return the logits [s, b, vocab] of normed hidden states, gathered over the tensor axis (for generation)."""
         return vocabulary_logits(x_SBH, self.output_weight, self.head_bias, self.model.vocab, self.axis, self.linears)
 
     def _embed(self, tokens_SB: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         assert self.token_embedding is not None
         x = vocabulary_embedding(tokens_SB, self.token_embedding, self.axis)
         if self.position_embedding is not None:
-            past = context.cache.length if context.cache is not None else 0
+            past = 0 if context.cache is None else context.cache.length
             start = past + self.axis.rank * x.shape[0]
             x = x + self.position_embedding[start : start + x.shape[0], None, :]
         if self.model.dropout and context.dropout_key is not None:
@@ -155,11 +175,11 @@ class Chunk(nn.Module):
         model = self.model
         if model.positions != "rotary":
             return None
-        past = context.cache.length if context.cache is not None else 0
-        if device not in self._tables or self._tables[device][0].shape[0] < past + length:
+        past = 0 if context.cache is None else context.cache.length
+        if device not in self._rotary_tables or self._rotary_tables[device][0].shape[0] < past + length:
             width = int(model.head_size * model.rotary_fraction)
-            size = max(model.sequence_length, past + length)
+            table_length = max(model.sequence_length, past + length)
             table_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-            self._tables[device] = rotary_tables(size, width, model.rotary_base, device, table_dtype)
-        cos, sin = self._tables[device]
+            self._rotary_tables[device] = rotary_tables(table_length, width, model.rotary_base, device, table_dtype)
+        cos, sin = self._rotary_tables[device]
         return cos[past : past + length], sin[past : past + length]

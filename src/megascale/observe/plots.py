@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from megascale.core.bounded_lines import RecordReader
+from megascale.core.json_lines import RecordReader
 from megascale.core.strict_json import to_float
 from megascale.errors import DataError
 

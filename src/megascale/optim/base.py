@@ -1,7 +1,7 @@
-"""What every optimizer is made of: the shards that this rank owns with their state, and the rule that updates them.
+"""Base of all optimizers: the shards of this rank with their state, and the rule that updates them.
 
-An optimizer is one file beside this one: a subclass of `Rule`, named in `rules.py`. What it keeps of each logical
-tensor stands in config/optimizers.py; from that a shard is cut into parts, ranges whose tensors keep the same.
+An optimizer is one file in this package: a subclass of `UpdateRule`, named in `rules.py`. config/parts.py declares its
+state for each logical tensor. A shard is divided into parts, ranges whose tensors have the same state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megascale.config import OptimizerConfig
-from megascale.config.optimizers import OptimizerFacts
+from megascale.config.parts import OptimizerFacts
 from megascale.ops.segments import Segments
 from megascale.parallel.buffers import Extent, FlatShard
 from megascale.parallel.collectives import SINGLE_RANK, Axis
@@ -21,13 +21,13 @@ from megascale.parallel.collectives import SINGLE_RANK, Axis
 
 @dataclass
 class StatePart:
-    """A range of a shard whose tensors keep the same state.
+    """Range of a shard whose tensors have the same state.
 
     Attributes:
-        start, stop: elements of the shard.
-        extents: what lies there, in the shard's numbering.
-        segments: the same from `start` on, for kernels.
-        state: flat tensors as long as the part, by name: float32 (float64 for float64 models).
+        start, stop: range of the shard's elements.
+        extents: extents within the range, with offsets in the shard.
+        segments: the same extents with offsets from `start`, for kernels.
+        state: flat tensors as long as the part, by name; float32 (float64 for float64 models).
     """
 
     start: int
@@ -37,7 +37,7 @@ class StatePart:
     state: dict[str, torch.Tensor]
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """This part of a tensor as long as the shard."""
+        """Return this part's view of a flat tensor as long as the shard."""
         return flat[self.start : self.stop]
 
 
@@ -46,38 +46,39 @@ class ShardState:
     """Master weights and optimizer state of one shard.
 
     Attributes:
-        master: as long as the shard, float32 (float64 for float64 models); the weights in use where they are that.
-        parts: together the shard, in order.
+        master: master weights, as long as the shard; float32 (float64 for float64 models). They are the weights in use
+            if those have the same type.
+        parts: consecutive parts that cover the shard.
         counted: ranges whose gradients this rank counts in the norm.
     """
 
     shard: FlatShard
     master: torch.Tensor
     parts: list[StatePart]
-    counted: list[tuple[int, int]]
+    counted_ranges: list[tuple[int, int]]
 
     @property
     def param_out(self) -> torch.Tensor | None:
-        """Where the weights in use lie, if they are not the master weights themselves."""
+        """Buffer of the weights in use, None if they are the master weights."""
         return None if self.master is self.shard.params else self.shard.params
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
-        """All state beside the master weights."""
+        """Yield all state tensors, without the master weights."""
         for part in self.parts:
             yield from part.state.values()
 
 
 @dataclass(frozen=True)
 class Shards:
-    """All that a rule updates on this rank.
+    """All shards that a rule updates on this rank.
 
     Attributes:
-        states: chunk by chunk, bucket by bucket.
-        order: the same in the order in which updates are wanted; the same on all data-parallel ranks.
-        names: logical tensors of this stage, in an order that all its tensor- and data-parallel ranks share; segments
-            number them so.
-        tensor: the tensor axis; parameters that are the same on all its ranks are counted on the first.
-        stage: ranks whose shards together hold this stage's tensors once (but for such parameters).
+        states: states of all shards, by chunk and bucket.
+        update_order: the same states in the order of updates, which all data-parallel ranks share.
+        names: logical tensors of this stage, in an order that all its tensor- and data-parallel ranks share. Segments
+            refer to them by index.
+        tensor: the tensor axis; replicated parameters count on its first rank only.
+        stage: ranks whose shards together hold this stage's tensors once (except replicated parameters).
     """
 
     states: Sequence[ShardState]
@@ -88,19 +89,19 @@ class Shards:
 
     @property
     def device(self) -> torch.device:
-        """Where the shards live."""
+        """Device of the shards."""
         return self.states[0].master.device
 
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """One update.
+    """Arguments of one update.
 
     Attributes:
-        learning_rate: of this step.
-        number: from 1.
-        scale: what gradients are multiplied by (clipping), a 0-d tensor; None: by nothing.
-        skip: a 0-d boolean; where it is true nothing may change.
+        learning_rate: learning rate of this step.
+        number: number of the step, from 1.
+        grad_scale: 0-d tensor by which gradients are multiplied (clipping); None: no scaling.
+        skip: 0-d boolean tensor; if it is true, nothing may change.
     """
 
     learning_rate: float
@@ -110,33 +111,36 @@ class UpdateStep:
 
 
 class UpdateRule(ABC):
-    """How an optimizer updates shards. Made once; collective where it says so."""
+    """Update of shards by one optimizer. Construction is collective if the subclass says so."""
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
-        self.config, self.shards = config, shards
+        self.config = config
+        self.shards = shards
 
     @abstractmethod
     def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
-        """Update master weights, weights in use and state in place; never makes the host wait.
+        """Update master weights, weights in use and state in place, without synchronising with the device.
 
-        Calls updated(shard) for each of `shards.order` in that order, as soon as its weights in use are written:
-        gathering them begins there.
+        `updated(shard)` is called for each state of `shards.update_order`, in that order, as soon as its weights in use
+        are written, so that their gather can begin.
         """
 
 
-def cut_parts(shard: FlatShard, master: torch.Tensor, facts: OptimizerFacts, ids: dict[str, int]) -> list[StatePart]:
-    """The parts of a shard, with their state at zero; `ids`: numbers of all logical tensors."""
+def make_state_parts(
+    shard: FlatShard, master: torch.Tensor, facts: OptimizerFacts, ids: dict[str, int]
+) -> list[StatePart]:
+    """Divide a shard into parts with zero state; `ids` numbers all logical tensors."""
     groups: list[tuple[tuple[str, ...], list[Extent]]] = []
     for extent in shard.extents:
-        kept = facts.state_names(extent.piece.name, extent.piece.shape)
-        if groups and groups[-1][0] == kept:
+        state_names = facts.state_names(extent.piece.name, extent.piece.shape)
+        if groups and groups[-1][0] == state_names:
             groups[-1][1].append(extent)
         else:
-            groups.append((kept, [extent]))
+            groups.append((state_names, [extent]))
     starts = [0, *(extents[0].start for _, extents in groups[1:]), master.numel()]
     parts = []
-    for (kept, extents), start, stop in zip(groups, starts, starts[1:], strict=False):
+    for (state_names, extents), start, stop in zip(groups, starts, starts[1:], strict=False):
         rows = [(e.start - start, e.stop - start, e.piece.decay, ids[e.piece.name]) for e in extents]
-        state = {name: torch.zeros_like(master[start:stop]) for name in kept}
+        state = {name: torch.zeros_like(master[start:stop]) for name in state_names}
         parts.append(StatePart(start, stop, extents, Segments(rows, len(ids), master.device), state))
     return parts

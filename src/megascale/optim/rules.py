@@ -1,8 +1,8 @@
-"""The update rule of each optimizer that `optimizer.name` may say. Another package adds one with `register`."""
+"""Registry of update rules by `optimizer.name`. Another package adds one with `register`."""
 
 from __future__ import annotations
 
-from megascale.config.optimizers import OPTIMIZERS, OptimizerFacts
+from megascale.config.parts import OPTIMIZERS, OptimizerFacts
 from megascale.config.registry import Registry
 from megascale.optim.base import UpdateRule
 from megascale.optim.sharded_adamw import ShardedAdamW
@@ -15,6 +15,6 @@ RULES: Registry[type[UpdateRule]] = Registry(
 
 
 def register(name: str, facts: OptimizerFacts, rule: type[UpdateRule]) -> None:
-    """Add an optimizer: what it keeps, and how it updates. ConfigError if the name is taken."""
+    """Register an optimizer with its facts and update rule. Raises ConfigError if the name exists."""
     OPTIMIZERS.register(name, facts)
     RULES.register(name, rule)

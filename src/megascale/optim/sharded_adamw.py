@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019) on shards: each element by itself, no norms."""
+"""AdamW (Loshchilov and Hutter 2019) on shards. The update is elementwise and needs no communication."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from megascale.parallel.buffers import FlatShard
 
 
 class ShardedAdamW(UpdateRule):
-    """State: exp_avg and exp_avg_sq of every tensor."""
+    """AdamW with the state exp_avg and exp_avg_sq for every tensor."""
 
     def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
-        """One pass over each shard."""
-        for s in self.shards.update_order:
-            for part in s.parts:
-                adamw_part(self.config, s, part, step)
-            updated(s.shard)
+        """Update each shard in one pass."""
+        for state in self.shards.update_order:
+            for part in state.parts:
+                update_part(self.config, state, part, step)
+            updated(state.shard)
 
 
-def adamw_part(config: OptimizerConfig, s: ShardState, part: StatePart, step: UpdateStep) -> None:
-    """AdamW on a part that keeps its moments."""
+def update_part(config: OptimizerConfig, state: ShardState, part: StatePart, step: UpdateStep) -> None:
+    """Update a part that has AdamW's moments."""
     adamw_apply(
-        part.view(s.master),
+        part.view(state.master),
         part.state["exp_avg"],
         part.state["exp_avg_sq"],
-        part.view(s.shard.grads),
-        None if s.param_out is None else part.view(s.param_out),
+        part.view(state.shard.grads),
+        None if state.param_out is None else part.view(state.param_out),
         lr=step.learning_rate,
         beta1=config.beta1,
         beta2=config.beta2,

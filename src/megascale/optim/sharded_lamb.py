@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020) on shards: norms of whole logical tensors come from one packed all-reduce."""
+"""LAMB (You et al. 2020) on shards, with one packed all-reduce for the norms of whole logical tensors."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from megascale.parallel.collectives import all_reduce
 
 
 class ShardedLamb(UpdateRule):
-    """State: exp_avg and exp_avg_sq of every tensor. Norms: of each decayed tensor's weights and direction."""
+    """LAMB with the state exp_avg and exp_avg_sq for every tensor.
+
+    Norms are those of the weights and of the direction of each decayed tensor.
+    """
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         super().__init__(config, shards)
-        # Tensors that LAMB adapts and that this rank counts: the others add nothing to the packed sums.
+        # Tensors that LAMB adapts, and tensors that this rank counts; other tensors add nothing to the packed sums.
         self._adapted = torch.zeros(len(shards.names), dtype=torch.float64, device=shards.device)
         self._counted = torch.zeros(len(shards.names), dtype=torch.float64, device=shards.device)
-        ids = {name: number for number, name in enumerate(shards.names)}
-        for s in shards.states:
-            for e in s.shard.extents:
-                self._adapted[ids[e.piece.name]] = float(e.piece.decay)
-                self._counted[ids[e.piece.name]] = float(shards.tensor.rank == 0 or not e.spec.replicated)
+        index = {name: i for i, name in enumerate(shards.names)}
+        for state in shards.states:
+            for extent in state.shard.extents:
+                self._adapted[index[extent.piece.name]] = float(extent.piece.decay)
+                self._counted[index[extent.piece.name]] = float(shards.tensor.rank == 0 or not extent.spec.replicated)
 
     def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
-        """Directions and sums over all shards, one all-reduce, then the weights."""
+        """Compute directions and their sums over all shards, reduce the sums, and update the weights."""
         config = self.config
         sums = torch.zeros(2, len(self.shards.names), dtype=torch.float64, device=step.skip.device)
-        for s in self.shards.states:
-            for part in s.parts:
-                grads = part.view(s.shard.grads)
-                # The gradient has served once its direction is known, so the direction takes its place.
+        for state in self.shards.states:
+            for part in state.parts:
+                grads = part.view(state.shard.grads)
+                # The direction overwrites the gradient, which is not needed afterwards.
                 sums += lamb_direction(
-                    part.view(s.master),
+                    part.view(state.master),
                     part.state["exp_avg"],
                     part.state["exp_avg_sq"],
                     grads,
@@ -53,12 +56,12 @@ class ShardedLamb(UpdateRule):
                     skip=step.skip,
                 )
         sums = all_reduce(sums * self._counted, self.shards.stage).wait() * self._adapted
-        for s in self.shards.update_order:
-            for part in s.parts:
+        for state in self.shards.update_order:
+            for part in state.parts:
                 lamb_apply(
-                    part.view(s.master),
-                    part.view(s.shard.grads),
-                    None if s.param_out is None else part.view(s.param_out),
+                    part.view(state.master),
+                    part.view(state.shard.grads),
+                    None if state.param_out is None else part.view(state.param_out),
                     sums,
                     lr=step.learning_rate,
                     trust_min=config.trust_min,
@@ -66,4 +69,4 @@ class ShardedLamb(UpdateRule):
                     segments=part.segments,
                     skip=step.skip,
                 )
-            updated(s.shard)
+            updated(state.shard)

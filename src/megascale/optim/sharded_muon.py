@@ -1,16 +1,16 @@
-"""Muon on shards: orthogonalised momentum for matrices between activations, AdamW for all else.
+"""Muon on shards: orthogonalised momentum for the layers' matrices, AdamW for all other tensors.
 
 Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/): W <- W - lr NewtonSchulz(Nesterov momentum), for the
-matrices of the layers; embeddings, output, norms and biases take AdamW. Liu et al. 2025 ("Muon is scalable for LLM
+matrices of the layers; embeddings, output, norms and biases use AdamW. Liu et al. 2025 ("Muon is scalable for LLM
 training", arXiv 2502.16982, section 2.2): decoupled weight decay, and updates times 0.2 sqrt(max(rows, columns)), the
-RMS of AdamW's, so that both share learning rate and decay.
+RMS of AdamW's updates, so that both share learning rate and decay.
 
-A shard holds parts of matrices and orthogonalising takes whole logical ones (of a fused projection each its own;
-across tensor-parallel cuts too, so that no layout changes the result). Each matrix has one owner among the ranks whose
-shards make up the stage (ZeRO-0: among its tensor-parallel ranks), the same on all of them, so that work is even. One
-all-to-all brings the momentum's parts to their owners and one takes the updates back; AdamW's elements are updated
-meanwhile. A rank sends and receives about its shard of the matrices twice, in the type of the GEMMs: little beside
-the gradients and parameters of all ranks that data parallelism moves.
+A shard holds parts of matrices, and orthogonalisation needs whole logical matrices (each one of a fused projection
+separately, and across tensor-parallel cuts, so that the result does not depend on the layout). Each matrix has one
+owner among the ranks whose shards make up the stage (ZeRO-0: among its tensor-parallel ranks), chosen for even work.
+One all-to-all sends the momentum's parts to their owners and another returns the updates; AdamW's elements are updated
+in the meantime. A rank sends and receives about twice its shard of the matrices, in the type of the GEMMs. That is
+little compared with the gradients and parameters that data parallelism moves.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from megascale.config import OptimizerConfig
 from megascale.core.tensors import Box, flat_boxes
 from megascale.ops.adam import newton_schulz
 from megascale.optim.base import Shards, ShardState, StatePart, UpdateRule, UpdateStep
-from megascale.optim.sharded_adamw import adamw_part
+from megascale.optim.sharded_adamw import update_part
 from megascale.parallel.buffers import FlatShard
 from megascale.parallel.collectives import Axis, all_to_all
 
 Shape = tuple[int, ...]
-# Elements of matrices orthogonalised at once: few launches for small ones, bounded memory for large ones.
+# Elements of matrices that are orthogonalised at once: few launches for small matrices, bounded memory for large ones.
 BATCH = 2**26
 
 
 @dataclass(frozen=True)
 class MatrixRun:
-    """A run of a rank's shard within one logical matrix: elements first .. first + length of `box`, row-major."""
+    """Run of a rank's shard within one logical matrix: elements first .. first + length of `box`, row-major."""
 
     name: str
     shape: Shape
@@ -47,137 +47,176 @@ class MatrixRun:
     length: int
 
 
+@dataclass(frozen=True)
+class _LocalRun:
+    """Position of a run within a part of this rank's shards."""
+
+    part: StatePart
+    start: int
+    stop: int
+
+
 class ShardedMuon(UpdateRule):
-    """State: momentum of each hidden matrix, AdamW's moments of all else. Making it is collective over the stage."""
+    """Muon with a momentum for each hidden matrix and AdamW's moments for other tensors.
+
+    Construction is collective over the stage.
+    """
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         super().__init__(config, shards)
-        runs, places = [], []
-        for s in shards.states:
-            for part in s.parts:
-                for e in part.extents if "momentum" in part.state else ():
-                    runs.append(MatrixRun(e.piece.name, e.piece.shape, e.piece.box, e.piece_start, e.stop - e.start))
-                    places.append((part, e.start - part.start, e.stop - part.start))
-        everyone = _told(runs, shards.stage)
-        shapes = {run.name: run.shape for one in everyone for run in one}
-        owner = owners(shapes, shards.stage.size)
-        self._sent = sum(run.length for one in everyone for run in one)  # by all ranks together
-        # What goes to each owner, in its order; `_out` are this rank's runs in the order in which they are sent.
-        self._out = [places[i] for i in sorted(range(len(runs)), key=lambda i: (owner[runs[i].name], i))]
-        self._to = [0] * shards.stage.size
+        rank = shards.stage.rank
+        runs: list[MatrixRun] = []
+        local_runs: list[_LocalRun] = []
+        self._matrix_parts: list[tuple[ShardState, StatePart]] = []
+        for state in shards.states:
+            for part in state.parts:
+                if "momentum" not in part.state:
+                    continue
+                self._matrix_parts.append((state, part))
+                for extent in part.extents:
+                    piece = extent.piece
+                    length = extent.stop - extent.start
+                    runs.append(MatrixRun(piece.name, piece.shape, piece.box, extent.piece_start, length))
+                    local_runs.append(_LocalRun(part, extent.start - part.start, extent.stop - part.start))
+        runs_by_rank = _gather_runs(runs, shards.stage)
+        all_runs = [run for rank_runs in runs_by_rank for run in rank_runs]
+        shapes = {run.name: run.shape for run in all_runs}
+        owner = assign_owners(shapes, shards.stage.size)
+        self._total_length = sum(run.length for run in all_runs)
+        # Local runs in the order in which they are sent: by owner.
+        send_order = sorted(range(len(runs)), key=lambda i: (owner[runs[i].name], i))
+        self._sent_runs = [local_runs[i] for i in send_order]
+        self._send_lengths = [0] * shards.stage.size
         for run in runs:
-            self._to[owner[run.name]] += run.length
-        self._in = [run for one in everyone for run in one if owner[run.name] == shards.stage.rank]
-        self._from = [sum(run.length for run in one if owner[run.name] == shards.stage.rank) for one in everyone]
-        self._batches = batches({n: shape for n, shape in sorted(shapes.items()) if owner[n] == shards.stage.rank})
-        self._parts = [(s, part) for s in shards.states for part in s.parts if "momentum" in part.state]
+            self._send_lengths[owner[run.name]] += run.length
+        self._received_runs = [run for run in all_runs if owner[run.name] == rank]
+        self._receive_lengths = []
+        for rank_runs in runs_by_rank:
+            self._receive_lengths.append(sum(run.length for run in rank_runs if owner[run.name] == rank))
+        owned_shapes = {name: shape for name, shape in sorted(shapes.items()) if owner[name] == rank}
+        self._batches = batch_matrices(owned_shapes)
 
     def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
-        """Momentum to the owners, AdamW under it, updates back, then the matrices."""
+        """Send momentum to the owners, update AdamW's parts meanwhile, return the updates, and apply them."""
         stage = self.shards.stage
-        directions = {id(part): self._direction(s, part, step) for s, part in self._parts}
-        sent = _cat([directions[id(part)][a:b] for part, a, b in self._out], self.shards.states[0])
-        arriving = all_to_all(sent, self._to, self._from, stage, self._sent)
-        for s in self.shards.update_order:
-            for part in s.parts:
+        directions = {id(part): self._update_momentum(state, part, step) for state, part in self._matrix_parts}
+        sent_views = [directions[id(run.part)][run.start : run.stop] for run in self._sent_runs]
+        sent = _concatenate(sent_views, self.shards.states[0])
+        arriving = all_to_all(sent, self._send_lengths, self._receive_lengths, stage, self._total_length)
+        for state in self.shards.update_order:
+            for part in state.parts:
                 if "momentum" not in part.state:
-                    adamw_part(self.config, s, part, step)
-        back = self._orthogonalised(arriving.wait())
-        returned = all_to_all(back, self._from, self._to, stage, self._sent).wait()
-        runs = returned.split([b - a for _, a, b in self._out]) if self._out else []
-        if runs:
-            torch_private.foreach_copy_([directions[id(part)][a:b] for part, a, b in self._out], list(runs))
-        for s in self.shards.update_order:
-            for part in s.parts:
-                if (direction := directions.get(id(part))) is not None:
-                    self._apply(s, part, direction, step)
-            updated(s.shard)
+                    update_part(self.config, state, part, step)
+        updates = self._orthogonalise(arriving.wait())
+        returning = all_to_all(updates, self._receive_lengths, self._send_lengths, stage, self._total_length)
+        returned = returning.wait()
+        if sent_views:
+            torch_private.foreach_copy_(sent_views, list(returned.split([len(view) for view in sent_views])))
+        for state in self.shards.update_order:
+            for part in state.parts:
+                direction = directions.get(id(part))
+                if direction is not None:
+                    self._apply(state, part, direction, step)
+            updated(state.shard)
 
-    def _direction(self, s: ShardState, part: StatePart, step: UpdateStep) -> torch.Tensor:
-        """Update the part's momentum; what is to be orthogonalised, in the type of the GEMMs."""
-        held, beta = part.state["momentum"], self.config.muon_momentum
-        grad = part.view(s.shard.grads).to(held.dtype)
+    def _update_momentum(self, state: ShardState, part: StatePart, step: UpdateStep) -> torch.Tensor:
+        """Update the part's momentum and return the direction to orthogonalise, in the type of the GEMMs."""
+        momentum = part.state["momentum"]
+        beta = self.config.muon_momentum
+        grad = part.view(state.shard.grads).to(momentum.dtype)
         if step.grad_scale is not None:
-            grad = grad * step.grad_scale.to(held.dtype)
-        new = torch.add(grad, held, alpha=beta)
-        direction = torch.add(grad, new, alpha=beta) if self.config.muon_nesterov else new
-        held.copy_(torch.where(step.skip, held, new))
-        return direction.to(_gemm_dtype(s), copy=True)
+            grad = grad * step.grad_scale.to(momentum.dtype)
+        new_momentum = torch.add(grad, momentum, alpha=beta)
+        direction = new_momentum
+        if self.config.muon_nesterov:
+            direction = torch.add(grad, new_momentum, alpha=beta)
+        momentum.copy_(torch.where(step.skip, momentum, new_momentum))
+        return direction.to(_gemm_dtype(state), copy=True)
 
-    def _orthogonalised(self, arrived: torch.Tensor) -> torch.Tensor:
-        """The runs of own matrices as they arrived -> the same runs of their updates."""
-        whole: dict[str, torch.Tensor] = {}
+    def _orthogonalise(self, received: torch.Tensor) -> torch.Tensor:
+        """Replace the received runs of this rank's matrices, in place, by the same runs of their updates."""
+        matrices: dict[str, torch.Tensor] = {}
         stacks = []
         for shape, names in self._batches:
-            stack = arrived.new_empty((len(names), *shape))
-            whole |= {name: stack[i] for i, name in enumerate(names)}
+            stack = received.new_empty((len(names), *shape))
             stacks.append(stack)
-        views, runs, at = [], [], 0
-        for run in self._in:
-            for box, a, b in flat_boxes(run.box, run.first, run.first + run.length):
-                where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-                views.append(whole[run.name][where])
-                runs.append(arrived[at + a - run.first : at + b - run.first].view(box.sizes))
-            at += run.length
-        if not views:
-            return arrived
-        torch_private.foreach_copy_(views, runs)
+            for i, name in enumerate(names):
+                matrices[name] = stack[i]
+        matrix_boxes = []
+        received_boxes = []
+        offset = 0
+        for run in self._received_runs:
+            for box, first, stop in flat_boxes(run.box, run.first, run.first + run.length):
+                ranges = zip(box.offsets, box.sizes, strict=True)
+                matrix_boxes.append(matrices[run.name][tuple(slice(start, start + size) for start, size in ranges)])
+                flat = received[offset + first - run.first : offset + stop - run.first]
+                received_boxes.append(flat.view(box.sizes))
+            offset += run.length
+        if not matrix_boxes:
+            return received
+        torch_private.foreach_copy_(matrix_boxes, received_boxes)
         for stack in stacks:
-            tall = stack.shape[1] > stack.shape[2]
-            found = newton_schulz(stack.mT if tall else stack, self.config.muon_steps)
-            stack.copy_((found.mT if tall else found) * (self.config.muon_rms * max(stack.shape[1:]) ** 0.5))
-        torch_private.foreach_copy_(runs, views)
-        return arrived
+            rows, columns = stack.shape[1:]
+            is_tall = rows > columns
+            orthogonal = newton_schulz(stack.mT if is_tall else stack, self.config.muon_steps)
+            if is_tall:
+                orthogonal = orthogonal.mT
+            stack.copy_(orthogonal * (self.config.muon_rms * max(rows, columns) ** 0.5))
+        torch_private.foreach_copy_(received_boxes, matrix_boxes)
+        return received
 
-    def _apply(self, s: ShardState, part: StatePart, direction: torch.Tensor, step: UpdateStep) -> None:
-        master = part.view(s.master)
-        new = master * (1 - step.learning_rate * self.config.weight_decay)
-        new.sub_(direction.to(master.dtype), alpha=step.learning_rate)
-        master.copy_(torch.where(step.skip, master, new))
-        if s.param_out is not None:
-            part.view(s.param_out).copy_(master)
+    def _apply(self, state: ShardState, part: StatePart, direction: torch.Tensor, step: UpdateStep) -> None:
+        """Apply weight decay and the orthogonalised direction to a part's weights."""
+        master = part.view(state.master)
+        new_master = master * (1 - step.learning_rate * self.config.weight_decay)
+        new_master.sub_(direction.to(master.dtype), alpha=step.learning_rate)
+        master.copy_(torch.where(step.skip, master, new_master))
+        if state.param_out is not None:
+            part.view(state.param_out).copy_(master)
 
 
-def owners(shapes: Mapping[str, Shape], ranks: int) -> dict[str, int]:
-    """The rank that orthogonalises each matrix, evenly by work (rows x columns x the smaller of both); the same on all
-    ranks, whatever the order of `shapes`."""
-    work = sorted(((-a * b * min(a, b), name) for name, (a, b) in shapes.items()))
+def assign_owners(shapes: Mapping[str, Shape], ranks: int) -> dict[str, int]:
+    """Return the rank that orthogonalises each matrix, with even work (rows x columns x the smaller of both).
+
+    The result does not depend on the order of `shapes`, so all ranks agree.
+    """
+    costs = sorted(((-a * b * min(a, b), name) for name, (a, b) in shapes.items()))
     loads = [(0, rank) for rank in range(ranks)]
-    found = {}
-    for cost, name in work:
+    owner = {}
+    for negative_cost, name in costs:
         load, rank = heapq.heappop(loads)
-        found[name] = rank
-        heapq.heappush(loads, (load - cost, rank))
-    return found
+        owner[name] = rank
+        heapq.heappush(loads, (load - negative_cost, rank))
+    return owner
 
 
-def batches(shapes: Mapping[str, Shape]) -> list[tuple[Shape, list[str]]]:
-    """Matrices of one shape, as many at once as BATCH elements hold: (shape, names)."""
-    by_shape: dict[Shape, list[str]] = {}
+def batch_matrices(shapes: Mapping[str, Shape]) -> list[tuple[Shape, list[str]]]:
+    """Group matrices of one shape into batches of at most BATCH elements: (shape, names)."""
+    names_by_shape: dict[Shape, list[str]] = {}
     for name, shape in shapes.items():
-        by_shape.setdefault(shape, []).append(name)
-    found = []
-    for shape, names in by_shape.items():
-        most = max(1, BATCH // (shape[0] * shape[1]))
-        found += [(shape, names[i : i + most]) for i in range(0, len(names), most)]
-    return found
+        names_by_shape.setdefault(shape, []).append(name)
+    batches = []
+    for shape, names in names_by_shape.items():
+        size = max(1, BATCH // (shape[0] * shape[1]))
+        batches += [(shape, names[i : i + size]) for i in range(0, len(names), size)]
+    return batches
 
 
-def _gemm_dtype(s: ShardState) -> torch.dtype:
-    """bfloat16 where the weights in use are (as published), else the master weights' type."""
-    return s.shard.params.dtype
+def _gemm_dtype(state: ShardState) -> torch.dtype:
+    """Return the type of the weights in use: bfloat16 (as published), or the master weights' type."""
+    return state.shard.params.dtype
 
 
-def _cat(runs: Sequence[torch.Tensor], like: ShardState) -> torch.Tensor:
-    if runs:
-        return torch.cat(list(runs))
-    return torch.empty(0, dtype=_gemm_dtype(like), device=like.master.device)
+def _concatenate(views: Sequence[torch.Tensor], state: ShardState) -> torch.Tensor:
+    if views:
+        return torch.cat(list(views))
+    return torch.empty(0, dtype=_gemm_dtype(state), device=state.master.device)
 
 
-def _told(runs: list[MatrixRun], axis: Axis) -> list[list[MatrixRun]]:
-    """Every rank's runs, by rank."""
+def _gather_runs(runs: list[MatrixRun], axis: Axis) -> list[list[MatrixRun]]:
+    """Return the runs of all ranks of the axis, by rank."""
     if axis.size == 1:
         return [runs]
-    found: list[list[MatrixRun]] = [[] for _ in range(axis.size)]
-    dist.all_gather_object(found, runs, group=axis.group)
-    return found
+    gathered: list[list[MatrixRun]] = [[] for _ in range(axis.size)]
+    dist.all_gather_object(gathered, runs, group=axis.group)
+    return gathered

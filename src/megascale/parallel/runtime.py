@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megascale.core.calls import NullCallLog
-from megascale.core.spans import Mark, NoRecorder, Recorder, SpanKind
+from megascale.core.spans import Mark, Recorder, SpanKind
 from megascale.ops import side_stream
 from megascale.ops.attention import AttentionChooser
 from megascale.ops.dispatch import Kernels
@@ -34,7 +34,7 @@ class Runtime:
     """
 
     calls: NullCallLog = field(default_factory=NullCallLog)
-    recorder: Recorder = field(default_factory=NoRecorder)
+    recorder: Recorder = field(default_factory=Recorder)
     stream: InlineStream = field(default_factory=_make_inline_stream)
     attention: AttentionChooser = field(default_factory=AttentionChooser)
     kernels: Kernels = field(default_factory=Kernels)

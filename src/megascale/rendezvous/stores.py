@@ -21,7 +21,7 @@ from torch.distributed import DistError, DistStoreError, HashStore, Store, TCPSt
 
 from megascale.config import RendezvousConfig
 from megascale.config.registry import Registry
-from megascale.core.ports import STORE_LISTENER_VARIABLE
+from megascale.core.addresses import STORE_LISTENER_VARIABLE
 from megascale.errors import ConfigError, TrainingError, missing_extra
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megascale.core.background import keep_running, log_failure
+from megascale.core.failure import keep_running, log_failure
 
 log = logging.getLogger("megascale.services")
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.errors import TrainingError
 from megascale.services.conversation import Conversation, Done, ErrorReply, check_peer, peer_credentials
 from megascale.services.framing import ProtocolError

@@ -16,8 +16,8 @@ from typing import Any
 from megascale import config as configuration
 from megascale.config import Config
 from megascale.config.text_files import read_toml
-from megascale.core.bounded_lines import RecordReader
 from megascale.core.calls import MAX_RANKS
+from megascale.core.json_lines import RecordReader
 from megascale.core.strict_json import to_float
 from megascale.core.untrusted_files import is_small_file
 from megascale.errors import ConfigError, DataError

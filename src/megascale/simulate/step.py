@@ -10,9 +10,8 @@ import numpy as np
 from megascale.config import Config
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops
-from megascale.core.graph_choice import explain_no_graphs
 from megascale.core.layout import Layout, lay_out
-from megascale.core.rank_memory import estimate_rank_memory
+from megascale.core.rank_memory import estimate_rank_memory, explain_no_graphs
 from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.calibration import Calibration

@@ -16,8 +16,8 @@ from types import FrameType
 
 from megascale.config import Config
 from megascale.core import run_lock
+from megascale.core.addresses import STORE_LISTENER_VARIABLE
 from megascale.core.layout import Layout
-from megascale.core.ports import STORE_LISTENER_VARIABLE
 from megascale.core.preflight import (
     CHECKED_VARIABLE,
     IMPORTED_PIPE_VARIABLE,
@@ -25,7 +25,7 @@ from megascale.core.preflight import (
     check_host,
     max_concurrent_imports,
 )
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.core.terminal import termination_signals
 from megascale.core.untrusted_files import read_tail
 from megascale.data.loader import host_loader

@@ -12,7 +12,7 @@ import torch
 
 from megascale.config import Config
 from megascale.core.grid import Grid
-from megascale.core.spans import NoRecorder
+from megascale.core.spans import Recorder
 from megascale.core.status import StatusFile
 from megascale.errors import MegascaleError
 from megascale.observe.rank.span_link import SpanLink
@@ -164,7 +164,7 @@ class RankTimers:
     def close(self) -> None:
         """Stop recording."""
         if self.timers is not None:
-            self._runtime.recorder = NoRecorder()
+            self._runtime.recorder = Recorder()
             self.timers.close()
         if self._link is not None:
             self._link.close()

@@ -10,8 +10,8 @@ from typing import Any
 
 from megascale.config import Config, load
 from megascale.core import json_lines, strict_json
-from megascale.core.bounded_lines import RecordReader, parse_record, read_bounded_lines
 from megascale.core.events import Event, format_time
+from megascale.core.json_lines import RecordReader, parse_record, read_bounded_lines
 from megascale.core.untrusted_files import is_small_file, read_small_text
 from megascale.errors import DataError
 

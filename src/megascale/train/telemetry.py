@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megascale import torch_private
 from megascale.core import calls
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 from megascale.core.status import StatusFile
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups

@@ -29,7 +29,7 @@ def write_model(folder: Path, family: str) -> None:
     from megascale.config import from_tree
     from megascale.core.inventory import logical_shapes
     from megascale.model.huggingface.families import FAMILIES
-    from megascale.model.huggingface.settings import ConfigKeys
+    from megascale.model.huggingface.family import ConfigKeys
 
     settings = {"model_type": family, **SETTINGS[family]}
     model = from_tree({"model": FAMILIES[family].read_config(ConfigKeys(settings, "config.json"))}).model

@@ -17,8 +17,8 @@ from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, DataError, describe_install
 from megascale.model.huggingface.export import write_folder
 from megascale.model.huggingface.families import family_for
+from megascale.model.huggingface.family import Family
 from megascale.model.huggingface.import_model import ImportedModel, read_folder
-from megascale.model.huggingface.settings import Family
 from megascale.model.transformer import Chunk
 from megascale.parallel.parameters import materialise, piece_views, spec_of
 from tests.chaos.soak.command import Report, SoakCase

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascale.model.huggingface.settings import GELU
+from megascale.model.huggingface.family import GELU
 
 Choose = Callable[[Sequence[Any]], Any]
 GONE = object()  # a key that is taken out of config.json

@@ -186,7 +186,7 @@ def test_nodes_find_the_bad_one_together(how):
 
 
 def test_three_real_nodes_all_reduce(tmp_path):
-    from megascale.core.ports import find_free_port
+    from megascale.core.addresses import find_free_port
 
     port = find_free_port()
     command = ["diagnose", "--pairs", f"127.0.0.1:{port}", "--world", 3]

@@ -41,8 +41,8 @@ def rank(run: Path):
     """A process that is rank 0 of the run: it has the rank's record mapped."""
     code = f"""
 from pathlib import Path
-from megascale.core.calls import Calls
-calls = Calls(Path({str(run / "status")!r}), 0, 1)
+from megascale.core.calls import CallLog
+calls = CallLog(Path({str(run / "status")!r}), 0, 1)
 print("here", flush=True)
 import time; time.sleep(60)
 """

@@ -140,7 +140,7 @@ def test_plot_is_drawn(tmp_path, suffix):
         (
             ["--parallel.pipeline=1", "--parallel.micro_batch_group_size=6", "--parallel.zero=2"],
             3,
-            ["pipeline=1 does not go with parallel.zero=2", "--parallel.zero=1"],
+            ["pipeline=1 cannot be combined with parallel.zero=2", "--parallel.zero=1"],
         ),
         (["--device-gib", "20"], 3, ["29.8 GiB", "20 GiB"]),
         (["--parallel.tensr=8"], 2, ["parallel.tensr", "parallel.tensor"]),

@@ -28,7 +28,7 @@ from megascale.checkpoint.background.service_protocol import (
 from megascale.checkpoint.background.snapshot_memory import Progress, Slot, make_slots
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.core.background import PAUSE, FailureLog
+from megascale.core.failure import PAUSE, FailureLog
 from megascale.services.conversation import Conversation, set_peer_timeout
 from megascale.services.reception import AUTHENTICATION_TIMEOUT, ConnectionServer
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megascale.checkpoint.object_collectives import Peers
-from megascale.core.ports import is_loopback
+from megascale.core.addresses import is_loopback
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.errors import DataError
 from megascale.services.shared_token import make_token, read_token

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megascale import torch_private
-from megascale.core.plain_pickle import check_pickle
-from megascale.core.untrusted_files import read_bounded
+from megascale.core.untrusted_files import check_pickle, read_bounded
 from megascale.errors import DataError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import IO
 
 from megascale.core.preflight import check_processes
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.data.dataset.sources import InputPiece
 from megascale.data.prepare.encode_worker import EncodeJob, encode_piece
 from megascale.data.tokenizer.tokenizer import load_tokenizer

@@ -1,4 +1,4 @@
-"""Models of Hugging Face `transformers`, in and out: settings and tensor names of each family, and safetensors files.
+"""Import and export of Hugging Face models: settings and tensor names of each family, and safetensors files.
 
-Needs safetensors only, never `transformers` itself.
+Only safetensors is needed, not `transformers`.
 """

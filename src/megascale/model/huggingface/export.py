@@ -1,4 +1,4 @@
-"""A model written as a Hugging Face folder: safetensors files of bounded size, config.json last."""
+"""Export of a model as a Hugging Face folder: safetensors files of bounded size, config.json last."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from torch import Tensor
 from megascale.config import ModelConfig
 from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, MegascaleError
-from megascale.model.huggingface.import_model import INDEX, SINGLE
-from megascale.model.huggingface.settings import Family
-from megascale.model.huggingface.tensor_names import StoredWeight, join_weight
+from megascale.model.huggingface.family import Family, StoredWeight, join_weight
+from megascale.model.huggingface.import_model import INDEX_FILE, SINGLE_FILE
 
-# Given logical names, the whole tensors, of any float type.
+# Maps logical names to whole tensors of any float type.
 Fetch = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
 CONFIG = "config.json"
-_OF_A_FILE_SYSTEM = "lost+found"  # in the root of a file system that holds nothing else
+_LOST_AND_FOUND = "lost+found"  # in the root of an empty file system
 
 
 @contextmanager
 def complete_folder(out: Path) -> Iterator[Path]:
     """Yield a folder to write into, whose files appear in `out` when the body ends; a body that fails leaves nothing.
 
-    A new `out` appears whole. An empty one is filled: it may be the working directory or a mount point, which nothing
-    can be renamed to. config.json comes last there.
+    A new `out` appears in one step. An existing empty folder is filled, with config.json last: it may be the working
+    directory or a mount point, which a rename cannot replace.
 
-    Raises ConfigError if `out` holds anything or cannot be made, MegascaleError if it cannot be written.
+    Raises ConfigError if `out` is not empty or cannot be created, MegascaleError if it cannot be written.
     """
     exists = _check_empty(out)
     try:
@@ -46,7 +45,7 @@ def complete_folder(out: Path) -> Iterator[Path]:
         staging = (target if exists else target.parent) / f".megascale-{secrets.token_hex(4)}"
         staging.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"--out={out} cannot be made: {error.strerror}") from None
+        raise ConfigError(f"--out={out} cannot be created: {error.strerror}") from None
     try:
         yield staging
         if exists:
@@ -55,26 +54,26 @@ def complete_folder(out: Path) -> Iterator[Path]:
             staging.replace(target)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staging, ignore_errors=True)
-        raise MegascaleError(f"--out={out} cannot be written: {error}; nothing is kept there") from error
+        raise MegascaleError(f"--out={out} cannot be written: {error}; its files were removed") from error
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
 def _check_empty(out: Path) -> bool:
-    """Return whether `out` exists; ConfigError unless it is an empty folder then."""
+    """Return whether `out` exists. Raises ConfigError if it exists and is not an empty folder."""
     try:
         exists = out.exists()
-        empty = not exists or (out.is_dir() and all(file.name == _OF_A_FILE_SYSTEM for file in out.iterdir()))
+        empty = not exists or (out.is_dir() and all(file.name == _LOST_AND_FOUND for file in out.iterdir()))
     except OSError as error:
         raise ConfigError(f"--out={out} cannot be read: {error.strerror}") from None
     if not empty:
-        raise ConfigError(f"--out={out} is there already and is not an empty folder; name a new one")
+        raise ConfigError(f"--out={out} exists and is not an empty folder; name a new one")
     return exists
 
 
 def _move_files(staging: Path, target: Path) -> None:
-    """Move all of `staging` into `target`, config.json last, and remove `staging`; what fails leaves nothing there."""
+    """Move all files of `staging` into `target`, config.json last; a failure removes them again."""
     moved: list[Path] = []
     try:
         for file in sorted(staging.iterdir(), key=lambda file: (file.name == CONFIG, file.name)):
@@ -83,7 +82,10 @@ def _move_files(staging: Path, target: Path) -> None:
         staging.rmdir()
     except BaseException:
         for file in moved:
-            shutil.rmtree(file, ignore_errors=True) if file.is_dir() else file.unlink(missing_ok=True)
+            if file.is_dir():
+                shutil.rmtree(file, ignore_errors=True)
+            else:
+                file.unlink(missing_ok=True)
         raise
 
 
@@ -98,43 +100,46 @@ def write_folder(
     token_ids: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Path]:
-    """Write a model; one file's tensors are in memory at a time.
+    """Write a model. Only one file's tensors are in memory at a time.
 
     Args:
-        out: folder to make; ConfigError if it holds anything.
-        family: one that the model has no faults for.
-        fetch: called once a file, with the logical tensors that go into it.
-        dtype: of the weights written.
-        file_bytes: largest file, but for a single tensor above it.
-        token_ids: those that config.json names, such as eos_token_id.
-        progress: told the bytes of each file written.
+        out: folder to create; it must be empty if it exists.
+        family: a family without faults for the model.
+        fetch: called once per file with the names of its logical tensors.
+        dtype: type of the written weights.
+        file_bytes: maximum file size, unless a single tensor is larger.
+        token_ids: token ids for config.json, such as eos_token_id.
+        progress: called with the bytes of each written file.
 
-    Returns the files. A tensor that the family has and the model has not (a bias) is written as zeros, which is the
-    same function. config.json comes last, so that a folder cut short is not taken for a model.
+    Returns the files. A tensor of the family that the model lacks (a bias) is written as zeros, which is equivalent.
+    config.json comes last, so that an incomplete folder is not mistaken for a model. Raises ConfigError if `out` is
+    not empty.
     """
     _check_empty(out)
     out.mkdir(parents=True, exist_ok=True)
     shapes = logical_shapes_with_biases(model)
-    own = logical_shapes(model)
+    model_shapes = logical_shapes(model)
     weights = family.list_weights(model)
     groups = _groups(weights, shapes, dtype.itemsize, file_bytes)
     files: list[Path] = []
     index: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
-        name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        name = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         parts = dict.fromkeys(part for weight in group for part in weight.parts)
-        logical = dict(fetch([part for part in parts if part in own]))
-        zeros = {part: torch.zeros(shapes[part]) for part in parts if part not in own}
+        logical = dict(fetch([part for part in parts if part in model_shapes]))
+        zeros = {part: torch.zeros(shapes[part]) for part in parts if part not in model_shapes}
         tensors = {weight.name: join_weight(weight, logical | zeros).to(dtype) for weight in group}
         if len({t.data_ptr() for t in tensors.values()}) < len(tensors):
-            tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # the format forbids shared memory
+            tensors = {
+                name: tensor.clone() for name, tensor in tensors.items()
+            }  # the format does not allow shared memory
         save_file(tensors, out / name, {"format": "pt"})
         files.append(out / name)
         index |= {weight.name: name for weight in group}
         progress(sum(t.nbytes for t in tensors.values()))
     if len(groups) > 1:
         total = sum(prod(weight.shape(shapes)) for weight in weights) * dtype.itemsize
-        files.append(_write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": index}))
+        files.append(_write_json(out / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index}))
     files.append(_write_json(out / CONFIG, make_config(family, model, dtype, token_ids or {})))
     return files
 
@@ -145,11 +150,11 @@ def make_config(family: Family, model: ModelConfig, dtype: torch.dtype, token_id
         "architectures": [family.architecture],
         "model_type": family.name,
         "vocab_size": model.vocab,
-        **family.write(model),
+        **family.write_config(model),
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tied_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        # The families' own defaults are tokens of their own vocabularies, so these are always said.
+        # The defaults of the families are tokens of their vocabularies, so these keys are always written.
         "bos_token_id": None,
         "eos_token_id": None,
         **token_ids,
@@ -158,7 +163,7 @@ def make_config(family: Family, model: ModelConfig, dtype: torch.dtype, token_id
 
 
 def logical_shapes_with_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """`logical_shapes`, and those of the biases that the model leaves out."""
+    """Return `logical_shapes`, with the biases that the model leaves out."""
     with_biases = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "head_bias": True}
     return logical_shapes(model.model_copy(update=with_biases))
 
@@ -166,7 +171,7 @@ def logical_shapes_with_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]
 def _groups(
     weights: Sequence[StoredWeight], shapes: Mapping[str, tuple[int, ...]], item: int, limit: int
 ) -> list[list[StoredWeight]]:
-    """Consecutive tensors of at most `limit` bytes together."""
+    """Group consecutive tensors of at most `limit` bytes."""
     groups: list[list[StoredWeight]] = [[]]
     room = limit
     for weight in weights:

@@ -5,34 +5,47 @@ from __future__ import annotations
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.settings import GELU, GELU_OUT, ConfigKeys, Family, asks, no_windows, plain_heads
-from megascale.model.huggingface.tensor_names import StoredWeight, linear_weights
+from megascale.model.huggingface.family import (
+    GELU,
+    GELU_OUT,
+    ConfigKeys,
+    Family,
+    StoredWeight,
+    find_head_faults,
+    find_unsupported_values,
+    find_window_faults,
+    linear_weights,
+)
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """See Family.read."""
-    keys.only("scale_attn_weights", True, "scores without the usual scale cannot be represented", default=True)
-    keys.only("scale_attn_by_inverse_layer_idx", False, "scores scaled by layer cannot be represented", default=False)
-    keys.only("add_cross_attention", False, "cross-attention cannot be represented", default=False)
-    hidden = keys.need("n_embd", "hidden_size")
+    """See Family.read_config."""
+    keys.require_value(
+        "scale_attn_weights", True, "attention scores without the usual scale are not supported", default=True
+    )
+    keys.require_value(
+        "scale_attn_by_inverse_layer_idx", False, "scores scaled by layer are not supported", default=False
+    )
+    keys.require_value("add_cross_attention", False, "cross-attention is not supported", default=False)
+    hidden = keys.require_count("n_embd", "hidden_size")
     return {
-        "layers": keys.layers("n_layer", "num_hidden_layers"),
+        "layers": keys.require_layers("n_layer", "num_hidden_layers"),
         "hidden": hidden,
-        "heads": keys.need("n_head", "num_attention_heads"),
+        "heads": keys.require_count("n_head", "num_attention_heads"),
         "ffn_hidden": keys.get("n_inner", default=4 * hidden),
-        "vocab_size": keys.need("vocab_size"),
-        # transformers has no n_ctx; the oldest files have nothing else.
-        "sequence_length": keys.get("n_positions", "max_position_embeddings") or keys.need("n_ctx"),
+        "vocab_size": keys.require_count("vocab_size"),
+        # transformers does not read n_ctx; the oldest files have no other key.
+        "sequence_length": keys.get("n_positions", "max_position_embeddings") or keys.require_count("n_ctx"),
         "norm_eps": keys.get("layer_norm_epsilon", default=1e-5),
-        "activation": keys.choice("activation_function", GELU, "gelu_new"),
+        "activation": keys.translate("activation_function", GELU, "gelu_new"),
         "tied_embeddings": keys.get("tie_word_embeddings", default=True),
-        "dropout": keys.dropout("resid_pdrop", "embd_pdrop", attention="attn_pdrop"),
+        "dropout": keys.read_dropout("resid_pdrop", "embd_pdrop", attention="attn_pdrop"),
         "init_std": keys.get("initializer_range", default=0.02),
     }
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
-    """See Family.write."""
+    """See Family.write_config."""
     return {
         "n_layer": model.layers,
         "n_embd": model.hidden,
@@ -48,32 +61,36 @@ def write(model: ModelConfig) -> dict[str, Any]:
 
 
 def faults(model: ModelConfig) -> list[str]:
-    """See Family.faults."""
-    wanted: dict[str, list[Any]] = {
+    """See Family.find_faults."""
+    supported: dict[str, list[Any]] = {
         "block": ["serial"],
         "norm": ["layernorm"],
         "activation": list(GELU_OUT),
         "positions": ["learned"],
         "head_bias": [False],
     }
-    return asks(model, "GPT-2", wanted) + plain_heads(model, "GPT-2") + no_windows(model, "GPT-2")
+    return (
+        find_unsupported_values(model, "GPT-2", supported)
+        + find_head_faults(model, "GPT-2")
+        + find_window_faults(model, "GPT-2")
+    )
 
 
 def weights(model: ModelConfig) -> list[StoredWeight]:
-    """See Family.weights."""
+    """See Family.list_weights."""
     table = [
         StoredWeight("transformer.wte.weight", ("embedding.token.weight",)),
         StoredWeight("transformer.wpe.weight", ("embedding.position.weight",)),
     ]
     for i in range(model.layers):
-        there, here = f"transformer.h.{i}", f"layers.{i}"
-        qkv = [f"{here}.attention.{part}" for part in ("query", "key", "value")]
-        table += linear_weights(f"{there}.ln_1", f"{here}.norm1")
-        table += linear_weights(f"{there}.attn.c_attn", *qkv, transposed=True)
-        table += linear_weights(f"{there}.attn.c_proj", f"{here}.attention.output", transposed=True)
-        table += linear_weights(f"{there}.ln_2", f"{here}.norm2")
-        table += linear_weights(f"{there}.mlp.c_fc", f"{here}.mlp.in", transposed=True)
-        table += linear_weights(f"{there}.mlp.c_proj", f"{here}.mlp.out", transposed=True)
+        hf_layer, layer = f"transformer.h.{i}", f"layers.{i}"
+        qkv = [f"{layer}.attention.{part}" for part in ("query", "key", "value")]
+        table += linear_weights(f"{hf_layer}.ln_1", f"{layer}.norm1")
+        table += linear_weights(f"{hf_layer}.attn.c_attn", *qkv, transposed=True)
+        table += linear_weights(f"{hf_layer}.attn.c_proj", f"{layer}.attention.output", transposed=True)
+        table += linear_weights(f"{hf_layer}.ln_2", f"{layer}.norm2")
+        table += linear_weights(f"{hf_layer}.mlp.c_fc", f"{layer}.mlp.in", transposed=True)
+        table += linear_weights(f"{hf_layer}.mlp.c_proj", f"{layer}.mlp.out", transposed=True)
     table += linear_weights("transformer.ln_f", "norm")
     return table if model.tied_embeddings else [*table, StoredWeight("lm_head.weight", ("head.weight",))]
 
@@ -84,8 +101,8 @@ GPT2 = Family(
     prefix="transformer.",
     head="lm_head.weight",
     read_config=read,
-    write=write,
-    faults=faults,
+    write_config=write,
+    find_faults=faults,
     list_weights=weights,
     buffers=r"\.attn\.(bias|masked_bias)$",
 )

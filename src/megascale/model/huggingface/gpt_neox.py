@@ -5,36 +5,47 @@ from __future__ import annotations
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.settings import GELU, GELU_OUT, ConfigKeys, Family, asks, no_windows, plain_heads
-from megascale.model.huggingface.tensor_names import StoredWeight, linear_weights
+from megascale.model.huggingface.family import (
+    GELU,
+    GELU_OUT,
+    ConfigKeys,
+    Family,
+    StoredWeight,
+    find_head_faults,
+    find_unsupported_values,
+    find_window_faults,
+    linear_weights,
+)
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """See Family.read."""
+    """See Family.read_config."""
     bias = keys.get("attention_bias", default=True)
-    hidden, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
-    keys.only("head_dim", hidden // heads, "transformers would rotate by it and cut heads without it", hidden // heads)
+    hidden, heads = keys.require_count("hidden_size"), keys.require_count("num_attention_heads")
+    keys.require_value(
+        "head_dim", hidden // heads, "transformers would rotate by it and cut heads without it", hidden // heads
+    )
     return {
-        "layers": keys.layers("num_hidden_layers"),
+        "layers": keys.require_layers("num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
-        "ffn_hidden": keys.need("intermediate_size"),
-        "vocab_size": keys.need("vocab_size"),
+        "ffn_hidden": keys.require_count("intermediate_size"),
+        "vocab_size": keys.require_count("vocab_size"),
         "sequence_length": keys.get("max_position_embeddings", default=2048),
         "block": "parallel" if keys.get("use_parallel_residual", default=True) else "serial",
         "parallel_norms": 2,
         "norm_eps": keys.get("layer_norm_eps", default=1e-5),
-        "activation": keys.choice("hidden_act", GELU, "gelu"),
-        **keys.rotary(0.25, "rotary_emb_base", "rotary_pct"),
+        "activation": keys.translate("hidden_act", GELU, "gelu"),
+        **keys.read_rotary(0.25, "rotary_emb_base", "rotary_pct"),
         "attention_bias": bias,
         "tied_embeddings": keys.get("tie_word_embeddings", default=False),
-        "dropout": keys.dropout("hidden_dropout", attention="attention_dropout"),
+        "dropout": keys.read_dropout("hidden_dropout", attention="attention_dropout"),
         "init_std": keys.get("initializer_range", default=0.02),
     }
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
-    """See Family.write."""
+    """See Family.write_config."""
     return {
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
@@ -59,31 +70,35 @@ def write(model: ModelConfig) -> dict[str, Any]:
 
 
 def faults(model: ModelConfig) -> list[str]:
-    """See Family.faults."""
-    wanted: dict[str, list[Any]] = {
+    """See Family.find_faults."""
+    supported: dict[str, list[Any]] = {
         "norm": ["layernorm"],
         "activation": list(GELU_OUT),
         "positions": ["rotary"],
         "rotary_interleaved": [False],
         "head_bias": [False],
     }
-    return asks(model, "GPT-NeoX", wanted) + plain_heads(model, "GPT-NeoX") + no_windows(model, "GPT-NeoX")
+    return (
+        find_unsupported_values(model, "GPT-NeoX", supported)
+        + find_head_faults(model, "GPT-NeoX")
+        + find_window_faults(model, "GPT-NeoX")
+    )
 
 
 def weights(model: ModelConfig) -> list[StoredWeight]:
-    """See Family.weights. A parallel block's one norm is two equal ones here."""
+    """See Family.list_weights. The one norm of a parallel block is stored twice."""
     bias = model.attention_bias or model.out_bias
     second = "norm1" if model.block == "parallel" and model.parallel_norms == 1 else "norm2"
     table = [StoredWeight("gpt_neox.embed_in.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
-        there, here = f"gpt_neox.layers.{i}", f"layers.{i}"
-        qkv = [f"{here}.attention.{part}" for part in ("query", "key", "value")]
-        table += linear_weights(f"{there}.input_layernorm", f"{here}.norm1")
-        table += linear_weights(f"{there}.post_attention_layernorm", f"{here}.{second}")
-        table += linear_weights(f"{there}.attention.query_key_value", *qkv, bias=bias, heads=model.heads)
-        table += linear_weights(f"{there}.attention.dense", f"{here}.attention.output", bias=bias)
-        table += linear_weights(f"{there}.mlp.dense_h_to_4h", f"{here}.mlp.in")
-        table += linear_weights(f"{there}.mlp.dense_4h_to_h", f"{here}.mlp.out")
+        hf_layer, layer = f"gpt_neox.layers.{i}", f"layers.{i}"
+        qkv = [f"{layer}.attention.{part}" for part in ("query", "key", "value")]
+        table += linear_weights(f"{hf_layer}.input_layernorm", f"{layer}.norm1")
+        table += linear_weights(f"{hf_layer}.post_attention_layernorm", f"{layer}.{second}")
+        table += linear_weights(f"{hf_layer}.attention.query_key_value", *qkv, bias=bias, heads=model.heads)
+        table += linear_weights(f"{hf_layer}.attention.dense", f"{layer}.attention.output", bias=bias)
+        table += linear_weights(f"{hf_layer}.mlp.dense_h_to_4h", f"{layer}.mlp.in")
+        table += linear_weights(f"{hf_layer}.mlp.dense_4h_to_h", f"{layer}.mlp.out")
     table += linear_weights("gpt_neox.final_layer_norm", "norm")
     return table if model.tied_embeddings else [*table, StoredWeight("embed_out.weight", ("head.weight",))]
 
@@ -94,8 +109,8 @@ GPT_NEOX = Family(
     prefix="gpt_neox.",
     head="embed_out.weight",
     read_config=read,
-    write=write,
-    faults=faults,
+    write_config=write,
+    find_faults=faults,
     list_weights=weights,
     buffers=r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$",
 )

@@ -5,46 +5,47 @@ from __future__ import annotations
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.settings import (
+from megascale.model.huggingface.family import (
     GELU,
     GELU_OUT,
     ConfigKeys,
     Family,
-    asks,
-    no_windows,
-    plain_heads,
+    StoredWeight,
+    find_head_faults,
+    find_unsupported_values,
+    find_window_faults,
+    linear_weights,
     rotary_fraction_of,
     rotary_width,
 )
-from megascale.model.huggingface.tensor_names import StoredWeight, linear_weights
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
-    """See Family.read."""
-    hidden, heads = keys.need("n_embd", "hidden_size"), keys.need("n_head", "num_attention_heads")
+    """See Family.read_config."""
+    hidden, heads = keys.require_count("n_embd", "hidden_size"), keys.require_count("n_head", "num_attention_heads")
     return {
-        "layers": keys.layers("n_layer", "num_hidden_layers"),
+        "layers": keys.require_layers("n_layer", "num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
         "ffn_hidden": keys.get("n_inner", default=4 * hidden),
-        "vocab_size": keys.need("vocab_size"),
-        "sequence_length": keys.need("n_positions", "max_position_embeddings"),
+        "vocab_size": keys.require_count("vocab_size"),
+        "sequence_length": keys.require_count("n_positions", "max_position_embeddings"),
         "block": "parallel",
         "norm_eps": keys.get("layer_norm_epsilon", default=1e-5),
-        "activation": keys.choice("activation_function", GELU, "gelu_new"),
+        "activation": keys.translate("activation_function", GELU, "gelu_new"),
         "positions": "rotary",
-        "rotary_fraction": rotary_fraction_of(keys.need("rotary_dim"), hidden // heads),
+        "rotary_fraction": rotary_fraction_of(keys.require_count("rotary_dim"), hidden // heads),
         "rotary_interleaved": True,
         "attention_bias": False,
         "head_bias": True,
         "tied_embeddings": keys.get("tie_word_embeddings", default=False),
-        "dropout": keys.dropout("resid_pdrop", "embd_pdrop", attention="attn_pdrop"),
+        "dropout": keys.read_dropout("resid_pdrop", "embd_pdrop", attention="attn_pdrop"),
         "init_std": keys.get("initializer_range", default=0.02),
     }
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
-    """See Family.write."""
+    """See Family.write_config."""
     return {
         "n_layer": model.layers,
         "n_embd": model.hidden,
@@ -61,8 +62,8 @@ def write(model: ModelConfig) -> dict[str, Any]:
 
 
 def faults(model: ModelConfig) -> list[str]:
-    """See Family.faults."""
-    wanted: dict[str, list[Any]] = {
+    """See Family.find_faults."""
+    supported: dict[str, list[Any]] = {
         "block": ["parallel"],
         "parallel_norms": [1],
         "norm": ["layernorm"],
@@ -73,20 +74,24 @@ def faults(model: ModelConfig) -> list[str]:
         "attention_bias": [False],
         "out_bias": [False],
     }
-    return asks(model, "GPT-J", wanted) + plain_heads(model, "GPT-J") + no_windows(model, "GPT-J")
+    return (
+        find_unsupported_values(model, "GPT-J", supported)
+        + find_head_faults(model, "GPT-J")
+        + find_window_faults(model, "GPT-J")
+    )
 
 
 def weights(model: ModelConfig) -> list[StoredWeight]:
-    """See Family.weights."""
+    """See Family.list_weights."""
     table = [StoredWeight("transformer.wte.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
-        there, here = f"transformer.h.{i}", f"layers.{i}"
-        table += linear_weights(f"{there}.ln_1", f"{here}.norm1")
+        hf_layer, layer = f"transformer.h.{i}", f"layers.{i}"
+        table += linear_weights(f"{hf_layer}.ln_1", f"{layer}.norm1")
         for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
-            table += linear_weights(f"{there}.attn.{name}_proj", f"{here}.attention.{part}", bias=False)
-        table += linear_weights(f"{there}.attn.out_proj", f"{here}.attention.output", bias=False)
-        table += linear_weights(f"{there}.mlp.fc_in", f"{here}.mlp.in")
-        table += linear_weights(f"{there}.mlp.fc_out", f"{here}.mlp.out")
+            table += linear_weights(f"{hf_layer}.attn.{name}_proj", f"{layer}.attention.{part}", bias=False)
+        table += linear_weights(f"{hf_layer}.attn.out_proj", f"{layer}.attention.output", bias=False)
+        table += linear_weights(f"{hf_layer}.mlp.fc_in", f"{layer}.mlp.in")
+        table += linear_weights(f"{hf_layer}.mlp.fc_out", f"{layer}.mlp.out")
     table += linear_weights("transformer.ln_f", "norm")
     if not model.tied_embeddings:
         table.append(StoredWeight("lm_head.weight", ("head.weight",)))
@@ -99,8 +104,8 @@ GPTJ = Family(
     prefix="transformer.",
     head="lm_head.weight",
     read_config=read,
-    write=write,
-    faults=faults,
+    write_config=write,
+    find_faults=faults,
     list_weights=weights,
     buffers=r"\.attn\.(bias|masked_bias|embed_positions)$",
 )

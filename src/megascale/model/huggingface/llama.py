@@ -7,8 +7,15 @@ from functools import partial
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.settings import ConfigKeys, Family, asks, no_windows, windows
-from megascale.model.huggingface.tensor_names import StoredWeight, linear_weights
+from megascale.model.huggingface.family import (
+    ConfigKeys,
+    Family,
+    StoredWeight,
+    find_unsupported_values,
+    find_window_faults,
+    linear_weights,
+    list_windowed_layers,
+)
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _KV_HEADS = {"mistral": 8, "qwen2": 32}
@@ -16,66 +23,68 @@ _TITLES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 
 
 def read(keys: ConfigKeys, family: str) -> dict[str, Any]:
-    """See Family.read."""
-    hidden, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
-    # Only Llama's classes know attention_bias and mlp_bias; the others pass over them.
+    """See Family.read_config."""
+    hidden, heads = keys.require_count("hidden_size"), keys.require_count("num_attention_heads")
+    # Only Llama's classes read attention_bias and mlp_bias; the others ignore them.
     attention_bias = family == "qwen2" or (family == "llama" and keys.get("attention_bias", default=False))
     model = {
-        "layers": keys.layers("num_hidden_layers"),
+        "layers": keys.require_layers("num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
-        # Left out it is the class's own; null is one for each head.
+        # A missing key means the class's default, null means one per head.
         "kv_heads": keys.values.get("num_key_value_heads", _KV_HEADS.get(family)) or heads,
-        "ffn_hidden": keys.need("intermediate_size"),
-        "vocab_size": keys.need("vocab_size"),
-        "sequence_length": keys.need("max_position_embeddings"),
+        "ffn_hidden": keys.require_count("intermediate_size"),
+        "vocab_size": keys.require_count("vocab_size"),
+        "sequence_length": keys.require_count("max_position_embeddings"),
         "norm": "rmsnorm",
         "norm_eps": keys.get("rms_norm_eps", default=1e-6),
-        "activation": keys.choice("hidden_act", {"silu": "swiglu", "swish": "swiglu"}, "silu"),
-        **keys.rotary(1.0, "rope_theta"),
+        "activation": keys.translate("hidden_act", {"silu": "swiglu", "swish": "swiglu"}, "silu"),
+        **keys.read_rotary(1.0, "rope_theta"),
         "attention_bias": attention_bias,
         "attention_out_bias": attention_bias and family == "llama",
         "mlp_bias": family == "llama" and keys.get("mlp_bias", default=False),
         "tied_embeddings": keys.get("tie_word_embeddings", default=False),
-        "dropout": keys.dropout(attention="attention_dropout"),
+        "dropout": keys.read_dropout(attention="attention_dropout"),
         "init_std": keys.get("initializer_range", default=0.02),
     }
     if model["rotary_fraction"] != 1.0:
-        raise keys.refuse(
+        raise keys.make_error(
             "partial_rotary_factor", model["rotary_fraction"], "transformers ignores it here, so its meaning is unclear"
         )
     head_dim = keys.get("head_dim", default=hidden // heads)
     if head_dim * heads != hidden:
         model["head_dim"] = head_dim
-    return model | _windows_in(keys, family, model["layers"])
+    return model | _read_windows(keys, family, model["layers"])
 
 
-def _windows_in(keys: ConfigKeys, family: str, layers: int) -> dict[str, Any]:
+def _read_windows(keys: ConfigKeys, family: str, layers: int) -> dict[str, Any]:
     if family == "mistral":
-        # The class's own default is a window; a null in the file means none.
+        # A missing key means the class's default, null means no window.
         window = keys.values.get("sliding_window", 4096)
         return {} if window is None else {"window": window}
     if family != "qwen2":
         return {}
-    # As with Mistral: left out it is the class's own, null is none.
+    # As with Mistral, a missing key means the class's default, null means no window.
     window = keys.values.get("sliding_window", 4096) if keys.get("use_sliding_window", default=False) else None
-    full = keys.get("max_window_layers", default=28)
-    kinds = keys.get("layer_types") or [_FULL if window is None or i < full else _SLIDING for i in range(layers)]
+    first_windowed = keys.get("max_window_layers", default=28)
+    kinds = keys.get("layer_types") or [
+        _FULL if window is None or i < first_windowed else _SLIDING for i in range(layers)
+    ]
     unknown = [kind for kind in kinds if kind not in (_SLIDING, _FULL)]
     if unknown:
-        raise keys.refuse("layer_types", unknown[0], f"only {_SLIDING} and {_FULL} can be represented here")
+        raise keys.make_error("layer_types", unknown[0], f"only {_SLIDING} and {_FULL} are supported")
     if len(kinds) != layers:
-        raise keys.refuse("layer_types", kinds, f"num_hidden_layers is {layers}")
+        raise keys.make_error("layer_types", kinds, f"num_hidden_layers is {layers}")
     if _SLIDING not in kinds:
         return {}
     if window is None:
-        raise keys.refuse("layer_types", kinds, "use_sliding_window or sliding_window says that there is no window")
+        raise keys.make_error("layer_types", kinds, "use_sliding_window or sliding_window says that there is no window")
     pattern = "".join("S" if kind == _SLIDING else "L" for kind in kinds)
     return {"window": window, "window_pattern": pattern}
 
 
 def write(model: ModelConfig, family: str) -> dict[str, Any]:
-    """See Family.write."""
+    """See Family.write_config."""
     config: dict[str, Any] = {
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
@@ -85,32 +94,32 @@ def write(model: ModelConfig, family: str) -> dict[str, Any]:
         "max_position_embeddings": model.sequence_length,
         "rms_norm_eps": model.norm_eps,
         "hidden_act": "silu",
-        # transformers 5 reads the first, older versions the second.
+        # transformers 5 reads the first key, older versions the second.
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
         "rope_theta": model.rotary_base,
         "attention_dropout": 0.0,
     }
     if family != "qwen2" or model.head_size * model.heads != model.hidden:
-        config["head_dim"] = model.head_size  # Qwen2's class takes it over though it does not name it
+        config["head_dim"] = model.head_size  # Qwen2's class accepts the key although it does not declare it
     if family == "llama":
         config |= {"attention_bias": model.attention_bias or model.out_bias, "mlp_bias": model.mlp_bias}
     elif family == "mistral":
-        config["sliding_window"] = model.window if any(windows(model)) else None
+        config["sliding_window"] = model.window if any(list_windowed_layers(model)) else None
     else:
-        short = windows(model)
+        windowed = list_windowed_layers(model)
         config |= {
-            "use_sliding_window": any(short),
-            "sliding_window": model.window if any(short) else None,
-            "max_window_layers": short.index(True) if any(short) else model.layers,
-            "layer_types": [_SLIDING if s else _FULL for s in short],
+            "use_sliding_window": any(windowed),
+            "sliding_window": model.window if any(windowed) else None,
+            "max_window_layers": windowed.index(True) if any(windowed) else model.layers,
+            "layer_types": [_SLIDING if is_windowed else _FULL for is_windowed in windowed],
         }
     return config
 
 
 def faults(model: ModelConfig, family: str) -> list[str]:
-    """See Family.faults."""
+    """See Family.find_faults."""
     title = _TITLES[family]
-    wanted: dict[str, list[Any]] = {
+    supported: dict[str, list[Any]] = {
         "block": ["serial"],
         "norm": ["rmsnorm"],
         "activation": ["swiglu"],
@@ -120,33 +129,37 @@ def faults(model: ModelConfig, family: str) -> list[str]:
         "head_bias": [False],
     }
     if family != "llama":
-        wanted |= {"out_bias": [False], "mlp_bias": [False]}
+        supported |= {"out_bias": [False], "mlp_bias": [False]}
     if family == "mistral":
-        wanted["attention_bias"] = [False]
-    found = asks(model, title, wanted)
+        supported["attention_bias"] = [False]
+    family_faults = find_unsupported_values(model, title, supported)
     if family == "llama":
-        found += no_windows(model, title)
-    elif family == "mistral" and len(set(windows(model))) > 1:
-        found.append(f"model.window_pattern={model.window_pattern!r}, and {title} has one window for all layers")
+        family_faults += find_window_faults(model, title)
+    elif family == "mistral" and len(set(list_windowed_layers(model))) > 1:
+        family_faults.append(
+            f"model.window_pattern={model.window_pattern!r}, and {title} has one window for all layers"
+        )
     if family != "mistral" and model.hidden % model.heads:
-        found.append(f"model.hidden={model.hidden} is no multiple of model.heads={model.heads}, as {title} wants")
-    return found
+        family_faults.append(
+            f"model.hidden={model.hidden} is not a multiple of model.heads={model.heads}, which {title} requires"
+        )
+    return family_faults
 
 
 def weights(model: ModelConfig, family: str) -> list[StoredWeight]:
-    """See Family.weights."""
+    """See Family.list_weights."""
     bias = family == "llama" and (model.attention_bias or model.out_bias)
     table = [StoredWeight("model.embed_tokens.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
-        there, here = f"model.layers.{i}", f"layers.{i}"
-        table += linear_weights(f"{there}.input_layernorm", f"{here}.norm1", bias=False)
+        hf_layer, layer = f"model.layers.{i}", f"layers.{i}"
+        table += linear_weights(f"{hf_layer}.input_layernorm", f"{layer}.norm1", bias=False)
         for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
-            part = f"{here}.attention.{part}"
-            table += linear_weights(f"{there}.self_attn.{name}_proj", part, bias=bias or family == "qwen2")
-        table += linear_weights(f"{there}.self_attn.o_proj", f"{here}.attention.output", bias=bias)
-        table += linear_weights(f"{there}.post_attention_layernorm", f"{here}.norm2", bias=False)
+            part = f"{layer}.attention.{part}"
+            table += linear_weights(f"{hf_layer}.self_attn.{name}_proj", part, bias=bias or family == "qwen2")
+        table += linear_weights(f"{hf_layer}.self_attn.o_proj", f"{layer}.attention.output", bias=bias)
+        table += linear_weights(f"{hf_layer}.post_attention_layernorm", f"{layer}.norm2", bias=False)
         for name, part in (("gate_proj", "gate"), ("up_proj", "in"), ("down_proj", "out")):
-            table += linear_weights(f"{there}.mlp.{name}", f"{here}.mlp.{part}", bias=model.mlp_bias)
+            table += linear_weights(f"{hf_layer}.mlp.{name}", f"{layer}.mlp.{part}", bias=model.mlp_bias)
     table += linear_weights("model.norm", "norm", bias=False)
     return table if model.tied_embeddings else [*table, StoredWeight("lm_head.weight", ("head.weight",))]
 
@@ -158,8 +171,8 @@ def _family(name: str, architecture: str) -> Family:
         prefix="model.",
         head="lm_head.weight",
         read_config=partial(read, family=name),
-        write=partial(write, family=name),
-        faults=partial(faults, family=name),
+        write_config=partial(write, family=name),
+        find_faults=partial(faults, family=name),
         list_weights=partial(weights, family=name),
         buffers=r"rotary_emb\.inv_freq$",
     )

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megascale.core.bounded_lines import RecordReader
+from megascale.core.json_lines import RecordReader
 from megascale.core.strict_json import to_float
 from megascale.errors import ConfigError
 from megascale.observe.analysis import gpu_counters

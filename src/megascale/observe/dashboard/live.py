@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from megascale.core import strict_json
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 from megascale.errors import MegascaleError
 
 log = logging.getLogger("megascale.dashboard")

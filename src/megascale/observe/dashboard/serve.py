@@ -17,7 +17,7 @@ from typing import Any
 
 import uvicorn
 
-from megascale.core.ports import is_loopback
+from megascale.core.addresses import is_loopback
 from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
 from megascale.observe.dashboard.application import Outside, build

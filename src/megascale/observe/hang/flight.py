@@ -15,8 +15,7 @@ from typing import Any
 
 from megascale.core import strict_json
 from megascale.core.calls import Call, CallRecord, GroupCounts, PendingWait
-from megascale.core.plain_pickle import check_pickle
-from megascale.core.untrusted_files import read_bounded
+from megascale.core.untrusted_files import check_pickle, read_bounded
 from megascale.errors import DataError
 
 _MAX_BYTES = 1 << 28

@@ -25,7 +25,7 @@ def pack(what: RankEvidence, history: int) -> bytes:
     for calls, flight in ((history, what.flight), (history // 8, what.flight), (history // 8, None), (0, None)):
         record = what.record
         if record is not None and len(record.calls) > calls:
-            record = replace(record, calls=record.calls[-calls:] if calls else (), whole=False)
+            record = replace(record, calls=record.calls[-calls:] if calls else (), is_complete=False)
         data = zlib.compress(msgspec.msgpack.encode(replace(what, record=record, flight=flight)), 6)
         if len(data) <= MOST:
             return data

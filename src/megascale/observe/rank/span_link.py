@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 from megascale.core.spans import SPAN_SCHEMA
 from megascale.observe.store.span_messages import FROM_SPANS, TO_SPANS, Follow, launch, place
 from megascale.observe.store.span_ring import SpanRing

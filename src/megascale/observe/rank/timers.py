@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megascale.core.spans import SpanKind
+from megascale.core.spans import Recorder, SpanKind
 from megascale.observe.rank.rollup import Row, StepTotals, counts, roll_up, spans_of
 from megascale.observe.store.frames import ROLLUPS, SPANS
 
@@ -57,7 +57,7 @@ class Block:
         self.counts: list[tuple[int, int, int, int]] = []  # kind, count, nanoseconds, longest
 
 
-class Timers:
+class Timers(Recorder):
     """A recorder (core/spans.py::Recorder) on the host's clock: for gloo, where the host does the work itself.
 
     Args:
@@ -131,7 +131,7 @@ class Timers:
         _, chunk, microbatch = self._open or (-1, -1, -1)
         self._row(SpanKind.TRANSFER, axis, chunk, microbatch, waited_on, nbytes, -1, since, self.mark())
 
-    def counted(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None:
+    def record_count(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None:
         """See Recorder; told with the step's rows."""
         self._block.counts.append((kind, count, nanoseconds, longest))
 

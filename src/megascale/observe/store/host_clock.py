@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megascale.core import strict_json
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 from megascale.core.untrusted_files import read_small_text
 from megascale.observe.clock_bounds import ClockBounds
 from megascale.services.shared_token import generate_token, secrets_equal

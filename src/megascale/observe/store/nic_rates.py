@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 from megascale.observe.store.frames import COUNTER
 
 log = logging.getLogger("megascale.observe.spans")

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.bounded_lines import RecordReader
 from megascale.core.calls import MAX_RANKS
+from megascale.core.json_lines import RecordReader
 from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
 from megascale.observe.store.columns import TABLES, by_table, columns

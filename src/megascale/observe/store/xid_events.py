@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megascale.core.xid import OFF_BUS_XID
+from megascale.core.gpus import OFF_BUS_XID
 
 _XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.\d)?\): (?P<xid>\d+)")
 _GONE = re.compile(r"NVRM: The NVIDIA GPU (?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})\.\d")

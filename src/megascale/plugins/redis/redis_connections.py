@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistStoreError
 
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 from megascale.errors import ConfigError
 from megascale.plugins.redis.redis_connection import (
     Address,

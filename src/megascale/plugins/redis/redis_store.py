@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 import torch.distributed as dist
 
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, TrainingError
 from megascale.plugins.redis.redis_connection import Address

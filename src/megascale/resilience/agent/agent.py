@@ -21,10 +21,9 @@ from collections.abc import Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megascale.core.background import keep_running, log_failure
-from megascale.core.failure import disable_bytecode_cache, find_errno
-from megascale.core.ports import find_free_port
-from megascale.core.python_command import module_command
+from megascale.core.addresses import find_free_port
+from megascale.core.failure import find_errno, keep_running, log_failure
+from megascale.core.python_process import disable_bytecode_cache, module_command
 from megascale.core.terminal import keep_working, termination_signals
 from megascale.errors import MegascaleError
 from megascale.observe.hang.evidence import collect

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megascale.core.interfaces import find_local_address, get_interface_address
-from megascale.core.python_command import module_command
+from megascale.core.addresses import find_local_address, get_interface_address
+from megascale.core.python_process import module_command
 from megascale.errors import MegascaleError
 from megascale.resilience.agent.node_folder import (
     default_folder,

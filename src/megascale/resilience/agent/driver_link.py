@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from megascale.core.background import keep_running
+from megascale.core.failure import keep_running
 from megascale.errors import MegascaleError
 from megascale.resilience.agent.node_folder import read_epoch, write_epoch
 from megascale.resilience.agent.rank_lease import RankLease

@@ -24,8 +24,8 @@ import traceback
 from collections.abc import Sequence
 
 from megascale.core import terminal
-from megascale.core.failure import describe_error, disable_bytecode_cache, find_errno
-from megascale.core.openmp import sleep_at_barriers
+from megascale.core.failure import describe_error, find_errno
+from megascale.core.python_process import disable_bytecode_cache, sleep_at_barriers
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
     FROM_FORK_SERVER,

@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from megascale.core.background import FailureLog
-from megascale.core.gpu_names import visible_gpu_names
-from megascale.core.xid import FATAL_XIDS, NVML_RECOVERY_ACTIONS, OFF_BUS_XID
+from megascale.core.failure import FailureLog
+from megascale.core.gpus import FATAL_XIDS, NVML_RECOVERY_ACTIONS, OFF_BUS_XID, visible_gpu_names
 from megascale.resilience.protocol.heartbeat import GpuReport
 
 log = logging.getLogger("megascale.agent")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import ResilienceConfig
-from megascale.core.interfaces import find_local_address, get_interface_address
+from megascale.core.addresses import find_local_address, get_interface_address
 from megascale.core.secrets import JOB_SECRET_VARIABLE, take_job_secret
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.resilience.agent import node_health

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megascale.core.gpu_names import visible_gpu_names
+from megascale.core.gpus import visible_gpu_names
 from megascale.resilience.protocol.heartbeat import NetworkTraffic
 
 log = logging.getLogger("megascale.agent")

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megascale.core import terminal
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.resilience.agent.join import join_job, parse_driver_address
 from megascale.resilience.protocol.job_description import read_job, read_job_token, write_job

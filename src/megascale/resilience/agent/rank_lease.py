@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 
 log = logging.getLogger("megascale.agent")
 CHECK_INTERVAL = 0.05  # seconds

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 from megascale.resilience.agent import gpu_health, node_health
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.file_tails import LogFilter, MetricsTail

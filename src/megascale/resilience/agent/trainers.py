@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megascale.core.background import FailureLog
-from megascale.core.failure import free_bytes
-from megascale.core.interfaces import find_interface
-from megascale.core.ports import is_loopback
-from megascale.core.python_command import module_command
+from megascale.core.addresses import find_interface, is_loopback
+from megascale.core.failure import FailureLog, free_bytes
+from megascale.core.python_process import module_command
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import read_status
 from megascale.core.untrusted_files import open_regular

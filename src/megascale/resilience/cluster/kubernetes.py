@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any
 
 from megascale.config import Config
-from megascale.core.background import keep_running, log_failure
+from megascale.core.addresses import find_local_address
 from megascale.core.events import Event
-from megascale.core.interfaces import find_local_address
+from megascale.core.failure import keep_running, log_failure
 from megascale.errors import ConfigError, TrainingError
 from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo, configured_gpus, format_address
 from megascale.resilience.cluster.cluster_registry import CLUSTERS

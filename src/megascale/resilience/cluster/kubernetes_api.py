@@ -18,7 +18,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megascale.config import KubernetesConfig
-from megascale.core.background import FailureLog
+from megascale.core.failure import FailureLog
 from megascale.errors import ConfigError, describe_install
 
 log = logging.getLogger("megascale.driver")

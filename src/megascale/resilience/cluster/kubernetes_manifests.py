@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from megascale.config import Config
-from megascale.core.environment_file import read_environment
-from megascale.core.python_command import module_command
+from megascale.core.launch_files import read_environment
+from megascale.core.python_process import module_command
 from megascale.errors import DataError
 from megascale.resilience.cluster.kubernetes_api import Json
 from megascale.resilience.cluster.kubernetes_objects import (

@@ -16,7 +16,7 @@ from typing import Any
 
 from megascale.config import Config, KubernetesConfig
 from megascale.config.text_files import read_text
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.core.secrets import PASSWORD_VARIABLE, REPLICA_VARIABLE
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.base import format_address

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.resilience.agent.node_folder import end_checkpoint_services, find_agent
 from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
 from megascale.resilience.process_birth import born

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megascale.config import Config
-from megascale.core.ports import is_loopback
+from megascale.core.addresses import is_loopback
 from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo, configured_gpus, format_address
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.remote import make_marker

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megascale.core.background import keep_running, log_failure
-from megascale.core.interfaces import find_local_address
-from megascale.core.python_command import module_command
+from megascale.core.addresses import find_local_address
+from megascale.core.failure import keep_running, log_failure
+from megascale.core.python_process import module_command
 from megascale.core.secrets import PASSWORD_VARIABLE, REPLICA_VARIABLE
 from megascale.resilience.cluster.base import NO_REASONS, Cluster, ClusterRequest, NodeInfo
 from megascale.resilience.protocol.job_description import JobDescription, to_record

@@ -23,8 +23,8 @@ import time
 from collections.abc import Sequence
 
 from megascale.config import Config
-from megascale.core.background import keep_running, log_failure
-from megascale.core.python_command import module_command
+from megascale.core.failure import keep_running, log_failure
+from megascale.core.python_process import module_command
 from megascale.errors import EXIT_INTERRUPTED, ConfigError
 from megascale.resilience.cluster import slurm_standby
 from megascale.resilience.cluster.base import ClusterRequest, configured_gpus

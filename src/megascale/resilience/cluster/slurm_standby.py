@@ -25,7 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.errors import DataError
 from megascale.resilience.cluster.slurm_script import SIGNAL_SECONDS
 from megascale.resilience.protocol.contact import ENDED_EPOCH, driver_folder, read_contact

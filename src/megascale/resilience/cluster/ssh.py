@@ -13,8 +13,7 @@ from typing import Any
 
 from megascale.config import Config
 from megascale.config.text_files import read_text
-from megascale.core.interfaces import find_local_address
-from megascale.core.ports import is_loopback
+from megascale.core.addresses import find_local_address, is_loopback
 from megascale.errors import ConfigError
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.cluster_registry import CLUSTERS

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from megascale.core.ports import find_free_port
-from megascale.core.python_command import module_command
+from megascale.core.addresses import find_free_port
+from megascale.core.python_process import module_command
 from megascale.resilience.diagnose.check import SelfCheck, absent_hardware, failed_check
 
 _BYTES = 256 << 20  # sent by each process

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.resilience.diagnose.check import SelfCheck
 
 LEAST_SHARE = 0.5  # of the first round's median rate that a pair must reach

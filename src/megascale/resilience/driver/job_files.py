@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megascale.config import Config
-from megascale.core.environment_file import read_environment
 from megascale.core.grid import Grid
-from megascale.core.placement_file import read_placement
+from megascale.core.launch_files import read_environment, read_placement
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.base import Cluster, ForeseesNodes
 from megascale.resilience.protocol.contact import driver_folder

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.config import Config, load
-from megascale.config.plugins import load_plugins
+from megascale.config.registry import load_plugins
 from megascale.core import run_lock
+from megascale.core.addresses import is_loopback
 from megascale.core.events import Event
-from megascale.core.failure import disable_bytecode_cache
-from megascale.core.gpu_names import visible_gpu_names
-from megascale.core.ports import is_loopback
+from megascale.core.gpus import visible_gpu_names
+from megascale.core.python_process import disable_bytecode_cache
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError, DataError, FitError, TrainingError

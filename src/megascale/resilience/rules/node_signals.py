@@ -6,7 +6,7 @@ import re
 from statistics import median
 
 from megascale.core.events import Event
-from megascale.core.xid import FATAL_XIDS, UNUSABLE_ACTIONS
+from megascale.core.gpus import FATAL_XIDS, UNUSABLE_ACTIONS
 from megascale.resilience.protocol.heartbeat import GpuReport, NetworkTraffic
 from megascale.resilience.rules.table import quick, slow
 from megascale.resilience.rules.verdicts import Action, Verdict

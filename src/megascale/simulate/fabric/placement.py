@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megascale.core.grid import Grid
-from megascale.core.placement_file import PlacementFile, read_placement
+from megascale.core.launch_files import PlacementFile, read_placement
 from megascale.errors import ConfigError, DataError, FitError
 from megascale.simulate.fabric.collective_flows import collective
 from megascale.simulate.fabric.ecmp import Flows

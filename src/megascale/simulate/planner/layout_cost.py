@@ -86,7 +86,7 @@ class LayoutCost:
         stops = np.cumsum([round(2 * count) for count in split])
         body = np.diff(np.concatenate([[0.0], work.cumsum()])[[0, *stops]]) / unit
         forward = body.copy()
-        forward[-1] += LOGITS_TIME * flops.logits_flops(model) / unit
+        forward[-1] += LOGITS_TIME * flops.flops_per_token(model).logits / unit
         backward = 2 * forward + (body if self.config.parallel.recompute == "full" else 0)
         shape = (self.config.parallel.virtual_stages, p)
         return forward.reshape(shape).T, backward.reshape(shape).T

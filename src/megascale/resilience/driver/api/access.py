@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from megascale.core.interfaces import list_interface_addresses
-from megascale.core.ports import is_loopback
+from megascale.core.addresses import is_loopback, list_interface_addresses
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.driver.api.tls import CERTIFICATE, trusting
 from megascale.resilience.driver.api.tokens import read_tokens

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megascale.core import strict_json
-from megascale.core.ports import is_loopback
+from megascale.core.addresses import is_loopback
 from megascale.errors import ConfigError, TrainingError
 from megascale.resilience.driver.api.access import read_access
 from megascale.resilience.driver.api.tls import client_context

@@ -20,7 +20,7 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
 from megascale import __version__
-from megascale.core.background import log_failure
+from megascale.core.failure import log_failure
 from megascale.errors import MegascaleError
 from megascale.observe.prometheus.exposition import CONTENT_TYPE, expose
 from megascale.resilience.driver.api import http_limits, metrics, settable, tls, tokens

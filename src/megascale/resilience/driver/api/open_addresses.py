@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megascale.config import ResilienceConfig
-from megascale.core.ports import is_loopback
+from megascale.core.addresses import is_loopback
 
 _CLOSE = "if all nodes are on this machine, set resilience.listen=127.0.0.1"
 

@@ -14,7 +14,7 @@ import ssl
 import tempfile
 from pathlib import Path
 
-from megascale.core.ports import is_loopback
+from megascale.core.addresses import is_loopback
 from megascale.errors import ConfigError, describe_install
 from megascale.resilience.protocol.agent_channel import DriverTls
 from megascale.resilience.protocol.contact import driver_folder

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import Phase

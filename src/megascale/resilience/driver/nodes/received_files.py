@@ -20,8 +20,8 @@ from typing import BinaryIO
 from msgspec import structs
 
 from megascale.core import json_lines
-from megascale.core.background import FailureLog
-from megascale.core.bounded_lines import MAX_LINE_BYTES
+from megascale.core.failure import FailureLog
+from megascale.core.json_lines import MAX_LINE_BYTES
 from megascale.core.untrusted_files import open_regular
 from megascale.observe.hang.sent_evidence import file_of
 from megascale.resilience.protocol.agent_messages import Evidence, FileData

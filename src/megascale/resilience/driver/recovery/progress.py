@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megascale.core.python_command import module_command
+from megascale.core.python_process import module_command
 from megascale.core.status import FAILED_IN_STEP
 from megascale.resilience.driver.state.job_state import JobState
 from megascale.resilience.protocol.heartbeat import Worker

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.core import strict_json
-from megascale.core.bounded_lines import read_bounded_lines
 from megascale.core.events import Event, is_plausible_time
+from megascale.core.json_lines import read_bounded_lines
 from megascale.resilience.driver.state.job_state import NodeState
 from megascale.resilience.driver.state.journal import Entry, Journal, NodeRow
 

@@ -1,0 +1,196 @@
+"""Files that a launched job is started with: the placement of ranks on machines, and environment variables.
+
+A placement file is JSON that `megascale network placement` writes and resilience.placement names. Its keys: `format`;
+`strategy`, by which it was made; `grid`, the axis sizes for which it was made; `hosts`, numbers of machines in the
+fabric in rank order; `nodes`, their names in the same order, or null. The job's host h holds the ranks from
+h x ranks_per_host on (core/grid.py).
+
+An environment file has lines NAME=VALUE, as `megascale network tune` writes it and resilience.environment names it.
+Only lines that a shell's `.` reads alike are accepted: no expansion, no quotes, no `export`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megascale.config.text_files import decode_text
+from megascale.core import strict_json
+from megascale.core.grid import AXES, Grid
+from megascale.core.untrusted_files import read_bounded
+from megascale.errors import ConfigError, DataError
+
+PLACEMENT_FORMAT = 1
+_MAX_PLACEMENT_BYTES = 64 << 20
+_MAX_NODE_NAME_CHARACTERS = 1024
+_MAX_ENVIRONMENT_BYTES = 64 << 10
+_MAX_VARIABLES = 256
+_LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,99})=([A-Za-z0-9_.,:/@%+^=-]*)")
+ALLOWED_PREFIXES = (
+    "NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "OFI_NCCL_", "IBV_", "RDMAV_", "MLX5_", "OMP_", "GOMP_", "KMP_",
+    "MKL_", "OPENBLAS_",
+)  # fmt: skip
+ALLOWED_NAMES = (
+    "AWS_ACCESS_KEY_ID", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION",
+    "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING", "MALLOC_ARENA_MAX", "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE", "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TOKENIZERS_PARALLELISM", "TORCH_CPP_LOG_LEVEL",
+    "TORCH_DISTRIBUTED_DEBUG", "TORCH_FR_BUFFER_SIZE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE",
+    "WANDB_RUN_GROUP", "WANDB_SILENT", "WANDB_TAGS",
+)  # fmt: skip
+# A variable with one of these words may load a library, run a command, or write a file: NCCL_NET_PLUGIN,
+# UCX_MODULE_DIR, OMP_TOOL_LIBRARIES, UCX_GDB_COMMAND, NCCL_CONF_FILE (which sets the others), NCCL_DEBUG_FILE.
+_REFUSED_WORDS = re.compile(
+    r"_(CACHE|CMD|COMMAND|CONF|CONFIG|DEST|DIRECTORY|DIRS?|DRIVERS?|EXE|EXEC|EXECUTABLE|FILES?|FOLDER|HOME|HOOKS?|"
+    r"INCLUDE|LIBRARY|LIBRARIES|LIBS?|LOADER|MAIL|MODULES?|PATH|PLUGINS?|PRELOAD|PROGRAM|SCRIPT|SHELL|TOOLS?)(_|$)"
+)
+
+
+@dataclass(frozen=True)
+class PlacementFile:
+    """Assignment of a job's hosts to machines.
+
+    Attributes:
+        strategy: how the placement was made.
+        grid: the job's grid.
+        hosts: number in the fabric of each of the job's hosts, in rank order.
+        nodes: names of the hosts, None if only their numbers are known.
+    """
+
+    strategy: str
+    grid: Grid
+    hosts: tuple[int, ...]
+    nodes: tuple[str, ...] | None = None
+
+    def write(self, path: Path) -> None:
+        """Write the file in the format of `read_placement`."""
+        tree = {
+            "format": PLACEMENT_FORMAT,
+            "strategy": self.strategy,
+            "grid": _grid_sizes(self.grid),
+            "hosts": list(self.hosts),
+            "nodes": None if self.nodes is None else list(self.nodes),
+        }
+        path.write_text(strict_json.dumps(tree, indent=1) + "\n")
+
+
+def read_placement(path: Path, grid: Grid, key: str) -> PlacementFile:
+    """Read a placement file for a job with this grid. `key` is the option or setting that named the file.
+
+    Raises:
+        ConfigError: the file does not exist.
+        DataError: it is damaged, for another grid, for another number of machines, or lists a machine twice.
+    """
+    try:
+        tree = strict_json.loads(read_bounded(path, _MAX_PLACEMENT_BYTES), _MAX_PLACEMENT_BYTES)
+        version = tree["format"]
+        file_grid = tree["grid"]
+        strategy = tree["strategy"]
+        hosts = _parse_hosts(tree["hosts"])
+        nodes = _parse_nodes(tree["nodes"])
+        if not isinstance(strategy, str) or not isinstance(file_grid, dict):
+            raise TypeError
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={path}: {error.strerror or error}; write the file with megascale network placement --out"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"{path} is not a placement file; write one with megascale network placement --out") from None
+    if version != PLACEMENT_FORMAT:
+        raise DataError(f"{path} has format {version!r:.20}, this version reads {PLACEMENT_FORMAT}; write it anew")
+    if file_grid != _grid_sizes(grid):
+        raise DataError(
+            f"{path} is for the grid {_describe_sizes(file_grid)}; the job's is {_describe_sizes(_grid_sizes(grid))}. "
+            "Write it anew"
+        )
+    _check_machines(path, "hosts", hosts, grid.host_count)
+    if nodes is not None:
+        _check_machines(path, "nodes", nodes, grid.host_count)
+    return PlacementFile(strategy, grid, hosts, nodes)
+
+
+def _check_machines(path: Path, key: str, machines: Sequence[object], host_count: int) -> None:
+    """Raise DataError unless `machines` has one entry for each host, and none twice."""
+    if len(machines) != host_count:
+        raise DataError(f"{path} lists {len(machines):,} {key}, the job has {host_count:,}; write it anew")
+    visited: set[object] = set()
+    for machine in machines:
+        if machine in visited:
+            raise DataError(f"{path} lists machine {machine} twice under {key}; each runs one host of the job")
+        visited.add(machine)
+
+
+def _grid_sizes(grid: Grid) -> dict[str, int]:
+    return {axis: grid.size(axis) for axis in AXES} | {"ranks_per_host": grid.ranks_per_host}
+
+
+def _describe_sizes(sizes: Mapping[str, object]) -> str:
+    return ", ".join(f"{str(name)[:20]} {str(size)[:20]}" for name, size in list(sizes.items())[:5])
+
+
+def _parse_hosts(values: object) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
+        raise TypeError
+    return tuple(values)
+
+
+def _parse_nodes(values: object) -> tuple[str, ...] | None:
+    if values is None:
+        return None
+    if not isinstance(values, list):
+        raise TypeError
+    for value in values:
+        if not isinstance(value, str) or not 0 < len(value) <= _MAX_NODE_NAME_CHARACTERS:
+            raise TypeError
+    return tuple(values)
+
+
+def read_environment(path: Path, key: str) -> dict[str, str]:
+    """Return the variables of an environment file. `key` is the setting that named the file.
+
+    Raises:
+        ConfigError: the file does not exist.
+        DataError: a line is not NAME=VALUE without blanks and quotes, a name is repeated, or a name is not allowed.
+    """
+    try:
+        text = decode_text(read_bounded(path, _MAX_ENVIRONMENT_BYTES))
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={path}: {error.strerror or error}; write the file with megascale network tune --out"
+        ) from None
+    except ValueError as error:
+        raise DataError(f"{key}={path} is not a file of NAME=VALUE lines: {error}") from None
+    variables: dict[str, str] = {}
+    for number, raw_line in enumerate(text.splitlines(), 1):
+        line = raw_line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise DataError(
+                f"{path} line {number}: {line[:60]!r} is not NAME=VALUE without blanks and quotes, such as "
+                "NCCL_IB_TIMEOUT=21"
+            )
+        name, value = match.groups()
+        if not is_allowed(name):
+            raise DataError(
+                f"{path} line {number}: {name} is not taken from {key}, because it may run code or change a file; "
+                "leave it out, or set it on the nodes. Allowed are names that begin with "
+                f"{', '.join(ALLOWED_PREFIXES)} and have no word such as PLUGIN, MODULE, LIBRARY, PATH or FILE, and: "
+                + ", ".join(ALLOWED_NAMES)
+            )
+        if name in variables:
+            raise DataError(f"{path} line {number}: {name} is set twice; keep one of the lines")
+        variables[name] = value
+    if len(variables) > _MAX_VARIABLES:
+        raise DataError(f"{path} has {len(variables)} variables, at most {_MAX_VARIABLES} are allowed")
+    return variables
+
+
+def is_allowed(name: str) -> bool:
+    """Return whether a variable of this name only sets figures, addresses or keys, and loads or runs nothing."""
+    if name in ALLOWED_NAMES:
+        return True
+    return name.startswith(ALLOWED_PREFIXES) and _REFUSED_WORDS.search(name) is None

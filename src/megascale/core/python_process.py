@@ -1,0 +1,46 @@
+"""Settings of the Python processes that this package starts.
+
+`python -m` puts the working directory first on `sys.path`. A module there, such as one named `queue` in a shared
+folder, would run with the rights of the job's user. Every process is therefore started without it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def module_command(module: str, *arguments: str, python: str | None = None) -> list[str]:
+    """Return the command line that runs `module` with `arguments`, by `python` (default: this interpreter).
+
+    `-P` takes the working directory off `sys.path`; folders of PYTHONPATH stay.
+    """
+    return [python or sys.executable, "-P", "-m", module, *arguments]
+
+
+def leave_working_directory() -> None:
+    """Take the working directory off `sys.path` in a process that was started with `python -m`."""
+    if not sys.flags.safe_path and sys.path and sys.path[0] == os.getcwd():
+        del sys.path[0]
+
+
+def protect_children() -> None:
+    """Make all Python processes that this process starts leave the working directory off `sys.path`."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+
+def disable_bytecode_cache() -> None:
+    """Stop this process from caching the bytecode of modules that it imports later.
+
+    A full disk can cut such a file without an error, and the next process that imports the module fails with EOFError.
+    """
+    sys.dont_write_bytecode = True
+
+
+def sleep_at_barriers() -> None:
+    """Let OpenMP threads sleep, not spin, at the end of a parallel region. Call this before torch is loaded.
+
+    On a core that another process shares, a spinning thread delays the thread for which it waits. Results are the same
+    bit for bit; docs/log.md has the measurement (2026-11-26). A policy that the user has set is respected.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

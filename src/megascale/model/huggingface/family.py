@@ -1,0 +1,267 @@
+"""Description of a Hugging Face family, reading of its config.json, and the table of its tensors.
+
+A `StoredWeight` names the logical tensors of which one tensor of a file is made; `split_weight` and `join_weight` are
+inverse to each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.config import ModelConfig
+from megascale.config.base import MAX_LAYERS
+from megascale.errors import DataError
+
+_MAX_VALUE_CHARACTERS = 200  # in a message
+
+# Our names of the GELU variants of transformers; all variants of "gelu_tanh" are the same formula.
+GELU = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+GELU_OUT = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One tensor of a Hugging Face file, made of logical tensors.
+
+    Attributes:
+        name: name in the file.
+        parts: its logical tensors, all of one shape, stacked along their first dimension.
+        transposed: stored as [in, out], like GPT-2's Conv1D.
+        heads: above 0, the parts are interleaved head by head (GPT-NeoX): [head, part, head size, ...].
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    transposed: bool = False
+    heads: int = 0
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the stored shape, given the shapes of the logical tensors."""
+        rows, *columns = shapes[self.parts[0]]
+        stacked = (rows * len(self.parts), *columns)
+        return stacked[::-1] if self.transposed else stacked
+
+
+def linear_weights(
+    name: str, *parts: str, bias: bool = True, transposed: bool = False, heads: int = 0
+) -> list[StoredWeight]:
+    """Return weight and bias of a linear layer; `parts` are logical names without `.weight`."""
+    weights = [StoredWeight(f"{name}.weight", tuple(f"{part}.weight" for part in parts), transposed, heads)]
+    if bias:
+        weights.append(StoredWeight(f"{name}.bias", tuple(f"{part}.bias" for part in parts), heads=heads))
+    return weights
+
+
+def split_weight(weight: StoredWeight, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the logical tensors of a stored one by name, as views if strides allow."""
+    tensor = tensor.t() if weight.transposed else tensor
+    count = len(weight.parts)
+    if weight.heads:
+        by_head = tensor.unflatten(0, (weight.heads, count, -1))
+        return {name: by_head[:, i].flatten(0, 1) for i, name in enumerate(weight.parts)}
+    return dict(zip(weight.parts, tensor.chunk(count), strict=True))
+
+
+def join_weight(weight: StoredWeight, logical: Mapping[str, Tensor]) -> Tensor:
+    """Return the stored tensor of logical ones, contiguous. The inverse of `split_weight`."""
+    parts = [logical[name] for name in weight.parts]
+    if weight.heads:
+        tensor = torch.stack([part.unflatten(0, (weight.heads, -1)) for part in parts], dim=1).flatten(0, 2)
+    else:
+        tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return (tensor.t() if weight.transposed else tensor).contiguous()
+
+
+@dataclass(frozen=True)
+class Family:
+    """Model family of transformers.
+
+    Attributes:
+        name: `model_type` in config.json.
+        architecture: class name in config.json.
+        prefix: prefix of the tensors of the model without its head; some files omit it.
+        head: name of the weight of the logits.
+        read_config: converts config.json to keys of [model]; raises DataError if they cannot express it.
+        write_config: the reverse, for a model without faults.
+        find_faults: reasons why a model is not of this family, one sentence per key; empty if it is.
+        list_weights: the tensors of a model.
+        buffers: regular expression of tensors that some files contain and that have no information.
+    """
+
+    name: str
+    architecture: str
+    prefix: str
+    head: str
+    read_config: Callable[[ConfigKeys], dict[str, Any]]
+    write_config: Callable[[ModelConfig], dict[str, Any]]
+    find_faults: Callable[[ModelConfig], list[str]]
+    list_weights: Callable[[ModelConfig], list[StoredWeight]]
+    buffers: str
+
+
+class ConfigKeys:
+    """Reader of a config.json. Errors name the file, the key and its value; `notes` collects remarks for the user."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values = values
+        self.source = source
+        self.notes: list[str] = []
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """Return the value of a key that has one of these names and is not null, else `default`.
+
+        Raises DataError if two names have different values.
+        """
+        present = [name for name in names if self.values.get(name) is not None]
+        if not present:
+            return default
+        value = self.values[present[0]]
+        for name in present[1:]:
+            if self.values[name] != value:
+                raise self.make_error(name, self.values[name], f"but {present[0]}={value!r} has the same meaning")
+        return value
+
+    def require_count(self, *names: str) -> int:
+        """Return a positive integer like `get`. Raises DataError if it is missing."""
+        value = self.get(*names)
+        if value is None:
+            raise DataError(f"{self.source} has no {names[0]}; it is not the configuration of a whole model")
+        if type(value) is not int or value < 1:
+            name = next(name for name in names if self.values.get(name) is not None)
+            raise self.make_error(name, value, "it must be an integer of at least 1")
+        return value
+
+    def require_layers(self, *names: str) -> int:
+        """Return the number of layers, bounded before anything is allocated for each layer."""
+        count = self.require_count(*names)
+        if count > MAX_LAYERS:
+            name = next(name for name in names if self.values.get(name) is not None)
+            raise self.make_error(name, count, f"at most {MAX_LAYERS} layers are supported")
+        return count
+
+    def make_error(self, name: str, value: object, reason: str) -> DataError:
+        """Return the error for a key whose value is not supported."""
+        text = repr(value)
+        if len(text) > _MAX_VALUE_CHARACTERS:
+            text = f"{text[:_MAX_VALUE_CHARACTERS]} ..."
+        return DataError(f"{self.source} has {name}={text}: {reason}")
+
+    def require_value(self, name: str, allowed: object, reason: str, default: Any = None) -> None:
+        """Raise DataError unless the key (or its default) has the allowed value."""
+        value = self.get(name, default=default)
+        if value != allowed:
+            raise self.make_error(name, value, f"{reason}; only {name}={allowed!r} can be imported")
+
+    def translate(self, name: str, table: Mapping[str, str], default: str) -> str:
+        """Return the table's entry for the key's value. Raises DataError if there is none."""
+        value = self.get(name, default=default)
+        if value not in table:
+            raise self.make_error(name, value, f"this activation is not supported; supported: {', '.join(table)}")
+        return table[value]
+
+    def read_dropout(self, *names: str, attention: str) -> float:
+        """Return the dropout of embeddings and residual branches, with a note if training will differ."""
+        rates = {name: float(self.get(name, default=0.0)) for name in names}
+        if float(self.get(attention, default=0.0)):
+            self.notes.append(f"{attention}={self.values[attention]} is ignored: attention has no dropout")
+        if len(set(rates.values())) > 1:
+            values = ", ".join(f"{name}={rate}" for name, rate in rates.items())
+            self.notes.append(f"{values}: model.dropout={max(rates.values())} replaces all of them")
+        return max(rates.values(), default=0.0)
+
+    def read_rotary(
+        self, fraction: float, base_key: str, fraction_key: str = "partial_rotary_factor"
+    ) -> dict[str, Any]:
+        """Return the keys of rotary positions as transformers reads them.
+
+        `rope_scaling` has priority over `rope_parameters`, and missing values come from the keys of older files. Raises
+        DataError if a key that transformers would ignore differs.
+        """
+        tables: dict[str, dict[str, Any]] = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            rope = self.get(name, default={})
+            if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+                raise self.make_error(name, rope, "rotary positions that differ between layers are not supported")
+            if rope:
+                tables[name] = rope
+            rope_type = rope.get("rope_type", rope.get("type", "default"))
+            if rope_type != "default":
+                raise self.make_error(f"{name}.rope_type", rope_type, "scaled rotary positions are not supported")
+        table_name, rope = next(iter(tables.items()), ("rope_parameters", {}))
+        base = rope.get("rope_theta") or self.get(base_key, default=10000.0)
+        rotary_fraction = rope.get("partial_rotary_factor") or self.get(fraction_key, default=fraction)
+        for name, values in tables.items():
+            for key, value in (("rope_theta", base), ("partial_rotary_factor", rotary_fraction)):
+                if values.get(key, value) not in (value, None):
+                    raise self.make_error(f"{name}.{key}", values[key], f"but {table_name} gives {value!r}")
+        for key, value in ((base_key, base), ("rope_theta", base), (fraction_key, rotary_fraction)):
+            if self.get(key, default=value) != value:
+                raise self.make_error(key, self.values[key], f"but {table_name} gives {value!r}")
+        return {"positions": "rotary", "rotary_base": float(base), "rotary_fraction": float(rotary_fraction)}
+
+
+def rotary_fraction_of(width: int, size: int) -> float:
+    """Return the fraction of a head of `size` for which int(fraction x size) is `width`."""
+    fraction = width / size
+    return fraction if int(fraction * size) == width else math.nextafter(fraction, 2.0)
+
+
+def rotary_width(model: ModelConfig) -> int:
+    """Return the width of a head that is rotated."""
+    return int(model.head_size * model.rotary_fraction)
+
+
+def find_unsupported_values(model: ModelConfig, family: str, supported: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return a sentence for each key of [model] whose value the family does not support."""
+    faults = []
+    for key, values in supported.items():
+        value = getattr(model, key)
+        if value not in values:
+            allowed = " or ".join(repr(v) for v in values)
+            faults.append(f"model.{key}={value!r}, and {family} only has {allowed}")
+    return faults
+
+
+def find_head_faults(model: ModelConfig, family: str) -> list[str]:
+    """Return faults for a family without grouped queries whose heads together are as wide as the model."""
+    faults = []
+    if model.num_kv_heads != model.heads:
+        faults.append(
+            f"model.kv_heads={model.num_kv_heads} for model.heads={model.heads}, and {family} has no grouped queries"
+        )
+    if model.head_size * model.heads != model.hidden:
+        faults.append(
+            f"model.head_dim={model.head_size} x model.heads={model.heads} is not model.hidden={model.hidden}, "
+            f"which {family} requires"
+        )
+    return faults
+
+
+def list_windowed_layers(model: ModelConfig) -> list[bool]:
+    """Return for each layer whether it has a window.
+
+    A window as long as the training sequence counts, except with learned positions, which end there.
+    """
+    has_effect = model.positions != "learned" or (model.window or 0) < model.sequence_length
+    return [has_effect and model.layer_window(i) is not None for i in range(model.layers)]
+
+
+def find_window_faults(model: ModelConfig, family: str) -> list[str]:
+    """Return the faults for a family of full attention."""
+    if not any(list_windowed_layers(model)):
+        return []
+    return [f"model.window={model.window}, and {family} has no sliding window"]
