@@ -61,10 +61,10 @@ def dashboard(
 
     require("fastapi", "dashboard")
     require("uvicorn", "dashboard")
-    from megascale.observe.dashboard.application import Outside
+    from megascale.observe.dashboard.application import Integrations
     from megascale.observe.dashboard.questions import Sources
     from megascale.observe.dashboard.run_list import RunList
-    from megascale.observe.dashboard.serve import Listening, check, serve
+    from megascale.observe.dashboard.serve import Listening, make_tls_context, serve
     from megascale.resilience.driver.api import job_view
     from megascale.simulate.run_plan import run_plan
 
@@ -72,8 +72,8 @@ def dashboard(
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     protect_children()  # multiprocessing starts the processes that answer queries
     listening = Listening(host, port, token_file, no_token, certificate, key)
-    check(listening)
-    outside = Outside(Sources(job_view.job, job_view.nodes, run_plan), job_view.order)
+    make_tls_context(listening)
+    outside = Integrations(Sources(job_view.job, job_view.nodes, run_plan), job_view.order)
     serve(RunList(run), outside, listening, typer.echo, browser)
 
 

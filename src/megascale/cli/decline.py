@@ -46,29 +46,31 @@ def decline(
       megascale decline runs/stdlib --before 100-200 --after 5000-5100 --plot decline.png
     """
     from megascale.errors import ConfigError
-    from megascale.observe.analysis.decline import decline as find_decline
-    from megascale.observe.analysis.decline import step_series, windows
-    from megascale.observe.analysis.rank_parts import rank_parts, window
-    from megascale.observe.analysis.run_steps import step_range
+    from megascale.observe.analysis.decline import choose_windows, read_step_seconds
+    from megascale.observe.analysis.decline import explain_decline as find_decline
+    from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+    from megascale.observe.analysis.run_steps import parse_step_range
     from megascale.observe.store.tables import SpanTables
 
     if bool(before) != bool(after):
         raise ConfigError("--before and --after are given together, as --before 10-60 --after 900-1000, or not at all")
     with SpanTables(run) as tables:
         if before:
-            first, second = step_range(before), step_range(after)
-            attempt = window(tables, after)[0]
-            steps, seconds = step_series(tables, attempt)
+            first, second = parse_step_range(before), parse_step_range(after)
+            attempt = choose_window(tables, after)[0]
+            steps, seconds = read_step_seconds(tables, attempt)
             is_shown = (steps >= first[0]) & (steps <= second[1])
             series = steps[is_shown], seconds[is_shown]
         else:
-            attempt = window(tables)[0]
-            first, second, series = windows(tables, attempt)
-        report = find_decline(lambda low, high: rank_parts(tables, attempt, low, high), first, second, tables, series)
+            attempt = choose_window(tables)[0]
+            first, second, series = choose_windows(tables, attempt)
+        report = find_decline(
+            lambda low, high: read_rank_parts(tables, attempt, low, high), first, second, tables, series
+        )
     if plot is not None:
-        from megascale.observe.analysis.decline_plot import draw
+        from megascale.observe.analysis.decline_plot import draw_decline
 
-        draw(report, plot)
+        draw_decline(report, plot)
         typer.echo(f"step time and causes: {plot}", err=as_json)
     if as_json:
         print_json(to_dict(report))
@@ -94,7 +96,7 @@ def print_tables(report: Decline) -> None:
         console.print("no decline: steps are not longer by more than 1%")
         return
     if report.verdict == "uncertain":
-        size = f"up to {report.chance:.0%}" if math.isfinite(report.chance) else "any size"
+        size = f"up to {report.growth_by_chance:.0%}" if math.isfinite(report.growth_by_chance) else "any size"
         console.print(
             f"undecided: steps are {report.growth:.1%} longer, but their times vary so much in windows of this length "
             f"that chance explains a growth of {size}; compare longer windows with --before and --after"
@@ -105,7 +107,7 @@ def print_tables(report: Decline) -> None:
         if cause.share >= 0.02:
             table.add_row(cause.name, f"{1e3 * cause.seconds:+.2f}", f"{cause.share:.0%}")
     console.print(table)
-    for cause in report.named:
+    for cause in report.main_causes:
         console.print(f"{cause.name}: {'; '.join(cause.evidence)}", markup=False)
 
 
@@ -119,8 +121,8 @@ def to_dict(report: Decline) -> dict[str, Any]:
         "growth": report.growth,
         "mfu": [number_or_none(mfu) for mfu in report.mfu],
         "verdict": report.verdict,
-        "declined": report.declined,
-        "named": [cause.name for cause in report.named],
+        "declined": report.has_declined,
+        "named": [cause.name for cause in report.main_causes],
         "causes": [
             {
                 "name": cause.name,

@@ -31,16 +31,16 @@ def doctor(as_json: bool = JSON) -> None:
 
     Example: megascale doctor
     """
-    from megascale.observe.machine_report import examine
+    from megascale.observe.machine_report import examine_machine
 
-    findings = examine()
+    findings = examine_machine()
     if as_json:
         print_json([vars(finding) for finding in findings], indent=2)
         return
     table = make_list("", "what", "found", "what follows")
     marks = {"good": "[green]ok[/green]", "slow": "[yellow]slow[/yellow]", "missing": "[red]no[/red]"}
     for finding in findings:
-        table.add_row(marks[finding.verdict], finding.what, finding.found, finding.advice)
+        table.add_row(marks[finding.verdict], finding.subject, finding.value, finding.advice)
     make_console().print(table)
 
 
@@ -162,7 +162,7 @@ def hang(
     has_remote_ranks = (folder / "driver").is_dir() and not any((folder / "status").glob("rank-*.calls"))
     if ask and has_remote_ranks:
         _request_remote_ranks(folder, watch)
-    scene, verdict = hang_report.examine(folder, ask, watch)
+    scene, verdict = hang_report.examine_run(folder, ask, watch)
     if as_json:
         print_json(hang_report.as_json(scene, verdict), indent=2)
     else:
@@ -184,11 +184,11 @@ def _request_remote_ranks(run: Path, watch: float) -> None:
 
 def _print_hang(scene: Scene, verdict: Hang) -> None:
     from megascale.observe.hang import hang_report
-    from megascale.observe.hang.verdict import place
+    from megascale.observe.hang.verdict import describe_position
 
     console = make_console()
     colour = {"none": "green"}.get(verdict.kind, "red")
-    console.print(f"[bold {colour}]{hang_report.headline(verdict)}[/]")
+    console.print(f"[bold {colour}]{hang_report.format_headline(verdict)}[/]")
     if scene.sent:
         seen_at = time.strftime("%H:%M:%S", time.localtime(scene.now_ns / 1e9))
         console.print(f"as their agents saw the ranks at {seen_at}")
@@ -201,7 +201,7 @@ def _print_hang(scene: Scene, verdict: Hang) -> None:
         name = str(rank)
         if rank in verdict.ranks:
             name = f"[red]{rank}[/]"
-        row = [name, rank_state.process, place(rank_state)]
+        row = [name, rank_state.process, describe_position(rank_state)]
         if wait is not None:
             waits_for = "all joined" if wait.all_came else ", ".join(map(str, wait.on[:8]))
             row += [f"{wait.group} call {wait.sequence} {wait.op}", waits_for, f"{wait.seconds:.1f}"]

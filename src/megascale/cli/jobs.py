@@ -182,21 +182,21 @@ def _measure_ranks(run: Path) -> dict[int, dict[str, Any]]:
 
     The flag is set if `megascale stragglers` names the rank. Empty without spans.
     """
-    from megascale.observe.analysis.rank_parts import rank_parts, window
-    from megascale.observe.analysis.slow_ranks import median
-    from megascale.observe.analysis.stragglers import stragglers
+    from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+    from megascale.observe.analysis.slow_ranks import nan_median
+    from megascale.observe.analysis.stragglers import find_stragglers
     from megascale.observe.store.tables import SpanTables
 
     try:
         with SpanTables(run) as tables:
-            report = stragglers(rank_parts(tables, *window(tables)))
+            report = find_stragglers(read_rank_parts(tables, *choose_window(tables)))
     except MegascaleError:
         return {}
-    named_ranks = {straggler.found.rank for straggler in report.persistent}
-    parts, excesses = report.parts, report.judged.excess
+    named_ranks = {straggler.slow_rank.rank for straggler in report.persistent}
+    parts, excesses = report.parts, report.judgement.excess
     ranks = parts.ranks.tolist()
     speeds = {}
-    for rank, seconds, excess in zip(ranks, median(parts.working).tolist(), excesses.tolist(), strict=True):
+    for rank, seconds, excess in zip(ranks, nan_median(parts.running).tolist(), excesses.tolist(), strict=True):
         speeds[rank] = {"own": seconds, "slower": number_or_none(excess), "named": rank in named_ranks}
     return speeds
 

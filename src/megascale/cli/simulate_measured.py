@@ -106,7 +106,7 @@ def measure(
         gpus = torch.cuda.device_count()
         if processes is not None and processes > gpus:
             raise ConfigError(f"--processes={processes} but this host has {gpus} GPUs")
-    figures = machine_figures.figures(torch_device, seconds, processes or gpus)
+    figures = machine_figures.measure_machine(torch_device, seconds, processes or gpus)
     cluster = measured_machine.cluster_from(figures, base, name)
     calibration = measured_machine.calibration_from(figures, cluster)
     cluster_file, calibration_file = out / f"{name}.toml", out / f"{name}-calibration.toml"
@@ -210,13 +210,13 @@ def validate(
       megascale simulate validate --data ../shared/data --rows
     """
     from megascale.observe.analysis.operation_trace import read_trace
-    from megascale.observe.analysis.whatif import what_if
+    from megascale.observe.analysis.whatif import analyse_trace
     from megascale.simulate import render
     from megascale.simulate.validation.anchors import find_data_folder
     from megascale.simulate.validation.validation_report import validate as run_checks
 
     names = split_option(only) or None
-    checks = run_checks(find_data_folder(data), runs, lambda file: what_if(read_trace(file)), names)
+    checks = run_checks(find_data_folder(data), runs, lambda file: analyse_trace(read_trace(file)), names)
     if as_json:
         print_json([_check_to_dict(check) for check in checks], indent=2)
     else:

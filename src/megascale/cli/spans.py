@@ -59,12 +59,12 @@ def _request_steps(run: Path, steps: int, deadline: float) -> tuple[int, int]:
     from rich.progress import Progress
 
     from megascale.errors import TrainingError
-    from megascale.observe.store.asking import arrived, ask_for
+    from megascale.observe.store.asking import count_complete_steps, request_spans
 
-    first, last = ask_for(run, steps)
+    first, last = request_spans(run, steps)
     with Progress(transient=True) as progress:
         task = progress.add_task(f"steps {first} to {last}", total=steps)
-        done = arrived(run, first, last)
+        done = count_complete_steps(run, first, last)
         while done < steps:
             if time.monotonic() > deadline:
                 raise TrainingError(
@@ -73,7 +73,7 @@ def _request_steps(run: Path, steps: int, deadline: float) -> tuple[int, int]:
                 )
             progress.update(task, completed=done)
             time.sleep(0.2)
-            done = arrived(run, first, last)
+            done = count_complete_steps(run, first, last)
     return first, last
 
 
@@ -121,12 +121,12 @@ def describe_network(tables: SpanTables) -> list[str]:
     """Return lines on the network settings of hosts that differ from the advice, as their span services found them."""
     from megascale.core import strict_json
     from megascale.core.untrusted_files import read_small_text
-    from megascale.observe.store.ingest import STATE
+    from megascale.observe.store.ingest import STATE_FILE
 
     lines = []
     for host in tables.hosts:
         try:
-            for setting in strict_json.loads(read_small_text(host / STATE))["network"]:
+            for setting in strict_json.loads(read_small_text(host / STATE_FILE))["network"]:
                 if setting["good"] is False:
                     name = f"{host.name} {setting['device']} {setting['name']}"
                     lines.append(f"{name}: {setting['found']}; advised: {setting['advised']}")

@@ -67,18 +67,18 @@ def stragglers(
       megascale evict runs/stdlib n2 --why "rank 5 is 12% slower"
     """
     from megascale.errors import ConfigError
-    from megascale.observe.analysis.rank_parts import rank_parts, window
-    from megascale.observe.analysis.stragglers import stragglers as find_stragglers
+    from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+    from megascale.observe.analysis.stragglers import find_stragglers as find_stragglers
     from megascale.observe.store.tables import SpanTables
 
     if steps and last is not None:
         raise ConfigError(f"--steps={steps} and --last={last} both choose the steps; give one of them")
     with SpanTables(run) as tables:
-        report = find_stragglers(rank_parts(tables, *window(tables, steps, last)), tables)
+        report = find_stragglers(read_rank_parts(tables, *choose_window(tables, steps, last)), tables)
     if plot is not None:
-        from megascale.observe.analysis.straggler_plot import draw
+        from megascale.observe.analysis.straggler_plot import draw_stragglers
 
-        draw(report, plot)
+        draw_stragglers(report, plot)
         typer.echo(f"ranks: {plot}", err=as_json)
     if as_json:
         print_json(to_dict(report))
@@ -89,15 +89,15 @@ def stragglers(
 def print_tables(report: Stragglers) -> None:
     """Print the slow ranks and links, and the evidence for each."""
     console = make_console()
-    judged, parts = report.judged, report.parts
+    judged, parts = report.judgement, report.parts
     console.print(f"steps {parts.steps[0]} to {parts.steps[-1]} of attempt {parts.attempt}, {len(parts.ranks):,} ranks")
     for line in describe_missing(report):
         console.print(line)
-    if judged.lonely:
+    if judged.uncompared:
         console.print(
-            f"{judged.lonely} of them have no rank with the same work (data parallelism of 1): they are not compared"
+            f"{judged.uncompared} of them have no rank with the same work (data parallelism of 1): they are not compared"
         )
-    if len(parts.ranks) == judged.lonely:
+    if len(parts.ranks) == judged.uncompared:
         return
     threshold = f"a rank is named if it is {judged.limit:.1%} slower or more"
     if math.isnan(judged.spread):
@@ -114,7 +114,7 @@ def print_tables(report: Stragglers) -> None:
     for straggler in report.ranks[:_LISTED]:
         machine = format_optional(straggler.hostname or None, " on {}")
         evidence = "; ".join(straggler.evidence)
-        console.print(f"rank {straggler.found.rank} ({straggler.place}{machine}): {evidence}", markup=False)
+        console.print(f"rank {straggler.slow_rank.rank} ({straggler.position}{machine}): {evidence}", markup=False)
     for link in report.links[:_LISTED]:
         console.print(f"link of {_describe_link_ranks(link)}: {'; '.join(link.evidence)}", markup=False)
     remaining = max(0, len(report.ranks) - _LISTED) + max(0, len(report.links) - _LISTED)
@@ -126,8 +126,8 @@ def _make_table(report: Stragglers) -> Table:
     headers = ["rank", "host", "slower", "", "steps", "cause", "costs,\nms", "confidence"]
     table = make_figures(headers, left_aligned=["", "steps", "cause"])
     for straggler in report.ranks[:_LISTED]:
-        rank = straggler.found
-        costs = f"{1e3 * straggler.costs:.1f}" if straggler.costs else ""
+        rank = straggler.slow_rank
+        costs = f"{1e3 * straggler.delay_seconds:.1f}" if straggler.delay_seconds else ""
         table.add_row(
             str(rank.rank), str(straggler.host), f"{rank.excess:.1%}", rank.state, f"{rank.first}-{rank.last}",
             straggler.cause, costs, _format_confidence(rank.confidence),
@@ -144,12 +144,12 @@ def _make_table(report: Stragglers) -> Table:
 
 def describe_missing(report: Stragglers) -> list[str]:
     """Return lines on ranks without records, or without further records: they are not compared."""
-    lines, missing = [], report.parts.missing
+    lines, missing = [], report.parts.missing_ranks
     if missing:
         ranks = join_first(missing, _LISTED)
         subject = f"{len(missing):,} ranks ({ranks}) have" if len(missing) > 1 else f"rank {ranks} has"
         lines.append(f"{subject} no records in these steps: not compared")
-    for rank, step in list(report.parts.silent.items())[:_LISTED]:
+    for rank, step in list(report.parts.silent_ranks.items())[:_LISTED]:
         lines.append(f"rank {rank} has no records after step {step}, though other ranks have")
     return lines
 
@@ -166,15 +166,15 @@ def _format_confidence(confidence: float) -> str:
 
 def to_dict(report: Stragglers) -> dict[str, Any]:
     """Return the record of --json. Shares are of comparable ranks' time; null if there is no figure."""
-    parts, judged = report.parts, report.judged
+    parts, judged = report.parts, report.judgement
     excesses = zip(parts.ranks.tolist(), judged.excess, strict=True)
     return {
         "attempt": parts.attempt,
         "first_step": int(parts.steps[0]),
         "last_step": int(parts.steps[-1]),
-        "missing": parts.missing,
-        "silent": {str(rank): step for rank, step in parts.silent.items()},
-        "compared": len(parts.ranks) - judged.lonely,
+        "missing": parts.missing_ranks,
+        "silent": {str(rank): step for rank, step in parts.silent_ranks.items()},
+        "compared": len(parts.ranks) - judged.uncompared,
         "spread": number_or_none(judged.spread),
         "limit": number_or_none(judged.limit),
         "slow_ranks": [_rank_to_dict(straggler) for straggler in report.ranks],
@@ -195,13 +195,13 @@ def to_dict(report: Stragglers) -> dict[str, Any]:
 
 
 def _rank_to_dict(straggler: Straggler) -> dict[str, Any]:
-    rank = straggler.found
+    rank = straggler.slow_rank
     return {
         "rank": rank.rank,
         "host": straggler.host,
         "hostname": straggler.hostname,
         "device": straggler.device,
-        "place": straggler.place,
+        "place": straggler.position,
         "slower": rank.excess,
         "error": rank.error,
         "limit": rank.limit,
@@ -211,6 +211,6 @@ def _rank_to_dict(straggler: Straggler) -> dict[str, Any]:
         "last_step": rank.last,
         "cause": straggler.cause,
         "shares": straggler.shares,
-        "costs_seconds": straggler.costs,
+        "costs_seconds": straggler.delay_seconds,
         "evidence": list(straggler.evidence),
     }

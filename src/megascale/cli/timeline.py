@@ -51,7 +51,7 @@ def timeline(
     Open .json and .json.gz with https://ui.perfetto.dev or chrome://tracing.
     """
     from megascale.errors import ConfigError
-    from megascale.observe.analysis.step_timeline import step_timeline
+    from megascale.observe.analysis.step_timeline import read_step_timeline
     from megascale.observe.store.tables import SpanTables
 
     suffixes = _PICTURES + _TRACES
@@ -59,16 +59,16 @@ def timeline(
         if not path.name.endswith(suffixes):
             raise ConfigError(f"--out={path} must end in one of {', '.join(suffixes)}")
     with SpanTables(run) as tables:
-        report = step_timeline(tables, step, ranks, view)
+        report = read_step_timeline(tables, step, ranks, view)
     for path in out:
         if path.suffix in _PICTURES:
-            from megascale.observe.analysis.timeline_picture import draw
+            from megascale.observe.analysis.timeline_picture import draw_timeline
 
-            draw(report, path)
+            draw_timeline(report, path)
         else:
-            from megascale.observe.analysis.timeline_events import write
+            from megascale.observe.analysis.timeline_events import write_trace_events
 
-            write(report, path)
+            write_trace_events(report, path)
     if as_json:
         print_json(_to_dict(report, waits))
         return
@@ -109,7 +109,7 @@ def _print_tables(report: StepTimeline, waits: int) -> None:
 
 def _format_track(track: Track) -> list[str]:
     """Return the cells of a rank, with times in ms."""
-    tensor, stage, data = track.place
+    tensor, stage, data = track.coordinates
     parts = track.seconds
     seconds = [(track.end - track.begin) / 1e9, parts["compute"], parts["bubble"], _sum_exposed(track)]
     seconds += [parts["samples"], parts["optimizer"], parts["other"]]
@@ -131,7 +131,7 @@ def _to_dict(report: StepTimeline, waits: int) -> dict[str, Any]:
     is_planned = not math.isnan(report.planned_seconds)
     tracks = []
     for track in report.tracks:
-        tensor, stage, data = track.place
+        tensor, stage, data = track.coordinates
         tracks.append({"rank": track.rank, "tensor": tensor, "pipeline": stage, "data": data, "seconds": track.seconds})
     return {
         "step": report.step,

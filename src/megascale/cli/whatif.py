@@ -57,16 +57,16 @@ def whatif(
       megascale whatif trace-ST.parquet --json
     """
     from megascale.observe.analysis.operation_trace import write_trace
-    from megascale.observe.analysis.whatif import what_if
+    from megascale.observe.analysis.whatif import analyse_trace
 
     trace = _read_trace(source, steps, last)
     if export is not None:
         typer.echo(f"{write_trace(trace, export)} operations: {export}", err=as_json)
-    report = what_if(trace, tuple(rank))
+    report = analyse_trace(trace, tuple(rank))
     if plot is not None:
-        from megascale.observe.analysis.whatif_plot import heat_map
+        from megascale.observe.analysis.whatif_plot import draw_worker_scores
 
-        heat_map(report, plot)
+        draw_worker_scores(report, plot)
         typer.echo(f"workers: {plot}", err=as_json)
     if as_json:
         print_json(_to_dict(report))
@@ -78,24 +78,24 @@ def _read_trace(source: Path, steps: str, last: int) -> OperationTrace:
     """Return the chosen steps of a run's spans or of a trace file."""
     from megascale.errors import ConfigError, DataError
     from megascale.observe.analysis.operation_trace import read_trace
-    from megascale.observe.analysis.run_steps import chosen_steps, step_range
+    from megascale.observe.analysis.run_steps import choose_sampled_steps, parse_step_range
 
     if source.is_dir():
-        from megascale.observe.analysis.run_trace import run_trace
+        from megascale.observe.analysis.run_trace import read_run_trace
         from megascale.observe.store.tables import SpanTables
 
         with SpanTables(source) as tables:
-            return run_trace(tables, chosen_steps(tables, steps, last))
+            return read_run_trace(tables, choose_sampled_steps(tables, steps, last))
     if not source.exists():
         raise DataError(f"{source} does not exist; name a run folder, such as runs/stdlib, or a trace (.parquet)")
     trace = read_trace(source)
     if not steps:
         return trace
-    low, high = step_range(steps)
+    low, high = parse_step_range(steps)
     is_chosen = (trace.step >= low) & (trace.step <= high)
     if not is_chosen.any():
         raise ConfigError(f"--steps={steps}: {source} has steps {trace.step.min()} to {trace.step.max()}")
-    return trace.rows(is_chosen)
+    return trace.select_rows(is_chosen)
 
 
 def _print_tables(report: WhatIf) -> None:
@@ -123,10 +123,10 @@ def _print_tables(report: WhatIf) -> None:
             table.add_row(f"{name} {key}".strip(), share, saved, f"{part.alone:.4f}")
         table.add_section()
     console.print(table)
-    for number, reason in list(report.left_out.items())[:5]:
+    for number, reason in list(report.skipped_steps.items())[:5]:
         console.print(f"skipped: step {number}: {reason}", markup=False)
-    if len(report.left_out) > 5:
-        console.print(f"skipped: {len(report.left_out) - 5} more steps")
+    if len(report.skipped_steps) > 5:
+        console.print(f"skipped: {len(report.skipped_steps) - 5} more steps")
 
 
 def _format_share(share: float) -> str:
@@ -145,7 +145,7 @@ def _to_dict(report: WhatIf) -> dict[str, Any]:
 
     return {
         "steps": report.steps,
-        "left_out": {str(step): reason for step, reason in report.left_out.items()},
+        "left_out": {str(step): reason for step, reason in report.skipped_steps.items()},
         "recorded_seconds": report.recorded,
         "replayed_seconds": report.replayed,
         "original_seconds": report.original,

@@ -65,7 +65,7 @@ class Reporter:
     def log_line(self, text: str) -> None:
         """Print a line on the terminal, if the sinks are open."""
         if self._terminal is not None:
-            self._terminal.say(text)
+            self._terminal.print_line(text)
 
     def report_active(self, choices: dict[str, str]) -> None:
         """Report which overlaps and kernels run, why others do not, and the NCCL_ variables of the environment.

@@ -82,7 +82,7 @@ class OperationTrace:
     def __len__(self) -> int:
         return len(self.start)
 
-    def rows(self, mask: Array) -> OperationTrace:
+    def select_rows(self, mask: Array) -> OperationTrace:
         """Those rows."""
         return OperationTrace(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
 
@@ -107,7 +107,7 @@ class OperationTrace:
         return [*names, *others.tolist()], codes
 
 
-def trace_of(columns: dict[str, Any]) -> OperationTrace:
+def make_trace(columns: dict[str, Any]) -> OperationTrace:
     """A trace of arrays by attribute; `waited` may lack. DataError names what makes no sense."""
     given = {name: np.asarray(columns[name]) for name, _ in _COLUMNS.values()}
     given["waited"] = np.asarray(columns.get("waited", np.zeros(len(given["start"]))), dtype=float)
@@ -159,7 +159,7 @@ def read_trace(path: Path) -> OperationTrace:
         if np.ma.is_masked(values):
             row = int(np.flatnonzero(np.ma.getmaskarray(values))[0])
             raise DataError(f"{path} has no {name} in row {row}; write -1 where a column means nothing")
-    return trace_of({name: np.ma.getdata(values) for name, values in found.items()})
+    return make_trace({name: np.ma.getdata(values) for name, values in found.items()})
 
 
 def write_trace(trace: OperationTrace, path: Path) -> int:

@@ -13,7 +13,7 @@ _INNER = {SpanKind.WAIT.label, SpanKind.DATA_WAIT.label, SpanKind.TRANSFER.label
 
 
 @dataclass(frozen=True)
-class Inner:
+class InnerSpan:
     """A wait (or data_wait) within an action, or a transfer that began in it. Times are nanoseconds."""
 
     action: str
@@ -25,7 +25,7 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class Act:
+class ActionSpan:
     """One action of a rank with what lies in it. Times are nanoseconds on the common clock."""
 
     action: str
@@ -33,13 +33,13 @@ class Act:
     microbatch: int
     begin: int
     end: int
-    inner: list[Inner] = field(default_factory=list)
+    inner: list[InnerSpan] = field(default_factory=list)
 
-    def waits(self, *axes: str) -> list[Inner]:
+    def waits(self, *axes: str) -> list[InnerSpan]:
         """Waits for other ranks, along these axes or any."""
         return [one for one in self.inner if one.action == "wait" and (not axes or one.axis in axes)]
 
-    def transfers(self, axis: str) -> list[Inner]:
+    def transfers(self, axis: str) -> list[InnerSpan]:
         """Transfers along an axis that began in it."""
         return [one for one in self.inner if one.action == "transfer" and one.axis == axis]
 
@@ -60,7 +60,7 @@ class RankStep:
     begin: int
     end: int
     clock_error: int
-    acts: list[Act]
+    acts: list[ActionSpan]
 
 
 def kept_steps(tables: SpanTables) -> list[int]:
@@ -80,19 +80,19 @@ def kept_steps(tables: SpanTables) -> list[int]:
     return steps
 
 
-def chosen_steps(tables: SpanTables, wanted: str, last: int) -> list[int]:
+def choose_sampled_steps(tables: SpanTables, wanted: str, last: int) -> list[int]:
     """Steps that --steps names ("7", "7-20"; empty: the last so many, without the attempt's first, which warms up)."""
     steps = kept_steps(tables)
     if not wanted:
         return (steps[1:] if len(steps) > 1 else steps)[-last:]
-    low, high = step_range(wanted)
+    low, high = parse_step_range(wanted)
     found = [step for step in steps if low <= step <= high]
     if not found:
         raise ConfigError(f"--steps={wanted}: spans of all ranks were kept of {_listed(steps)} only")
     return found
 
 
-def step_range(wanted: str) -> tuple[int, int]:
+def parse_step_range(wanted: str) -> tuple[int, int]:
     """First and last step of "7" or "7-20". ConfigError on anything else."""
     low, dash, high = wanted.partition("-")
     if not low.isdecimal() or not (high.isdecimal() if dash else True) or int(high or low) < int(low):
@@ -133,9 +133,9 @@ def rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | None = N
             if action == "step":
                 one = RankStep(step, rank, one.place, begin, end, error, one.acts)
             elif action not in _INNER:
-                one.acts.append(Act(action, chunk, batch, begin, end))
+                one.acts.append(ActionSpan(action, chunk, batch, begin, end))
             elif one.acts and begin <= one.acts[-1].end:
-                one.acts[-1].inner.append(Inner(action, axis, begin, end, size, on))
+                one.acts[-1].inner.append(InnerSpan(action, axis, begin, end, size, on))
         if one is not None:
             yield _checked(one)
 

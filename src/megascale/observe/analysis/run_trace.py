@@ -32,9 +32,9 @@ from megascale.observe.analysis.operation_trace import (
     REDUCE,
     TRANSFERS,
     OperationTrace,
-    trace_of,
+    make_trace,
 )
-from megascale.observe.analysis.run_steps import Act, RankStep, rank_steps
+from megascale.observe.analysis.run_steps import ActionSpan, RankStep, rank_steps
 from megascale.observe.store.tables import SpanTables
 
 # A wait shorter than this (ns) was for a message that had come before.
@@ -48,7 +48,7 @@ _MESSAGES = {
 }
 
 
-def run_trace(tables: SpanTables, steps: list[int]) -> OperationTrace:
+def read_run_trace(tables: SpanTables, steps: list[int]) -> OperationTrace:
     """The operations of these steps of a run. DataError if they hold no compute."""
     out = _Rows()
     of_step: list[RankStep] = []
@@ -149,7 +149,7 @@ class _Rows:
             at = max(at, end)
 
     @staticmethod
-    def _reductions(act: Act, tail: dict[str, tuple[int, int]]) -> None:
+    def _reductions(act: ActionSpan, tail: dict[str, tuple[int, int]]) -> None:
         if moved := act.transfers("embedding"):
             tail[EMBEDDING] = (moved[0].begin, max(one.end for one in moved))
         if waits := act.waits("data"):
@@ -181,7 +181,7 @@ class _Rows:
         np.minimum.at(first, number.ravel(), begin)
         columns |= {"start": (begin - first[number.ravel()]) / 1e9, "duration": (end - begin) / 1e9, "step": step}
         columns["waited"] = np.minimum(np.array(columns["waited"]) / 1e9, columns["duration"])
-        return trace_of(columns)
+        return make_trace(columns)
 
 
 _BEGIN = 9

@@ -19,7 +19,7 @@ import numpy as np
 from megascale.core.replay import ActionGraph, replay_schedule
 from megascale.core.schedule import ActionKind, Schedule
 from megascale.errors import ConfigError, DataError
-from megascale.observe.analysis.run_steps import Act, Inner, RankStep, chosen_steps, rank_steps
+from megascale.observe.analysis.run_steps import ActionSpan, InnerSpan, RankStep, choose_sampled_steps, rank_steps
 from megascale.observe.store.tables import SpanTables
 
 VIEWS = ("pipeline", "tensor", "data")
@@ -53,8 +53,8 @@ class Wait:
     axis: str
     begin: int
     end: int
-    on: int
-    why: str
+    waited_on: int
+    reason: str
     root: int = -1
 
 
@@ -78,10 +78,10 @@ class Track:
     """
 
     rank: int
-    place: tuple[int, int, int]
+    coordinates: tuple[int, int, int]
     begin: int
     end: int
-    acts: list[Act]
+    acts: list[ActionSpan]
     waits: list[Wait]
     planned: list[Planned]
     seconds: dict[str, float]
@@ -113,7 +113,7 @@ class StepTimeline:
     bubbles: dict[int, float]
 
 
-def step_timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -> StepTimeline:
+def read_step_timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -> StepTimeline:
     """Read a step. ConfigError names what of the options is none; DataError what is not there.
 
     Args:
@@ -124,7 +124,7 @@ def step_timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -
     """
     if view not in VIEWS:
         raise ConfigError(f"--view={view} is none of {', '.join(VIEWS)}")
-    number = chosen_steps(tables, "" if step is None else str(step), 1)[-1]
+    number = choose_sampled_steps(tables, "" if step is None else str(step), 1)[-1]
     found = tables.query(
         "SELECT rank, any_value(tensor) AS tensor, any_value(pipeline) AS pipeline, any_value(data) AS data FROM ranks "
         "WHERE attempt = (SELECT max(attempt) FROM spans WHERE step = ?) GROUP BY rank ORDER BY rank",
@@ -141,7 +141,7 @@ def step_timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -
     steps = {one.rank: one for one in rank_steps(tables, [number], read)}
     if missing := [rank for rank in shown if rank not in steps]:
         raise DataError(f"step {number}: spans of rank {missing[0]} were lost; choose another step")
-    return _Reading(steps, {rank: place[1] for rank, place in places.items()}).timeline(number, shown, view)
+    return _TimelineBuilder(steps, {rank: place[1] for rank, place in places.items()}).timeline(number, shown, view)
 
 
 def _chosen(ranks: str, view: str, places: dict[int, tuple[int, ...]]) -> list[int]:
@@ -168,7 +168,7 @@ def _chosen(ranks: str, view: str, places: dict[int, tuple[int, ...]]) -> list[i
     return sorted(set(chosen), key=lambda rank: tuple(places[rank][n] for n in order))
 
 
-class _Reading:
+class _TimelineBuilder:
     """The steps of the ranks that were read, and what of them is known of each other."""
 
     def __init__(self, steps: dict[int, RankStep], stage_of: dict[int, int]) -> None:
@@ -179,11 +179,11 @@ class _Reading:
         self.origin = min(one.begin for one in steps.values())
         self.at = {one.place: one.rank for one in steps.values()}
         # By replica and tensor, direction, the chunk of the model that made it and micro-batch: the send.
-        self.sends: dict[tuple[int, int, str, int, int], tuple[int, Act]] = {}
+        self.sends: dict[tuple[int, int, str, int, int], tuple[int, ActionSpan]] = {}
         # By axis, who takes part, action and position: when each rank came.
         self.came: dict[tuple[object, ...], dict[int, int]] = defaultdict(dict)
         # By rank and axis: its collectives, with their key in `came`.
-        self.collectives: dict[tuple[int, str], list[tuple[tuple[object, ...], Inner]]] = defaultdict(list)
+        self.collectives: dict[tuple[int, str], list[tuple[tuple[object, ...], InnerSpan]]] = defaultdict(list)
         for one in steps.values():
             tensor, stage, data = one.place
             for act in one.acts:
@@ -194,10 +194,10 @@ class _Reading:
                     self.came[key][one.rank] = moved.begin
                     self.collectives[one.rank, moved.axis].append((key, moved))
 
-    def _collectives(self, one: RankStep, act: Act) -> list[tuple[tuple[object, ...], Inner]]:
+    def _collectives(self, one: RankStep, act: ActionSpan) -> list[tuple[tuple[object, ...], InnerSpan]]:
         tensor, stage, data = one.place
         seen: Counter[str] = Counter()
-        found: list[tuple[tuple[object, ...], Inner]] = []
+        found: list[tuple[tuple[object, ...], InnerSpan]] = []
         for moved in act.inner:
             group = {
                 "tensor": (stage, data), "data": (stage, tensor), "stage": (stage,),
@@ -231,7 +231,7 @@ class _Reading:
             {rank: length / 1e9 for rank, length in bubbles.most_common()},
         )  # fmt: skip
 
-    def _message(self, one: RankStep, act: Act) -> tuple[int, Act] | None:
+    def _message(self, one: RankStep, act: ActionSpan) -> tuple[int, ActionSpan] | None:
         """The send of what a compute needs: (rank, its action), None if it needs nothing or that was not read."""
         if act.action not in _COMPUTES or self.stages == 1:
             return None
@@ -239,11 +239,11 @@ class _Reading:
         made = act.chunk * self.stages + stage + (-1 if act.action == "forward" else 1)
         return self.sends.get((data, tensor, act.action, made, act.microbatch))
 
-    def _waits(self, one: RankStep, act: Act) -> list[Wait]:
+    def _waits(self, one: RankStep, act: ActionSpan) -> list[Wait]:
         found: list[Wait] = []
         name = _name(act)
 
-        def add(kind: str, wait: Inner, begin: int, end: int, on: int, why: str) -> None:
+        def add(kind: str, wait: InnerSpan, begin: int, end: int, on: int, why: str) -> None:
             if end > begin:
                 found.append(
                     Wait(one.rank, name, kind, wait.axis, begin - self.origin, end - self.origin, on, why)
@@ -282,7 +282,7 @@ class _Reading:
             add("exposed", wait, ready, wait.end, on, f"{wait.axis} collective under way")
         return found
 
-    def _busy(self, rank: int, wait: Inner, send: Act) -> str:
+    def _busy(self, rank: int, wait: InnerSpan, send: ActionSpan) -> str:
         """What a rank did most while another waited."""
         most, name = 0, "nothing that was timed"
         for act in self.steps[rank].acts:
@@ -354,7 +354,7 @@ class _Reading:
         return found, float(plan.makespan) / 1e9, real
 
 
-def _before_work(act: Act) -> int:
+def _before_work(act: ActionSpan) -> int:
     """Nanoseconds that a compute waited before it began to work."""
     at = act.begin
     for wait in act.inner:
@@ -366,7 +366,7 @@ def _before_work(act: Act) -> int:
 def _root(wait: Wait, of_rank: dict[int, list[Wait]]) -> int:
     """The rank with which a wait began: whom the rank that came last was itself waiting for in the same time."""
     seen = {wait.rank}
-    begin, end, on = wait.begin, wait.end, wait.on
+    begin, end, on = wait.begin, wait.end, wait.waited_on
     while wait.kind == "bubble" and on in of_rank and on not in seen:
         seen.add(on)
         most, cause = 0, None
@@ -374,13 +374,13 @@ def _root(wait: Wait, of_rank: dict[int, list[Wait]]) -> int:
             over = min(other.end, end) - max(other.begin, begin)
             if other.kind == "bubble" and over > most:
                 most, cause = over, other
-        if cause is None or 2 * most < end - begin or cause.on in seen:
+        if cause is None or 2 * most < end - begin or cause.waited_on in seen:
             break
-        begin, end, on = max(cause.begin, begin), min(cause.end, end), cause.on
+        begin, end, on = max(cause.begin, begin), min(cause.end, end), cause.waited_on
     return on
 
 
-def _name(act: Act) -> str:
+def _name(act: ActionSpan) -> str:
     return (
         act.action
         + (f" of micro-batch {act.microbatch}" if act.microbatch >= 0 else "")

@@ -146,7 +146,7 @@ class TraceGraph:
             end[nodes] = took
 
 
-def graphs_of(trace: OperationTrace) -> tuple[list[TraceGraph], dict[int, str]]:
+def build_graphs(trace: OperationTrace) -> tuple[list[TraceGraph], dict[int, str]]:
     """The graphs of a job, and the steps left out with the reason.
 
     DataError if no step can be replayed: an operation recorded twice, transfers without their other side, waits in a

@@ -19,7 +19,7 @@ import numpy as np
 
 from megascale.errors import ConfigError
 from megascale.observe.analysis.operation_trace import COMPUTE, GARBAGE, OPTIMIZER, TRANSFERS, Array, OperationTrace
-from megascale.observe.analysis.trace_graph import TraceGraph, graphs_of
+from megascale.observe.analysis.trace_graph import TraceGraph, build_graphs
 
 # Of all ranks, the percentage that M_W makes normal.
 SLOWEST = 3
@@ -60,7 +60,7 @@ class WhatIf:
     """
 
     steps: int
-    left_out: dict[int, str]
+    skipped_steps: dict[int, str]
     recorded: float
     replayed: float
     original: float
@@ -86,9 +86,9 @@ def group_of(kind: str) -> str:
     return f"{kind.partition('-')[0]}-pp-comm" if kind in TRANSFERS else kind
 
 
-def what_if(trace: OperationTrace, ranks: tuple[int, ...] = ()) -> WhatIf:
+def analyse_trace(trace: OperationTrace, ranks: tuple[int, ...] = ()) -> WhatIf:
     """Ask all of a trace. ConfigError if one of `ranks` is none of its."""
-    graphs, left_out = graphs_of(trace)
+    graphs, left_out = build_graphs(trace)
     return _Questions(graphs).answer(left_out, ranks)
 
 
@@ -183,7 +183,7 @@ class _Questions:
         of_replicas = dict(zip(most, without[ends[1] : ends[2]], strict=True))
         return WhatIf(
             steps=sum(len(graph.steps) for graph in self.graphs),
-            left_out=left_out,
+            skipped_steps=left_out,
             recorded=self._mean([graph.recorded() for graph in self.graphs]),
             replayed=self._mean([graph.replay(gaps=True)[1].max(axis=(0, 2, 3)) for graph in self.graphs]),
             original=original,

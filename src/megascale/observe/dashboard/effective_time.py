@@ -70,10 +70,10 @@ class EffectiveTime:
         return self.seconds.get(TRAINING, 0.0) / self.total if self.total > 0 else float("nan")
 
 
-def effective_time(
+def measure_effective_time(
     columns: dict[str, np.ndarray[Any, Any]],
     events: Sequence[dict[str, Any]],
-    now: float | None = None,
+    current_time: float | None = None,
     doing: str = "between steps",
 ) -> EffectiveTime:
     """Return where the time of a run went.
@@ -97,8 +97,8 @@ def effective_time(
     if len(rows):
         starts.append(float(ends[0] - lasted[0]))
         lasts.append(float(ends[-1]))
-    if now is not None:
-        lasts.append(now)
+    if current_time is not None:
+        lasts.append(current_time)
     start, last = min(starts), max(lasts)
     # Step by step, and after the last one: what lies between the end of one and the begin of the next.
     before = np.maximum.accumulate(np.concatenate([[start], ends]))

@@ -18,7 +18,7 @@ _STREAMS = 200
 Ask = Callable[[str], Awaitable[bytes]]
 
 
-class Live:
+class LiveUpdates:
     """Args:
     pulse: asks for what a run, by name, is at.
     """

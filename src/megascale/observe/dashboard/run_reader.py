@@ -20,10 +20,10 @@ from megascale.core.status import read_status
 from megascale.core.strict_json import to_float
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import MegascaleError
-from megascale.observe.dashboard.effective_time import EffectiveTime, effective_time
+from megascale.observe.dashboard.effective_time import EffectiveTime, measure_effective_time
 from megascale.observe.dashboard.metric_columns import MetricColumns
 from megascale.observe.dashboard.record_tail import RecordTail
-from megascale.observe.hang.evidence import process_state
+from megascale.observe.hang.evidence import read_process_state
 
 JobOf = Callable[[Path], dict[str, Any] | None]
 _EVENTS = 20_000  # kept; of more the newest
@@ -59,7 +59,7 @@ class RunReader:
     def refresh(self) -> None:
         """Read what was written since the last call."""
         self.metrics.refresh()
-        anew, records = self._tail.read()
+        anew, records = self._tail.read_new_records()
         if anew:
             self.events.clear()
             self.event_count = 0
@@ -135,7 +135,7 @@ class RunReader:
         if status is None or record is None or status.pid != record.pid:
             return "", False
         is_here = record.host == socket.gethostname()[:40]
-        return status.phase, is_here and process_state(record.pid, str(file.resolve())) in ("running", "stopped")
+        return status.phase, is_here and read_process_state(record.pid, str(file.resolve())) in ("running", "stopped")
 
     def settings(self) -> tuple[dict[str, Any], str]:
         """(config.toml as tables, what is wrong with it)."""
@@ -152,7 +152,9 @@ class RunReader:
         job, why = self.job()
         now = self.now(job)
         doing = _DOING.get(self._process()[0], "between steps") if now["alive"] else "between steps"
-        spent = effective_time(self.metrics.columns(), list(self.events), time.time() if now["alive"] else None, doing)
+        spent = measure_effective_time(
+            self.metrics.read_columns(), list(self.events), time.time() if now["alive"] else None, doing
+        )
         return {
             "now": now,
             "tiles": {key: _plain(self.metrics.latest[key]) for key in TILES if key in self.metrics.latest},
@@ -161,14 +163,14 @@ class RunReader:
             "events": self.event_count,
             "effective": _spent(spent),
             "marks": self.marks(),
-            "nonfinite": {key: self.metrics.nonfinite(key) for key in ("loss", "grad_norm")},
+            "nonfinite": {key: self.metrics.list_nonfinite_steps(key) for key in ("loss", "grad_norm")},
             "checkpoints": self.checkpoints(),
             "notes": self.notes(why),
         }
 
     def marks(self) -> list[dict[str, Any]]:
         """Starts after the first, by the step at which training went on: lines in the curves."""
-        columns = self.metrics.columns()
+        columns = self.metrics.read_columns()
         times, steps = columns.get("time"), columns.get("step")
         found = []
         if times is None or steps is None or not len(times):

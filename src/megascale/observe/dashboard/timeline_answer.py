@@ -7,7 +7,7 @@ from typing import Any
 
 from megascale.errors import ConfigError
 from megascale.observe.analysis.run_steps import kept_steps
-from megascale.observe.analysis.step_timeline import StepTimeline, step_timeline
+from megascale.observe.analysis.step_timeline import StepTimeline, read_step_timeline
 from megascale.observe.store.tables import SpanTables
 
 _MOST_TRACKS = 512
@@ -23,7 +23,7 @@ def timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -> dic
     steps = kept_steps(tables)
     if not ranks and int(tables.query("SELECT count(DISTINCT rank) AS n FROM ranks")["n"][0]) <= _WHOLE:
         ranks = "all"
-    found = step_timeline(tables, step, ranks, view)
+    found = read_step_timeline(tables, step, ranks, view)
     if len(found.tracks) > _MOST_TRACKS:
         raise ConfigError(f"ranks={ranks[:60]}: {len(found.tracks):,} ranks; at most {_MOST_TRACKS} are shown at once")
     return _as_plain(found, steps)
@@ -49,7 +49,7 @@ def _as_plain(found: StepTimeline, steps: list[int]) -> dict[str, Any]:
         "tracks": [
             {
                 "rank": track.rank,
-                "place": track.place,
+                "place": track.coordinates,
                 "begin": us(track.begin),
                 "end": us(track.end),
                 "seconds": track.seconds,
@@ -57,7 +57,9 @@ def _as_plain(found: StepTimeline, steps: list[int]) -> dict[str, Any]:
                     [act.action, act.chunk, act.microbatch, us(act.begin - origin), us(act.end - origin)]
                     for act in track.acts
                 ],
-                "waits": [[w.kind, w.axis, us(w.begin), us(w.end), w.on, w.root, w.act, w.why] for w in track.waits],
+                "waits": [
+                    [w.kind, w.axis, us(w.begin), us(w.end), w.waited_on, w.root, w.act, w.reason] for w in track.waits
+                ],
                 "planned": [[int(p.backward), p.chunk, p.microbatch, us(p.begin), us(p.end)] for p in track.planned],
             }
             for track in found.tracks

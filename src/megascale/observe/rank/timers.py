@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megascale.core.spans import Recorder, SpanKind
-from megascale.observe.rank.rollup import Row, StepTotals, counts, roll_up, spans_of
+from megascale.observe.rank.rollup import Row, StepTotals, counts, make_spans, roll_up
 from megascale.observe.store.frames import ROLLUPS, SPANS
 
 _MOST_ROWS = 8192  # of a block: an evaluation may have very many
@@ -169,7 +169,7 @@ class Timers(Recorder):
             self.last = self._totals
         self.sink.write(ROLLUPS, block.step, rollups, error_ns)
         if block.kept:
-            self.sink.write(SPANS, block.step, spans_of(rows), error_ns)
+            self.sink.write(SPANS, block.step, make_spans(rows), error_ns)
 
     def collect(self) -> None:
         """Tell what is known by now; called between steps."""

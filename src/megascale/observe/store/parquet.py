@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.observe.store.columns import AXES, KINDS, TABLES, Frames, by_action, by_table, columns
-from megascale.observe.store.spool import Segment, segments
+from megascale.observe.store.spool import Segment, list_segments
 
 log = logging.getLogger("megascale.observe.spans")
 
@@ -106,7 +106,7 @@ class ParquetWriter:
     def merge(self, table: str) -> Path | None:
         """Make the oldest small files of a table into one, if there are many; the new file. Nothing is lost if it
         cannot be done: it is tried again after another segment."""
-        spooled, total = set(segments(self.folder)), 0
+        spooled, total = set(list_segments(self.folder)), 0
         small: list[tuple[Path, int, int]] = []
         for path, (first, last) in standing(self.folder, table).items():
             size = path.stat().st_size

@@ -22,7 +22,7 @@ from megascale.observe.store.columns import TABLES, by_table, columns
 from megascale.observe.store.parquet import select, sql_text, standing
 from megascale.observe.store.spool import Segment, held
 
-RANKS = "ranks.jsonl"
+RANKS_FILE = "ranks.jsonl"
 # A step that a run did again counts as its newest attempt did it: a table for WITH of the steps from one to another,
 # which are its parameters; it is joined by step and attempt.
 NEWEST = (
@@ -228,7 +228,7 @@ def host_number(folder: Path) -> int:
 def rank_facts(host: Path) -> list[dict[str, Any]]:
     """Return what `ranks.jsonl` of a host's folder says of its ranks; damaged lines are left out."""
     try:
-        return list(RecordReader(host / RANKS))
+        return list(RecordReader(host / RANKS_FILE))
     except OSError:
         return []
 

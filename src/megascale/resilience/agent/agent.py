@@ -26,9 +26,9 @@ from megascale.core.failure import find_errno, keep_running, log_failure
 from megascale.core.python_process import disable_bytecode_cache, module_command
 from megascale.core.terminal import keep_working, termination_signals
 from megascale.errors import MegascaleError
-from megascale.observe.hang.evidence import collect
+from megascale.observe.hang.evidence import collect_evidence
 from megascale.observe.hang.scene import Scene
-from megascale.observe.hang.sent_evidence import pack
+from megascale.observe.hang.sent_evidence import pack_evidence
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.metrics_page import MetricsPage
 from megascale.resilience.agent.node_folder import end_checkpoint_services
@@ -236,12 +236,12 @@ class Agent:
 def collect_evidence(run: Path, ranks: Iterable[int], order: Explain, must_store: bool) -> Iterator[Evidence]:
     """Request stacks of this machine's ranks and yield one message per rank; this takes seconds."""
     try:
-        scene = collect(run, watch_seconds=order.watch, only=frozenset(ranks))
+        scene = collect_evidence(run, watch_seconds=order.watch, ranks=frozenset(ranks))
     except (MegascaleError, OSError):
         scene = Scene({}, 0)
     for rank in ranks:
         evidence = scene.ranks.get(rank)
-        data = pack(evidence, order.history) if evidence is not None else b""
+        data = pack_evidence(evidence, order.history) if evidence is not None else b""
         yield Evidence(order.order, rank, data, rank in scene.moving, must_store)
 
 

@@ -27,7 +27,7 @@ from megascale import config as configuration
 from megascale.core.calls import read_calls
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, DataError, TrainingError
-from megascale.observe.hang.evidence import process_state
+from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience.agent.node_folder import end_checkpoint_services
 from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.contact import read_contact
@@ -163,7 +163,7 @@ def find_rank_process(run: Path, options: Options) -> int:
         raise ConfigError("name the rank with --rank N")
     file = run / "status" / f"rank-{options.rank}.calls"
     record = read_calls(file, history=False)
-    if record is None or process_state(record.pid, str(file.resolve())) not in ("running", "stopped"):
+    if record is None or read_process_state(record.pid, str(file.resolve())) not in ("running", "stopped"):
         raise TrainingError(
             f"rank {options.rank} of {run} has no living process on this host; `megascale hang {run}` shows all"
         )
@@ -257,7 +257,7 @@ def _flap_node(run: Path, options: Options) -> list[str]:
 
 def _kill_driver(run: Path, options: Options) -> list[str]:
     pid = read_contact(run).pid
-    if process_state(pid) == "gone":
+    if read_process_state(pid) == "gone":
         raise TrainingError(f"the driver of {run} (process {pid}) has ended")
     return _send_signal(pid, signal.SIGKILL, "the driver")
 
