@@ -14,7 +14,7 @@ from benchmarks.observe.synthetic_spans import Job
 from megascale.core import strict_json
 from megascale.core.events import Event
 from megascale.observe.metrics import JsonLines
-from megascale.observe.store.tables import RANKS
+from megascale.observe.store.tables import RANKS_FILE
 
 _GPUS_PER_HOST = 8
 
@@ -31,7 +31,7 @@ def make(run: Path, job: Job, full_steps: int, rollup_steps: int, metric_steps: 
 
 def write_ranks(run: Path, job: Job) -> None:
     """Who the ranks are: eight a host."""
-    with open(run / "spans" / "host=0" / RANKS, "w") as out:
+    with open(run / "spans" / "host=0" / RANKS_FILE, "w") as out:
         for rank in range(job.world):
             place = {
                 "tensor": rank % job.tensor,

@@ -16,7 +16,7 @@ from megascale.observe.store.frames import COUNTER, COUNTERS, ROLLUPS
 from megascale.observe.store.ingest import Ingest
 from megascale.observe.store.parquet import ParquetWriter
 from megascale.observe.store.span_ring import SpanRing
-from megascale.observe.store.tables import RANKS
+from megascale.observe.store.tables import RANKS_FILE
 
 Array = np.ndarray[Any, Any]
 _RING_BYTES = 32 << 20
@@ -42,7 +42,7 @@ def keep(
     ingest = Ingest(
         out, job="bench", host=0, hostname="bench", sink=sink, limit=1 << 40, clock_ns=10**18, segment_bytes=32 << 20
     )
-    _write_ranks(out / RANKS, job)
+    _write_ranks(out / RANKS_FILE, job)
     most = 0
     for step, records in steps:
         if counters is not None:
@@ -51,7 +51,7 @@ def keep(
             ring.write(COUNTERS, step, found.astype(COUNTER), 0)
         most = most or 2 * (records[0].nbytes + 4096)
         for rank in range(job.world):
-            if ring.room() < most:
+            if ring.free_bytes() < most:
                 _take(ingest, ring)
             ring.rank = rank
             ring.write(ROLLUPS, step, records[rank], 1000)
@@ -66,7 +66,7 @@ def keep(
 
 
 def _take(ingest: Ingest, ring: SpanRing) -> None:
-    ingest.take(ring)
+    ingest.take_frames(ring)
     ingest.tick()
     if ingest.failures:
         raise OSError(ingest.error)

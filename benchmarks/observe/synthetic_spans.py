@@ -10,7 +10,7 @@ import numpy as np
 
 from megascale.core.schedule import ActionKind, Schedule, pipeline_schedule
 from megascale.core.spans import SpanAxis, SpanKind
-from megascale.observe.rank.rollup import roll_up, spans_of
+from megascale.observe.rank.rollup import make_spans, roll_up
 
 Array = np.ndarray[Any, Any]
 
@@ -85,7 +85,7 @@ def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int,
     pace = 1 + _SPREAD * random.standard_normal(job.world).clip(-3, 3)
     pace[7] += 0.1
     rows = [rows_of_stage(schedule, stage) for stage in range(job.stages)]
-    base = [spans_of(_with_step(one)) if full else rollups_of_stage(one) for one in rows]
+    base = [make_spans(_with_step(one)) if full else rollups_of_stage(one) for one in rows]
     times = (
         ("start_ns", "end_ns") if full else ("total_ns", "waited_ns", "longest_ns", "host_ns", "first_ns", "last_ns")
     )

@@ -10,7 +10,7 @@ from typing import Any
 from megascale.core import strict_json
 from megascale.errors import DataError
 from megascale.observe.analysis.operation_trace import read_trace
-from megascale.observe.analysis.whatif import what_if
+from megascale.observe.analysis.whatif import analyse_trace
 
 MOST_OFF, MOST_SECONDS = 0.01, 5.0
 
@@ -30,7 +30,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
     for file in files:
         begin, used = time.perf_counter(), time.process_time()
         trace = read_trace(file)
-        ours = what_if(trace)
+        ours = analyse_trace(trace)
         seconds, used = time.perf_counter() - begin, time.process_time() - used
         try:
             result = strict_json.loads(_result(file).read_text())

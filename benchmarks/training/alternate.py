@@ -248,7 +248,7 @@ def _timers(engine: Engine, key: str) -> Callable[[str], object]:
     made: dict[str, Recorder] = {}  # each is used again, as in training: it has its events by then
 
     def set_to(value: str) -> None:
-        ring.taken(len(ring.read()))
+        ring.release(len(ring.read()))
         if value not in made:
             off = key == "observe.timers" and value == "false"
             every = int(value) if key == "observe.spans" else 0

@@ -61,7 +61,9 @@ def test_metrics_and_events_of_a_loss_that_is_no_number_are_json_that_the_reader
         read_strictly(line)
     losses = [*values, math.nan]
     assert repr([m.loss for m in MetricsTail(tmp_path).look().steps]) == repr(losses)
-    assert [math.isnan(v) for v in Curves.of("x", read_metrics(tmp_path), "tokens").loss] == [False] + [True] * 4
+    assert [math.isnan(v) for v in Curves.from_records("x", read_metrics(tmp_path), "tokens").loss] == [False] + [
+        True
+    ] * 4
     run.rewind(5)  # what an older version wrote becomes valid with the next resume
     assert [read_strictly(line)["loss"] for line in run.metrics.read_text().splitlines()][1:] == [
         "NaN",

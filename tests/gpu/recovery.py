@@ -277,11 +277,11 @@ class Stacks:
 
     def _watch(self) -> None:
         from megascale.errors import DataError
-        from megascale.observe.hang.evidence import collect
+        from megascale.observe.hang.evidence import collect_evidence
 
         while not self._end.wait(0.5):
             with contextlib.suppress(OSError, DataError):
-                stack = collect(self._run, watch_seconds=0, only=frozenset({0})).ranks[0].stack
+                stack = collect_evidence(self._run, watch_seconds=0, ranks=frozenset({0})).ranks[0].stack
                 frames = " < ".join(stack[:FRAMES])
                 if frames and (not self.seen or self.seen[-1][1] != frames):
                     self.seen.append((time.time(), frames))

@@ -27,11 +27,11 @@ from megascale.core.calls import READER, Call, CallRecord, Calls, Counts, Waitin
 from megascale.core.layout import Layout, lay_out
 from megascale.core.status import StatusFile, read_status
 from megascale.errors import DataError
-from megascale.observe.hang.evidence import collect, process_state
+from megascale.observe.hang.evidence import collect_evidence, read_process_state
 from megascale.observe.hang.flight import FlightDump, read_flight
-from megascale.observe.hang.hang_report import examine
+from megascale.observe.hang.hang_report import examine_run
 from megascale.observe.hang.scene import RankEvidence, Scene
-from megascale.observe.hang.verdict import Hang, explain
+from megascale.observe.hang.verdict import Hang, explain_hang
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import Axis
 from megascale.parallel.runtime import Runtime
@@ -164,7 +164,7 @@ def record(rank: int, made: list[Call], waits: tuple[str, int] | None, world: in
 
 def judge(*records: CallRecord | None, where: Layout | None = None, **about) -> Hang:
     ranks = {r.rank: RankEvidence(r.rank, record=r, **about.get(f"rank{r.rank}", {})) for r in records if r}
-    return explain(Scene(ranks, len(records), now_ns=5 * 10**9), where)
+    return explain_hang(Scene(ranks, len(records), now_ns=5 * 10**9), where)
 
 
 def step_of(step: int, ops: str, group: str = "data_reduce/0", size: int = 64, start: int = 0) -> list[Call]:
@@ -398,11 +398,11 @@ def test_whoever_remains_behind_is_named(world, guilty, ops, data):
 
 def test_a_process_number_that_was_reused_is_gone():
     me = os.getpid()
-    assert process_state(me) == "running"
-    assert process_state(me, "/no/such/file/is/mapped") == "gone"
+    assert read_process_state(me) == "running"
+    assert read_process_state(me, "/no/such/file/is/mapped") == "gone"
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
-    assert process_state(child.pid) == "gone"
+    assert read_process_state(child.pid) == "gone"
 
 
 @pytest.mark.parametrize("pause", [0.005, 0.5])  # also where it has answered long before it goes on
@@ -422,7 +422,7 @@ while True:
     child = subprocess.Popen([sys.executable, "-c", code])
     try:
         wait_for(tmp_path, 4)
-        scene, hang = examine(tmp_path, watch_seconds=30.0)
+        scene, hang = examine_run(tmp_path, watch_seconds=30.0)
         assert hang.kind == "none"
         assert scene.ranks[0].answered
         assert scene.ranks[0].stack
@@ -466,7 +466,7 @@ stands_here()
     child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     try:
         wait_for(tmp_path, 1)
-        scene, _ = examine(tmp_path, watch_seconds=0.0)
+        scene, _ = examine_run(tmp_path, watch_seconds=0.0)
         assert scene.ranks[0].answered is not deaf
         said = scene.ranks[0].stack[0]
         assert said.startswith("state S") if deaf else said.startswith("stands_here")
@@ -506,7 +506,7 @@ work()
         for _ in range(3000):
             os.kill(child.pid, signal.SIGUSR2)
             time.sleep(0.0005)  # so that each is taken: one that waits swallows the next
-        scene, _ = examine(tmp_path, watch_seconds=0.0)
+        scene, _ = examine_run(tmp_path, watch_seconds=0.0)
         assert scene.ranks[0].answered
         assert any(frame.startswith("work (<string>:") for frame in scene.ranks[0].stack)
         assert child.poll() is None
@@ -517,7 +517,7 @@ work()
 
 def test_a_folder_without_a_run_is_named(tmp_path):
     with pytest.raises(DataError, match=r"rank-N\.calls"):
-        collect(tmp_path)
+        collect_evidence(tmp_path)
 
 
 ENTRY = {
@@ -543,7 +543,7 @@ def test_torchs_own_dumps_are_explained(tmp_path, form):
             (tmp_path / f"rank-{rank}.json").write_text(json.dumps(dump(count, open_)))
         else:
             (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump(count, open_)))
-    _, hang = examine(tmp_path, ask=False, watch_seconds=0)
+    _, hang = examine_run(tmp_path, ask=False, watch_seconds=0)
     assert (hang.kind, hang.ranks, hang.op, hang.sequence) == ("busy", (1,), "reduce_scatter", 5)
 
 
@@ -558,7 +558,7 @@ def test_a_recorder_that_saw_no_call_hides_nothing(tmp_path):
     assert not read_flight(tmp_path / "rank-0.json").record.calls
     with pytest.raises(DataError, match="entries"):
         read_flight(tmp_path / "rank-1.json")
-    _, hang = examine(tmp_path, ask=False, watch_seconds=0)
+    _, hang = examine_run(tmp_path, ask=False, watch_seconds=0)
     assert (hang.kind, hang.ranks, hang.op) == ("busy", (1,), "all_reduce")
     for rank in ranks:
         rank.close()

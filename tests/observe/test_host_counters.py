@@ -14,13 +14,13 @@ import pytest
 
 from megascale.cli.spans import links
 from megascale.observe.store.counters import HostCounters
-from megascale.observe.store.ethtool_counters import EthtoolCounters, tells_of_links
+from megascale.observe.store.ethtool_counters import EthtoolCounters, is_link_counter
 from megascale.observe.store.frames import COUNTER, COUNTERS
 from megascale.observe.store.ingest import Ingest
 from megascale.observe.store.nic_rates import NicRates
 from megascale.observe.store.parquet import ParquetWriter
 from megascale.observe.store.tables import SpanTables
-from megascale.observe.store.xid_events import XidEvents, xid_of
+from megascale.observe.store.xid_events import XidEvents, parse_xid
 
 # Lines as people quoted them in reports of NVIDIA's drivers (open-gpu-kernel-modules, NVSentinel, gpud, distributions).
 LINES = [
@@ -37,7 +37,7 @@ LINES = [
 
 @pytest.mark.parametrize(("line", "told"), LINES)
 def test_lines_of_the_kernel_tell_which_gpu_had_which_xid(line, told):
-    assert xid_of(line) == told
+    assert parse_xid(line) == told
 
 
 def test_what_the_kernel_logs_from_now_on_becomes_a_counter(tmp_path):
@@ -96,7 +96,7 @@ def test_events_of_nvml_come_first(tmp_path):
     ],
 )  # fmt: skip
 def test_which_counters_tell_of_pauses_and_signals(name, told):
-    assert tells_of_links(name) is told
+    assert is_link_counter(name) is told
     assert len(f"nic_{name}") <= 32  # a counter's name
 
 
@@ -184,7 +184,7 @@ def test_a_link_that_is_full_by_the_millisecond_is_told(tmp_path):
     rows = [(1, limit, "nic_rate_limit", "eth0")]
     rows += [(ms, limit * (ms % 2) * 0.98, "nic_tx_rate", "eth0") for ms in range(1000)]
     rows += [(ms, 5.0, "nic_tx_rate", "eth1") for ms in range(1000)]
-    ingest.note(COUNTERS, np.array([(t, v, name.encode(), nic.encode()) for t, v, name, nic in rows], COUNTER))
+    ingest.add_records(COUNTERS, np.array([(t, v, name.encode(), nic.encode()) for t, v, name, nic in rows], COUNTER))
     ingest.close()
     with SpanTables(tmp_path) as tables:
         assert links(tables) == [

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from megascale.cli.main import app
 from megascale.errors import ConfigError, DataError
 from megascale.observe.metrics import Wandb
-from megascale.observe.plots import Curves, plot_runs, read_metrics, smooth, unit
+from megascale.observe.plots import Curves, choose_unit, plot_runs, read_metrics, smooth
 from tests.damaged_records import damaged_lines, limited_memory
 
 
@@ -50,7 +50,7 @@ def run_folder(path: Path, records: list[dict]) -> Path:
     ],
 )
 def test_each_axis_places_steps_and_evaluations(axis, places):
-    curves = Curves.of("a", RECORDS, axis)
+    curves = Curves.from_records("a", RECORDS, axis)
     assert curves.x == pytest.approx(places)
     assert curves.held_out == [(pytest.approx(places[1]), 3.5), (pytest.approx(places[3]), 2.5)]
     assert math.isnan(curves.loss[2])
@@ -75,7 +75,7 @@ def test_gaps_stay_out_of_the_average():
 
 
 def test_units_keep_numbers_short():
-    assert [unit(n)[1] for n in (7, 7e3, 7e6, 7e9, 3e11, 2e13)] == [
+    assert [choose_unit(n)[1] for n in (7, 7e3, 7e6, 7e9, 3e11, 2e13)] == [
         "",
         "thousands",
         "millions",
@@ -112,7 +112,7 @@ def test_curves_of_damaged_records_are_numbers_gaps_or_a_sentence(tmp_path_facto
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_bytes(text)
     try:
-        curves = Curves.of("a", read_metrics(folder), axis)
+        curves = Curves.from_records("a", read_metrics(folder), axis)
     except DataError:
         return
     assert curves.label(0.9)

@@ -35,7 +35,7 @@ def test_tensorboard_gets_each_number_under_its_group(tmp_path):
         "train/loss": [(3, 2.5)],
         "progress/tokens": [(3, 64.0)],
         "progress/epoch": [(3, 0.5)],
-        metrics.tag("valid_loss"): [(4, 1.25)],
+        metrics.tensorboard_tag("valid_loss"): [(4, 1.25)],
     }
 
 

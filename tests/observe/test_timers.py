@@ -13,7 +13,7 @@ from megascale.observe.clock_bounds import MOST_DRIFT, ClockBounds
 from megascale.observe.rank import timers as timers_module
 from megascale.observe.rank.rollup import roll_up
 from megascale.observe.rank.timers import Timers
-from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS, FrameHead, TornFrame, pack, scan
+from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS, FrameHead, TornFrame, pack_frame, scan_frames
 from tests.exact.cases import case
 from tests.exact.training import Told, make_engine, run_step
 
@@ -29,10 +29,10 @@ class Kept:
     def write(self, kind: int, step: int, records: np.ndarray[Any, Any], error_ns: int) -> None:
         self.told.append((kind, step, records))
 
-    def wants(self, step: int) -> bool:
+    def is_requested(self, step: int) -> bool:
         return step in self.wanted
 
-    def keeps(self, step: int) -> None:
+    def mark_sampled(self, step: int) -> None:
         self.keeping.append(step)
 
     def of(self, kind: int, step: int) -> np.ndarray[Any, Any]:
@@ -194,14 +194,14 @@ def test_an_engine_times_every_action_of_its_schedule():
 def a_frame(number: int = 1) -> bytes:
     records = np.zeros(3, SPAN)
     records["start_ns"] = [1, 2, 3]
-    return pack(FrameHead(SPANS, 77, number, 2, 1, 9, 40, 5), records)
+    return pack_frame(FrameHead(SPANS, 77, number, 2, 1, 9, 40, 5), records)
 
 
 def read_all(data: bytes) -> tuple[list[int], TornFrame]:
     """The numbers of the frames that are read, and what ended it."""
     read = []
     try:
-        for head, _, _ in scan(data):
+        for head, _, _ in scan_frames(data):
             read.append(head.number)
     except TornFrame as torn:
         return read, torn
@@ -210,7 +210,7 @@ def read_all(data: bytes) -> tuple[list[int], TornFrame]:
 
 def test_frames_come_back_as_they_were():
     data = a_frame(1) + a_frame(2)
-    found = list(scan(data))
+    found = list(scan_frames(data))
     assert [head.number for head, _, _ in found] == [1, 2]
     head, body, end = found[1]
     assert (head.kind, head.rank, head.attempt, head.step, head.error_ns, head.lost) == (SPANS, 2, 1, 9, 40, 5)
@@ -224,13 +224,13 @@ def test_no_cut_and_no_flipped_byte_is_read():
     for cut in range(len(whole) + 1, len(data)):
         read, torn = read_all(data[:cut])
         assert read == [1]
-        assert (torn.at, torn.short) == (len(whole), True)
+        assert (torn.offset, torn.is_truncated) == (len(whole), True)
     for at in range(len(whole), len(data)):
         broken = bytearray(data)
         broken[at] ^= 0x40
         read, torn = read_all(bytes(broken))
         assert read == [1], f"byte {at}"
-        assert torn.at == len(whole)
+        assert torn.offset == len(whole)
 
 
 # clocks -----------------------------------------------------------------------------------------------------------
@@ -245,8 +245,8 @@ def test_an_offset_is_within_its_stated_error(drift):
     for second in range(0, 600, 2):
         now = second * 1e9
         true = 123_456_789.0 + drift * now
-        bounds.at_least(now, true - rng.exponential(200_000))
-        bounds.at_most(now, true + rng.exponential(200_000))
+        bounds.add_lower_bound(now, true - rng.exponential(200_000))
+        bounds.add_upper_bound(now, true + rng.exponential(200_000))
         found, error = bounds.estimate(now)
         assert abs(found - true) <= error + 1
         errors.append(error)
@@ -261,8 +261,8 @@ def test_a_clock_that_is_set_makes_it_begin_anew():
     bounds = ClockBounds()
     for second in range(20):
         offset = 0.0 if second < 10 else 180e9  # somebody sets it by minutes
-        bounds.at_least(second * 1e9, offset - 1000)
-        bounds.at_most(second * 1e9, offset + 1000)
+        bounds.add_lower_bound(second * 1e9, offset - 1000)
+        bounds.add_upper_bound(second * 1e9, offset + 1000)
     assert bounds.resets == 1
     found, error = bounds.estimate(20e9)
     assert abs(found - 180e9) <= error < 500_000

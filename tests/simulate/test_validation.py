@@ -9,7 +9,7 @@ import pytest
 
 from megascale.errors import DataError
 from megascale.observe.analysis.operation_trace import read_trace
-from megascale.observe.analysis.whatif import WhatIf, what_if
+from megascale.observe.analysis.whatif import WhatIf, analyse_trace
 from megascale.simulate import prediction_band
 from megascale.simulate.calibration import Calibration, Constants, load_calibration
 from megascale.simulate.case import Case
@@ -287,7 +287,7 @@ def test_anchor_cases_divide():
 
 
 def replay(file: Path) -> WhatIf:
-    return what_if(read_trace(file))
+    return analyse_trace(read_trace(file))
 
 
 def test_absent_data_is_skipped_and_said(tmp_path, monkeypatch):

@@ -59,10 +59,10 @@ def dashboard(
 
     need("fastapi", "dashboard")
     need("uvicorn", "dashboard")
-    from megascale.observe.dashboard.application import Outside
+    from megascale.observe.dashboard.application import Integrations
     from megascale.observe.dashboard.questions import Sources
     from megascale.observe.dashboard.run_list import RunList
-    from megascale.observe.dashboard.serve import Listening, check, serve
+    from megascale.observe.dashboard.serve import Listening, make_tls_context, serve
     from megascale.resilience.driver.api import job_view
     from megascale.simulate.run_plan import run_plan
 
@@ -70,8 +70,8 @@ def dashboard(
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     protect_children()  # the processes that answer queries are started by multiprocessing
     at = Listening(host, port, token_file, no_token, certificate, key)
-    check(at)
-    outside = Outside(Sources(job_view.job, job_view.nodes, run_plan), job_view.order)
+    make_tls_context(at)
+    outside = Integrations(Sources(job_view.job, job_view.nodes, run_plan), job_view.order)
     serve(RunList(run), outside, at, typer.echo, browser)
 
 

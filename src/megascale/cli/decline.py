@@ -42,10 +42,10 @@ def decline(
       megascale decline runs/stdlib --before 100-200 --after 5000-5100 --plot decline.png
     """
     from megascale.errors import ConfigError
-    from megascale.observe.analysis.decline import decline as find
-    from megascale.observe.analysis.decline import step_series, windows
-    from megascale.observe.analysis.rank_parts import rank_parts, window
-    from megascale.observe.analysis.run_steps import step_range
+    from megascale.observe.analysis.decline import choose_windows, read_step_seconds
+    from megascale.observe.analysis.decline import explain_decline as find
+    from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+    from megascale.observe.analysis.run_steps import parse_step_range
     from megascale.observe.store.tables import SpanTables
 
     if bool(before) != bool(after):
@@ -54,19 +54,19 @@ def decline(
         )
     with SpanTables(run) as tables:
         if before:
-            first, second = step_range(before), step_range(after)
-            attempt = window(tables, after)[0]
-            steps, seconds = step_series(tables, attempt)
+            first, second = parse_step_range(before), parse_step_range(after)
+            attempt = choose_window(tables, after)[0]
+            steps, seconds = read_step_seconds(tables, attempt)
             shown = (steps >= first[0]) & (steps <= second[1])
             series = steps[shown], seconds[shown]
         else:
-            attempt = window(tables)[0]
-            first, second, series = windows(tables, attempt)
-        found = find(lambda low, high: rank_parts(tables, attempt, low, high), first, second, tables, series)
+            attempt = choose_window(tables)[0]
+            first, second, series = choose_windows(tables, attempt)
+        found = find(lambda low, high: read_rank_parts(tables, attempt, low, high), first, second, tables, series)
     if plot is not None:
-        from megascale.observe.analysis.decline_plot import draw
+        from megascale.observe.analysis.decline_plot import draw_decline
 
-        draw(found, plot)
+        draw_decline(found, plot)
         typer.echo(f"step time and causes: {plot}", err=as_json)
     if as_json:
         from megascale.core import strict_json
@@ -97,7 +97,7 @@ def show(found: Decline) -> None:
         console.print("no decline: steps are not longer by more than 1%")
         return
     if found.verdict == "uncertain":
-        many = f"of up to {found.chance:.0%}" if math.isfinite(found.chance) else "of any size"
+        many = f"of up to {found.growth_by_chance:.0%}" if math.isfinite(found.growth_by_chance) else "of any size"
         console.print(
             f"undecided: steps are {found.growth:.1%} longer, but their times vary so much in windows of this length "
             f"that chance explains a growth {many}; compare longer windows with --before and --after"
@@ -110,7 +110,7 @@ def show(found: Decline) -> None:
         if one.share >= 0.02:
             table.add_row(one.name, f"{1e3 * one.seconds:+.2f}", f"{one.share:.0%}")
     console.print(table)
-    for one in found.named:
+    for one in found.main_causes:
         console.print(f"{one.name}: {'; '.join(one.evidence)}", markup=False)
 
 
@@ -128,8 +128,8 @@ def as_tree(found: Decline) -> dict[str, Any]:
         "growth": found.growth,
         "mfu": [number(one) for one in found.mfu],
         "verdict": found.verdict,
-        "declined": found.declined,
-        "named": [one.name for one in found.named],
+        "declined": found.has_declined,
+        "named": [one.name for one in found.main_causes],
         "causes": [
             {
                 "name": one.name,

@@ -144,19 +144,22 @@ def _speeds(run: Path) -> dict[int, dict[str, Any]]:
     import math
 
     from megascale.errors import MegascaleError
-    from megascale.observe.analysis.rank_parts import rank_parts, window
-    from megascale.observe.analysis.slow_ranks import median
-    from megascale.observe.analysis.stragglers import stragglers
+    from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+    from megascale.observe.analysis.slow_ranks import nan_median
+    from megascale.observe.analysis.stragglers import find_stragglers
     from megascale.observe.store.tables import SpanTables
 
     try:
         with SpanTables(run) as tables:
-            found = stragglers(rank_parts(tables, *window(tables)))
+            found = find_stragglers(read_rank_parts(tables, *choose_window(tables)))
     except MegascaleError:
         return {}
-    named = {one.found.rank for one in found.persistent}
+    named = {one.slow_rank.rank for one in found.persistent}
     rows = zip(
-        found.parts.ranks.tolist(), median(found.parts.working).tolist(), found.judged.excess.tolist(), strict=True
+        found.parts.ranks.tolist(),
+        nan_median(found.parts.running).tolist(),
+        found.judgement.excess.tolist(),
+        strict=True,
     )
     return {
         rank: {"own": own, "slower": None if math.isnan(by) else by, "named": rank in named} for rank, own, by in rows

@@ -113,7 +113,7 @@ def measure(
     many = processes or (torch.cuda.device_count() if here.type == "cuda" else 1)
     if here.type == "cuda" and many > torch.cuda.device_count():
         raise ConfigError(f"--processes={many} but this host has {torch.cuda.device_count()} GPUs")
-    figures = machine_figures.figures(here, seconds, many)
+    figures = machine_figures.measure_machine(here, seconds, many)
     cluster = measured_machine.cluster_from(figures, base, name)
     calibration = measured_machine.calibration_from(figures, cluster)
     out.mkdir(parents=True, exist_ok=True)
@@ -216,13 +216,13 @@ def validate(
       megascale simulate validate --data ../shared/data --rows
     """
     from megascale.observe.analysis.operation_trace import read_trace
-    from megascale.observe.analysis.whatif import what_if
+    from megascale.observe.analysis.whatif import analyse_trace
     from megascale.simulate import render, simulation_plots
     from megascale.simulate.validation.anchors import data_folder
     from megascale.simulate.validation.validation_report import validate as run_checks
 
     checks = run_checks(
-        data_folder(data), runs, lambda file: what_if(read_trace(file)), only.split(",") if only else None
+        data_folder(data), runs, lambda file: analyse_trace(read_trace(file)), only.split(",") if only else None
     )
     if as_json:
         records = [

@@ -52,12 +52,12 @@ def ask(run: Path, steps: int, deadline: float) -> tuple[int, int]:
     from rich.progress import Progress
 
     from megascale.errors import TrainingError
-    from megascale.observe.store.asking import arrived, ask_for
+    from megascale.observe.store.asking import count_complete_steps, request_spans
 
-    first, last = ask_for(run, steps)
+    first, last = request_spans(run, steps)
     with Progress(transient=True) as progress:
         task = progress.add_task(f"steps {first} to {last}", total=steps)
-        while (done := arrived(run, first, last)) < steps:
+        while (done := count_complete_steps(run, first, last)) < steps:
             if time.monotonic() > deadline:
                 raise TrainingError(
                     f"of steps {first} to {last} of {run} {done} have come: the run stands still, has ended, or its "
@@ -116,12 +116,12 @@ def network(tables: SpanTables) -> list[str]:
     """What of the hosts' network is set otherwise than advised, as their span services found it."""
     from megascale.core import strict_json
     from megascale.core.untrusted_files import read_small_text
-    from megascale.observe.store.ingest import STATE
+    from megascale.observe.store.ingest import STATE_FILE
 
     found = []
     for host in tables.hosts:
         try:
-            settings = strict_json.loads(read_small_text(host / STATE))["network"]
+            settings = strict_json.loads(read_small_text(host / STATE_FILE))["network"]
             found += [
                 f"{host.name} {one['device']} {one['name']}: {one['found']}; advised: {one['advised']}"
                 for one in settings

@@ -50,23 +50,23 @@ def timeline(
     Open .json and .json.gz with https://ui.perfetto.dev or chrome://tracing.
     """
     from megascale.errors import ConfigError
-    from megascale.observe.analysis.step_timeline import step_timeline
+    from megascale.observe.analysis.step_timeline import read_step_timeline
     from megascale.observe.store.tables import SpanTables
 
     for path in out:
         if not path.name.endswith((*_PICTURES, *_EVENTS)):
             raise ConfigError(f"--out={path} ends in none of {', '.join((*_PICTURES, *_EVENTS))}")
     with SpanTables(run) as tables:
-        found = step_timeline(tables, step, ranks, view)
+        found = read_step_timeline(tables, step, ranks, view)
     for path in out:
         if path.suffix in _PICTURES:
-            from megascale.observe.analysis.timeline_picture import draw
+            from megascale.observe.analysis.timeline_picture import draw_timeline
 
-            draw(found, path)
+            draw_timeline(found, path)
         else:
-            from megascale.observe.analysis.timeline_events import write
+            from megascale.observe.analysis.timeline_events import write_trace_events
 
-            write(found, path)
+            write_trace_events(found, path)
     if as_json:
         from megascale.core import strict_json
 
@@ -93,7 +93,7 @@ def show(found: StepTimeline, waits: int) -> None:
     for number, head in enumerate(heads):
         table.add_column(head, justify="right" if number > 1 else "left", no_wrap=True)
     for track in found.tracks:
-        tensor, stage, data = track.place
+        tensor, stage, data = track.coordinates
         cells = [(track.end - track.begin) / 1e9, track.seconds["compute"], track.seconds["bubble"], exposed(track)]
         cells += [track.seconds[name] for name in ("samples", "optimizer", "other")]
         table.add_row(str(track.rank), f"{stage}/{tensor}/{data}", *(f"{1e3 * seconds:.2f}" for seconds in cells))
@@ -109,9 +109,9 @@ def show(found: StepTimeline, waits: int) -> None:
         console.print(f"bubbles, by the rank that they began with: {told}")
     for wait in longest(found, waits):
         console.print(
-            f"{(wait.end - wait.begin) / 1e6:9.2f} ms  rank {wait.rank} in {wait.act}, from {wait.begin / 1e6:.2f} ms: "
-            f"{wait.kind}: {wait.why}"
-            + (f"; it began with rank {wait.root}" if wait.root not in (-1, wait.on) else ""),
+            f"{(wait.end - wait.begin) / 1e6:9.2f} ms  rank {wait.rank} in {wait.action}, "
+            f"from {wait.begin / 1e6:.2f} ms: {wait.kind}: {wait.reason}"
+            + (f"; it began with rank {wait.root}" if wait.root not in (-1, wait.waited_on) else ""),
             markup=False,
             soft_wrap=True,
         )
@@ -139,13 +139,19 @@ def as_tree(found: StepTimeline, waits: int) -> dict[str, Any]:
         "pipeline_seconds": found.pipeline_seconds if planned else None,
         "clock_error_seconds": found.clock_error / 1e9 if found.clock_error >= 0 else None,
         "ranks": [
-            {"rank": t.rank, "tensor": t.place[0], "pipeline": t.place[1], "data": t.place[2], "seconds": t.seconds}
+            {
+                "rank": t.rank,
+                "tensor": t.coordinates[0],
+                "pipeline": t.coordinates[1],
+                "data": t.coordinates[2],
+                "seconds": t.seconds,
+            }
             for t in found.tracks
         ],
         "bubbles": {str(rank): seconds for rank, seconds in found.bubbles.items()},
         "waits": [
-            {"rank": w.rank, "in": w.act, "kind": w.kind, "axis": w.axis, "begin": w.begin / 1e9,
-             "seconds": (w.end - w.begin) / 1e9, "on": w.on, "root": w.root, "why": w.why}
+            {"rank": w.rank, "in": w.action, "kind": w.kind, "axis": w.axis, "begin": w.begin / 1e9,
+             "seconds": (w.end - w.begin) / 1e9, "on": w.waited_on, "root": w.root, "why": w.reason}
             for w in longest(found, waits)
         ],
     }  # fmt: skip

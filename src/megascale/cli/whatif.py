@@ -53,16 +53,16 @@ def whatif(
       megascale whatif trace-ST.parquet --json
     """
     from megascale.observe.analysis.operation_trace import write_trace
-    from megascale.observe.analysis.whatif import what_if
+    from megascale.observe.analysis.whatif import analyse_trace
 
     trace = _trace(source, steps, last)
     if export is not None:
         typer.echo(f"{write_trace(trace, export)} operations: {export}", err=as_json)
-    found = what_if(trace, tuple(rank))
+    found = analyse_trace(trace, tuple(rank))
     if plot is not None:
-        from megascale.observe.analysis.whatif_plot import heat_map
+        from megascale.observe.analysis.whatif_plot import draw_worker_scores
 
-        heat_map(found, plot)
+        draw_worker_scores(found, plot)
         typer.echo(f"workers: {plot}", err=as_json)
     if as_json:
         from megascale.core import strict_json
@@ -77,23 +77,23 @@ def _trace(source: Path, steps: str, last: int) -> OperationTrace:
     from megascale.observe.analysis.operation_trace import read_trace
 
     if source.is_dir():
-        from megascale.observe.analysis.run_steps import chosen_steps
-        from megascale.observe.analysis.run_trace import run_trace
+        from megascale.observe.analysis.run_steps import choose_sampled_steps
+        from megascale.observe.analysis.run_trace import read_run_trace
         from megascale.observe.store.tables import SpanTables
 
         with SpanTables(source) as tables:
-            return run_trace(tables, chosen_steps(tables, steps, last))
+            return read_run_trace(tables, choose_sampled_steps(tables, steps, last))
     if not source.exists():
         raise DataError(f"{source} is not there; name a run folder, such as runs/stdlib, or a trace (.parquet)")
     trace = read_trace(source)
     if steps:
-        from megascale.observe.analysis.run_steps import step_range
+        from megascale.observe.analysis.run_steps import parse_step_range
 
-        low, high = step_range(steps)
+        low, high = parse_step_range(steps)
         mask = (trace.step >= low) & (trace.step <= high)
         if not mask.any():
             raise ConfigError(f"--steps={steps}: {source} has steps {trace.step.min()} to {trace.step.max()}")
-        return trace.rows(mask)
+        return trace.select_rows(mask)
     return trace
 
 
@@ -132,10 +132,10 @@ def show(found: WhatIf) -> None:
             )
         table.add_section()
     console.print(table)
-    for number, why in list(found.left_out.items())[:5]:
+    for number, why in list(found.skipped_steps.items())[:5]:
         console.print(f"left out: step {number}: {why}", markup=False)
-    if len(found.left_out) > 5:
-        console.print(f"left out: {len(found.left_out) - 5} steps more")
+    if len(found.skipped_steps) > 5:
+        console.print(f"left out: {len(found.skipped_steps) - 5} steps more")
 
 
 _SHOWN = 12
@@ -159,7 +159,7 @@ def as_tree(found: WhatIf) -> dict[str, Any]:
 
     return {
         "steps": found.steps,
-        "left_out": {str(step): why for step, why in found.left_out.items()},
+        "left_out": {str(step): why for step, why in found.skipped_steps.items()},
         "recorded_seconds": found.recorded,
         "replayed_seconds": found.replayed,
         "original_seconds": found.original,

@@ -31,14 +31,14 @@ class ClockBounds:
         self._slow, self._fast = -self._drift, self._drift
         self._anchors: list[tuple[float, float, float]] = []  # (when, least, most), as tight as they were then
 
-    def at_least(self, now: float, offset: float) -> None:
+    def add_lower_bound(self, now: float, offset: float) -> None:
         """At `now` (own clock) the offset was no smaller."""
         known = self._least_at(now)
         if known is None or offset > known:
             self._least = (now, offset)
             self._check(now, least=True)
 
-    def at_most(self, now: float, offset: float) -> None:
+    def add_upper_bound(self, now: float, offset: float) -> None:
         """At `now` the offset was no larger."""
         known = self._most_at(now)
         if known is None or offset < known:

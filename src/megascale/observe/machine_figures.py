@@ -196,7 +196,7 @@ def collectives(cuda: bool, worlds: Sequence[int], megabytes: float) -> list[tup
     return found
 
 
-def figures(device: torch.device, seconds: float, processes: int) -> dict[str, Any]:
+def measure_machine(device: torch.device, seconds: float, processes: int) -> dict[str, Any]:
     """All measurements of this machine, in minutes on a GPU with the default `seconds`.
 
     `processes`: for collectives; a pair and all of them are measured, one measures none.

@@ -75,7 +75,7 @@ _GROUPS = {
 }
 
 
-def tag(key: str) -> str:
+def tensorboard_tag(key: str) -> str:
     """A metric's name with its group before it, such as train/loss, speed/mfu, waits/tensor_seconds."""
     for prefix, group in _PREFIXES.items():
         if key.startswith(prefix):
@@ -95,7 +95,7 @@ class TensorBoard:
         """One scalar a number."""
         for key, value in record.items():
             if key not in ("step", "time") and isinstance(value, int | float):
-                self._writer.add_scalar(tag(key), value, record["step"])
+                self._writer.add_scalar(tensorboard_tag(key), value, record["step"])
 
     def close(self) -> None:
         """Flush."""
@@ -179,7 +179,7 @@ class Terminal:
                 text += f", of the whole file {record['valid_whole_loss']:.4f}"
             if "valid_bits_per_byte" in record:
                 text += f"  bits per byte {record['valid_bits_per_byte']:.3f}"
-            self.say(text)
+            self.print_line(text)
             return
         if self._first is None:
             self._first = step - 1
@@ -224,7 +224,7 @@ class Terminal:
         (first, begun), (last, ended) = self._ends[0], self._ends[-1]
         return (ended - begun) / (last - first) * (self._steps - last)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the bar."""
         (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
 

@@ -64,7 +64,7 @@ class Curves:
     held_out: list[tuple[float, float]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, name: str, records: list[dict[str, Any]], axis: Axis) -> Curves:
+    def from_records(cls, name: str, records: list[dict[str, Any]], axis: Axis) -> Curves:
         """Return the curves of a run's records. DataError if no record has a place on the axis."""
         steps = [record for record in records if "loss" in record]
         if axis == "hours":
@@ -117,7 +117,7 @@ def smooth(values: list[float], weight: float) -> list[float]:
     return out
 
 
-def unit(largest: float) -> tuple[float, str]:
+def choose_unit(largest: float) -> tuple[float, str]:
     """A divisor that makes numbers up to `largest` short, and its name."""
     for size, name in ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands")):
         if largest >= size:
@@ -152,9 +152,12 @@ def plot_runs(
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     names = [run.name if sum(r.name == run.name for r in runs) == 1 else str(run) for run in runs]
-    curves = [Curves.of(_plain_name(name), read_metrics(run, warn), x) for name, run in zip(names, runs, strict=True)]
+    curves = [
+        Curves.from_records(_plain_name(name), read_metrics(run, warn), x)
+        for name, run in zip(names, runs, strict=True)
+    ]
     farthest = max((place for c in curves for place in c.x if not math.isnan(place)), default=0.0)
-    scale, scale_name = unit(farthest) if x == "tokens" else (1.0, "")
+    scale, scale_name = choose_unit(farthest) if x == "tokens" else (1.0, "")
     figure, (top, rate, norm) = plt.subplots(
         3, 1, figsize=(9, 9), sharex=True, height_ratios=[3, 1, 1], layout="constrained"
     )

@@ -62,7 +62,7 @@ class Reporter:
     def say(self, text: str) -> None:
         """A line on the terminal, once sinks are open."""
         if self._terminal is not None:
-            self._terminal.say(text)
+            self._terminal.print_line(text)
 
     def active(self, choices: dict[str, str]) -> None:
         """Which overlaps and kernels run, why not those that do not, and what NCCL was told by its environment: nothing

@@ -146,14 +146,14 @@ def run_case(
         for _ in range(_LOOKS):
             _until(lambda: _stands(run, world), "the run did not come to a stop", folder)
             started = time.perf_counter()
-            scene, hang = hang_report.examine(run)
+            scene, hang = hang_report.examine_run(run)
             seconds = time.perf_counter() - started
             if not scene.moving:
                 break
         record = scene.ranks[rank].record
         named = hang.group in (record.groups if record else ()) and bool(hang.op)
         right = hang.kind == _KINDS[case] and hang.ranks == (rank,) and named
-        found = hang_report.headline(hang)
+        found = hang_report.format_headline(hang)
         return HangOutcome(case, _name(layout, graphs), rank, step, right, found, seconds, hang.evidence)
     finally:
         _end(run, process)
@@ -212,13 +212,13 @@ def _end(run: Path, launcher: subprocess.Popen[bytes]) -> None:
 
 def _trainers(folder: Path) -> list[int]:
     """Processes that have not ended and whose command names a file of `folder`: the ranks and their children."""
-    from megascale.observe.hang.evidence import process_state
+    from megascale.observe.hang.evidence import read_process_state
 
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (entry / "cmdline").read_bytes().split(b"\0")
-            if os.fsencode(folder / "hang.toml") in command and process_state(int(entry.name)) != "gone":
+            if os.fsencode(folder / "hang.toml") in command and read_process_state(int(entry.name)) != "gone":
                 found.append(int(entry.name))
     return found
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from megascale.core.replay import Graph, replay
 from megascale.core.schedule import ActionKind, pipeline_schedule
-from megascale.observe.analysis.operation_trace import OperationTrace, trace_of
+from megascale.observe.analysis.operation_trace import OperationTrace, make_trace
 
 NAMES = {
     ActionKind.FORWARD: "forward-compute",
@@ -62,7 +62,7 @@ class Job:
             normal[self.graph.kind == kind] = mean[self.graph.kind == kind].mean()
         self.ideal = float(replay(self.graph, normal).makespan) + REDUCE + CLIP + UPDATE
         names = ("replica", "stage", "rank", "step", "kind", "sequence", "chunk", "microbatch", "global_chunk")
-        self.trace: OperationTrace = trace_of(
+        self.trace: OperationTrace = make_trace(
             dict(zip((*names, "start", "duration"), map(np.array, zip(*rows, strict=True)), strict=True))
         )
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from megascale.errors import ConfigError, DataError
-from megascale.observe.analysis.operation_trace import OperationTrace, read_trace, trace_of, write_trace
-from megascale.observe.analysis.trace_graph import graphs_of
-from megascale.observe.analysis.whatif import what_if
+from megascale.observe.analysis.operation_trace import OperationTrace, make_trace, read_trace, write_trace
+from megascale.observe.analysis.trace_graph import build_graphs
+from megascale.observe.analysis.whatif import analyse_trace
 from tests.observe.analysis.recorded_jobs import Job
 
 PUBLISHED = Path(os.environ.get("MEGASCALE_OTHERS_DATA", "../shared/data")) / "stragglers"
@@ -24,7 +24,7 @@ PUBLISHED = Path(os.environ.get("MEGASCALE_OTHERS_DATA", "../shared/data")) / "s
 def test_a_slow_worker_is_found_and_its_share_is_known(stages, virtual, microbatches):
     slow = stages // 2
     job = Job(stages, virtual, microbatches, replicas=4, slow={(slow, 1): 1.5})
-    found = what_if(job.trace)
+    found = analyse_trace(job.trace)
     assert found.recorded == pytest.approx(job.seconds)
     assert found.replayed == pytest.approx(job.seconds, rel=1e-9)
     assert found.original == pytest.approx(job.seconds, rel=0.01)
@@ -41,7 +41,7 @@ def test_a_slow_worker_is_found_and_its_share_is_known(stages, virtual, microbat
 
 def test_a_slow_last_stage_is_the_stages_not_a_ranks():
     job = Job(4, 1, 8, replicas=4, slow={(3, replica): 1.4 for replica in range(4)})
-    found = what_if(job.trace, ranks=(12, 0))
+    found = analyse_trace(job.trace, ranks=(12, 0))
     assert found.stage_share > 0.9
     assert found.worker_share < 0.1
     assert found.ranks[0].explains < 0.1
@@ -51,7 +51,7 @@ def test_a_slow_last_stage_is_the_stages_not_a_ranks():
 def test_two_slow_workers_share_the_blame():
     """Each is in another replica: making one normal changes next to nothing, both in one stage all."""
     job = Job(4, 1, 8, replicas=4, slow={(1, 0): 1.5, (1, 2): 1.5})
-    found = what_if(job.trace)
+    found = analyse_trace(job.trace)
     assert {rank for rank, part in found.ranks.items() if part.alone > 1.2} == {4, 6}
     assert found.stages[1].explains > 0.9
     assert found.ranks[4].explains < 0.2
@@ -68,7 +68,7 @@ def test_a_slow_tensor_peer_is_told_by_what_it_did_not_wait():
     trace = OperationTrace(
         **{name: np.concatenate([getattr(peer, name) for peer in peers]) for name in vars(one)},
     )
-    found = what_if(trace, ranks=tuple(range(8)))
+    found = analyse_trace(trace, ranks=tuple(range(8)))
     assert found.replayed == pytest.approx(found.recorded)
     assert found.slowest == (7,)
     assert found.ranks[7].explains > 0.8
@@ -79,11 +79,11 @@ def test_steps_that_differ_are_replayed_apart_and_broken_ones_left_out():
     long, short = Job(2, 1, 6, steps=2).trace, Job(2, 1, 4, steps=2).trace
     short = replace(short, step=short.step + 10)
     both = OperationTrace(**{name: np.concatenate([getattr(long, name), getattr(short, name)]) for name in vars(long)})
-    graphs, left_out = graphs_of(both)
+    graphs, left_out = build_graphs(both)
     assert sorted(graph.steps for graph in graphs) == [(0, 1), (10, 11)]
     assert not left_out
     lost = ~((both.step == 1) & (both.replica == 2) & (both.kind == "forward-send") & (both.sequence == 3))
-    graphs, left_out = graphs_of(both.rows(lost))
+    graphs, left_out = build_graphs(both.select_rows(lost))
     assert sorted(graph.steps for graph in graphs) == [(0,), (10, 11)]
     assert left_out == {1: "its replicas do different numbers of operations"}
 
@@ -91,21 +91,23 @@ def test_steps_that_differ_are_replayed_apart_and_broken_ones_left_out():
 def test_what_cannot_be_replayed_is_said():
     trace = Job(2, 1, 4, steps=1).trace
     with pytest.raises(DataError, match=r"stage 0 has 3 forward-send for 4 forward-compute|no send|no receive"):
-        what_if(trace.rows(~((trace.kind == "forward-send") & (trace.sequence == 3))))
+        analyse_trace(trace.select_rows(~((trace.kind == "forward-send") & (trace.sequence == 3))))
     with pytest.raises(DataError, match="recorded twice"):
-        what_if(trace.rows(np.r_[np.arange(len(trace)), 0]))
+        analyse_trace(trace.select_rows(np.r_[np.arange(len(trace)), 0]))
     with pytest.raises(DataError, match="no operations of stage 1 in data-parallel replica 2"):
-        what_if(trace.rows(~((trace.stage == 1) & (trace.replica == 2))))
+        analyse_trace(trace.select_rows(~((trace.stage == 1) & (trace.replica == 2))))
     with pytest.raises(ConfigError, match="--rank=6 is none of the trace's ranks; they are 0 to 5"):
-        what_if(trace, ranks=(6,))
+        analyse_trace(trace, ranks=(6,))
 
 
 def test_a_trace_comes_back_from_its_file(tmp_path):
     trace = Job(noise=0.1, steps=1).trace
     path = tmp_path / "it's a trace.parquet"
     assert write_trace(trace, path) == len(trace)
-    back = what_if(read_trace(path))
-    assert (back.original, back.ideal) == pytest.approx((what_if(trace).original, what_if(trace).ideal), rel=1e-12)
+    back = analyse_trace(read_trace(path))
+    assert (back.original, back.ideal) == pytest.approx(
+        (analyse_trace(trace).original, analyse_trace(trace).ideal), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_a_trace_comes_back_from_its_file(tmp_path):
 def test_rows_that_make_no_sense_are_named(change, says):
     columns = {name: getattr(Job(1, 1, 1, 1, 1).trace, name)[:2] for name in vars(Job(1, 1, 1, 1, 1).trace)}
     with pytest.raises(DataError, match=says):
-        trace_of(columns | {name: np.array(value) for name, value in change.items()})
+        make_trace(columns | {name: np.array(value) for name, value in change.items()})
 
 
 def test_files_that_are_no_trace_are_refused(tmp_path):
@@ -141,14 +143,14 @@ def test_many_ranks_take_seconds():
     """256 ranks, 20 steps of 32 micro-batches, every question: a share of the 5 s that a job of 128 ranks may take."""
     trace = Job(8, 1, 16, replicas=16, steps=4, slow={(2, 5): 1.3}, noise=0.05).trace
     begin = time.process_time()
-    found = what_if(trace)
+    found = analyse_trace(trace)
     assert found.slowest[0] == 2 * 16 + 5
     assert time.process_time() - begin < 20
 
 
 @pytest.mark.skipif(not (PUBLISHED / "trace-ST.parquet").is_file(), reason=f"ByteDance's trace is not in {PUBLISHED}")
 def test_the_published_trace_gives_the_published_result():
-    found = what_if(read_trace(PUBLISHED / "trace-ST.parquet"))
+    found = analyse_trace(read_trace(PUBLISHED / "trace-ST.parquet"))
     result = json.loads((PUBLISHED / "result-ST.json").read_text())
     shares = json.loads((PUBLISHED / "ms-ST.json").read_text()) | json.loads((PUBLISHED / "mw-ST.json").read_text())
     recorded = np.mean(list(result["step_t_base"].values()))

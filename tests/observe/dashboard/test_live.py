@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from megascale.observe.dashboard import live
-from megascale.observe.dashboard.live import Live
+from megascale.observe.dashboard.live import LiveUpdates
 
 
 def test_a_look_that_fails_in_any_way_goes_on(monkeypatch, caplog):
@@ -21,7 +21,7 @@ def test_a_look_that_fails_in_any_way_goes_on(monkeypatch, caplog):
         return answer or b""
 
     async def watch() -> list[bytes]:
-        stream = Live(pulse).stream(["a"])
+        stream = LiveUpdates(pulse).stream(["a"])
         async with asyncio.timeout(30.0):
             told = [await anext(stream) for _ in range(4)]
         await stream.aclose()

@@ -13,8 +13,8 @@ from megascale.cli import spans
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.errors import ConfigError
 from megascale.observe.dashboard import rank_values
-from megascale.observe.dashboard.straggler_answer import slow_machines
-from megascale.observe.store.asking import arrived
+from megascale.observe.dashboard.straggler_answer import answer_stragglers
+from megascale.observe.store.asking import count_complete_steps
 from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
 from megascale.observe.store.ingest import Ingest
 from megascale.observe.store.parquet import ParquetWriter
@@ -30,7 +30,7 @@ def tables(runs):
 
 
 def test_the_slow_rank_is_the_outlier(tables):
-    found = rank_values.heat_map(tables, "", None, None)
+    found = rank_values.make_heat_map(tables, "", None, None)
     assert found["figure"]["name"] == "own.step"
     assert found["steps"] == {"first": 1, "last": STEPS, "low": 1, "high": STEPS}
     assert [one["rank"] for one in found["outliers"]] == [SLOW]
@@ -47,12 +47,12 @@ def test_values_are_means_of_a_step(tables):
         "SELECT rank, (sum(total_ns) - sum(waited_ns)) / 1e9 / count(*) AS own FROM rollups WHERE action = 'step' "
         "GROUP BY rank ORDER BY rank"
     )
-    ranks = rank_values.ranks_of(tables)
-    np.testing.assert_allclose(rank_values.values_of(tables, "own.step", 1, STEPS, ranks), mine["own"])
-    told = rank_values.rank_figures(tables, SLOW, None, None)["rows"]
+    ranks = rank_values.read_ranks(tables)
+    np.testing.assert_allclose(rank_values.read_values(tables, "own.step", 1, STEPS, ranks), mine["own"])
+    told = rank_values.read_rank_figures(tables, SLOW, None, None)["rows"]
     (step,) = [row for row in told if row[0] == "step"]
     assert step[2] - step[3] == pytest.approx(mine["own"][SLOW])
-    past = rank_values.rank_history(tables, "own.step", SLOW)
+    past = rank_values.read_rank_history(tables, "own.step", SLOW)
     assert past["step"] == list(range(1, STEPS + 1))
     assert past["own"] == past["high"]
     assert np.mean(past["own"]) == pytest.approx(mine["own"][SLOW], rel=1e-4)
@@ -61,10 +61,10 @@ def test_values_are_means_of_a_step(tables):
 def test_what_is_no_figure_is_refused(tables):
     for figure in ("nothing", "own.step'; DROP TABLE ranks", "counter.none"):
         with pytest.raises(ConfigError, match="figure="):
-            rank_values.heat_map(tables, figure, None, None)
+            rank_values.make_heat_map(tables, figure, None, None)
     with pytest.raises(ConfigError, match="among="):
-        rank_values.heat_map(tables, "", None, None, "galaxy")
-    assert rank_values.heat_map(tables, "", 10**9, 10**9)["value"] == [None] * JOB.world
+        rank_values.make_heat_map(tables, "", None, None, "galaxy")
+    assert rank_values.make_heat_map(tables, "", 10**9, 10**9)["value"] == [None] * JOB.world
 
 
 @settings(max_examples=20)
@@ -72,30 +72,30 @@ def test_what_is_no_figure_is_refused(tables):
 def test_a_rank_far_off_is_found_whatever_the_spread(seed, ranks, spread):
     values = 1 + spread * np.random.default_rng(seed).standard_normal(ranks).clip(-3, 3)
     values[ranks // 2] = 1 + 40 * spread
-    found = rank_values.judge(values, np.zeros(ranks, int))
+    found = rank_values.find_outliers(values, np.zeros(ranks, int))
     assert found.outliers[0] == ranks // 2
 
 
 def test_stages_are_compared_each_for_itself():
     stage = np.repeat([0, 1], 16)
     values = np.where(stage == 0, 1.0, 2.0) + np.tile(np.linspace(0, 0.01, 16), 2)
-    assert rank_values.judge(values, stage).outliers == []
+    assert rank_values.find_outliers(values, stage).outliers == []
     values[3] = 1.5  # between the stages, and far from its own
-    assert rank_values.judge(values, stage).outliers == [3]
-    assert rank_values.judge(values, stage, "job").outliers == []
-    few = rank_values.judge(np.array([1.0, 1.0, 9.0]), np.zeros(3, int))
+    assert rank_values.find_outliers(values, stage).outliers == [3]
+    assert rank_values.find_outliers(values, stage, "job").outliers == []
+    few = rank_values.find_outliers(np.array([1.0, 1.0, 9.0]), np.zeros(3, int))
     assert few.outliers == []
     assert np.isnan(few.z).all()
-    same = rank_values.judge(np.array([1.0] * 7 + [1.2]), np.zeros(8, int))
+    same = rank_values.find_outliers(np.array([1.0] * 7 + [1.2]), np.zeros(8, int))
     assert same.outliers == [7]
 
 
 def test_slow_machines_are_judged_in_the_same_window(tables):
-    found = slow_machines(tables, None, None)
+    found = answer_stragglers(tables, None, None)
     assert [one["rank"] for one in found["ranks"]] == [SLOW]
     assert found["ranks"][0]["slower"] == pytest.approx(0.1, abs=0.04)
     assert found["ranks"][0]["evidence"]
-    assert slow_machines(tables, 2, 9)["steps"] == {"first": 2, "last": 9}
+    assert answer_stragglers(tables, 2, 9)["steps"] == {"first": 2, "last": 9}
 
 
 def write_attempt(out: Path, attempt: int, steps: range, ranks: int, total_ns: int, wait_ns: int = 0) -> None:
@@ -114,7 +114,7 @@ def write_attempt(out: Path, attempt: int, steps: range, ranks: int, total_ns: i
             spans = np.zeros(1, SPAN)
             spans["kind"], spans["start_ns"], spans["end_ns"] = SpanKind.STEP, 1, 2
             ring.write(SPANS, step, spans, 0)
-        ingest.take(ring)
+        ingest.take_frames(ring)
         ring.close()
     ingest.close()
 
@@ -130,12 +130,12 @@ def test_steps_that_were_done_again_count_once_and_as_their_newest_attempt(tmp_p
             (rank, 10, 1.0, 1.0, {}) for rank in range(2)
         ]
         assert spans.write(tables, "job", tmp_path / "out.jsonl", (11, 12)) == 4
-        assert rank_values.known_steps(tables) == (1, 20)
-        ranks = rank_values.ranks_of(tables)
-        waits = rank_values.values_of(tables, "waited.step", 11, 20, ranks)
+        assert rank_values.read_step_range(tables) == (1, 20)
+        ranks = rank_values.read_ranks(tables)
+        waits = rank_values.read_values(tables, "waited.step", 11, 20, ranks)
         np.testing.assert_array_equal(waits, [0.0, 0.0, np.nan, np.nan])
-        np.testing.assert_array_equal(rank_values.values_of(tables, "wait.tensor", 11, 20, ranks), [np.nan] * 4)
-        past = rank_values.rank_history(tables, "total.step", 0)
+        np.testing.assert_array_equal(rank_values.read_values(tables, "wait.tensor", 11, 20, ranks), [np.nan] * 4)
+        past = rank_values.read_rank_history(tables, "total.step", 0)
         assert (past["step"], past["own"]) == (list(range(1, 21)), [3.0] * 10 + [1.0] * 10)
-    assert arrived(tmp_path, 11, 15) == 5  # of two ranks: two that are gone are not waited for
-    assert arrived(tmp_path, 21, 25) == 0  # attempt 1 did those
+    assert count_complete_steps(tmp_path, 11, 15) == 5  # of two ranks: two that are gone are not waited for
+    assert count_complete_steps(tmp_path, 21, 25) == 0  # attempt 1 did those

@@ -255,7 +255,7 @@ def record(run: Path, host: int, rank: int, steps: int) -> Ingest:
     for step in range(1, steps + 1):
         ring.write(ROLLUPS, step, np.ones(4, ROLLUP), 0)
         ring.write(SPANS, step, np.random.default_rng(step).integers(0, 99, 4000).astype("i8").view(SPAN)[:500], 0)
-        ingest.take(ring)
+        ingest.take_frames(ring)
     return ingest
 
 
@@ -306,12 +306,12 @@ def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
     assert spans_of(link.there) == {(0, 7): (40, 35_000)}
     ingest.tick(1e9)
     link.carry()
-    ingest.note(COUNTERS, np.ones(1, COUNTER))
+    ingest.add_records(COUNTERS, np.ones(1, COUNTER))
     ring = SpanRing(rank=7, attempt=1)
     for step in (41, 42):
         ring.write(SPANS, step, np.ones(5, SPAN), 0)
         ring.write(ROLLUPS, step, np.ones(1, ROLLUP), 0)
-        ingest.take(ring)
+        ingest.take_frames(ring)
         ingest.tick(1e9 * step)
     assert (link.here / "spans/host=0/spans-000000-000001.parquet").exists()
     link.carry()

@@ -20,7 +20,7 @@ from megascale.cli.main import app
 from megascale.config import load
 from megascale.core import strict_json
 from megascale.errors import ConfigError, DataError, TrainingError
-from megascale.observe.hang.evidence import process_state
+from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience.faults.inject import FAULTS, Options, inject
 from megascale.train.injected_faults import KINDS
 
@@ -68,10 +68,10 @@ def test_a_persistent_fault_is_asked_for_by_its_name(run, word, persistent):
 
 def test_a_rank_is_killed_stopped_and_let_go(run, rank):
     assert inject(run, "stop-rank", Options(rank=0, seconds=0.05))[-1].startswith("SIGCONT")
-    assert process_state(rank.pid) == "running"
+    assert read_process_state(rank.pid) == "running"
     inject(run, "stop-rank", Options(rank=0))
     os.waitpid(rank.pid, os.WUNTRACED)  # returns once it stands: the signal takes its time to arrive
-    assert process_state(rank.pid) == "stopped"
+    assert read_process_state(rank.pid) == "stopped"
     inject(run, "kill-rank", Options(rank=0))
     assert rank.wait(10) == -signal.SIGKILL
     with pytest.raises(TrainingError, match="rank 0"):

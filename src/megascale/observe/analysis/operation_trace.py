@@ -82,11 +82,11 @@ class OperationTrace:
     def __len__(self) -> int:
         return len(self.start)
 
-    def rows(self, mask: Array) -> OperationTrace:
+    def select_rows(self, mask: Array) -> OperationTrace:
         """Those rows."""
         return OperationTrace(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
 
-    def tensor(self) -> Array:
+    def tensor_indices(self) -> Array:
         """[rows]: which of the ranks that share replica and stage, in order of rank."""
         sizes = [int(values.max()) + 1 for values in (self.replica, self.stage, self.rank)]
         key = np.ravel_multi_index((self.replica, self.stage, self.rank), sizes)
@@ -96,7 +96,7 @@ class OperationTrace:
         first: Array = np.maximum.accumulate(np.where(cell, position, 0))
         return (position - first)[inverse.ravel()]  # type: ignore[no-any-return]
 
-    def coded(self) -> tuple[list[str], Array]:
+    def encode_kinds(self) -> tuple[list[str], Array]:
         """Names of the kinds, and [rows] which of them each is; sorting a million names would take a second."""
         names = list(KINDS)
         codes = np.full(len(self), -1)
@@ -107,7 +107,7 @@ class OperationTrace:
         return [*names, *others.tolist()], codes
 
 
-def trace_of(columns: dict[str, Any]) -> OperationTrace:
+def make_trace(columns: dict[str, Any]) -> OperationTrace:
     """A trace of arrays by attribute; `waited` may lack. DataError names what makes no sense."""
     given = {name: np.asarray(columns[name]) for name, _ in _COLUMNS.values()}
     given["waited"] = np.asarray(columns.get("waited", np.zeros(len(given["start"]))), dtype=float)
@@ -159,7 +159,7 @@ def read_trace(path: Path) -> OperationTrace:
         if np.ma.is_masked(values):
             row = int(np.flatnonzero(np.ma.getmaskarray(values))[0])
             raise DataError(f"{path} has no {name} in row {row}; write -1 where a column means nothing")
-    return trace_of({name: np.ma.getdata(values) for name, values in found.items()})
+    return make_trace({name: np.ma.getdata(values) for name, values in found.items()})
 
 
 def write_trace(trace: OperationTrace, path: Path) -> int:

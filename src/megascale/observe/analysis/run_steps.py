@@ -13,7 +13,7 @@ _INNER = {SpanKind.WAIT.label, SpanKind.DATA_WAIT.label, SpanKind.TRANSFER.label
 
 
 @dataclass(frozen=True)
-class Inner:
+class InnerSpan:
     """A wait (or data_wait) within an action, or a transfer that began in it. Times are nanoseconds."""
 
     action: str
@@ -25,7 +25,7 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class Act:
+class ActionSpan:
     """One action of a rank with what lies in it. Times are nanoseconds on the common clock."""
 
     action: str
@@ -33,15 +33,15 @@ class Act:
     microbatch: int
     begin: int
     end: int
-    inner: list[Inner] = field(default_factory=list)
+    inner_spans: list[InnerSpan] = field(default_factory=list)
 
-    def waits(self, *axes: str) -> list[Inner]:
+    def select_waits(self, *axes: str) -> list[InnerSpan]:
         """Waits for other ranks, along these axes or any."""
-        return [one for one in self.inner if one.action == "wait" and (not axes or one.axis in axes)]
+        return [one for one in self.inner_spans if one.action == "wait" and (not axes or one.axis in axes)]
 
-    def transfers(self, axis: str) -> list[Inner]:
+    def select_transfers(self, axis: str) -> list[InnerSpan]:
         """Transfers along an axis that began in it."""
-        return [one for one in self.inner if one.action == "transfer" and one.axis == axis]
+        return [one for one in self.inner_spans if one.action == "transfer" and one.axis == axis]
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class RankStep:
 
     step: int
     rank: int
-    place: tuple[int, int, int]
+    coordinates: tuple[int, int, int]
     begin: int
     end: int
     clock_error: int
-    acts: list[Act]
+    actions: list[ActionSpan]
 
 
-def kept_steps(tables: SpanTables) -> list[int]:
+def list_sampled_steps(tables: SpanTables) -> list[int]:
     """Steps of which every rank's spans were kept, in order. DataError if there are none."""
     found = tables.query(
         "WITH own AS (SELECT step, max(attempt) AS attempt FROM spans GROUP BY step), "
@@ -80,19 +80,19 @@ def kept_steps(tables: SpanTables) -> list[int]:
     return steps
 
 
-def chosen_steps(tables: SpanTables, wanted: str, last: int) -> list[int]:
+def choose_sampled_steps(tables: SpanTables, wanted: str, last: int) -> list[int]:
     """Steps that --steps names ("7", "7-20"; empty: the last so many, without the attempt's first, which warms up)."""
-    steps = kept_steps(tables)
+    steps = list_sampled_steps(tables)
     if not wanted:
         return (steps[1:] if len(steps) > 1 else steps)[-last:]
-    low, high = step_range(wanted)
+    low, high = parse_step_range(wanted)
     found = [step for step in steps if low <= step <= high]
     if not found:
         raise ConfigError(f"--steps={wanted}: spans of all ranks were kept of {_listed(steps)} only")
     return found
 
 
-def step_range(wanted: str) -> tuple[int, int]:
+def parse_step_range(wanted: str) -> tuple[int, int]:
     """First and last step of "7" or "7-20". ConfigError on anything else."""
     low, dash, high = wanted.partition("-")
     if not low.isdecimal() or not (high.isdecimal() if dash else True) or int(high or low) < int(low):
@@ -105,7 +105,7 @@ def _listed(steps: list[int]) -> str:
     return f"step{'s' * (len(shown) > 1)} " + ", ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]])
 
 
-def rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | None = None) -> Iterator[RankStep]:
+def read_rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | None = None) -> Iterator[RankStep]:
     """What each rank did in each of the steps, step by step. DataError names a step whose spans were partly lost."""
     places = {
         (attempt, rank): (tensor, pipeline, data)
@@ -131,20 +131,20 @@ def rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | None = N
                 place = tuple(map(int, places.get((attempt, rank), (-1, -1, -1))))
                 one = RankStep(step, rank, place, 0, 0, error, [])  # type: ignore[arg-type]
             if action == "step":
-                one = RankStep(step, rank, one.place, begin, end, error, one.acts)
+                one = RankStep(step, rank, one.coordinates, begin, end, error, one.actions)
             elif action not in _INNER:
-                one.acts.append(Act(action, chunk, batch, begin, end))
-            elif one.acts and begin <= one.acts[-1].end:
-                one.acts[-1].inner.append(Inner(action, axis, begin, end, size, on))
+                one.actions.append(ActionSpan(action, chunk, batch, begin, end))
+            elif one.actions and begin <= one.actions[-1].end:
+                one.actions[-1].inner_spans.append(InnerSpan(action, axis, begin, end, size, on))
         if one is not None:
             yield _checked(one)
 
 
 def _checked(one: RankStep) -> RankStep:
-    if one.end == 0 or min(one.place) < 0 or not one.acts:
+    if one.end == 0 or min(one.coordinates) < 0 or not one.actions:
         raise DataError(
             f"step {one.step}: spans of rank {one.rank} were lost, or nobody wrote who it was; choose another step"
         )
     # Python's garbage collection and evaluations lie between steps.
-    kept = [act for act in one.acts if act.begin >= one.begin and act.end <= one.end]
-    return RankStep(one.step, one.rank, one.place, one.begin, one.end, one.clock_error, kept)
+    kept = [act for act in one.actions if act.begin >= one.begin and act.end <= one.end]
+    return RankStep(one.step, one.rank, one.coordinates, one.begin, one.end, one.clock_error, kept)

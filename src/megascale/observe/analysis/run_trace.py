@@ -32,9 +32,9 @@ from megascale.observe.analysis.operation_trace import (
     REDUCE,
     TRANSFERS,
     OperationTrace,
-    trace_of,
+    make_trace,
 )
-from megascale.observe.analysis.run_steps import Act, RankStep, rank_steps
+from megascale.observe.analysis.run_steps import ActionSpan, RankStep, read_rank_steps
 from megascale.observe.store.tables import SpanTables
 
 # A wait shorter than this (ns) was for a message that had come before.
@@ -48,11 +48,11 @@ _MESSAGES = {
 }
 
 
-def run_trace(tables: SpanTables, steps: list[int]) -> OperationTrace:
+def read_run_trace(tables: SpanTables, steps: list[int]) -> OperationTrace:
     """The operations of these steps of a run. DataError if they hold no compute."""
     out = _Rows()
     of_step: list[RankStep] = []
-    for one in rank_steps(tables, steps):
+    for one in read_rank_steps(tables, steps):
         if of_step and of_step[0].step != one.step:
             out.take(of_step)
             of_step = []
@@ -72,8 +72,8 @@ class _Rows:
 
     def take(self, ranks: list[RankStep]) -> None:
         """All ranks of one step."""
-        stages = max(one.place[1] for one in ranks) + 1
-        last = max((act.chunk for one in ranks for act in one.acts if act.action in _COMPUTES), default=0) * stages
+        stages = max(one.coordinates[1] for one in ranks) + 1
+        last = max((act.chunk for one in ranks for act in one.actions if act.action in _COMPUTES), default=0) * stages
         last += stages - 1
         # Sides of transfers by replica, tensor, kind, the model's chunk at that side and micro-batch: their rows.
         sides: dict[tuple[int, int, str, int, int], int] = {}
@@ -99,7 +99,7 @@ class _Rows:
         sides: dict[tuple[int, int, str, int, int], int],
         arrived: dict[tuple[int, int, str, int, int], tuple[int, int]],
     ) -> None:
-        tensor, stage, data = one.place
+        tensor, stage, data = one.coordinates
         seen: Counter[str] = Counter()
 
         def row(kind: str, begin: int, end: int, chunk: int = -1, batch: int = -1, waited: int = 0) -> int:
@@ -112,29 +112,31 @@ class _Rows:
 
         computed = one.begin
         tail: dict[str, tuple[int, int]] = {}
-        for act in one.acts:
+        for act in one.actions:
             whole = act.chunk * stages + stage
             if kind := _COMPUTES.get(act.action):
                 begin = act.begin
-                before = act.waits("pipeline", "data") if act.action == "forward" else act.waits("pipeline")
+                before = (
+                    act.select_waits("pipeline", "data") if act.action == "forward" else act.select_waits("pipeline")
+                )
                 begin = max([begin, *(wait.end for wait in before)])
-                peers = sum(wait.end - wait.begin for wait in act.waits("tensor"))
+                peers = sum(wait.end - wait.begin for wait in act.select_waits("tensor"))
                 row(kind, begin, act.end, act.chunk, act.microbatch, peers)
                 computed = act.end
                 if stages > 1 and (whole > 0 if kind == FORWARD else whole < last):
-                    message = next(iter(act.waits("pipeline")), None)
+                    message = next(iter(act.select_waits("pipeline")), None)
                     came = (message.end, message.end - message.begin) if message else (act.begin, 0)
                     name = "forward-recv" if kind == FORWARD else "backward-recv"
                     arrived[data, tensor, name, whole, act.microbatch] = came
             elif kind := _MESSAGES.get(act.action):
                 # What it belongs to is told by the sequence; chunk and micro-batch have no meaning there.
                 sides[data, tensor, kind, whole, act.microbatch] = row(kind, act.begin, act.end)
-            elif act.action == "gather_params" and (moved := act.transfers("data")):
+            elif act.action == "gather_params" and (moved := act.select_transfers("data")):
                 row(GATHER, moved[0].begin, max(one.end for one in moved), act.chunk)
             elif act.action == "finish_reductions":
                 self._reductions(act, tail)
             elif act.action == "optimizer":
-                norm = [(wait.begin, wait.end) for wait in act.transfers("world")][:1]
+                norm = [(wait.begin, wait.end) for wait in act.select_transfers("world")][:1]
                 tail[CLIP] = norm[0] if norm else (act.begin, act.begin)
                 tail[OPTIMIZER] = (tail[CLIP][1], act.end)
         row(GARBAGE, computed, computed)
@@ -149,10 +151,10 @@ class _Rows:
             at = max(at, end)
 
     @staticmethod
-    def _reductions(act: Act, tail: dict[str, tuple[int, int]]) -> None:
-        if moved := act.transfers("embedding"):
+    def _reductions(act: ActionSpan, tail: dict[str, tuple[int, int]]) -> None:
+        if moved := act.select_transfers("embedding"):
             tail[EMBEDDING] = (moved[0].begin, max(one.end for one in moved))
-        if waits := act.waits("data"):
+        if waits := act.select_waits("data"):
             tail[REDUCE] = (act.begin, max(wait.end for wait in waits))
 
     def trace(self) -> OperationTrace:
@@ -181,7 +183,7 @@ class _Rows:
         np.minimum.at(first, number.ravel(), begin)
         columns |= {"start": (begin - first[number.ravel()]) / 1e9, "duration": (end - begin) / 1e9, "step": step}
         columns["waited"] = np.minimum(np.array(columns["waited"]) / 1e9, columns["duration"])
-        return trace_of(columns)
+        return make_trace(columns)
 
 
 _BEGIN = 9

@@ -19,7 +19,7 @@ import numpy as np
 from megascale.core.replay import Graph, replay
 from megascale.core.schedule import ActionKind, Schedule
 from megascale.errors import ConfigError, DataError
-from megascale.observe.analysis.run_steps import Act, Inner, RankStep, chosen_steps, rank_steps
+from megascale.observe.analysis.run_steps import ActionSpan, InnerSpan, RankStep, choose_sampled_steps, read_rank_steps
 from megascale.observe.store.tables import SpanTables
 
 VIEWS = ("pipeline", "tensor", "data")
@@ -48,18 +48,18 @@ class Wait:
     """
 
     rank: int
-    act: str
+    action: str
     kind: str
     axis: str
     begin: int
     end: int
-    on: int
-    why: str
+    waited_on: int
+    reason: str
     root: int = -1
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedCompute:
     """A compute of the plan, nanoseconds from the timeline's begin."""
 
     backward: bool
@@ -78,12 +78,12 @@ class Track:
     """
 
     rank: int
-    place: tuple[int, int, int]
+    coordinates: tuple[int, int, int]
     begin: int
     end: int
-    acts: list[Act]
+    actions: list[ActionSpan]
     waits: list[Wait]
-    planned: list[Planned]
+    planned_computes: list[PlannedCompute]
     seconds: dict[str, float]
 
 
@@ -113,7 +113,7 @@ class StepTimeline:
     bubbles: dict[int, float]
 
 
-def step_timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -> StepTimeline:
+def read_step_timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -> StepTimeline:
     """Read a step. ConfigError names what of the options is none; DataError what is not there.
 
     Args:
@@ -124,7 +124,7 @@ def step_timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -
     """
     if view not in VIEWS:
         raise ConfigError(f"--view={view} is none of {', '.join(VIEWS)}")
-    number = chosen_steps(tables, "" if step is None else str(step), 1)[-1]
+    number = choose_sampled_steps(tables, "" if step is None else str(step), 1)[-1]
     found = tables.query(
         "SELECT rank, any_value(tensor) AS tensor, any_value(pipeline) AS pipeline, any_value(data) AS data FROM ranks "
         "WHERE attempt = (SELECT max(attempt) FROM spans WHERE step = ?) GROUP BY rank ORDER BY rank",
@@ -138,10 +138,10 @@ def step_timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -
         pipes = {(places[rank][0], places[rank][2]) for rank in shown}
         peers = {places[rank][1:] for rank in shown}
         read = [rank for rank, place in places.items() if (place[0], place[2]) in pipes or place[1:] in peers]
-    steps = {one.rank: one for one in rank_steps(tables, [number], read)}
+    steps = {one.rank: one for one in read_rank_steps(tables, [number], read)}
     if missing := [rank for rank in shown if rank not in steps]:
         raise DataError(f"step {number}: spans of rank {missing[0]} were lost; choose another step")
-    return _Reading(steps, {rank: place[1] for rank, place in places.items()}).timeline(number, shown, view)
+    return _TimelineBuilder(steps, {rank: place[1] for rank, place in places.items()}).timeline(number, shown, view)
 
 
 def _chosen(ranks: str, view: str, places: dict[int, tuple[int, ...]]) -> list[int]:
@@ -168,25 +168,25 @@ def _chosen(ranks: str, view: str, places: dict[int, tuple[int, ...]]) -> list[i
     return sorted(set(chosen), key=lambda rank: tuple(places[rank][n] for n in order))
 
 
-class _Reading:
+class _TimelineBuilder:
     """The steps of the ranks that were read, and what of them is known of each other."""
 
     def __init__(self, steps: dict[int, RankStep], stage_of: dict[int, int]) -> None:
         self.steps = steps
         self.stages = max(stage_of.values()) + 1
-        chunks = [act.chunk for one in steps.values() for act in one.acts if act.action in _COMPUTES]
+        chunks = [act.chunk for one in steps.values() for act in one.actions if act.action in _COMPUTES]
         self.virtual = 1 + max(chunks, default=0)
         self.origin = min(one.begin for one in steps.values())
-        self.at = {one.place: one.rank for one in steps.values()}
+        self.at = {one.coordinates: one.rank for one in steps.values()}
         # By replica and tensor, direction, the chunk of the model that made it and micro-batch: the send.
-        self.sends: dict[tuple[int, int, str, int, int], tuple[int, Act]] = {}
+        self.sends: dict[tuple[int, int, str, int, int], tuple[int, ActionSpan]] = {}
         # By axis, who takes part, action and position: when each rank came.
         self.came: dict[tuple[object, ...], dict[int, int]] = defaultdict(dict)
         # By rank and axis: its collectives, with their key in `came`.
-        self.collectives: dict[tuple[int, str], list[tuple[tuple[object, ...], Inner]]] = defaultdict(list)
+        self.collectives: dict[tuple[int, str], list[tuple[tuple[object, ...], InnerSpan]]] = defaultdict(list)
         for one in steps.values():
-            tensor, stage, data = one.place
-            for act in one.acts:
+            tensor, stage, data = one.coordinates
+            for act in one.actions:
                 if act.action.startswith("send_"):
                     made = act.chunk * self.stages + stage
                     self.sends[data, tensor, act.action[5:], made, act.microbatch] = (one.rank, act)
@@ -194,11 +194,11 @@ class _Reading:
                     self.came[key][one.rank] = moved.begin
                     self.collectives[one.rank, moved.axis].append((key, moved))
 
-    def _collectives(self, one: RankStep, act: Act) -> list[tuple[tuple[object, ...], Inner]]:
-        tensor, stage, data = one.place
+    def _collectives(self, one: RankStep, act: ActionSpan) -> list[tuple[tuple[object, ...], InnerSpan]]:
+        tensor, stage, data = one.coordinates
         seen: Counter[str] = Counter()
-        found: list[tuple[tuple[object, ...], Inner]] = []
-        for moved in act.inner:
+        found: list[tuple[tuple[object, ...], InnerSpan]] = []
+        for moved in act.inner_spans:
             group = {
                 "tensor": (stage, data), "data": (stage, tensor), "stage": (stage,),
                 "embedding": (tensor, data), "world": (),
@@ -210,7 +210,7 @@ class _Reading:
 
     def timeline(self, number: int, shown: list[int], view: str) -> StepTimeline:
         planned, planned_seconds, pipeline_seconds = self._plan(shown)
-        of_rank = {rank: [w for act in one.acts for w in self._waits(one, act)] for rank, one in self.steps.items()}
+        of_rank = {rank: [w for act in one.actions for w in self._waits(one, act)] for rank, one in self.steps.items()}
         tracks, messages = [], []
         bubbles: Counter[int] = Counter()
         for rank in shown:
@@ -219,38 +219,38 @@ class _Reading:
             for wait in waits:
                 if wait.kind == "bubble":
                     bubbles[wait.root] += wait.end - wait.begin
-            for act in one.acts:
+            for act in one.actions:
                 if (send := self._message(one, act)) and send[0] in shown:
                     messages.append((send[0], send[1].begin - self.origin, rank, act.begin - self.origin))
             begin, end = one.begin - self.origin, one.end - self.origin
             seconds = _seconds(one, waits)
-            tracks.append(Track(rank, one.place, begin, end, one.acts, waits, planned.get(rank, []), seconds))
+            tracks.append(Track(rank, one.coordinates, begin, end, one.actions, waits, planned.get(rank, []), seconds))
         return StepTimeline(
             number, view, self.origin, max(track.end for track in tracks), self.virtual, tracks, messages,
             planned_seconds, pipeline_seconds, max(one.clock_error for one in self.steps.values()),
             {rank: length / 1e9 for rank, length in bubbles.most_common()},
         )  # fmt: skip
 
-    def _message(self, one: RankStep, act: Act) -> tuple[int, Act] | None:
+    def _message(self, one: RankStep, act: ActionSpan) -> tuple[int, ActionSpan] | None:
         """The send of what a compute needs: (rank, its action), None if it needs nothing or that was not read."""
         if act.action not in _COMPUTES or self.stages == 1:
             return None
-        tensor, stage, data = one.place
+        tensor, stage, data = one.coordinates
         made = act.chunk * self.stages + stage + (-1 if act.action == "forward" else 1)
         return self.sends.get((data, tensor, act.action, made, act.microbatch))
 
-    def _waits(self, one: RankStep, act: Act) -> list[Wait]:
+    def _waits(self, one: RankStep, act: ActionSpan) -> list[Wait]:
         found: list[Wait] = []
         name = _name(act)
 
-        def add(kind: str, wait: Inner, begin: int, end: int, on: int, why: str) -> None:
+        def add(kind: str, wait: InnerSpan, begin: int, end: int, on: int, why: str) -> None:
             if end > begin:
                 found.append(
                     Wait(one.rank, name, kind, wait.axis, begin - self.origin, end - self.origin, on, why)
                 )  # fmt: skip
 
         message = self._message(one, act)
-        for wait in act.inner:
+        for wait in act.inner_spans:
             if wait.action == "data_wait":
                 add("samples", wait, wait.begin, wait.end, -1, "samples from the loader")
             if wait.action != "wait":
@@ -282,39 +282,39 @@ class _Reading:
             add("exposed", wait, ready, wait.end, on, f"{wait.axis} collective under way")
         return found
 
-    def _busy(self, rank: int, wait: Inner, send: Act) -> str:
+    def _busy(self, rank: int, wait: InnerSpan, send: ActionSpan) -> str:
         """What a rank did most while another waited."""
         most, name = 0, "nothing that was timed"
-        for act in self.steps[rank].acts:
+        for act in self.steps[rank].actions:
             over = min(act.end, send.begin, wait.end) - max(act.begin, wait.begin)
             if over > most:
                 held = sum(
                     max(0, min(one.end, wait.end) - max(one.begin, wait.begin))
-                    for one in act.inner
+                    for one in act.inner_spans
                     if one.action == "wait"
                 )
                 most, name = over, f"in {_name(act)}" + (", which itself waited" if held > over / 2 else "")
         return name
 
-    def _plan(self, shown: list[int]) -> tuple[dict[int, list[Planned]], float, float]:
+    def _plan(self, shown: list[int]) -> tuple[dict[int, list[PlannedCompute]], float, float]:
         """The plan of each rank shown, and its seconds beside the real ones."""
-        pipes = sorted({(self.steps[rank].place[0], self.steps[rank].place[2]) for rank in shown})
+        pipes = sorted({(self.steps[rank].coordinates[0], self.steps[rank].coordinates[2]) for rank in shown})
         whole = [pipe for pipe in pipes if all((pipe[0], s, pipe[1]) in self.at for s in range(self.stages))]
         if not whole:
             return {}, float("nan"), float("nan")
         own: dict[tuple[int, str, int], list[int]] = defaultdict(list)
         moved: list[int] = []
         for one in self.steps.values():
-            for act in one.acts:
+            for act in one.actions:
                 if act.action in _COMPUTES:
-                    idle = sum(wait.end - wait.begin for wait in act.inner if wait.action != "transfer")
-                    own[one.place[1], act.action, act.chunk].append(act.end - act.begin - idle)
-                    send, waits = self._message(one, act), act.waits("pipeline")
+                    idle = sum(wait.end - wait.begin for wait in act.inner_spans if wait.action != "transfer")
+                    own[one.coordinates[1], act.action, act.chunk].append(act.end - act.begin - idle)
+                    send, waits = self._message(one, act), act.select_waits("pipeline")
                     if send is not None and waits and waits[0].end - waits[0].begin > 100_000:
                         moved.append(waits[0].end - max(send[1].begin, waits[0].begin))
         tables = []
         for stage in range(self.stages):
-            acts = self.steps[self.at[whole[0][0], stage, whole[0][1]]].acts
+            acts = self.steps[self.at[whole[0][0], stage, whole[0][1]]].actions
             kinds = {**_COMPUTES, **_MESSAGES}
             tables.append([(kinds[a.action], a.chunk, a.microbatch) for a in acts if a.action in kinds])
         batches = 1 + max((batch for rows in tables for _, _, batch in rows), default=0)
@@ -335,29 +335,29 @@ class _Reading:
                 durations[n] = np.median(own[int(graph.stage[n]), kind.label, int(graph.chunk[n])])
         plan = replay(graph, durations)
         computes = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
-        found: dict[int, list[Planned]] = {}
+        found: dict[int, list[PlannedCompute]] = {}
         real = 0.0
         for tensor, data in whole:
             members = [self.steps[self.at[tensor, stage, data]] for stage in range(self.stages)]
-            acts = [act for one in members for act in one.acts if act.action in _COMPUTES]
+            acts = [act for one in members for act in one.actions if act.action in _COMPUTES]
             # What was waited for samples or from before the step is not the pipeline's: begin where work begins.
             first = min(act.begin + _before_work(act) for act in acts)
             real = max(real, (max(act.end for act in acts) - first) / 1e9)
             for one in members:
                 found[one.rank] = [
-                    Planned(
+                    PlannedCompute(
                         bool(graph.kind[n] == ActionKind.BACKWARD), int(graph.chunk[n]), int(graph.microbatch[n]),
                         round(first - self.origin + plan.start[n]), round(first - self.origin + plan.end[n]),
                     )
-                    for n in computes[graph.stage[computes] == one.place[1]].tolist()
+                    for n in computes[graph.stage[computes] == one.coordinates[1]].tolist()
                 ]  # fmt: skip
         return found, float(plan.makespan) / 1e9, real
 
 
-def _before_work(act: Act) -> int:
+def _before_work(act: ActionSpan) -> int:
     """Nanoseconds that a compute waited before it began to work."""
     at = act.begin
-    for wait in act.inner:
+    for wait in act.inner_spans:
         if wait.action != "transfer" and wait.begin - at < 100_000:
             at = max(at, wait.end)
     return at - act.begin
@@ -366,7 +366,7 @@ def _before_work(act: Act) -> int:
 def _root(wait: Wait, of_rank: dict[int, list[Wait]]) -> int:
     """The rank with which a wait began: whom the rank that came last was itself waiting for in the same time."""
     seen = {wait.rank}
-    begin, end, on = wait.begin, wait.end, wait.on
+    begin, end, on = wait.begin, wait.end, wait.waited_on
     while wait.kind == "bubble" and on in of_rank and on not in seen:
         seen.add(on)
         most, cause = 0, None
@@ -374,13 +374,13 @@ def _root(wait: Wait, of_rank: dict[int, list[Wait]]) -> int:
             over = min(other.end, end) - max(other.begin, begin)
             if other.kind == "bubble" and over > most:
                 most, cause = over, other
-        if cause is None or 2 * most < end - begin or cause.on in seen:
+        if cause is None or 2 * most < end - begin or cause.waited_on in seen:
             break
-        begin, end, on = max(cause.begin, begin), min(cause.end, end), cause.on
+        begin, end, on = max(cause.begin, begin), min(cause.end, end), cause.waited_on
     return on
 
 
-def _name(act: Act) -> str:
+def _name(act: ActionSpan) -> str:
     return (
         act.action
         + (f" of micro-batch {act.microbatch}" if act.microbatch >= 0 else "")
@@ -391,8 +391,8 @@ def _name(act: Act) -> str:
 def _seconds(one: RankStep, waits: list[Wait]) -> dict[str, float]:
     """Where a rank's step went."""
     found: Counter[str] = Counter()
-    for act in one.acts:
-        idle = sum(wait.end - wait.begin for wait in act.inner if wait.action != "transfer")
+    for act in one.actions:
+        idle = sum(wait.end - wait.begin for wait in act.inner_spans if wait.action != "transfer")
         name = {"forward": "compute", "backward": "compute", "optimizer": "optimizer"}.get(act.action, "other")
         found[name] += act.end - act.begin - idle
     for wait in waits:

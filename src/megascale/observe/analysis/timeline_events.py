@@ -11,7 +11,7 @@ _ACTIONS, _WAITS, _PLAN, _TRANSFERS = range(4)
 _MICRO = 1e-3  # nanoseconds to microseconds
 
 
-def write(timeline: StepTimeline, path: Path) -> int:
+def write_trace_events(timeline: StepTimeline, path: Path) -> int:
     """Write the file (.json, or .json.gz); events written.
 
     Waits carry whom they were for and why; arrows lead from a send to the compute that needed it.
@@ -19,16 +19,16 @@ def write(timeline: StepTimeline, path: Path) -> int:
     records: list[Record] = []
     tracks = {_ACTIONS: "actions", _WAITS: "waits", _PLAN: "planned", _TRANSFERS: "transfers"}
     for order, track in enumerate(timeline.tracks):
-        tensor, stage, data = track.place
+        tensor, stage, data = track.coordinates
         name = f"rank {track.rank} (stage {stage}, tensor {tensor}, data {data})"
         records += named(track.rank, name, tracks, order)
 
-        for number, act in enumerate(track.acts):
+        for number, act in enumerate(track.actions):
             begin, end = act.begin - timeline.origin, act.end - timeline.origin
             records.append(
                 _bar(track.rank, _ACTIONS, act.action, begin, end, {"chunk": act.chunk, "microbatch": act.microbatch})
             )
-            for position, moved in enumerate(act.inner):
+            for position, moved in enumerate(act.inner_spans):
                 if moved.action != "transfer":
                     continue
                 # They overlap each other: pairs of events with a number of their own.
@@ -41,9 +41,9 @@ def write(timeline: StepTimeline, path: Path) -> int:
                 records.append({"ph": "e", "ts": (moved.end - timeline.origin) * _MICRO, **shared})
         for wait in track.waits:
             name = f"{wait.kind} {wait.axis}".strip()
-            cause: Record = {"in": wait.act, "rank": wait.on, "began_with": wait.root, "why": wait.why}
+            cause: Record = {"in": wait.action, "rank": wait.waited_on, "began_with": wait.root, "why": wait.reason}
             records.append(_bar(track.rank, _WAITS, name, wait.begin, wait.end, cause))
-        for one in track.planned:
+        for one in track.planned_computes:
             name = "backward" if one.backward else "forward"
             which: Record = {"chunk": one.chunk, "microbatch": one.microbatch}
             records.append(_bar(track.rank, _PLAN, name, one.begin, one.end, which))

@@ -25,7 +25,7 @@ _ARROWS = 12  # the longest waits whose message is drawn
 _REAL, _PLAN = 0.52, 0.24  # heights, of a band of 1
 
 
-def draw(timeline: StepTimeline, path: Path) -> None:
+def draw_timeline(timeline: StepTimeline, path: Path) -> None:
     """Draw a PNG, SVG or PDF. ConfigError if too many ranks are shown to be told apart."""
     if len(timeline.tracks) > _MOST_TRACKS:
         raise ConfigError(
@@ -87,7 +87,7 @@ def _title(timeline: StepTimeline) -> str:
 
 
 def _label(timeline: StepTimeline, track: Track) -> str:
-    tensor, stage, data = track.place
+    tensor, stage, data = track.coordinates
     return f"rank {track.rank}\nstage {stage}\ntensor {tensor}, data {data}"
 
 
@@ -114,12 +114,12 @@ def _band(axes: Any, timeline: StepTimeline, track: Track, floor: int, length: f
     coloured: dict[str, list[tuple[float, float]]] = {}
     texts: list[tuple[float, float, float, str, str, int]] = []
     axes.axhspan(floor - 0.04, floor - 0.03, color="#00000010")
-    for act in track.acts:
+    for act in track.actions:
         begin, end = (act.begin - timeline.origin) * scale, (act.end - timeline.origin) * scale
         if act.action in ("forward", "backward"):
             colour = _shade(act.action == "backward", act.chunk, timeline.virtual)
             # Its number stands in the longest stretch of work.
-            idle = sorted((w.begin, w.end) for w in act.inner if w.action != "transfer")
+            idle = sorted((w.begin, w.end) for w in act.inner_spans if w.action != "transfer")
             at, best = act.begin, (0, act.begin)
             for w_begin, w_end in [*idle, (act.end, act.end)]:
                 best = max(best, (w_begin - at, at))
@@ -138,7 +138,7 @@ def _band(axes: Any, timeline: StepTimeline, track: Track, floor: int, length: f
     for colour, bars in sorted(coloured.items(), key=lambda one: one[0] in waits):
         axes.broken_barh(bars, (bottom, _REAL), facecolors=colour, edgecolor="none")
     plan: dict[str, list[tuple[float, float]]] = {}
-    for one in track.planned:
+    for one in track.planned_computes:
         colour = _shade(one.backward, one.chunk, timeline.virtual)
         plan.setdefault(colour, []).append((one.begin * scale, (one.end - one.begin) * scale))
         middle = (one.begin + one.end) / 2 * scale
@@ -154,9 +154,9 @@ def _band(axes: Any, timeline: StepTimeline, track: Track, floor: int, length: f
 def _messages(axes: Any, timeline: StepTimeline, count: int, scale: float) -> None:
     """Arrows for the messages that ended the longest bubbles: from the send to the end of the wait."""
     row = {track.rank: count - 1 - n for n, track in enumerate(timeline.tracks)}
-    waits = [w for track in timeline.tracks for w in track.waits if w.kind == "bubble" and w.on in row]
+    waits = [w for track in timeline.tracks for w in track.waits if w.kind == "bubble" and w.waited_on in row]
     for wait in sorted(waits, key=lambda w: w.begin - w.end)[:_ARROWS]:
-        source, target = row[wait.on], row[wait.rank]
+        source, target = row[wait.waited_on], row[wait.rank]
         up = target > source
         axes.annotate(
             "",

@@ -146,13 +146,13 @@ class TraceGraph:
             end[nodes] = took
 
 
-def graphs_of(trace: OperationTrace) -> tuple[list[TraceGraph], dict[int, str]]:
+def build_graphs(trace: OperationTrace) -> tuple[list[TraceGraph], dict[int, str]]:
     """The graphs of a job, and the steps left out with the reason.
 
     DataError if no step can be replayed: an operation recorded twice, transfers without their other side, waits in a
     circle.
     """
-    tensor = trace.tensor()
+    tensor = trace.tensor_indices()
     replicas, stages, width = int(trace.replica.max()) + 1, int(trace.stage.max()) + 1, int(tensor.max()) + 1
     ranks = np.full((stages, replicas, width), -1)
     ranks[trace.stage, trace.replica, tensor] = trace.rank
@@ -163,7 +163,7 @@ def graphs_of(trace: OperationTrace) -> tuple[list[TraceGraph], dict[int, str]]:
             + (f", tensor peer {peer}" if width > 1 else "")
             + ": it needs those of all ranks"
         )
-    names, kind = trace.coded()
+    names, kind = trace.encode_kinds()
     node = np.ravel_multi_index(
         (trace.stage, kind, trace.sequence), (stages, len(names), int(trace.sequence.max()) + 1)
     )

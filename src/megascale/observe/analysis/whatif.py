@@ -19,7 +19,7 @@ import numpy as np
 
 from megascale.errors import ConfigError
 from megascale.observe.analysis.operation_trace import COMPUTE, GARBAGE, OPTIMIZER, TRANSFERS, Array, OperationTrace
-from megascale.observe.analysis.trace_graph import TraceGraph, graphs_of
+from megascale.observe.analysis.trace_graph import TraceGraph, build_graphs
 
 # Of all ranks, the percentage that M_W makes normal.
 SLOWEST = 3
@@ -60,7 +60,7 @@ class WhatIf:
     """
 
     steps: int
-    left_out: dict[int, str]
+    skipped_steps: dict[int, str]
     recorded: float
     replayed: float
     original: float
@@ -70,7 +70,7 @@ class WhatIf:
     replicas: dict[int, Part]
     ranks: dict[int, Part]
     scores: Array
-    ranks_at: Array
+    rank_grid: Array
     stage_share: float
     worker_share: float
     slowest: tuple[int, ...]
@@ -86,9 +86,9 @@ def group_of(kind: str) -> str:
     return f"{kind.partition('-')[0]}-pp-comm" if kind in TRANSFERS else kind
 
 
-def what_if(trace: OperationTrace, ranks: tuple[int, ...] = ()) -> WhatIf:
+def analyse_trace(trace: OperationTrace, ranks: tuple[int, ...] = ()) -> WhatIf:
     """Ask all of a trace. ConfigError if one of `ranks` is none of its."""
-    graphs, left_out = graphs_of(trace)
+    graphs, left_out = build_graphs(trace)
     return _Questions(graphs).answer(left_out, ranks)
 
 
@@ -183,7 +183,7 @@ class _Questions:
         of_replicas = dict(zip(most, without[ends[1] : ends[2]], strict=True))
         return WhatIf(
             steps=sum(len(graph.steps) for graph in self.graphs),
-            left_out=left_out,
+            skipped_steps=left_out,
             recorded=self._mean([graph.recorded() for graph in self.graphs]),
             replayed=self._mean([graph.replay(gaps=True)[1].max(axis=(0, 2, 3)) for graph in self.graphs]),
             original=original,
@@ -193,7 +193,7 @@ class _Questions:
             replicas={n: part(alone[ends[1] + n], of_replicas.get(n, np.nan)) for n in replicas},
             ranks={rank: part(extra[n], without[ends[2] + n]) for n, rank in enumerate(each)},
             scores=scores,
-            ranks_at=self.at,
+            rank_grid=self.at,
             stage_share=part(np.nan, without[ends[1] - 1]).explains if len(stages) > 1 else np.nan,
             worker_share=part(np.nan, without[-1]).explains,
             slowest=slowest,

@@ -16,7 +16,7 @@ _FORMATS = (".png", ".svg", ".pdf")
 _NUMBERED = 400  # cells at most that carry their number
 
 
-def heat_map(found: WhatIf, path: Path) -> None:
+def draw_worker_scores(found: WhatIf, path: Path) -> None:
     """Draw the scores, stages down and replicas across. ConfigError on another kind of file."""
     if path.suffix not in _FORMATS:
         raise ConfigError(f"--plot={path} is no picture that can be drawn; end it in {', '.join(_FORMATS)}")

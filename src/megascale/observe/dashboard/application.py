@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from megascale import __version__
 from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.observe.dashboard.guard import bearer
-from megascale.observe.dashboard.live import Live
+from megascale.observe.dashboard.live import LiveUpdates
 from megascale.observe.dashboard.query_process import QueryProcesses
 from megascale.observe.dashboard.questions import Sources
 from megascale.observe.dashboard.run_list import RunList
@@ -47,17 +47,17 @@ class Action(BaseModel):
 
 
 @dataclass(frozen=True)
-class Outside:
+class Integrations:
     """What the dashboard knows of other packages: what it reads (sources) and whom it hands orders to."""
 
     sources: Sources
     order: Order
 
 
-def build(runs: RunList, outside: Outside) -> FastAPI:
+def build(runs: RunList, outside: Integrations) -> FastAPI:
     """The application for one folder of runs. It starts its query processes when it starts and ends them at its end."""
     queries = QueryProcesses(outside.sources)
-    live = Live(lambda name: queries.ask("pulse", runs.path(name)))
+    live = LiveUpdates(lambda name: queries.ask("pulse", runs.find_folder(name)))
 
     @asynccontextmanager
     async def lasting(app: FastAPI) -> AsyncIterator[None]:
@@ -75,7 +75,7 @@ def build(runs: RunList, outside: Outside) -> FastAPI:
         return JSONResponse({"detail": str(error)[:2000]}, status)
 
     async def answer(question: str, run: str, **given: Any) -> Response:
-        found = await queries.ask(question, runs.path(run), **given)
+        found = await queries.ask(question, runs.find_folder(run), **given)
         return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
 
     _add_questions(app, runs, answer)
@@ -93,9 +93,9 @@ def _add_questions(app: FastAPI, runs: RunList, answer: Answer) -> None:
     @app.get("/api/runs")
     async def list_runs() -> JSONResponse:
         """Names of runs, the newest first."""
-        names = await asyncio.to_thread(runs.names)
-        place = str(runs.place).encode(errors="replace").decode()
-        return JSONResponse({"runs": names, "place": place, "single": runs.single, "version": __version__})
+        names = await asyncio.to_thread(runs.list_names)
+        place = str(runs.folder).encode(errors="replace").decode()
+        return JSONResponse({"runs": names, "place": place, "single": runs.is_single, "version": __version__})
 
     @app.get("/api/overview")
     async def overview(run: Name) -> Response:
@@ -183,15 +183,15 @@ def _add_job_questions(app: FastAPI, answer: Answer) -> None:
         return await answer("plan", run, cluster=cluster)
 
 
-def _add_live_stream(app: FastAPI, runs: RunList, live: Live) -> None:
+def _add_live_stream(app: FastAPI, runs: RunList, live: LiveUpdates) -> None:
     """Server-sent events for pages that are open."""
 
     @app.get("/api/live")
     async def stream(run: Names) -> StreamingResponse:
         """What changes in these runs, as it does."""
         for name in run:
-            runs.path(name)
-        if live.full:
+            runs.find_folder(name)
+        if live.is_full:
             raise HTTPException(503, "too many pages are open; close some")
         head = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(live.stream(list(dict.fromkeys(run))), media_type="text/event-stream", headers=head)
@@ -204,7 +204,7 @@ def _add_orders(app: FastAPI, runs: RunList, give: Order) -> None:
     async def act(order: Action, request: Request) -> JSONResponse:
         """Hand an order on to the run's driver; the acting token is the text of RUN/driver/token.act."""
         token = bearer(dict(request.scope["headers"]))
-        run = runs.path(order.run)
+        run = runs.find_folder(order.run)
         if order.action in ("cordon", "uncordon", "evict") and not order.node:
             raise HTTPException(400, f"{order.action} needs a node")
         try:

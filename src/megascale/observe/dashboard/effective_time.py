@@ -70,7 +70,7 @@ class EffectiveTime:
         return self.seconds.get(TRAINING, 0.0) / self.total if self.total > 0 else float("nan")
 
 
-def effective_time(
+def measure_effective_time(
     columns: dict[str, np.ndarray[Any, Any]],
     events: Sequence[dict[str, Any]],
     now: float | None = None,

@@ -18,7 +18,7 @@ _STREAMS = 200
 Ask = Callable[[str], Awaitable[bytes]]
 
 
-class Live:
+class LiveUpdates:
     """Args:
     pulse: asks for what a run, by name, is at.
     """
@@ -30,7 +30,7 @@ class Live:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether no further stream is taken."""
         return sum(len(queues) for queues in self._queues.values()) >= _STREAMS
 

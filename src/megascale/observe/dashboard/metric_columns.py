@@ -40,7 +40,7 @@ class MetricColumns:
 
     def refresh(self) -> int:
         """Read what is new; how many rows."""
-        anew, records = self.tail.read()
+        anew, records = self.tail.read_new_records()
         if anew:
             self._clear()
         added = 0
@@ -74,7 +74,7 @@ class MetricColumns:
         """Names of metrics."""
         return [key for key in self._columns if key not in ("step", "time")]
 
-    def columns(self) -> dict[str, np.ndarray[Any, Any]]:
+    def read_columns(self) -> dict[str, np.ndarray[Any, Any]]:
         """All columns as arrays, with `redone`: rows whose step was written again later."""
         if self._cache[0] != self.version:
             found = {key: np.array(column) for key, column in self._columns.items()}
@@ -89,7 +89,7 @@ class MetricColumns:
             self._cache = (self.version, found)
         return self._cache[1]
 
-    def series(
+    def make_series(
         self, keys: list[str], x: str, points: int, low: float | None = None, high: float | None = None
     ) -> dict[str, Series]:
         """Each key as at most `points` buckets along `x`: x, mean, low and high of each.
@@ -98,7 +98,7 @@ class MetricColumns:
             x: step, tokens, or time.
             low, high: of x; None: all there is.
         """
-        columns = self.columns()
+        columns = self.read_columns()
         found: dict[str, Series] = {}
         if x not in columns:
             return {key: {"x": [], "mean": [], "low": [], "high": []} for key in keys}
@@ -115,9 +115,9 @@ class MetricColumns:
             found[key] = _buckets(columns[x][good], ys[good], points)
         return found
 
-    def nonfinite(self, key: str) -> list[int]:
+    def list_nonfinite_steps(self, key: str) -> list[int]:
         """The last steps whose value of `key` was written and was no finite number."""
-        columns = self.columns()
+        columns = self.read_columns()
         if key not in columns or "seconds" not in columns:
             return []
         wrong = ~np.isfinite(columns[key]) & ~np.isnan(columns["seconds"]) & ~columns["redone"]

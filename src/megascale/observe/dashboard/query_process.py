@@ -45,7 +45,7 @@ def _end_with_parent() -> None:
 
 def _answer(question: str, run: Path, given: dict[str, Any]) -> bytes:
     assert _questions is not None
-    return _questions.ask(question, run, **given)
+    return _questions.answer(question, run, **given)
 
 
 class QueryProcess:

@@ -59,7 +59,7 @@ class Questions:
         self._tables: OrderedDict[Path, tuple[SpanTables, str, float]] = OrderedDict()
         self._answers: OrderedDict[tuple[Any, ...], tuple[str, bytes]] = OrderedDict()
 
-    def ask(self, question: str, run: Path, **given: Any) -> bytes:
+    def answer(self, question: str, run: Path, **given: Any) -> bytes:
         """Return the answer as JSON. MegascaleError says what of the question or the run is wrong."""
         try:
             return self._ask(question, run, given)
@@ -120,7 +120,7 @@ class Questions:
     def _on_events(self, run: Path, count: int) -> dict[str, Any]:
         reader = self._reader(run)
         reader.refresh()
-        return {"events": reader.event_page(count), "count": reader.event_count}
+        return {"events": reader.list_events(count), "count": reader.event_count}
 
     def _on_series(
         self, run: Path, keys: list[str], x: str, points: int, low: float | None, high: float | None
@@ -131,7 +131,7 @@ class Questions:
             raise ConfigError(f"at most {_MOST_SERIES} keys and 2 to {_MOST_POINTS} points can be asked for at once")
         metrics = self._reader(run).metrics
         metrics.refresh()
-        return {"rows": metrics.rows, "series": metrics.series(keys, x, points, low, high)}
+        return {"rows": metrics.rows, "series": metrics.make_series(keys, x, points, low, high)}
 
     def _on_nodes(self, run: Path) -> dict[str, Any]:
         # However many pages are open, a driver is asked once in a while.
@@ -142,20 +142,20 @@ class Questions:
         return found
 
     def _on_hang(self, run: Path) -> dict[str, Any]:
-        return hang_answer.hang(run)
+        return hang_answer.answer_hang(run)
 
     def _on_plan(self, run: Path, cluster: str) -> dict[str, Any]:
         reader = self._reader(run)
         reader.refresh()
-        job, _ = reader.job()
+        job, _ = reader.read_job()
         world = job["world"] if job and job["world"] else 0
         try:
             if not world:
-                world = len(rank_values.ranks_of(self._spans(run)[0]).rank)
+                world = len(rank_values.read_ranks(self._spans(run)[0]).rank)
         except DataError:
             pass
         latest = reader.metrics.latest
-        columns, measured = reader.metrics.columns(), {}
+        columns, measured = reader.metrics.read_columns(), {}
         for key in ("seconds", "tokens_per_second", "mfu", "memory_gib"):
             if key in columns and (good := columns[key][-200:][columns[key][-200:] > 0]).size:
                 measured[key] = float(sorted(good.tolist())[good.size // 2])
@@ -165,25 +165,25 @@ class Questions:
     def _on_spans_heat(
         self, tables: SpanTables, run: Path, figure: str, first: int | None, last: int | None, among: str
     ) -> dict[str, Any]:
-        return rank_values.heat_map(tables, figure, first, last, among)
+        return rank_values.make_heat_map(tables, figure, first, last, among)
 
     def _on_spans_stragglers(
         self, tables: SpanTables, run: Path, first: int | None, last: int | None
     ) -> dict[str, Any]:
-        return straggler_answer.slow_machines(tables, first, last)
+        return straggler_answer.answer_stragglers(tables, first, last)
 
     def _on_spans_history(self, tables: SpanTables, run: Path, figure: str, rank: int) -> dict[str, Any]:
-        return rank_values.rank_history(tables, figure, rank)
+        return rank_values.read_rank_history(tables, figure, rank)
 
     def _on_spans_rank(
         self, tables: SpanTables, run: Path, rank: int, first: int | None, last: int | None
     ) -> dict[str, Any]:
-        return rank_values.rank_figures(tables, rank, first, last)
+        return rank_values.read_rank_figures(tables, rank, first, last)
 
     def _on_spans_timeline(
         self, tables: SpanTables, run: Path, step: int | None, ranks: str, view: str
     ) -> dict[str, Any]:
-        return timeline_answer.timeline(tables, step, ranks, view)
+        return timeline_answer.answer_timeline(tables, step, ranks, view)
 
 
 def _version(spans: Path) -> str:

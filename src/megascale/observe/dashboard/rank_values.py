@@ -42,7 +42,7 @@ class Figure:
     unit: str
 
 
-def figures(tables: SpanTables) -> list[Figure]:
+def list_figures(tables: SpanTables) -> list[Figure]:
     """All that this run has, the most telling first."""
     kinds = tables.query("SELECT DISTINCT action, axis FROM rollups ORDER BY ALL")
     pairs = list(zip(kinds["action"].tolist(), kinds["axis"].tolist(), strict=True))
@@ -64,7 +64,7 @@ def figures(tables: SpanTables) -> list[Figure]:
     return found
 
 
-def known_steps(tables: SpanTables) -> tuple[int, int]:
+def read_step_range(tables: SpanTables) -> tuple[int, int]:
     """Return the first step with roll-ups and the last one of the newest attempt; (0, 0) if there are none.
 
     An earlier attempt may have come farther, before the run went back to a checkpoint.
@@ -91,7 +91,7 @@ class Ranks:
     host_number: list[int]
 
 
-def ranks_of(tables: SpanTables) -> Ranks:
+def read_ranks(tables: SpanTables) -> Ranks:
     """The ranks in their newest attempt. Where nobody wrote who a rank is, its coordinates are -1."""
     found = tables.query(
         "WITH seen AS (SELECT rank, arg_max(host, attempt) AS host FROM rollups WHERE action = 'step' GROUP BY rank), "
@@ -116,7 +116,7 @@ def ranks_of(tables: SpanTables) -> Ranks:
     )  # fmt: skip
 
 
-def values_of(tables: SpanTables, figure: str, first: int, last: int, ranks: Ranks) -> Array:
+def read_values(tables: SpanTables, figure: str, first: int, last: int, ranks: Ranks) -> Array:
     """The mean of a step of `figure` for each rank, seconds or bytes; nan where there is none."""
     kind, _, what = figure.partition(".")
     if kind == "counter":
@@ -183,7 +183,7 @@ def _counters(tables: SpanTables, name: str, first: int, last: int, ranks: Ranks
 
 
 @dataclass(frozen=True)
-class Judged:
+class Outliers:
     """Values beside those of peers.
 
     Attributes:
@@ -202,7 +202,7 @@ class Judged:
     outliers: list[int]
 
 
-def judge(values: Array, pipeline: Array, among: str = "") -> Judged:
+def find_outliers(values: Array, pipeline: Array, among: str = "") -> Outliers:
     """Args:
     values: [ranks].
     pipeline: [ranks], each rank's stage.
@@ -229,26 +229,28 @@ def judge(values: Array, pipeline: Array, among: str = "") -> Judged:
         far = (np.abs(z) > limit) & (np.abs(values - median) > _LEAST * np.abs(median))
     order = np.flatnonzero(far)
     order = order[np.argsort(-np.abs(z[order]))]
-    return Judged(z, median, limit, among, order.tolist())
+    return Outliers(z, median, limit, among, order.tolist())
 
 
-def heat_map(tables: SpanTables, figure: str, first: int | None, last: int | None, among: str = "") -> dict[str, Any]:
+def make_heat_map(
+    tables: SpanTables, figure: str, first: int | None, last: int | None, among: str = ""
+) -> dict[str, Any]:
     """All that the heat map shows, by rank in columns. ConfigError names what of the question is none.
 
     Args:
         figure: one of `figures`; "" the first.
         first, last: window of steps; None: the last 20 there are.
     """
-    known, (low, high) = figures(tables), known_steps(tables)
+    known, (low, high) = list_figures(tables), read_step_range(tables)
     names = {one.name: one for one in known}
     if figure and figure not in names:
         raise ConfigError(f"figure={figure[:60]}: this run has none of that name")
     chosen = names.get(figure) or (known[0] if known else Figure("", "nothing was recorded", ""))
     last = min(high, last) if last is not None else high
     first = max(low, first) if first is not None else max(low, last - 19)
-    ranks = ranks_of(tables)
-    values = values_of(tables, chosen.name, first, last, ranks) if chosen.name else np.full(len(ranks.rank), np.nan)
-    found = judge(values, ranks.pipeline, among)
+    ranks = read_ranks(tables)
+    values = read_values(tables, chosen.name, first, last, ranks) if chosen.name else np.full(len(ranks.rank), np.nan)
+    found = find_outliers(values, ranks.pipeline, among)
     return {
         "figure": vars(chosen),
         "figures": [vars(one) for one in known],
@@ -275,13 +277,13 @@ def heat_map(tables: SpanTables, figure: str, first: int | None, last: int | Non
     }  # fmt: skip
 
 
-def rank_history(tables: SpanTables, figure: str, rank: int, points: int = 400) -> dict[str, Any]:
+def read_rank_history(tables: SpanTables, figure: str, rank: int, points: int = 400) -> dict[str, Any]:
     """A rank's figure by step beside the median and the extremes of all ranks, in at most `points` buckets of steps."""
     kind, _, what = figure.partition(".")
     if kind == "counter":
         raise ConfigError(f"figure={figure[:60]}: a host's counters have no history by step")
     amount, where, words = _measure(kind, what)
-    low, high = known_steps(tables)
+    low, high = read_step_range(tables)
     width = max(1, math.ceil((high - low + 1) / points))
     found = tables.query(
         f"WITH {NEWEST}, parts AS (SELECT rank, step, sum({amount})::DOUBLE AS v FROM rollups "
@@ -302,9 +304,9 @@ def rank_history(tables: SpanTables, figure: str, rank: int, points: int = 400) 
     }
 
 
-def rank_figures(tables: SpanTables, rank: int, first: int | None, last: int | None) -> dict[str, Any]:
+def read_rank_figures(tables: SpanTables, rank: int, first: int | None, last: int | None) -> dict[str, Any]:
     """All of one rank's roll-ups, means of a step: [action, axis, seconds, seconds waited in it, bytes] a row."""
-    low, high = known_steps(tables)
+    low, high = read_step_range(tables)
     last = min(high, last) if last is not None else high
     first = max(low, first) if first is not None else max(low, last - 19)
     found = tables.query(

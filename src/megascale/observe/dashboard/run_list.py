@@ -21,22 +21,22 @@ class RunList:
     """
 
     def __init__(self, place: Path) -> None:
-        self.place = place
+        self.folder = place
         if not place.is_dir():
             raise DataError(f"{place} is no folder; name a run folder, such as runs/stdlib, or a folder of them")
-        self.single = _is_run(place)
-        if not self.single and not self.names():
+        self.is_single = _is_run(place)
+        if not self.is_single and not self.list_names():
             raise DataError(
                 f"{place} holds no run: no folder in it has {', '.join(_MARKS)}; name a run folder or a folder of them"
             )
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Names of runs, the one last written to first."""
-        if self.single:
-            return [self.place.absolute().name or "run"]
+        if self.is_single:
+            return [self.folder.absolute().name or "run"]
         found = []
         try:
-            with os.scandir(self.place) as entries:
+            with os.scandir(self.folder) as entries:
                 for entry in entries:
                     path = Path(entry.path)
                     if is_plain_name(entry.name) and entry.is_dir() and _is_run(path):
@@ -45,13 +45,13 @@ class RunList:
             return []
         return [name for _, name in sorted(found, reverse=True)[:_MOST]]
 
-    def path(self, name: str) -> Path:
+    def find_folder(self, name: str) -> Path:
         """The folder of a run. DataError if there is none of that name."""
-        if self.single and name == self.names()[0]:
-            return self.place
-        if not self.single and is_plain_name(name) and _is_run(self.place / name):
-            return self.place / name
-        raise DataError(f"there is no run {name[:100]!r} in {self.place}")
+        if self.is_single and name == self.list_names()[0]:
+            return self.folder
+        if not self.is_single and is_plain_name(name) and _is_run(self.folder / name):
+            return self.folder / name
+        raise DataError(f"there is no run {name[:100]!r} in {self.folder}")
 
 
 def _is_run(path: Path) -> bool:

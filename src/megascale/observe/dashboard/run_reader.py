@@ -20,10 +20,10 @@ from megascale.core.status import read_status
 from megascale.core.strict_json import number
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import MegascaleError
-from megascale.observe.dashboard.effective_time import EffectiveTime, effective_time
+from megascale.observe.dashboard.effective_time import EffectiveTime, measure_effective_time
 from megascale.observe.dashboard.metric_columns import MetricColumns
 from megascale.observe.dashboard.record_tail import RecordTail
-from megascale.observe.hang.evidence import process_state
+from megascale.observe.hang.evidence import read_process_state
 
 JobOf = Callable[[Path], dict[str, Any] | None]
 _EVENTS = 20_000  # kept; of more the newest
@@ -59,7 +59,7 @@ class RunReader:
     def refresh(self) -> None:
         """Read what was written since the last call."""
         self.metrics.refresh()
-        anew, records = self._tail.read()
+        anew, records = self._tail.read_new_records()
         if anew:
             self.events.clear()
             self.event_count = 0
@@ -68,7 +68,7 @@ class RunReader:
             self.events.append(record)
         self.event_count += len(records)
 
-    def job(self) -> tuple[dict[str, Any] | None, str]:
+    def read_job(self) -> tuple[dict[str, Any] | None, str]:
         """(what the driver or its journal says, why it cannot be read); asked for at most twice a second."""
         if time.monotonic() - self._job[0] > 0.5:
             try:
@@ -81,7 +81,7 @@ class RunReader:
     def pulse(self) -> dict[str, Any]:
         """What changes while a run goes on, small: sent to every page that is open."""
         self.refresh()
-        job, _ = self.job()
+        job, _ = self.read_job()
         latest = {key: _plain(value) for key, value in self.metrics.latest.items() if key in (*TILES, "step", "time")}
         newest = self.events[-1] if self.events else {}
         return {
@@ -89,10 +89,10 @@ class RunReader:
             "events": self.event_count,
             "latest": latest,
             "event": {"event": newest.get("event", ""), "time": _plain(number(newest.get("time")))},
-            "now": self.now(job),
+            "now": self.describe_state(job),
         }
 
-    def now(self, job: dict[str, Any] | None) -> dict[str, Any]:
+    def describe_state(self, job: dict[str, Any] | None) -> dict[str, Any]:
         """Whether the run is alive, in which phase, attempt and step."""
         kinds = [one["event"] for one in self.events]
         written = [self.metrics.latest.get("time", math.nan), *(number(one.get("time")) for one in self._newest(1))]
@@ -116,7 +116,7 @@ class RunReader:
             numbers = [number(one["attempt"]) for one in self.events if "attempt" in one]
             attempt = max((int(each) for each in numbers if 0 <= each < _MOST_ATTEMPTS), default=1)
             why = "" if phase != "silent" else "nothing was written for a while, and no event says that it ended"
-        settings = self.settings()[0].get("train", {})
+        settings = self.read_settings()[0].get("train", {})
         steps = number(settings.get("steps")) if isinstance(settings, dict) else math.nan
         return {
             "phase": phase, "alive": alive, "attempt": attempt, "step": _plain(step), "steps": _plain(steps),
@@ -135,9 +135,9 @@ class RunReader:
         if status is None or record is None or status.pid != record.pid:
             return "", False
         is_here = record.host == socket.gethostname()[:40]
-        return status.phase, is_here and process_state(record.pid, str(file.resolve())) in ("running", "stopped")
+        return status.phase, is_here and read_process_state(record.pid, str(file.resolve())) in ("running", "stopped")
 
-    def settings(self) -> tuple[dict[str, Any], str]:
+    def read_settings(self) -> tuple[dict[str, Any], str]:
         """(config.toml as tables, what is wrong with it)."""
         try:
             return tomllib.loads(decode_text(read_bounded(self.path / "config.toml", _CONFIG_BYTES))), ""
@@ -149,10 +149,12 @@ class RunReader:
     def overview(self) -> dict[str, Any]:
         """All of the first view but its curves."""
         self.refresh()
-        job, why = self.job()
-        now = self.now(job)
+        job, why = self.read_job()
+        now = self.describe_state(job)
         doing = _DOING.get(self._process()[0], "between steps") if now["alive"] else "between steps"
-        spent = effective_time(self.metrics.columns(), list(self.events), time.time() if now["alive"] else None, doing)
+        spent = measure_effective_time(
+            self.metrics.read_columns(), list(self.events), time.time() if now["alive"] else None, doing
+        )
         return {
             "now": now,
             "tiles": {key: _plain(self.metrics.latest[key]) for key in TILES if key in self.metrics.latest},
@@ -160,15 +162,15 @@ class RunReader:
             "rows": self.metrics.rows,
             "events": self.event_count,
             "effective": _spent(spent),
-            "marks": self.marks(),
-            "nonfinite": {key: self.metrics.nonfinite(key) for key in ("loss", "grad_norm")},
-            "checkpoints": self.checkpoints(),
-            "notes": self.notes(why),
+            "marks": self.list_restarts(),
+            "nonfinite": {key: self.metrics.list_nonfinite_steps(key) for key in ("loss", "grad_norm")},
+            "checkpoints": self.list_checkpoints(),
+            "notes": self.describe_problems(why),
         }
 
-    def marks(self) -> list[dict[str, Any]]:
+    def list_restarts(self) -> list[dict[str, Any]]:
         """Starts after the first, by the step at which training went on: lines in the curves."""
-        columns = self.metrics.columns()
+        columns = self.metrics.read_columns()
         times, steps = columns.get("time"), columns.get("step")
         found = []
         if times is None or steps is None or not len(times):
@@ -180,11 +182,11 @@ class RunReader:
                     found.append({"step": float(steps[later]), "time": at, "event": one["event"]})
         return found[-100:]
 
-    def event_page(self, count: int) -> list[dict[str, Any]]:
+    def list_events(self, count: int) -> list[dict[str, Any]]:
         """The newest events, newest first; texts and lists cut to what a page can show."""
         return [{str(key)[:60]: _cut(value) for key, value in one.items()} for one in self._newest(count)]
 
-    def checkpoints(self) -> list[dict[str, Any]]:
+    def list_checkpoints(self) -> list[dict[str, Any]]:
         """Those in the run folder, newest first."""
         found: list[dict[str, Any]] = []
         try:
@@ -206,7 +208,7 @@ class RunReader:
                 found.append({"step": step, "complete": False, "time": None, "bytes": None})
         return found
 
-    def notes(self, job_error: str) -> list[str]:
+    def describe_problems(self, job_error: str) -> list[str]:
         """What of the run folder is missing or damaged, in sentences."""
         found = []
         for name, tail, without in (
@@ -219,13 +221,13 @@ class RunReader:
                 found.append(f"{name} is missing: {without}")
             elif tail.damaged:
                 found.append(f"{tail.damaged:,} line{'s' * (tail.damaged > 1)} of {name} could not be read; left out")
-        if wrong := self.settings()[1]:
+        if wrong := self.read_settings()[1]:
             found.append(wrong)
         if job_error:
             found.append(job_error)
         if not (self.path / "spans").is_dir():
             found.append("there is no spans folder: heat map and timeline are empty (observe.timers=false, or removed)")
-        incomplete = [one["step"] for one in self.checkpoints() if not one["complete"]]
+        incomplete = [one["step"] for one in self.list_checkpoints() if not one["complete"]]
         if incomplete:
             found.append(f"the checkpoint of step {incomplete[0]} has no COMMIT: it is being written, or was given up")
         return found

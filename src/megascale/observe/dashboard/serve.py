@@ -20,7 +20,7 @@ import uvicorn
 from megascale.core.ports import is_loopback
 from megascale.core.terminal import end_signals
 from megascale.errors import ConfigError
-from megascale.observe.dashboard.application import Outside, build
+from megascale.observe.dashboard.application import Integrations, build
 from megascale.observe.dashboard.guard import Guard
 from megascale.observe.dashboard.run_list import RunList
 from megascale.services.door import Door, DoorLimits
@@ -52,7 +52,7 @@ class Listening:
     key: Path | None = None
 
 
-def check(at: Listening) -> ssl.SSLContext | None:
+def make_tls_context(at: Listening) -> ssl.SSLContext | None:
     """TLS to listen with, None for plain HTTP on loopback. ConfigError names the option that is missing or wrong."""
     if at.no_token and at.token_file is not None:
         raise ConfigError(f"--no-token and --token-file={at.token_file} exclude each other; give one of them")
@@ -88,7 +88,7 @@ def check(at: Listening) -> ssl.SSLContext | None:
     return context
 
 
-def names(host: str) -> frozenset[str]:
+def list_host_names(host: str) -> frozenset[str]:
     """By which Host headers a server that listens on `host` may be asked."""
     found = {host.lower()}
     if is_loopback(host):
@@ -221,9 +221,9 @@ def _announce(place: Path, url: str, access: ReadingToken | None, say: Callable[
     say("acting asks for the text of RUN/driver/token.act; Ctrl-C ends")
 
 
-def serve(runs: RunList, outside: Outside, at: Listening, say: Callable[[str], None], open_browser: bool) -> None:
+def serve(runs: RunList, outside: Integrations, at: Listening, say: Callable[[str], None], open_browser: bool) -> None:
     """Listen and answer until Ctrl-C (KeyboardInterrupt), SIGTERM or SIGHUP. ConfigError if it cannot listen there."""
-    context = check(at)
+    context = make_tls_context(at)
     scheme = "https" if context is not None else "http"
     with contextlib.closing(_bind(at)) as listener:
         everywhere = at.host in ("0.0.0.0", "::")  # no address that anybody could open
@@ -232,13 +232,15 @@ def serve(runs: RunList, outside: Outside, at: Listening, say: Callable[[str], N
         url = f"{scheme}://{socket.gethostname() if everywhere else host}:{port}/"
         with _reading_token(at, url, port) as access:
             application = build(runs, outside)
-            app: Any = Guard(application, names(at.host), scheme, access.token if access is not None else None)
+            app: Any = Guard(
+                application, list_host_names(at.host), scheme, access.token if access is not None else None
+            )
             config = uvicorn.Config(
                 app, log_level="error", access_log=False, h11_max_incomplete_event_size=_HEAD_BYTES, lifespan="on",
                 http="h11", server_header=False, timeout_graceful_shutdown=10, ws="none",
             )  # fmt: skip
             server = _Server(config, listener, context, application.state.live.close)
-            _announce(runs.place, url, access, say)
+            _announce(runs.folder, url, access, say)
             if open_browser:
                 _open_in_browser(url, access)
             server.run()

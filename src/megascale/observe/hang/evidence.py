@@ -36,7 +36,9 @@ _STACK_BYTES = 1 << 20  # of a rank's stack that are read
 _MOST_RANK = MOST_RANKS - 1
 
 
-def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5, only: frozenset[int] | None = None) -> Scene:
+def collect_evidence(
+    folder: Path, ask: bool = True, watch_seconds: float = 0.5, ranks: frozenset[int] | None = None
+) -> Scene:
     """Read a run folder (or a folder of `rank-N.calls` files).
 
     Args:
@@ -49,16 +51,16 @@ def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5, only: fr
     """
     status_folder = folder / "status" if (folder / "status").is_dir() else folder
     flight_folder = folder / "flight" if (folder / "flight").is_dir() else folder
-    ranks = [r for r in _ranks(status_folder, flight_folder) if only is None or r in only]
-    if not ranks:
+    present = [r for r in _ranks(status_folder, flight_folder) if ranks is None or r in ranks]
+    if not present:
         raise DataError(
             f"{folder} holds no rank-N.status or rank-N.calls files and no flight-recorder dumps; name a run folder, "
             "such as runs/stdlib, or a folder with copies of its status files"
         )
-    if sent := _sent(status_folder, flight_folder, ranks):
+    if sent := _sent(status_folder, flight_folder, present):
         return sent
-    before, until = {rank: _events(status_folder, rank) for rank in ranks}, time.monotonic() + watch_seconds
-    found = {rank: _read(status_folder, rank) for rank in ranks}
+    before, until = {rank: _events(status_folder, rank) for rank in present}, time.monotonic() + watch_seconds
+    found = {rank: _read(status_folder, rank) for rank in present}
     if ask:
         found = _ask(status_folder, flight_folder, found)
     if any(what.process in ("gone", "stopped") for what in found.values()):
@@ -85,10 +87,10 @@ def _sent(status: Path, flight: Path, ranks: list[int]) -> Scene | None:
         return None
     found, when = read_sent(status, ranks)
     moving = frozenset(rank for rank, what in found.items() if what.moving)
-    return Scene(found, _world(found), moving, when, sent=True) if found else None
+    return Scene(found, _world(found), moving, when, from_agents=True) if found else None
 
 
-def process_state(pid: int, mark: str = "") -> ProcessState:
+def read_process_state(pid: int, mark: str = "") -> ProcessState:
     """State of a process here; "gone" too if it does not have the file `mark` mapped (its number was reused)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -134,10 +136,10 @@ def _read(folder: Path, rank: int) -> RankEvidence:
     file = folder / f"rank-{rank}.calls"
     record, status = read_calls(file), read_status(folder / f"rank-{rank}.status")
     here = record is not None and record.host == socket.gethostname()[:40]
-    process = process_state(record.pid, str(file.resolve())) if here and record else "unknown"
+    process = read_process_state(record.pid, str(file.resolve())) if here and record else "unknown"
     what = RankEvidence(rank, process, status, record)
     if record and record.waiting and record.waiting.group == READER and record.waiting.pid:
-        what = replace(what, reader=process_state(record.waiting.pid) if what.process != "unknown" else "unknown")
+        what = replace(what, reader=read_process_state(record.waiting.pid) if what.process != "unknown" else "unknown")
     return what
 
 

@@ -54,4 +54,4 @@ class Scene:
     world: int
     moving: frozenset[int] = field(default_factory=frozenset)
     now_ns: int = 0
-    sent: bool = False
+    from_agents: bool = False

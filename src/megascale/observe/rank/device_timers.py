@@ -76,8 +76,8 @@ class DeviceTimers(Timers):
         seen = time.perf_counter_ns()
         self._marks = []
         self._anchor = first
-        self._clock.at_least(first.host, first.host)
-        self._clock.at_most(seen, seen)
+        self._clock.add_lower_bound(first.host, first.host)
+        self._clock.add_upper_bound(seen, seen)
 
     def mark(self) -> Mark | None:  # type: ignore[override]
         """See Recorder. Nothing within a capture: an event of this kind would become a part of the graph."""
@@ -141,8 +141,8 @@ class DeviceTimers(Timers):
             if mark.host - mark.ns > bound:
                 latest, bound = mark.ns, mark.host - mark.ns
         last = told.marks[-1]
-        self._clock.at_least(latest, bound)
-        self._clock.at_most(last.ns, told.seen - last.ns)
+        self._clock.add_lower_bound(latest, bound)
+        self._clock.add_upper_bound(last.ns, told.seen - last.ns)
         for mark in told.marks[:-1]:
             self._recycle(mark)
         self._recycle(anchor)

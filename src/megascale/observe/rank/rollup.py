@@ -59,12 +59,12 @@ def roll_up(rows: Sequence[Row]) -> Array:
     return np.array(found, ROLLUP)
 
 
-def counts(told: Sequence[tuple[int, int, int, int]]) -> Array:
+def make_count_rollups(told: Sequence[tuple[int, int, int, int]]) -> Array:
     """ROLLUP records of what was only counted: (kind, count, the host's nanoseconds, the longest)."""
     return np.array([(kind, 0, 0, n, ns, 0, longest, ns, 0, 0, 0) for kind, n, ns, longest in told], ROLLUP)
 
 
-def spans_of(rows: Sequence[Row]) -> Array:
+def make_spans(rows: Sequence[Row]) -> Array:
     """SPAN records of rows."""
     return np.array([(row[0], row[1], row[2], row[3], row[4], 0, row[5], row[7], row[8]) for row in rows], SPAN)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from megascale.core.background import FailureLog
 from megascale.core.spans import SCHEMA
-from megascale.observe.store.span_messages import FROM_SPANS, TO_SPANS, Follow, launch, place
+from megascale.observe.store.span_messages import FROM_SPANS, TO_SPANS, Follow, service_launch, service_place
 from megascale.observe.store.span_ring import SpanRing
-from megascale.observe.store.spool import leave
+from megascale.observe.store.spool import save_orphan
 from megascale.services import host_service
 from megascale.services.conversation import Conversation
 from megascale.services.host_service import ServiceFailed
@@ -61,7 +61,10 @@ class SpanLink:
         self._about = {"job": job, "host": host, "schema": SCHEMA, "clock_ns": time.time_ns() - time.monotonic_ns()}
         self._about["ranks"] = [{"attempt": ring.attempt, "rank": ring.rank, **facts}]
         self._follow = Follow(ring.rank, ring.attempt, facts)
-        self._place, self._launch = place(out), launch(out, job, host, hosts, limit_mib, log_file, sinks)
+        self._place, self._launch = (
+            service_place(out),
+            service_launch(out, job, host, hosts, limit_mib, log_file, sinks),
+        )
         self._conversation: Conversation | None = None
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -116,4 +119,4 @@ class SpanLink:
             self._thread.join(_LAST)
         if not self._handed and (frames := self.ring.read()):
             with contextlib.suppress(OSError):
-                leave(self.out, self._about, self.ring.identity, frames)
+                save_orphan(self.out, self._about, self.ring.identity, frames)

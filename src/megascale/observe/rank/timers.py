@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megascale.core.spans import SpanKind
-from megascale.observe.rank.rollup import Row, StepTotals, counts, roll_up, spans_of
+from megascale.observe.rank.rollup import Row, StepTotals, make_count_rollups, make_spans, roll_up
 from megascale.observe.store.frames import ROLLUPS, SPANS
 
 _MOST_ROWS = 8192  # of a block: an evaluation may have very many
@@ -28,10 +28,10 @@ class SpanSink(Protocol):
     def write(self, kind: int, step: int, records: np.ndarray[Any, Any], error_ns: int) -> None:
         """Take records (store/frames.py) of one step; what there is no room for is dropped and counted."""
 
-    def wants(self, step: int) -> bool:
+    def is_requested(self, step: int) -> bool:
         """Whether somebody has asked for all spans of that step."""
 
-    def keeps(self, step: int) -> None:
+    def mark_sampled(self, step: int) -> None:
         """A step begins of which all spans are kept; 0: it has ended."""
 
 
@@ -40,10 +40,10 @@ class Nowhere:
 
     def write(self, kind: int, step: int, records: np.ndarray[Any, Any], error_ns: int) -> None: ...
 
-    def wants(self, step: int) -> bool:
+    def is_requested(self, step: int) -> bool:
         return False
 
-    def keeps(self, step: int) -> None: ...
+    def mark_sampled(self, step: int) -> None: ...
 
 
 class Block:
@@ -85,10 +85,10 @@ class Timers:
     def step_begins(self, step: int) -> None:
         """See Recorder."""
         self._tell()
-        kept = (bool(self.every) and step % self.every == 0) or self.sink.wants(step)
+        kept = (bool(self.every) and step % self.every == 0) or self.sink.is_requested(step)
         self._block = Block(step, kept)
         if kept:
-            self.sink.keeps(step)
+            self.sink.mark_sampled(step)
         self._open = None
         self._step_since = self.mark()
 
@@ -99,7 +99,7 @@ class Timers:
             self._step_since = None
         self._block.ended = True
         if self._block.kept:
-            self.sink.keeps(0)
+            self.sink.mark_sampled(0)
         self._tell()
 
     def begin(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
@@ -161,7 +161,7 @@ class Timers:
         """Rows with times of the host's monotonic clock."""
         rollups = roll_up(rows)
         if block.counts:
-            rollups = np.concatenate([rollups, counts(block.counts)])
+            rollups = np.concatenate([rollups, make_count_rollups(block.counts)])
         if block.step != self._totals.step:
             self._totals = StepTotals(block.step)
         self._totals.add(rollups)
@@ -169,7 +169,7 @@ class Timers:
             self.last = self._totals
         self.sink.write(ROLLUPS, block.step, rollups, error_ns)
         if block.kept:
-            self.sink.write(SPANS, block.step, spans_of(rows), error_ns)
+            self.sink.write(SPANS, block.step, make_spans(rows), error_ns)
 
     def collect(self) -> None:
         """Tell what is known by now; called between steps."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from megascale.core import strict_json
 from megascale.core.untrusted_files import read_small_text
 from megascale.errors import DataError
-from megascale.observe.store.ingest import STATE
+from megascale.observe.store.ingest import STATE_FILE
 from megascale.observe.store.span_service import ASKED
 from megascale.observe.store.tables import SpanTables
 
@@ -17,10 +17,10 @@ _ATTEMPT = "(SELECT max(attempt) FROM rollups WHERE action = 'step')"
 _NOTICE = 2.0  # seconds within which every host's service has seen the file and told its ranks
 
 
-def ask_for(run: Path, steps: int) -> tuple[int, int]:
+def request_spans(run: Path, steps: int) -> tuple[int, int]:
     """Ask for the next `steps` steps that all hosts can still keep: (first, last). DataError if nothing is recorded."""
     newest, seconds = 0, 0.0
-    for state in (run / "spans").glob(f"host=*/{STATE}"):
+    for state in (run / "spans").glob(f"host=*/{STATE_FILE}"):
         try:
             told = strict_json.loads(read_small_text(state))
             newest = max([newest, *(int(step) for step in told["steps"].values())])
@@ -48,7 +48,7 @@ def ask_for(run: Path, steps: int) -> tuple[int, int]:
     return first, first + steps - 1
 
 
-def arrived(run: Path, first: int, last: int) -> int:
+def count_complete_steps(run: Path, first: int, last: int) -> int:
     """Count the steps of which the newest attempt has the spans of all its ranks."""
     with SpanTables(run) as tables:
         found = tables.query(

@@ -16,9 +16,9 @@ from typing import IO, Any
 from urllib.parse import urlencode, urlsplit
 
 from megascale.errors import ConfigError
-from megascale.observe.store.columns import TABLES, by_table, columns
+from megascale.observe.store.columns import TABLES, group_by_table, make_columns
 from megascale.observe.store.folder_identity import folder_identity
-from megascale.observe.store.parquet import SMALL, select, sql_text
+from megascale.observe.store.parquet import SMALL_DATABASE, quote_sql, table_query
 from megascale.observe.store.spool import Segment
 
 _TYPES = {"INTEGER": "Int32", "BIGINT": "Int64", "DOUBLE": "Float64", "VARCHAR": "String"}
@@ -59,11 +59,11 @@ class ClickHouseSink:
                 self._headers[header] = value
         self._sure = False  # whether the server is known to have no segment that comes now
         self._made = False
-        self._rows: Any = duckdb.connect(config=SMALL)
+        self._rows: Any = duckdb.connect(config=SMALL_DATABASE)
 
     def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
         """See SegmentSink; OSError with the server's words if it refuses."""
-        about, frames, told = segment.about, by_table(segment.frames), {}
+        about, frames, told = segment.header, group_by_table(segment.frames), {}
         host = int(about.get("host", -1))
         key = f"run = '{self._run}' AND host = {host} AND segment = {number}"
         sure, self._sure = self._sure, False
@@ -73,7 +73,7 @@ class ClickHouseSink:
             self._sure = True
             return {}
         for table in TABLES:
-            found = columns(frames, table, int(about.get("clock_ns", 0)))
+            found = make_columns(frames, table, int(about.get("clock_ns", 0)))
             if rows := len(next(iter(found.values()))):
                 self._insert(table, found, number, about)
                 told[table] = rows
@@ -100,10 +100,10 @@ class ClickHouseSink:
         """Send a table's rows, as CSV with every text in quotation marks."""
         names = [*_WHOSE, *TABLES[table]]
         whose = {
-            "job": sql_text(str(about.get("job", ""))),
-            "run": sql_text(self._run),
+            "job": quote_sql(str(about.get("job", ""))),
+            "run": quote_sql(self._run),
             "host": str(int(about.get("host", -1))),
-            "hostname": sql_text(str(about.get("hostname", ""))),
+            "hostname": quote_sql(str(about.get("hostname", ""))),
             "segment": str(number),
             "row": "row_number() OVER () - 1",
         }
@@ -113,7 +113,7 @@ class ClickHouseSink:
         self._rows.register("rows", found)
         try:
             self._rows.execute(
-                f"COPY (SELECT {listed}, * FROM ({select(table)})) TO {sql_text(str(file))} "
+                f"COPY (SELECT {listed}, * FROM ({table_query(table)})) TO {quote_sql(str(file))} "
                 f"(FORMAT csv, HEADER false, FORCE_QUOTE ({texts}))"
             ).fetchall()
             with open(file, "rb") as body:

@@ -56,7 +56,7 @@ _TIMES = ("first_ns", "last_ns", "start_ns", "end_ns", "time_ns")
 Frames = Sequence[tuple[FrameHead, memoryview]]
 
 
-def by_table(frames: Frames) -> dict[str, Frames]:
+def group_by_table(frames: Frames) -> dict[str, Frames]:
     """Frames by the table that they belong to."""
     found: tuple[list[tuple[FrameHead, memoryview]], ...] = tuple([] for _ in RECORDS)
     for frame in frames:
@@ -64,7 +64,7 @@ def by_table(frames: Frames) -> dict[str, Frames]:
     return {table: found[code] for table, code in _NAMES.items()}
 
 
-def columns(sorted_frames: dict[str, Frames], table: str, clock_ns: int) -> dict[str, Array]:
+def make_columns(sorted_frames: dict[str, Frames], table: str, clock_ns: int) -> dict[str, Array]:
     """The columns of one table, of `by_table`'s frames; `action` and `axis` are codes (KINDS, AXES).
 
     clock_ns: how far the common clock is ahead of the host's monotonic one, where the frames do not say it.

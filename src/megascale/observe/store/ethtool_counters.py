@@ -49,7 +49,7 @@ class EthtoolCounters:
         with contextlib.suppress(OSError, ImportError):
             every = self._all_names()
             self._count = len(every)
-            self._which = [i for i, name in enumerate(every) if (wanted or tells_of_links)(name)]
+            self._which = [i for i, name in enumerate(every) if (wanted or is_link_counter)(name)]
             self.names = [every[i] for i in self._which]
         if not self.names:
             self.close()
@@ -92,6 +92,6 @@ class EthtoolCounters:
         self._socket.close()
 
 
-def tells_of_links(name: str) -> bool:
+def is_link_counter(name: str) -> bool:
     """Whether a driver's counter tells of pauses, FEC, signal or congestion."""
     return _WANTED.fullmatch(name) is not None

@@ -85,7 +85,7 @@ class FrameHead(NamedTuple):
     lost: int = 0
 
 
-def pack(head: FrameHead, records: np.ndarray[Any, Any]) -> bytes:
+def pack_frame(head: FrameHead, records: np.ndarray[Any, Any]) -> bytes:
     """A frame."""
     return pack_bytes(head, records.tobytes())
 
@@ -102,10 +102,10 @@ class TornFrame(ValueError):
 
     def __init__(self, text: str, at: int, short: bool = False) -> None:
         super().__init__(text)
-        self.at, self.short = at, short
+        self.offset, self.is_truncated = at, short
 
 
-def scan(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[FrameHead, memoryview, int]]:
+def scan_frames(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[FrameHead, memoryview, int]]:
     """The frames of `data`: (head, its records as bytes, where the frame ends); TornFrame at the first that is none.
 
     check: whether checksums are compared; those of a frame that was read before need not be.

@@ -133,8 +133,8 @@ class HostClock:
             return False
         (common,) = _TIME.unpack_from(body, _NONCE)
         common -= self._base  # small numbers: a float64 does not hold nanoseconds since 1970
-        self.bounds.at_least(after, common - after)
-        self.bounds.at_most(before, common - before)
+        self.bounds.add_lower_bound(after, common - after)
+        self.bounds.add_upper_bound(before, common - before)
         return True
 
     def now(self) -> tuple[int, int, int]:

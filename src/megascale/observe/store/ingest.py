@@ -21,25 +21,34 @@ import numpy as np
 from megascale.core import strict_json
 from megascale.core.spans import SCHEMA
 from megascale.observe.store.columns import TABLES
-from megascale.observe.store.frames import CLOCK, CLOCKS, COUNTERS, RECORDS, FrameHead, TornFrame, pack, scan
+from megascale.observe.store.frames import (
+    CLOCK,
+    CLOCKS,
+    COUNTERS,
+    RECORDS,
+    FrameHead,
+    TornFrame,
+    pack_frame,
+    scan_frames,
+)
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import SegmentSink
 from megascale.observe.store.spool import (
-    LEFT,
+    ORPHAN_PREFIX,
     RINGS,
     Spool,
     adopt,
     last_numbers,
+    list_segments,
     read_segment,
     segment_file,
-    segments,
 )
 
 log = logging.getLogger("megascale.observe.spans")
 
 SEGMENT_BYTES = 16 << 20
 SEGMENT_SECONDS = 300.0
-STATE = "state.json"
+STATE_FILE = "state.json"
 
 
 class Ingest:
@@ -80,15 +89,15 @@ class Ingest:
         self.clock_ns = clock_ns
         self.about = {"job": job, "host": host, "hostname": hostname, "schema": SCHEMA, "clock_ns": clock_ns}
         self.rows: dict[str, int] = {}
-        self.removed = self.failures = self.damaged = self.given_up = 0
+        self.removed_files = self.failures = self.damaged = self.dropped_segments = 0
         self.error = ""
         self._make_sink, self._sink = sink, None  # type: Callable[[Path], SegmentSink], SegmentSink | None
         for left in folder.glob("*.tmp"):
             left.unlink(missing_ok=True)
         last = last_numbers(folder)
-        self._ended = deque(segments(folder))
+        self._ended = deque(list_segments(folder))
         newest = max([*self._ended, *_numbers(folder)], default=-1)
-        for left in sorted(folder.glob(f"{LEFT}*.bin")):
+        for left in sorted(folder.glob(f"{ORPHAN_PREFIX}*.bin")):
             newest += 1
             adopt(left, segment_file(folder, newest), last)
             self._ended.append(newest)
@@ -100,7 +109,7 @@ class Ingest:
 
     # frames --------------------------------------------------------------------------------------------------------
 
-    def take(self, ring: SpanRing) -> int:
+    def take_frames(self, ring: SpanRing) -> int:
         """Take over what a ring has; bytes of it. What cannot be written stays there."""
         try:
             data = memoryview(ring.read())
@@ -114,7 +123,7 @@ class Ingest:
             return 0
         if torn is not None:
             self._damage(ring, len(data), str(torn))
-        ring.taken(len(data))
+        ring.release(len(data))
         return len(data)
 
     def _new_frames(self, data: memoryview) -> tuple[list[tuple[FrameHead, memoryview]], TornFrame | None]:
@@ -122,7 +131,7 @@ class Ingest:
         found: list[tuple[FrameHead, memoryview]] = []
         at = 0
         try:
-            for head, _, end in scan(data):
+            for head, _, end in scan_frames(data):
                 if head.number > self._spool.last.get(head.ring, 0):
                     found.append((head, data[at:end]))
                 at = end
@@ -144,16 +153,16 @@ class Ingest:
         self.damaged += 1
         log.warning("the ring of rank %d holds what cannot be read and %d bytes are given up: %s", ring.rank, size, why)
 
-    def note(self, kind: int, records: np.ndarray[Any, Any]) -> None:
+    def add_records(self, kind: int, records: np.ndarray[Any, Any]) -> None:
         """Keep clocks or counters of the host itself."""
         assert kind in (CLOCKS, COUNTERS)
         self._own_number += 1
         head = FrameHead(kind, self._own_ring, self._own_number, 0, 0, 0)
-        self._append([(head, memoryview(pack(head, records.astype(RECORDS[kind]))))])
+        self._append([(head, memoryview(pack_frame(head, records.astype(RECORDS[kind]))))])
 
-    def note_clock(self, now_ns: int, offset_ns: int, error_ns: int) -> None:
+    def add_clock(self, now_ns: int, offset_ns: int, error_ns: int) -> None:
         """From `now_ns` of the monotonic clock on the common clock is so far ahead of it."""
-        self.note(CLOCKS, np.array([(now_ns, offset_ns, error_ns)], CLOCK))
+        self.add_records(CLOCKS, np.array([(now_ns, offset_ns, error_ns)], CLOCK))
 
     # segments ------------------------------------------------------------------------------------------------------
 
@@ -175,7 +184,7 @@ class Ingest:
         if self._ended and (end or now >= self._asked_again):
             self._convert(now)
         if end or old:
-            self.bound()
+            self.enforce_limit()
 
     def _convert(self, now: float) -> None:
         while self._ended:
@@ -183,8 +192,8 @@ class Ingest:
             file = segment_file(self.folder, number)
             try:
                 segment = read_segment(file, check=number < self._first)
-                if segment.torn:
-                    log.warning("%s: %s; what is before it counts", file.name, segment.torn)
+                if segment.damage:
+                    log.warning("%s: %s; what is before it counts", file.name, segment.damage)
                 if segment.frames:
                     if self._sink is None:
                         self._sink = self._make_sink(self.folder)
@@ -200,7 +209,7 @@ class Ingest:
                     os.replace(file, file.with_suffix(".damaged"))
             except OSError as error:
                 self._failed(f"segment {number} cannot be made into tables yet: {error}")
-                self.bound()
+                self.enforce_limit()
                 if not self._given_up(number):
                     self._asked_again = now + 10.0
                     return
@@ -212,7 +221,7 @@ class Ingest:
         if self._waiting() <= self.limit // 4 or not getattr(self._sink, "first_has", lambda n: False)(number):
             return False
         segment_file(self.folder, number).unlink(missing_ok=True)
-        self.given_up += 1
+        self.dropped_segments += 1
         return True
 
     def _keep_rings(self, last: dict[int, int]) -> None:
@@ -221,7 +230,7 @@ class Ingest:
         temporary.write_text(strict_json.dumps({str(ring): number for ring, number in last.items()}))
         os.replace(temporary, self.folder / RINGS)
 
-    def bound(self) -> None:
+    def enforce_limit(self) -> None:
         """Remove files of the folder until it keeps its limit: first what is damaged, then the oldest roll-ups if they
         have more than half of it, else the oldest of the others."""
         tables: dict[str, list[tuple[str, Path, int]]] = {table: [] for table in TABLES}
@@ -239,7 +248,7 @@ class Ingest:
             if total > self.limit:
                 path.unlink(missing_ok=True)
                 total -= size
-                self.removed += 1
+                self.removed_files += 1
         rollups = sorted(tables.pop("rollups"))
         others = sorted(one for found in tables.values() for one in found)
         share = sum(size for _, _, size in rollups)
@@ -249,9 +258,9 @@ class Ingest:
             path.unlink(missing_ok=True)
             total -= size
             share -= size if from_rollups else 0
-            self.removed += 1
+            self.removed_files += 1
 
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether segments that could not be made into tables fill the folder: nothing more is taken over then."""
         return self._waiting() + self._spool.size > self.limit
 

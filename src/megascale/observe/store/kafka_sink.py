@@ -16,9 +16,9 @@ from typing import Any
 
 from megascale.config.text_files import read_text
 from megascale.errors import ConfigError, remedy
-from megascale.observe.store.columns import TABLES, by_table, columns
+from megascale.observe.store.columns import TABLES, group_by_table, make_columns
 from megascale.observe.store.folder_identity import folder_identity
-from megascale.observe.store.parquet import SMALL, select, sql_text
+from megascale.observe.store.parquet import SMALL_DATABASE, quote_sql, table_query
 from megascale.observe.store.spool import Segment
 
 log = logging.getLogger("megascale.observe.spans")
@@ -67,15 +67,15 @@ class KafkaSink:
         except self._error as error:
             raise ConfigError(f"observe.span_sinks: kafka={address}: {error}") from None
         self._refused = ""
-        self._rows: Any = duckdb.connect(config=SMALL)
+        self._rows: Any = duckdb.connect(config=SMALL_DATABASE)
 
     def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
         """See SegmentSink; OSError if a message was not taken by the brokers."""
-        about, frames, told = segment.about, by_table(segment.frames), {}
+        about, frames, told = segment.header, group_by_table(segment.frames), {}
         self._refused = ""
         try:
             for table in TABLES:
-                found = columns(frames, table, int(about.get("clock_ns", 0)))
+                found = make_columns(frames, table, int(about.get("clock_ns", 0)))
                 if rows := len(next(iter(found.values()))):
                     for begin in range(0, rows, _SLICE):
                         self._send(
@@ -95,8 +95,8 @@ class KafkaSink:
         """Hand rows, the first of them number `begin`, to the producer's queue."""
         host = int(about.get("host", -1))
         whose = {
-            "job": sql_text(str(about.get("job", ""))), "run": sql_text(self._run), "host": str(host),
-            "hostname": sql_text(str(about.get("hostname", ""))), "segment": str(number),
+            "job": quote_sql(str(about.get("job", ""))), "run": quote_sql(self._run), "host": str(host),
+            "hostname": quote_sql(str(about.get("hostname", ""))), "segment": str(number),
             "row": f"row_number() OVER () + {begin - 1}",
         }  # fmt: skip
         listed = ", ".join(f"{value} AS {name}" for name, value in whose.items())
@@ -106,7 +106,7 @@ class KafkaSink:
         self._rows.register("rows", found)
         try:
             messages = self._rows.execute(
-                f"WITH one AS (SELECT {listed}, *{finite} FROM ({select(table)})), "
+                f"WITH one AS (SELECT {listed}, *{finite} FROM ({table_query(table)})), "
                 f"told AS (SELECT {whose_rank} AS whose, row, to_json(one)::VARCHAR AS text FROM one) "
                 f"SELECT whose, string_agg(text, chr(10) ORDER BY row) FROM told "
                 f"GROUP BY whose, row // {_ROWS} ORDER BY min(row)"

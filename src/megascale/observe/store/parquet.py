@@ -14,13 +14,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megascale.observe.store.columns import AXES, KINDS, TABLES, Frames, by_action, by_table, columns
-from megascale.observe.store.spool import Segment, segments
+from megascale.observe.store.columns import AXES, KINDS, TABLES, Frames, by_action, group_by_table, make_columns
+from megascale.observe.store.spool import Segment, list_segments
 
 log = logging.getLogger("megascale.observe.spans")
 
 # A DuckDB beside trainers: what it may take for a conversion.
-SMALL: dict[str, Any] = {
+SMALL_DATABASE: dict[str, Any] = {
     "threads": 1,
     "memory_limit": "256MB",
     "temp_directory": "",
@@ -37,7 +37,7 @@ def table_file(folder: Path, table: str, number: int) -> Path:
     return folder / f"{table}-{number:06d}.parquet"
 
 
-def span_of(path: Path, table: str) -> tuple[int, int] | None:
+def segment_range(path: Path, table: str) -> tuple[int, int] | None:
     """The first and the last segment in a table's file; None if it is none of this table."""
     first, _, last = path.stem.removeprefix(f"{table}-").partition("-")
     if not path.name.startswith(f"{table}-") or not first.isdigit() or not (last or first).isdigit():
@@ -45,9 +45,11 @@ def span_of(path: Path, table: str) -> tuple[int, int] | None:
     return int(first), int(last or first)
 
 
-def standing(folder: Path, table: str) -> dict[Path, tuple[int, int]]:
+def list_current_files(folder: Path, table: str) -> dict[Path, tuple[int, int]]:
     """The files of a table that count, with their segments, in order: without those that a merged one is made of."""
-    found = {path: span for path in folder.glob(f"{table}-*.parquet") if (span := span_of(path, table)) is not None}
+    found = {
+        path: span for path in folder.glob(f"{table}-*.parquet") if (span := segment_range(path, table)) is not None
+    }
     merged = [span for span in found.values() if span[0] < span[1]]
     return {
         path: (first, last)
@@ -68,18 +70,18 @@ class ParquetWriter:
 
         self.folder = folder
         for table in TABLES:  # what a merge before a kill has left
-            for path in set(folder.glob(f"{table}-*.parquet")) - standing(folder, table).keys():
+            for path in set(folder.glob(f"{table}-*.parquet")) - list_current_files(folder, table).keys():
                 path.unlink(missing_ok=True)
-        self._database: Any = duckdb.connect(config=SMALL | {"threads": threads})
+        self._database: Any = duckdb.connect(config=SMALL_DATABASE | {"threads": threads})
 
     def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
         """Write a segment's tables; rows of each. OSError if there is no room."""
         made, told = [], {}
-        about, frames = segment.about, by_table(segment.frames)
+        about, frames = segment.header, group_by_table(segment.frames)
         parts = _has_parts(frames["rollups"])
         try:
             for table in TABLES:
-                found = columns(frames, table, int(about.get("clock_ns", 0)))
+                found = make_columns(frames, table, int(about.get("clock_ns", 0)))
                 rows = len(next(iter(found.values())))
                 if not rows:
                     continue
@@ -106,9 +108,9 @@ class ParquetWriter:
     def merge(self, table: str) -> Path | None:
         """Make the oldest small files of a table into one, if there are many; the new file. Nothing is lost if it
         cannot be done: it is tried again after another segment."""
-        spooled, total = set(segments(self.folder)), 0
+        spooled, total = set(list_segments(self.folder)), 0
         small: list[tuple[Path, int, int]] = []
-        for path, (first, last) in standing(self.folder, table).items():
+        for path, (first, last) in list_current_files(self.folder, table).items():
             size = path.stat().st_size
             if size > _SMALL or any(first <= number <= last for number in spooled) or total + size > _MERGED_BYTES:
                 if len(small) >= _MERGED:
@@ -124,12 +126,12 @@ class ParquetWriter:
         file = self.folder / f"{table}-{small[0][1]:06d}-{small[-1][2]:06d}.parquet"
         temporary = file.with_suffix(".tmp")
         source = "read_parquet([{}], union_by_name = true, hive_partitioning = false)".format(
-            ", ".join(sql_text(str(path)) for path, _, _ in small)
+            ", ".join(quote_sql(str(path)) for path, _, _ in small)
         )
         order = {"rollups": "ORDER BY action, step, rank", "counters": "ORDER BY name, device, time_ns"}.get(table, "")
         try:
             self._database.execute(
-                f"COPY (SELECT * FROM {source} {order}) TO {sql_text(str(temporary))} "
+                f"COPY (SELECT * FROM {source} {order}) TO {quote_sql(str(temporary))} "
                 f"(FORMAT parquet, COMPRESSION snappy, ROW_GROUP_SIZE {_ROWS})"
             ).fetchall()
             _on_disk(temporary)
@@ -148,11 +150,13 @@ class ParquetWriter:
         import duckdb
 
         self._database.register("rows", found)
-        source = select(table, parts)
-        meta = ", ".join(f"{key}: {sql_text(str(about.get(key, '')))}" for key in ("job", "host", "hostname", "schema"))
+        source = table_query(table, parts)
+        meta = ", ".join(
+            f"{key}: {quote_sql(str(about.get(key, '')))}" for key in ("job", "host", "hostname", "schema")
+        )
         try:
             self._database.execute(
-                f"COPY ({source}) TO {sql_text(str(file))} "
+                f"COPY ({source}) TO {quote_sql(str(file))} "
                 f"(FORMAT parquet, COMPRESSION snappy, ROW_GROUP_SIZE {_ROWS}, KV_METADATA {{{meta}}})"
             ).fetchall()
         except duckdb.Error as error:
@@ -165,13 +169,13 @@ class ParquetWriter:
         self._database.close()
 
 
-def select(table: str, parts: bool = False, rows: str = "rows") -> str:
+def table_query(table: str, parts: bool = False, rows: str = "rows") -> str:
     """SQL that makes a table of the columns of `columns`, registered as `rows`.
 
     parts: whether several rows may be parts of one roll-up, to be added up.
     """
-    kinds = "[" + ",".join(sql_text(name) for name in KINDS[:64]) + "]"
-    axes = "[" + ",".join(sql_text(name) for name in AXES[:16]) + "]"
+    kinds = "[" + ",".join(quote_sql(name) for name in KINDS[:64]) + "]"
+    axes = "[" + ",".join(quote_sql(name) for name in AXES[:16]) + "]"
     how = {
         "action": f"coalesce({kinds}[action::INTEGER + 1], 'kind_' || action)",
         "axis": f"coalesce({axes}[axis::INTEGER + 1], 'axis_' || axis)",
@@ -200,7 +204,7 @@ def _has_parts(rollups: Frames) -> bool:
     return len({(head.ring, head.rank, head.step) for head, _ in rollups}) < len(rollups)
 
 
-def sql_text(words: str) -> str:
+def quote_sql(words: str) -> str:
     """As an SQL string."""
     return "'" + words.replace("'", "''") + "'"
 

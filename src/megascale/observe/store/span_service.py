@@ -30,12 +30,12 @@ from megascale.observe.store import network_settings
 from megascale.observe.store.counters import HostCounters
 from megascale.observe.store.frames import COUNTERS
 from megascale.observe.store.host_clock import ClockServer, HostClock
-from megascale.observe.store.ingest import STATE, Ingest
+from megascale.observe.store.ingest import STATE_FILE, Ingest
 from megascale.observe.store.nic_rates import NicRates
 from megascale.observe.store.span_messages import FROM_SPANS, NAME, TO_SPANS, Follow
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import open_span_sinks
-from megascale.observe.store.tables import RANKS
+from megascale.observe.store.tables import RANKS_FILE
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, Done, ErrorReply
 from megascale.services.host_service import Place, Ready
@@ -72,7 +72,7 @@ class SpanService:
         self._lock = threading.Lock()
         self._asked = (0, 0)
         self._lost: dict[int, tuple[int, int]] = {}
-        self._network = network_settings.check(os.environ)  # as the ranks have it, who start this
+        self._network = network_settings.check_network(os.environ)  # as the ranks have it, who start this
         self._ending = threading.Event()
         # A daemon: if this process cannot serve, nothing keeps it alive. `stop` waits for it.
         self._thread = threading.Thread(target=self._pump, name="megascale-spans", daemon=True)
@@ -108,8 +108,8 @@ class SpanService:
             raise
         who = {"attempt": message.attempt, "rank": message.rank, "time": time.time(), "hostname": socket.gethostname()}
         with self._lock:
-            append_record(self.out / RANKS, who | dict(message.facts))
-            ring.ask(*self._asked)
+            append_record(self.out / RANKS_FILE, who | dict(message.facts))
+            ring.request_spans(*self._asked)
             self._rings[ring] = True
         log.info("following rank %d of attempt %d", message.rank, message.attempt)
         return ring
@@ -146,13 +146,13 @@ class SpanService:
         for setting in self._network:
             if not setting.good:
                 level = logging.WARNING if setting.good is False else logging.INFO
-                log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.found, setting.advised)
+                log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.value, setting.advised)
         self._begin_clock(ingest)
         told = 0.0
         while not self._ending.wait(PERIOD):
             self._take(ingest)
             if len(found := rates.take()):
-                ingest.note(COUNTERS, found)
+                ingest.add_records(COUNTERS, found)
             now = time.monotonic()
             if now - told >= _SECOND:
                 told = now
@@ -169,7 +169,7 @@ class SpanService:
     def _sampled(self) -> int:
         """The step that a rank of this host is in and keeps all spans of, 0 if none does."""
         with self._lock:
-            return max((ring.keeping for ring, here in self._rings.items() if here), default=0)
+            return max((ring.sampled_step for ring, here in self._rings.items() if here), default=0)
 
     def _begin_clock(self, ingest: Ingest) -> None:
         """Host 0 tells the time, the others ask for it; a single host has its own."""
@@ -186,19 +186,19 @@ class SpanService:
 
     def _note_clock(self, ingest: Ingest) -> None:
         if self._clock is None:
-            ingest.note_clock(time.monotonic_ns(), ingest.clock_ns, 0)
+            ingest.add_clock(time.monotonic_ns(), ingest.clock_ns, 0)
             return
         if time.monotonic() - self._aligned >= _ALIGN:
             self._aligned = time.monotonic()
             self._clock.exchange()
-        ingest.note_clock(*self._clock.now())
+        ingest.add_clock(*self._clock.now())
 
     def _take(self, ingest: Ingest) -> None:
         with self._lock:
             rings = list(self._rings.items())
-        full = ingest.full()
+        full = ingest.is_full()
         for ring, here in rings:
-            taken = 0 if full else ingest.take(ring)
+            taken = 0 if full else ingest.take_frames(ring)
             self._lost[ring.rank] = (ring.lost, ring.lost_rollups)
             if not here and (not taken or full):
                 with self._lock:
@@ -209,7 +209,7 @@ class SpanService:
         ingest.flush()
         self._note_clock(ingest)
         if len(found := counters.sample(time.monotonic_ns())):
-            ingest.note(COUNTERS, found)
+            ingest.add_records(COUNTERS, found)
         self._look_for_asked()
         self._tell(ingest)
 
@@ -226,7 +226,7 @@ class SpanService:
             self._asked = asked
             with self._lock:
                 for ring in self._rings:
-                    ring.ask(*asked)
+                    ring.request_spans(*asked)
 
     def _tell(self, ingest: Ingest) -> None:
         """Write down how it goes."""
@@ -239,17 +239,23 @@ class SpanService:
             "rows": ingest.rows,
             "lost_spans": {str(rank): lost for rank, (lost, _) in self._lost.items() if lost},
             "lost_rollups": {str(rank): lost for rank, (_, lost) in self._lost.items() if lost},
-            "removed_files": ingest.removed,
-            "given_up_segments": ingest.given_up,
+            "removed_files": ingest.removed_files,
+            "given_up_segments": ingest.dropped_segments,
             "failures": ingest.failures,
             "damaged": ingest.damaged,
             "error": ingest.error,
-            "network": [asdict(setting) for setting in self._network],
+            "network": [_setting_record(setting) for setting in self._network],
         }
-        temporary = self.out / f"{STATE}.tmp"
+        temporary = self.out / f"{STATE_FILE}.tmp"
         with contextlib.suppress(OSError):
             temporary.write_text(strict_json.dumps(state) + "\n")
-            os.replace(temporary, self.out / STATE)
+            os.replace(temporary, self.out / STATE_FILE)
+
+
+def _setting_record(setting: network_settings.Setting) -> dict[str, Any]:
+    record = asdict(setting)
+    record["found"] = record.pop("value")
+    return record
 
 
 def serve(folder: Path, service: SpanService, ready: Ready) -> None:

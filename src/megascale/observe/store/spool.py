@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 
 from megascale.core import strict_json
 from megascale.core.untrusted_files import open_regular, read_small_text
-from megascale.observe.store.frames import FrameHead, TornFrame, pack_bytes, scan
+from megascale.observe.store.frames import FrameHead, TornFrame, pack_bytes, scan_frames
 
-LEFT = "left-"  # a file that a rank left whose frames no service took, in a segment's form
+ORPHAN_PREFIX = "left-"  # a file that a rank left whose frames no service took, in a segment's form
 RINGS = "rings.json"  # the last frame's number of each ring in the segments that are no more
 _MAGIC = b"MSspool1"
 _LENGTH = struct.Struct("<I")
@@ -35,7 +35,7 @@ def segment_file(folder: Path, number: int) -> Path:
     return folder / f"spool-{number:06d}.bin"
 
 
-def segments(folder: Path) -> list[int]:
+def list_segments(folder: Path) -> list[int]:
     """Numbers of the segments that there are, in order."""
     found = (path.stem.removeprefix("spool-") for path in folder.glob("spool-*.bin"))
     return sorted(int(text) for text in found if text.isdigit())
@@ -52,10 +52,10 @@ class Segment:
         torn: why reading ended before the file did, "" if it did not.
     """
 
-    about: dict[str, Any]
+    header: dict[str, Any]
     last: dict[int, int]
     frames: list[tuple[FrameHead, memoryview]] = field(default_factory=list)
-    torn: str = ""
+    damage: str = ""
 
 
 def read_segment(file: Path, check: bool = True) -> Segment:
@@ -72,13 +72,13 @@ def read_segment(file: Path, check: bool = True) -> Segment:
     with open(file, "rb", opener=open_regular) as data:
         first = data.read(len(_MAGIC) + _LENGTH.size)
         if len(first) < len(_MAGIC) + _LENGTH.size:
-            return Segment({}, {}, torn="the file's head is cut off")
+            return Segment({}, {}, damage="the file's head is cut off")
         (length,) = _LENGTH.unpack_from(first, len(_MAGIC))
         if first[: len(_MAGIC)] != _MAGIC or length > _MOST_HEAD:
             raise ValueError(f"{file} is not a spool of spans")
         text = data.read(length)
         if len(text) < length:
-            return Segment({}, {}, torn="the file's head is cut off")
+            return Segment({}, {}, damage="the file's head is cut off")
         try:
             segment = Segment(*_read_about(text))
         except (ValueError, AttributeError, TypeError, OverflowError):
@@ -105,18 +105,18 @@ def _read_frames(data: BinaryIO, segment: Segment, check: bool) -> None:
         block = data.read(_BLOCK)
         view = memoryview(rest + block)
         try:
-            for head, body, _ in scan(view, check):
+            for head, body, _ in scan_frames(view, check):
                 segment.frames.append((head, body))
                 segment.last[head.ring] = head.number  # a ring's frames lie in order
             rest = b""
         except TornFrame as torn:
-            if not torn.short or not block:
-                segment.torn = str(torn)
+            if not torn.is_truncated or not block:
+                segment.damage = str(torn)
                 return
-            rest = bytes(view[torn.at :])
+            rest = bytes(view[torn.offset :])
         total += len(block)
         if not block or total > _MOST_FRAMES:
-            segment.torn = f"it holds more than {_MOST_FRAMES:,} bytes" if block else ""
+            segment.damage = f"it holds more than {_MOST_FRAMES:,} bytes" if block else ""
             return
 
 
@@ -126,10 +126,10 @@ def segment_head(about: dict[str, Any], last: dict[int, int]) -> bytes:
     return _MAGIC + _LENGTH.pack(len(text)) + text
 
 
-def leave(folder: Path, about: dict[str, Any], ring: int, frames: bytes) -> None:
+def save_orphan(folder: Path, about: dict[str, Any], ring: int, frames: bytes) -> None:
     """Leave a ring's frames in `folder` for whoever reads it, and for its next service. OSError if there is no room."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{LEFT}{ring:016x}.bin"
+    file = folder / f"{ORPHAN_PREFIX}{ring:016x}.bin"
     temporary = file.with_suffix(".tmp")
     temporary.write_bytes(segment_head(about, {}) + frames)
     os.replace(temporary, file)
@@ -143,7 +143,7 @@ def adopt(left: Path, segment: Path, last: dict[int, int]) -> None:
         fresh = b"".join([pack_bytes(h, body) for h, body in found.frames if h.number > last.get(h.ring, 0)])
         for head, _ in found.frames:
             last[head.ring] = max(head.number, last.get(head.ring, 0))
-        temporary.write_bytes(segment_head(found.about, last) + fresh)
+        temporary.write_bytes(segment_head(found.header, last) + fresh)
         os.replace(temporary, segment)
     left.unlink(missing_ok=True)
 
@@ -154,7 +154,7 @@ def last_numbers(folder: Path) -> dict[int, int]:
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
         told = strict_json.loads(read_small_text(folder / RINGS))
         last = {int(ring): int(number) for ring, number in told.items()}
-    for number in segments(folder):
+    for number in list_segments(folder):
         with contextlib.suppress(OSError, ValueError):
             for ring, count in read_segment(segment_file(folder, number)).last.items():
                 last[ring] = max(count, last.get(ring, 0))
@@ -225,14 +225,14 @@ class Spool:
         return self.number - 1
 
 
-def held(folder: Path) -> Iterator[tuple[Path, Segment | str]]:
+def read_segments(folder: Path) -> Iterator[tuple[Path, Segment | str]]:
     """Each segment of a folder as it can be read now, or why it cannot; one that is removed meanwhile is left out.
 
     Of what ranks left only frames that no segment has.
     """
     last: dict[int, int] | None = None
-    lefts = sorted(folder.glob(f"{LEFT}*.bin"))
-    for file in [*(segment_file(folder, number) for number in segments(folder)), *lefts]:
+    lefts = sorted(folder.glob(f"{ORPHAN_PREFIX}*.bin"))
+    for file in [*(segment_file(folder, number) for number in list_segments(folder)), *lefts]:
         try:
             found = read_segment(file)
             if file in lefts:

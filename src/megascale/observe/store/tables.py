@@ -18,11 +18,11 @@ from megascale.core.bounded_lines import RecordReader
 from megascale.core.calls import MOST_RANKS
 from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
-from megascale.observe.store.columns import TABLES, by_table, columns
-from megascale.observe.store.parquet import select, sql_text, standing
-from megascale.observe.store.spool import Segment, held
+from megascale.observe.store.columns import TABLES, group_by_table, make_columns
+from megascale.observe.store.parquet import list_current_files, quote_sql, table_query
+from megascale.observe.store.spool import Segment, read_segments
 
-RANKS = "ranks.jsonl"
+RANKS_FILE = "ranks.jsonl"
 # A step that a run did again counts as its newest attempt did it: a table for WITH of the steps from one to another,
 # which are its parameters; it is joined by step and attempt.
 NEWEST = (
@@ -77,7 +77,7 @@ class SpanTables:
         for host in self.hosts:
             number = host_number(host)
             here = set()
-            for file, found in held(host):
+            for file, found in read_segments(host):
                 text = file.stem.rpartition("-")[2]
                 here |= {int(text)} if file.name.startswith("spool-") else set()
                 seen.append(file)
@@ -85,10 +85,10 @@ class SpanTables:
                     self.skipped[str(file)] = found
                 else:
                     spooled.append((number, found))
-                    told += [one | {"host": number} for one in found.about.get("ranks", [])]
+                    told += [one | {"host": number} for one in found.header.get("ranks", [])]
             told += [one | {"host": number} for one in rank_facts(host)]
             for table in TABLES:
-                for path, (first, last) in standing(host, table).items():
+                for path, (first, last) in list_current_files(host, table).items():
                     # While a segment is there, it alone counts.
                     if not any(first <= segment <= last for segment in here) and self._readable(path):
                         files[table].append(path)
@@ -127,12 +127,12 @@ class SpanTables:
             )
             parts.append(f"SELECT {known}, CAST(split_part(host, '@', 1) AS INTEGER) AS host FROM {source}")
         for position, (host, segment) in enumerate(spooled):
-            found = columns(by_table(segment.frames), table, int(segment.about.get("clock_ns", 0)))
+            found = make_columns(group_by_table(segment.frames), table, int(segment.header.get("clock_ns", 0)))
             if not len(next(iter(found.values()))):
                 continue
             self._database.register("rows", found)
             name = f"spooled_{table}_{position}"
-            made = f"SELECT *, {host}::INTEGER AS host FROM ({select(table)})"
+            made = f"SELECT *, {host}::INTEGER AS host FROM ({table_query(table)})"
             self._database.execute(f"CREATE OR REPLACE TABLE {name} AS {made}").fetchall()
             self._database.unregister("rows")
             parts.append(f"SELECT {listed}, host FROM {name}")
@@ -228,13 +228,13 @@ def host_number(folder: Path) -> int:
 def rank_facts(host: Path) -> list[dict[str, Any]]:
     """Return what `ranks.jsonl` of a host's folder says of its ranks; damaged lines are left out."""
     try:
-        return list(RecordReader(host / RANKS))
+        return list(RecordReader(host / RANKS_FILE))
     except OSError:
         return []
 
 
 def _source(files: list[Path]) -> str:
-    names = "[" + ", ".join(sql_text(str(path)) for path in files) + "]"
+    names = "[" + ", ".join(quote_sql(str(path)) for path in files) + "]"
     return f"read_parquet({names}, hive_partitioning = true, hive_types_autocast = false, union_by_name = true)"
 
 

@@ -17,7 +17,7 @@ _MOST = 1000  # records that are read at once
 _EVENTS = 64  # events that are
 
 
-def xid_of(line: str) -> tuple[str, int] | None:
+def parse_xid(line: str) -> tuple[str, int] | None:
     """PCI address (domain:bus:device) and number of the Xid that a line of the kernel's log tells of, if it does.
 
     A GPU that has fallen off the bus is Xid 79 also where the driver tells it without a number.
@@ -86,7 +86,7 @@ class XidEvents:
             if not record:
                 break
             for line in record.decode(errors="replace").splitlines():
-                if told := xid_of(line):
+                if told := parse_xid(line):
                     found.append((self._names.get(_short(told[0]), told[0]), told[1]))
         return found
 

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from megascale.observe.prometheus.exposition import CONTENT_TYPE, Family, expose
+from megascale.observe.prometheus.exposition import CONTENT_TYPE, Family, format_families
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.services.door import Connection, Door, DoorLimits
 
@@ -45,7 +45,7 @@ class MetricsPage:
         if method != b"GET":
             return _response(405, "only GET is answered\n")
         if path == b"/metrics":
-            return _response(200, expose(self.families()), CONTENT_TYPE)
+            return _response(200, format_families(self.families()), CONTENT_TYPE)
         if path == b"/health":
             heartbeat = self._newest()
             bad = heartbeat is None or not self._connected()

@@ -26,7 +26,7 @@ from megascale import config as configuration
 from megascale.core.calls import read_calls
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, DataError, TrainingError
-from megascale.observe.hang.evidence import process_state
+from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience.agent.services import end_services
 from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.contact import read_contact
@@ -165,7 +165,7 @@ def pid_of(run: Path, rank: int) -> int:
     """The process of a rank on this host; TrainingError if it does not live here."""
     file = run / "status" / f"rank-{rank}.calls"
     record = read_calls(file, history=False)
-    if record is None or process_state(record.pid, str(file.resolve())) not in ("running", "stopped"):
+    if record is None or read_process_state(record.pid, str(file.resolve())) not in ("running", "stopped"):
         raise TrainingError(
             f"rank {rank} of {run} has no living process on this host; `megascale hang {run}` shows all"
         )
@@ -269,7 +269,7 @@ def _flap(run: Path, options: Options) -> list[str]:
 
 def _kill_driver(run: Path, options: Options) -> list[str]:
     contact = read_contact(run)
-    if process_state(contact.pid) == "gone":
+    if read_process_state(contact.pid) == "gone":
         raise TrainingError(f"the driver of {run} (process {contact.pid}) has ended")
     os.kill(contact.pid, signal.SIGKILL)
     return [f"SIGKILL to process {contact.pid}, the driver"]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from megascale.observe.hang.sent_evidence import MOST
+from megascale.observe.hang.sent_evidence import MAX_EVIDENCE_BYTES
 from megascale.resilience.protocol.heartbeat import MAX_BYTES, Heartbeat, Rank
 from megascale.services.messages import (
     Count,
@@ -167,7 +167,7 @@ class Evidence(Message, frozen=True):
 
     order: Count
     rank: Rank
-    data: Annotated[bytes, Meta(max_length=MOST)] = b""
+    data: Annotated[bytes, Meta(max_length=MAX_EVIDENCE_BYTES)] = b""
     moving: bool = False
     keep: bool = False
 

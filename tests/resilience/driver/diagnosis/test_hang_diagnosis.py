@@ -14,7 +14,7 @@ import pytest
 from megascale.core.calls import Call, CallRecord, Calls
 from megascale.errors import DataError
 from megascale.observe.hang.scene import RankEvidence, Scene
-from megascale.observe.hang.sent_evidence import MOST, pack, unpack
+from megascale.observe.hang.sent_evidence import MAX_EVIDENCE_BYTES, pack_evidence, unpack_evidence
 from megascale.resilience.driver.diagnosis.hang_diagnosis import refine
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Explain
 from megascale.resilience.protocol.rank_evidence import look_at
@@ -49,7 +49,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
         state = view({n: [heartbeat(n, 1, [worker(n, status_age=11.0)])] for n in range(2)})
         sent = [FROM_AGENT.decode(FROM_AGENT.encode(e)) for e in look_at(tmp_path, (0, 1), ORDER, keep=False)]
         assert [(e.order, e.rank) for e in sent] == [(7, 0), (7, 1)]
-        scene = Scene({e.rank: unpack(e.data) for e in sent}, 2)
+        scene = Scene({e.rank: unpack_evidence(e.data) for e in sent}, 2)
         found = refine(HANG, state, scene, None)
         signal.signal(signal.SIGUSR2, old)
     finally:
@@ -73,9 +73,9 @@ def test_evidence_of_a_rank_is_cut_to_a_message_and_nonsense_is_none():
     rng = random.Random(0)
     calls = tuple(Call(f"group-{rng.random()}", n, "send", n) for n in range(20_000))
     what = RankEvidence(3, "running", None, CallRecord(3, 1, 4, calls=calls), True, ("forward (x.py:1)",))
-    packed = pack(what, history=20_000)
-    assert 0 < len(packed) <= MOST
-    found = unpack(packed)
+    packed = pack_evidence(what, history=20_000)
+    assert 0 < len(packed) <= MAX_EVIDENCE_BYTES
+    found = unpack_evidence(packed)
     assert (found.rank, found.process, found.stack) == (3, "running", ("forward (x.py:1)",))
     kept = len(found.record.calls)
     assert 0 < kept < len(calls)
@@ -89,4 +89,4 @@ def test_evidence_of_a_rank_is_cut_to_a_message_and_nonsense_is_none():
         zlib.compress(bytes(1 << 27)),
     ):
         with pytest.raises(DataError):
-            unpack(nonsense)
+            unpack_evidence(nonsense)

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from megascale import __version__
 from megascale.core.background import log_failure
 from megascale.errors import MegascaleError
-from megascale.observe.prometheus.exposition import CONTENT_TYPE, expose
+from megascale.observe.prometheus.exposition import CONTENT_TYPE, format_families
 from megascale.resilience.driver.api import http_limits, metrics, settable, tls, tokens
 from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Guard
 from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_piece
@@ -195,7 +195,7 @@ def _add_job(app: FastAPI, driver: Driver, scrapes: metrics.Scrapes) -> None:
     async def metrics_text() -> PlainTextResponse:
         """What Prometheus scrapes: the job in a few dozen series."""
         scrapes.note(time.monotonic())
-        return PlainTextResponse(expose(metrics.families(driver)), media_type=CONTENT_TYPE)
+        return PlainTextResponse(format_families(metrics.families(driver)), media_type=CONTENT_TYPE)
 
     @app.get("/health", responses=_refusals() | {503: {"model": HealthAnswer}})
     async def health(response: Response) -> HealthAnswer:

@@ -8,7 +8,7 @@ from megascale.core.events import Event
 from megascale.core.layout import Layout
 from megascale.observe.hang import hang_report
 from megascale.observe.hang.scene import Scene
-from megascale.observe.hang.verdict import explain
+from megascale.observe.hang.verdict import explain_hang
 from megascale.resilience.rules.offenders import repeated
 from megascale.resilience.rules.verdicts import Action, Verdict
 from megascale.resilience.rules.view import View
@@ -24,9 +24,9 @@ def refine(verdict: Verdict, view: View, scene: Scene, layout: Layout | None) ->
     """
     if not scene.ranks:
         return replace(verdict, evidence=(*verdict.evidence, "no closer look: no agent said what its ranks do"))
-    hang = explain(scene, layout)
+    hang = explain_hang(scene, layout)
     nodes = tuple(dict.fromkeys(m.node for rank in hang.ranks for m in view.members if rank in m.ranks))
-    evidence = (hang_report.headline(hang), *hang.evidence[:10], *verdict.evidence)
+    evidence = (hang_report.format_headline(hang), *hang.evidence[:10], *verdict.evidence)
     action: Action = "diagnose" if hang.kind == "network" else "recover"
     person = False
     if hang.kind in _CODE and any(p.kind == Event.HANG and hang.kind in p.evidence[0] for _, p in view.past):

@@ -8,7 +8,7 @@ import time
 from megascale.core.layout import Layout, lay_out
 from megascale.errors import DataError, MegascaleError
 from megascale.observe.hang.scene import RankEvidence, Scene
-from megascale.observe.hang.sent_evidence import unpack
+from megascale.observe.hang.sent_evidence import unpack_evidence
 from megascale.resilience.driver.nodes.nodes import Nodes
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.state.job import Job
@@ -90,7 +90,7 @@ def _scene(found: dict[int, Evidence], world: int) -> Scene:
     for rank, evidence in sorted(found.items()):
         try:
             if evidence.data:
-                ranks[rank] = unpack(evidence.data)
+                ranks[rank] = unpack_evidence(evidence.data)
         except DataError:
             continue
     moving = frozenset(rank for rank, evidence in found.items() if evidence.moving)

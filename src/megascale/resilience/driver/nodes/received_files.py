@@ -23,7 +23,7 @@ from megascale.core import json_lines
 from megascale.core.background import FailureLog
 from megascale.core.bounded_lines import MOST_LINE
 from megascale.core.untrusted_files import open_regular
-from megascale.observe.hang.sent_evidence import file_of
+from megascale.observe.hang.sent_evidence import evidence_file
 from megascale.resilience.protocol.agent_messages import Evidence, FileData
 
 log = logging.getLogger("megascale.driver")
@@ -78,7 +78,7 @@ class ReceivedFiles:
     def keep(self, evidence: Evidence) -> None:
         """Have what an agent knows of a rank that writes elsewhere lie in the run folder (observe/hang/)."""
         if evidence.data:
-            self._put((FileData(file_of(evidence.rank), 0, evidence.data, whole=True), lambda name, end: None))
+            self._put((FileData(evidence_file(evidence.rank), 0, evidence.data, whole=True), lambda name, end: None))
 
     def flush(self, seconds: float) -> bool:
         """Wait until what has come is written; whether it was in time. For other threads than the loop's."""
