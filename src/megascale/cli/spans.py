@@ -52,7 +52,7 @@ def ask(run: Path, steps: int, deadline: float) -> tuple[int, int]:
     from rich.progress import Progress
 
     from megascale.errors import TrainingError
-    from megascale.observe.store.asking import count_complete_steps, request_spans
+    from megascale.observe.store.tables import count_complete_steps, request_spans
 
     first, last = request_spans(run, steps)
     with Progress(transient=True) as progress:
@@ -116,7 +116,7 @@ def network(tables: SpanTables) -> list[str]:
     """What of the hosts' network is set otherwise than advised, as their span services found it."""
     from megascale.core import strict_json
     from megascale.core.untrusted_files import read_small_text
-    from megascale.observe.store.ingest import STATE_FILE
+    from megascale.observe.store.span_messages import STATE_FILE
 
     found = []
     for host in tables.hosts:

@@ -17,9 +17,8 @@ from urllib.parse import urlencode, urlsplit
 
 from megascale.errors import ConfigError
 from megascale.observe.store.columns import TABLES, group_by_table, make_columns
-from megascale.observe.store.folder_identity import folder_identity
 from megascale.observe.store.parquet import SMALL_DATABASE, quote_sql, table_query
-from megascale.observe.store.spool import Segment
+from megascale.observe.store.spool import Segment, folder_identity
 
 _TYPES = {"INTEGER": "Int32", "BIGINT": "Int64", "DOUBLE": "Float64", "VARCHAR": "String"}
 _WHOSE = {"job": "String", "run": "String", "host": "Int32", "hostname": "String", "segment": "UInt32", "row": "UInt32"}

@@ -17,9 +17,8 @@ from typing import Any
 from megascale.config.text_files import read_text
 from megascale.errors import ConfigError, remedy
 from megascale.observe.store.columns import TABLES, group_by_table, make_columns
-from megascale.observe.store.folder_identity import folder_identity
 from megascale.observe.store.parquet import SMALL_DATABASE, quote_sql, table_query
-from megascale.observe.store.spool import Segment
+from megascale.observe.store.spool import Segment, folder_identity
 
 log = logging.getLogger("megascale.observe.spans")
 
