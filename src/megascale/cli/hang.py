@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
           megascale hang dumps-from-another-cluster --no-ask
         """
 
-        from megascale.observe.hang import hang_report
+        from megascale.observe.hang import verdict as hang_report
 
         if ask and (folder / "driver").is_dir() and not any((folder / "status").glob("rank-*.calls")):
             _have_agents_look(folder, watch)
@@ -69,13 +69,13 @@ def _print(scene, verdict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.observe.hang import hang_report
+    from megascale.observe.hang import verdict as hang_report
     from megascale.observe.hang.verdict import describe_position
 
     console = Console(highlight=False)
     colour = "green" if verdict.kind == "none" else "red"
     console.print(f"[bold {colour}]{hang_report.format_headline(verdict)}[/]")
-    if scene.sent:
+    if scene.from_agents:
         console.print(
             f"as their agents saw the ranks at {time.strftime('%H:%M:%S', time.localtime(scene.now_ns / 1e9))}"
         )

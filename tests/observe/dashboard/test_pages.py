@@ -164,7 +164,7 @@ def test_hostile_names_and_values_run_no_script(page, address, runs):
     assert EVIL[:30] in page.locator(".events").inner_text()
     assert page.locator(".picker summary").inner_text().endswith(evil)
     settled(page, address, "heatmap", run="calm", figure=EVIL)
-    assert "this run has none of that name" in page.locator(".note").inner_text()
+    assert "this run has no such figure" in page.locator(".note").inner_text()
     assert page.evaluate("window.hacked === undefined")
 
 

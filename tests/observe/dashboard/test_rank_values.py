@@ -13,7 +13,7 @@ from megascale.cli import spans
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.errors import ConfigError
 from megascale.observe.dashboard import rank_values
-from megascale.observe.dashboard.straggler_answer import answer_stragglers
+from megascale.observe.dashboard.questions import answer_stragglers
 from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
 from megascale.observe.store.ingest import Ingest
 from megascale.observe.store.parquet import ParquetWriter

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from megascale.errors import MegascaleError
 from megascale.observe.hang.evidence import collect_evidence
-from megascale.observe.hang.scene import Scene
-from megascale.observe.hang.sent_evidence import pack_evidence
+from megascale.observe.hang.scene import Scene, pack_evidence
 from megascale.resilience.protocol.agent_messages import Evidence, Explain
 
 

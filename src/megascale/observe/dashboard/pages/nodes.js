@@ -132,7 +132,7 @@ export function show(place, page) {
         event.preventDefault();
         go.disabled = true;
         try {
-          const answer = await act(token.value, { run, action, node, why: why.value.trim() || "asked for on the dashboard" });
+          const answer = await act(token.value, { run, action, node, why: why.value.trim() || "requested on the dashboard" });
           tokens.set(run, token.value);
           dialog.close();
           page.notice(`${action} ${node || run}: done; the job is ${answer.phase}`);
