@@ -69,7 +69,7 @@ def out(tmp_path):
 
 
 def test_two_ranks_one_service_and_a_kill(out, monkeypatch):
-    monkeypatch.setattr(span_link, "_AGAIN", (0.05, 60.0))
+    monkeypatch.setattr(span_link, "_RETRY_SECONDS", (0.05, 60.0))
     rings = [SpanRing(rank=rank, attempt=3) for rank in (0, 1)]
     links = [link(ring, out) for ring in rings]
     for ring in rings:

@@ -11,8 +11,7 @@ from megascale.core.schedule import ActionKind
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.observe.clock_bounds import MOST_DRIFT, ClockBounds
 from megascale.observe.rank import timers as timers_module
-from megascale.observe.rank.rollup import roll_up
-from megascale.observe.rank.timers import Timers
+from megascale.observe.rank.timers import Timers, roll_up
 from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS, FrameHead, TornFrame, pack_frame, scan_frames
 from tests.exact.cases import case
 from tests.exact.training import Told, make_engine, run_step
