@@ -31,23 +31,23 @@ class ClockBounds:
         self._slowest, self._fastest = -self._drift, self._drift
         self._anchors: list[tuple[float, float, float]] = []  # (time, least, most) at the time of the observation
 
-    def add_lower_bound(self, now: float, offset: float) -> None:
+    def add_lower_bound(self, time: float, offset: float) -> None:
         """Observe that the offset at `now` (own clock) was at least `offset`."""
-        least = self._least_at(now)
+        least = self._least_at(time)
         if least is None or offset > least:
-            self._least = (now, offset)
-            self._check(now, is_lower=True)
+            self._least = (time, offset)
+            self._check(time, is_lower=True)
 
-    def add_upper_bound(self, now: float, offset: float) -> None:
+    def add_upper_bound(self, time: float, offset: float) -> None:
         """Observe that the offset at `now` was at most `offset`."""
-        most = self._most_at(now)
+        most = self._most_at(time)
         if most is None or offset < most:
-            self._most = (now, offset)
-            self._check(now, is_lower=False)
+            self._most = (time, offset)
+            self._check(time, is_lower=False)
 
-    def estimate(self, now: float) -> tuple[float, float] | None:
+    def estimate(self, time: float) -> tuple[float, float] | None:
         """Return the offset at `now` and its largest error; None before there are bounds on both sides."""
-        least, most = self._least_at(now), self._most_at(now)
+        least, most = self._least_at(time), self._most_at(time)
         if least is None or most is None:
             return None
         return (least + most) / 2, (most - least) / 2
@@ -69,13 +69,13 @@ class ClockBounds:
         time, offset = self._most
         return offset + (now - time) * (self._fastest if now >= time else self._slowest)
 
-    def _check(self, now: float, is_lower: bool) -> None:
+    def _check(self, time: float, is_lower: bool) -> None:
         """Reset contradicting bounds, or measure the rate."""
-        low, high = self._least_at(now), self._most_at(now)
+        low, high = self._least_at(time), self._most_at(time)
         if low is None or high is None:
             return
         if low <= high:
-            self._measure_rate(now, low, high)
+            self._measure_rate(time, low, high)
             return
         least, most = self._least, self._most
         self._reset()

@@ -161,9 +161,9 @@ def _collective(rank: int, world: int, store: str, cuda: bool, count: int, path:
             dist.all_gather_into_tensor(gathered, shard)
 
         def swap() -> None:
-            other = rank ^ 1
-            if other < world:
-                first = [dist.P2POp(dist.isend, shard, other), dist.P2POp(dist.irecv, received, other)]
+            peer = rank ^ 1
+            if peer < world:
+                first = [dist.P2POp(dist.isend, shard, peer), dist.P2POp(dist.irecv, received, peer)]
                 for request in dist.batch_isend_irecv(first):
                     request.wait()
 
@@ -196,8 +196,10 @@ def measure_collectives(cuda: bool, worlds: Sequence[int], megabytes: float) -> 
             path = os.path.join(folder, "took.pt")
             arguments = (world, os.path.join(folder, "store"), cuda, int(megabytes * 2**18), path)
             mp.spawn(_collective, args=arguments, nprocs=world)
-            (gather, swap), tiny, whole, mine = torch.load(path)
-        results.append((world, whole * (world - 1) / world / gather / 1e9, mine / swap / 1e9, tiny * 1e6))
+            (gather, swap), tiny, gathered_bytes, shard_bytes = torch.load(path)
+        results.append(
+            (world, gathered_bytes * (world - 1) / world / gather / 1e9, shard_bytes / swap / 1e9, tiny * 1e6)
+        )
     return results
 
 

@@ -96,9 +96,9 @@ class RankTimers:
         totals = self.timers.last
         if totals is None or totals.step != step:
             return {}
-        status.compute_seconds = totals.own
+        status.compute_seconds = totals.own_seconds
         waits = {f"wait_{name}_seconds": seconds for name, seconds in sorted(totals.waits.items())}
-        return {"compute_seconds": totals.own, **waits}
+        return {"compute_seconds": totals.own_seconds, **waits}
 
     def close(self) -> None:
         """Record nothing more."""

@@ -135,7 +135,7 @@ def test_the_time_of_a_run_is_told_by_cause(tmp_path):
     assert again.total == pytest.approx(60.0)
     assert again.seconds["not running"] == pytest.approx(20.0)
     assert again.seconds["stopped: process ended"] == pytest.approx(10.0)
-    later = measure_effective_time(metrics.read_columns(), events, now=170.0)
+    later = measure_effective_time(metrics.read_columns(), events, current_time=170.0)
     assert later.total == pytest.approx(80.0)
     assert math.isnan(measure_effective_time({}, []).share)
 
@@ -174,7 +174,7 @@ def test_what_a_person_asked_for_is_the_cause_though_steps_followed(tmp_path, as
     # Launched again, and its ranks not started yet.
     ended = [*events[:-2], {"event": "driver_ended", "time": 107.0}, {"event": "driver_started", "time": 120.0}]
     waiting = measure_effective_time(
-        {key: column[:5] for key, column in metrics.read_columns().items()}, ended, now=124.0
+        {key: column[:5] for key, column in metrics.read_columns().items()}, ended, current_time=124.0
     )
     assert waiting.seconds == pytest.approx({TRAINING: 5.0, "not running": 13.0, cause: 6.0, "waiting for nodes": 1.0,
                                              "starting and loading": 1.0})  # fmt: skip
@@ -204,10 +204,10 @@ def test_a_checkpoint_and_the_evaluation_after_it_are_told_apart(tmp_path):
     found = measure_effective_time(metrics.read_columns(), ended)
     parts = {TRAINING: 5.0, "evaluation": 6.0, "saving checkpoints": 2.0}
     assert found.seconds == pytest.approx(parts | {"between steps": 0.5})
-    alive = measure_effective_time(metrics.read_columns(), saved, now=113.0, activity="evaluation")
+    alive = measure_effective_time(metrics.read_columns(), saved, current_time=113.0, activity="evaluation")
     assert alive.seconds == pytest.approx(parts)
     assert measure_effective_time(
-        metrics.read_columns(), [], now=113.0, activity="evaluation"
+        metrics.read_columns(), [], current_time=113.0, activity="evaluation"
     ).seconds == pytest.approx({TRAINING: 5.0, "evaluation": 8.0})
     # Between two steps, what follows the checkpoint up to the next step belongs to it.
     add(file, {"step": 6, "loss": 1.0, "time": 115.0, "seconds": 1.0})

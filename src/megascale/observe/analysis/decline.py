@@ -405,12 +405,12 @@ def _trimmed_mean(values: Array) -> float:
 
 def _standard_error(values: Array) -> float:
     """Return the standard error of a window's mean, from blocks of steps because consecutive steps are correlated."""
-    known = values[np.isfinite(values)]
-    blocks = min(10, len(known) // 2)
+    finite = values[np.isfinite(values)]
+    blocks = min(10, len(finite) // 2)
     if blocks < 2:
         return float("inf")
-    length = len(known) // blocks
-    block_means = known[: blocks * length].reshape(blocks, length).mean(1)
+    length = len(finite) // blocks
+    block_means = finite[: blocks * length].reshape(blocks, length).mean(1)
     return float(block_means.std(ddof=1) / np.sqrt(blocks))
 
 

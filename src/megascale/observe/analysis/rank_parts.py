@@ -111,8 +111,8 @@ class RankParts:
     @property
     def missing_ranks(self) -> list[int]:
         """Ranks of the job without roll-ups in these steps, by the coordinates of the recorded ranks."""
-        known = self.coordinates[(self.coordinates >= 0).all(1)]
-        world = math.prod((known.max(0) + 1).tolist()) if len(known) else 0
+        recorded = self.coordinates[(self.coordinates >= 0).all(1)]
+        world = math.prod((recorded.max(0) + 1).tolist()) if len(recorded) else 0
         world = max(world, int(self.ranks.max()) + 1)
         return sorted(set(range(min(world, MOST_RANKS))) - set(self.ranks.tolist()))
 

@@ -138,8 +138,8 @@ def read_rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | Non
             if current is None or current.rank != rank:
                 if current is not None:
                     yield _check(current)
-                place = coordinates.get((attempt, rank), (-1, -1, -1))
-                current = RankStep(step, rank, place, begin=0, end=0, clock_error=error, actions=[])
+                rank_coordinates = coordinates.get((attempt, rank), (-1, -1, -1))
+                current = RankStep(step, rank, rank_coordinates, begin=0, end=0, clock_error=error, actions=[])
             if action == "step":
                 current = RankStep(step, rank, current.coordinates, begin, end, error, current.actions)
             elif action not in _INNER_KINDS:

@@ -207,12 +207,12 @@ class _LinkSearch:
 
     def _measure_groups(self, axis: str, excluded_replicas: set[int]) -> _ExcessWaits | None:
         """Compare the smallest wait of each group along an axis with the other groups of its stage."""
-        other = self.tensor if axis == "data" else self.data
+        across = self.tensor if axis == "data" else self.data
         along = self.data if axis == "data" else self.tensor
         if self.stage.min() < 0 or along.max() < 1:
             return None
-        keys = sorted(set(zip(other.tolist(), self.stage.tolist(), strict=True)))
-        members = [np.flatnonzero((other == coordinate) & (self.stage == stage)) for coordinate, stage in keys]
+        keys = sorted(set(zip(across.tolist(), self.stage.tolist(), strict=True)))
+        members = [np.flatnonzero((across == coordinate) & (self.stage == stage)) for coordinate, stage in keys]
         stages = np.array([stage for _, stage in keys])
         # The group with the fastest link must not make the other one of a pair look slow, so require three groups.
         if not (np.bincount(stages) >= 3).any():

@@ -29,7 +29,7 @@ ALARMS = 0.01  # share of analyses of a healthy job that report a slow rank
 LEAST = 0.03  # smallest excess that is reported in a job of many ranks
 LEAST_OF_FEW = 0.05  # smallest excess that is reported in a job of few ranks
 HEALTHY = 0.04  # assumed difference between healthy ranks in a job of few ranks
-MANY = 16  # ranks from which the spread of healthy ranks can be measured
+LARGE_JOB = 16  # ranks from which the spread of healthy ranks can be measured
 BLOCKS = 10  # parts of the window by which persistent and passing slowness are distinguished
 PASSING_STEPS = 5  # shortest passing slowness
 LEAST_STEPS = 10
@@ -108,11 +108,11 @@ def judge_ranks(
     with np.errstate(all="ignore"):
         log_busy = np.log(np.where(busy > 0, busy, np.nan))
     ratio, peers = subtract_peer_median(log_busy, np.asarray(group))
-    known = np.isfinite(ratio).sum(1)
-    has_enough = known >= min(LEAST_STEPS, max(2, len(steps)))
+    counts = np.isfinite(ratio).sum(1)
+    has_enough = counts >= min(LEAST_STEPS, max(2, len(steps)))
     excess = np.where(has_enough, trimmed_mean(ratio), np.nan)
     noise, correlated_steps = _measure_noise(ratio, excess)
-    error = _TRIMMED_ERROR * noise / np.sqrt(np.maximum(known, 1) / correlated_steps)
+    error = _TRIMMED_ERROR * noise / np.sqrt(np.maximum(counts, 1) / correlated_steps)
     compared = int(np.isfinite(excess).sum())
     if not compared:
         return Judgement((), excess, ratio, spread=float("nan"), limit=float("nan"), uncompared=len(busy))
@@ -180,7 +180,7 @@ def subtract_peer_median(values: Array, group: Array) -> tuple[Array, Array]:
     for number in np.unique(group):
         members = np.flatnonzero(group == number)
         peers[members] = len(members) - 1
-        if len(members) >= MANY:
+        if len(members) >= LARGE_JOB:
             differences[members] = values[members] - nan_median(values[members], 0)
         elif len(members) > 1:
             for r in members:
@@ -194,15 +194,15 @@ def healthy_spread(excess: Array, error: Array, alarms: float = ALARMS) -> tuple
     Returns:
         The deviation, NaN with fewer than MANY ranks; and the z that any healthy rank exceeds at the rate `alarms`.
     """
-    known = excess[np.isfinite(excess)]
-    z = _NORMAL.inv_cdf(1 - alarms / len(known))
-    if len(known) < MANY:
+    finite = excess[np.isfinite(excess)]
+    z = _NORMAL.inv_cdf(1 - alarms / len(finite))
+    if len(finite) < LARGE_JOB:
         return float("nan"), z
-    observed = _MAD * float(np.median(np.abs(known - np.median(known))))
+    observed = _MAD * float(np.median(np.abs(finite - np.median(finite))))
     noise = float(np.nanmedian(error))
     # A deviation measured on few ranks may be too small by chance, so use the quantile of Student's distribution with
     # the degrees of freedom of a median deviation (Cornish-Fisher expansion).
-    degrees = 0.37 * len(known)
+    degrees = 0.37 * len(finite)
     z += (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
     return float(np.sqrt(max(0.0, observed**2 - noise**2))), z
 
@@ -217,10 +217,10 @@ def excess_limits(error: Array, spread: float, z: float) -> Array:
 def trimmed_mean(values: Array) -> Array:
     """Return the mean of each row without the fifth at either end; NaN values are ignored."""
     ordered = np.sort(values, 1)  # NaN values come last
-    known = np.isfinite(ordered).sum(1)
-    cut = (_CUT * known).astype(np.int64)
+    counts = np.isfinite(ordered).sum(1)
+    cut = (_CUT * counts).astype(np.int64)
     column = np.arange(values.shape[1])
-    counted = (column >= cut[:, None]) & (column < (known - cut)[:, None])
+    counted = (column >= cut[:, None]) & (column < (counts - cut)[:, None])
     with np.errstate(all="ignore"):
         return np.asarray(np.where(counted, ordered, 0.0).sum(1) / counted.sum(1))
 

@@ -105,7 +105,7 @@ class TraceGraph:
     sequence: Array
     start: Array
     duration: Array
-    own: Array
+    own_duration: Array
     gap: Array
     before: tuple[tuple[int, ...], ...]
     group: Array
@@ -121,17 +121,17 @@ class TraceGraph:
         seconds: Array = (self.start + self.duration).max(axis=(0, 2, 3))
         return seconds
 
-    def replay(self, own: Array | None = None, gaps: bool = False) -> tuple[Array, Array]:
+    def replay(self, own_duration: Array | None = None, gaps: bool = False) -> tuple[Array, Array]:
         """Return starts and ends of all nodes, [nodes, ..., steps, replicas, tensor].
 
         Args:
             own: durations [nodes, ..., steps, replicas, tensor]; by default as recorded.
             gaps: keep the recorded launch gaps.
         """
-        own = self.own if own is None else own
-        start = np.empty(own.shape)
-        end = np.zeros((self.nodes + 1, *own.shape[1:]))
-        self._run(end, lambda nodes: own[nodes], gaps, start)
+        own_duration = self.own_duration if own_duration is None else own_duration
+        start = np.empty(own_duration.shape)
+        end = np.zeros((self.nodes + 1, *own_duration.shape[1:]))
+        self._run(end, lambda nodes: own_duration[nodes], gaps, start)
         return start, end[:-1]
 
     def seconds(self, get_durations: Callable[[Array], Array], end: Array, gaps: bool = False) -> Array:
@@ -245,13 +245,13 @@ def _build_graph(trace: OperationTrace, steps: tuple[int, ...], ranks: Array, ro
         sync[np.isin(kind, COMPUTE)] = _SYNC_TENSOR
     levels = _make_levels(before, group, sync)
     waited = trace.waited[rows]
-    own = duration - waited + waited.min(axis=3, keepdims=True)
+    own_duration = duration - waited + waited.min(axis=3, keepdims=True)
     is_communication = np.isin(kind, [*TRANSFERS, *DATA_PARALLEL, EMBEDDING, CLIP])
     for level in levels:
         ready = _synchronise(level.reduce_groups(start[level.nodes]), level.sync, start.shape[2:])
         transfer = end[level.nodes] - ready
         selected = is_communication[level.nodes]
-        own[level.nodes[selected]] = np.where(transfer <= -_MOST_NEGATIVE, 0.0, transfer)[selected]
+        own_duration[level.nodes[selected]] = np.where(transfer <= -_MOST_NEGATIVE, 0.0, transfer)[selected]
     awaited_end = np.zeros(end.shape)
     for node, awaited in enumerate(before):
         if awaited:
@@ -266,7 +266,7 @@ def _build_graph(trace: OperationTrace, steps: tuple[int, ...], ranks: Array, ro
         sequence=dependencies.sequence,
         start=start,
         duration=duration,
-        own=own,
+        own_duration=own_duration,
         gap=start - awaited_end,
         before=tuple(map(tuple, before)),
         group=group,

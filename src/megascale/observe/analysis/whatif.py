@@ -109,7 +109,7 @@ class _Replays:
         """Return the normal duration of each node, [nodes] per graph."""
         typical = {}
         for kind in {str(kind) for graph in self.graphs for kind in graph.kind}:
-            durations = np.concatenate([graph.own[graph.kind == kind].ravel() for graph in self.graphs])
+            durations = np.concatenate([graph.own_duration[graph.kind == kind].ravel() for graph in self.graphs])
             uses_mean = kind in (*COMPUTE, OPTIMIZER, GARBAGE)
             typical[kind] = float(durations.mean() if uses_mean else np.median(durations))
         return [np.array([typical[str(kind)] for kind in graph.kind]) for graph in self.graphs]
@@ -119,8 +119,8 @@ class _Replays:
         totals = np.zeros(len(questions))
         for number, graph in enumerate(self.graphs):
             normal = self.normal_durations[number][:, None, None, None, None]
-            size = min(len(questions), max(1, _BUFFER_BYTES // (8 * graph.own.size)))
-            end = np.empty((graph.nodes + 1, size, *graph.own.shape[1:]))
+            size = min(len(questions), max(1, _BUFFER_BYTES // (8 * graph.own_duration.size)))
+            end = np.empty((graph.nodes + 1, size, *graph.own_duration.shape[1:]))
             for begin in range(0, len(questions), size):
                 masks = [question[number] for question in questions[begin : begin + size]]
                 # [nodes or 1, questions, 1, replicas or 1, tensor or 1]
@@ -131,7 +131,7 @@ class _Replays:
                     nodes: Array, graph: TraceGraph = graph, normal: Array = normal, is_recorded: Array = is_recorded
                 ) -> Array:
                     mask = is_recorded[nodes] if len(is_recorded) > 1 else is_recorded
-                    return np.where(mask, graph.own[nodes][:, None], normal[nodes])
+                    return np.where(mask, graph.own_duration[nodes][:, None], normal[nodes])
 
                 totals[begin : begin + size] += graph.seconds(get_durations, end[:, : len(masks)]).sum(axis=-1)
         return totals / sum(len(graph.steps) for graph in self.graphs)
@@ -157,11 +157,11 @@ class _Replays:
 
     def analyse(self, skipped_steps: dict[int, str], requested: tuple[int, ...]) -> WhatIf:
         """Replay all questions."""
-        known = set(self.rank_grid.ravel().tolist())
+        trace_ranks = set(self.rank_grid.ravel().tolist())
         for rank in requested:
-            if rank not in known:
+            if rank not in trace_ranks:
                 raise ConfigError(
-                    f"--rank={rank}: the trace has no such rank; its ranks are {min(known)} to {max(known)}"
+                    f"--rank={rank}: the trace has no such rank; its ranks are {min(trace_ranks)} to {max(trace_ranks)}"
                 )
         kinds = sorted({merge_transfer_kinds(str(kind)) for graph in self.graphs for kind in graph.kind})
         stages = range(self.rank_grid.shape[0])
@@ -221,7 +221,7 @@ class _Replays:
         busy = np.zeros(self.rank_grid.shape)
         for graph in self.graphs:
             for node in np.flatnonzero(np.isin(graph.kind, COMPUTE)).tolist():
-                busy[graph.stage[node]] += graph.own[node].sum(axis=0)
+                busy[graph.stage[node]] += graph.own_duration[node].sum(axis=0)
         keys = [
             (-float(scores[stage, replica]), int(peers.min()), -float(busy[stage, replica, peer]), int(rank))
             for stage, stage_ranks in enumerate(self.rank_grid)

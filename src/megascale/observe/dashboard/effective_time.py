@@ -76,7 +76,7 @@ class EffectiveTime:
 def measure_effective_time(
     columns: dict[str, Array],
     events: Sequence[dict[str, Any]],
-    now: float | None = None,
+    current_time: float | None = None,
     activity: str = BETWEEN_STEPS,
 ) -> EffectiveTime:
     """Attribute the time of a run.
@@ -101,7 +101,7 @@ def measure_effective_time(
     if len(rows):
         times += [float(ends[0] - durations[0]), float(ends[-1])]
     start = min(times)
-    last = max(times if now is None else [*times, now])
+    last = max(times if current_time is None else [*times, current_time])
     # Gap i is the time before step i; the last gap follows the last step.
     gap_begins = np.maximum.accumulate(np.concatenate([[start], ends]))
     gap_ends = np.append(np.maximum(gap_begins[:-1], ends - durations), last)

@@ -169,8 +169,8 @@ class Questions:
 
     def _answer_nodes(self, run: Path) -> dict[str, Any]:
         # Ask the driver once per second, however many pages are open.
-        asked, nodes = self._nodes.get(run, (0.0, {}))
-        if not nodes or time.monotonic() - asked > _NODE_SECONDS:
+        answer_time, nodes = self._nodes.get(run, (0.0, {}))
+        if not nodes or time.monotonic() - answer_time > _NODE_SECONDS:
             nodes = self._sources.nodes(run)
             self._nodes = {run: (time.monotonic(), nodes)}
         return nodes

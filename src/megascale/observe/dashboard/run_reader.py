@@ -230,8 +230,8 @@ class RunReader:
         activity = BETWEEN_STEPS
         if state["alive"]:
             activity = _ACTIVITIES.get(self._read_process()[0], BETWEEN_STEPS)
-        now = time.time() if state["alive"] else None
-        effective = measure_effective_time(self.metrics.read_columns(), list(self.events), now, activity)
+        current_time = time.time() if state["alive"] else None
+        effective = measure_effective_time(self.metrics.read_columns(), list(self.events), current_time, activity)
         return {
             "now": state,
             "tiles": {key: finite(self.metrics.latest[key]) for key in TILES if key in self.metrics.latest},

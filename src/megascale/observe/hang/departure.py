@@ -30,7 +30,7 @@ class Departure:
 
     kind: str
     due: Call
-    made: Call | None
+    actual: Call | None
     sentence: str
 
 
@@ -46,9 +46,9 @@ def departures(records: Mapping[int, CallRecord], layout: Layout | None, ahead: 
         ahead: number of later steps that hosts may have launched (on devices); the earliest step is checked first.
     """
     for steps_ago in range(ahead, -1, -1):
-        found = _find_in_step(records, layout, steps_ago)
-        if found:
-            return found
+        departed = _find_in_step(records, layout, steps_ago)
+        if departed:
+            return departed
     clashes = _find_clashes(records)
     return _find_minority(clashes[0]) if clashes else {}
 
@@ -84,15 +84,15 @@ def _find_skipped_transfer(rank: int, record: CallRecord, layout: Layout, steps_
     passed = schedule[stage]
     if record.index >= 0 and not steps_ago:
         passed = passed[: record.index]
-    made = {(_get_prefix(c.group), c.op, c.chunk, c.microbatch) for c in record.calls if c.step == step}
-    if not made or not _has_whole_step(record, step):
+    signatures = {(_get_prefix(c.group), c.op, c.chunk, c.microbatch) for c in record.calls if c.step == step}
+    if not signatures or not _has_whole_step(record, step):
         return None
     for action in passed:
         if not (action.kind.is_send or action.kind.is_receive):
             continue
         direction = schedule.channel(stage, action).direction
         op = "send" if action.kind.is_send else "recv"
-        if (direction, op, action.chunk, action.microbatch) in made:
+        if (direction, op, action.chunk, action.microbatch) in signatures:
             continue
         group = _name_channel(direction, rank, stage, action, layout)
         counts = record.groups.get(group)
@@ -201,16 +201,16 @@ def _find_additional_call(record: CallRecord, step: int) -> Departure | None:
     usual = Counter(_make_key(call) for call in expected)
     calls = [call for call in _select_step(record, step) if call.op not in _REPLAYS]
     totals = Counter(_make_key(call) for call in calls)
-    made: Counter[tuple[str, str, int]] = Counter()
+    counts: Counter[tuple[str, str, int]] = Counter()
     for call in calls:
         key = _make_key(call)
-        made[key] += 1
-        if made[key] > usual[key]:
+        counts[key] += 1
+        if counts[key] > usual[key]:
             missing = [due for due in expected if usual[_make_key(due)] > totals[_make_key(due)]]
             due = call
             if missing:
                 due = replace(missing[-1], sequence=record.groups[missing[-1].group].started + 1)
-            times = f"{_format_times(made[key])} in step {step}, {_format_times(usual[key])} in step {before}"
+            times = f"{_format_times(counts[key])} in step {step}, {_format_times(usual[key])} in step {before}"
             sentence = f"it made {_format_call(call)} {times}"
             return Departure("mismatched collective", due, call, sentence)
     return None
@@ -232,7 +232,7 @@ def _describe_difference(
     due: Call, calls: Sequence[Call], position: int, record: CallRecord, step: int, subject: str
 ) -> Departure:
     """Return a departure at a position of a step's calls."""
-    made = calls[position]
+    actual = calls[position]
     kind = "mismatched collective"
     if due.op in ("send", "recv") and _make_signature(due) not in [_make_signature(call) for call in calls[position:]]:
         kind = "missing send" if due.op == "send" else "missing call"
@@ -253,10 +253,10 @@ def _describe_difference(
     elif group in record.groups:
         sequence = record.groups[group].started + 1
     sentence = (
-        f"call {position + 1} of its step {step} was {_format_call(made)} {subject} made {_format_call(due)} there"
+        f"call {position + 1} of its step {step} was {_format_call(actual)} {subject} made {_format_call(due)} there"
     )
     due = Call(group, sequence, due.op, due.bytes, step, due.chunk, due.microbatch)
-    return Departure(kind, due, made, sentence)
+    return Departure(kind, due, actual, sentence)
 
 
 def _is_same_channel(group: str, due: Call, record: CallRecord) -> bool:
@@ -282,24 +282,24 @@ def _find_clashes(records: Mapping[int, CallRecord]) -> list[dict[int, Call]]:
                 by_group.setdefault(call.group, {}).setdefault(call.sequence, {})[rank] = call
     clashes = []
     for _, by_number in sorted(by_group.items()):
-        for _, made in sorted(by_number.items()):
-            kinds = {("transfer" if c.op in ("send", "recv") else c.op, c.bytes) for c in made.values()}
+        for _, calls in sorted(by_number.items()):
+            kinds = {("transfer" if c.op in ("send", "recv") else c.op, c.bytes) for c in calls.values()}
             if len(kinds) > 1:
-                clashes.append(made)
+                clashes.append(calls)
                 break
     return clashes
 
 
-def _find_minority(made: Mapping[int, Call]) -> dict[int, Departure]:
+def _find_minority(calls: Mapping[int, Call]) -> dict[int, Departure]:
     """Return the members whose call differs from the majority; all members without a majority."""
-    votes = Counter((call.op, call.bytes) for call in made.values()).most_common()
+    votes = Counter((call.op, call.bytes) for call in calls.values()).most_common()
     usual, count = votes[0]
     is_tie = len(votes) > 1 and votes[1][1] == count
-    due = next(call for call in made.values() if (call.op, call.bytes) == usual)
+    due = next(call for call in calls.values() if (call.op, call.bytes) == usual)
     minority = {}
-    for rank, call in made.items():
+    for rank, call in calls.items():
         if is_tie or (call.op, call.bytes) != usual:
-            different = next(c for c in made.values() if (c.op, c.bytes) != (call.op, call.bytes))
+            different = next(c for c in calls.values() if (c.op, c.bytes) != (call.op, call.bytes))
             sentence = (
                 f"call {call.sequence} of {call.group} is {_format_call(call)} here and {_format_call(different)} on "
                 "another member"

@@ -161,12 +161,12 @@ def _find_world(evidence: dict[int, RankEvidence]) -> int:
 
 def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence]) -> dict[int, RankEvidence]:
     """Ask every rank on this host for its stack and flight record, and wait for the answers."""
-    asked: set[int] = set()
+    signalled: set[int] = set()
     dumping: set[int] = set()
     for rank, item in evidence.items():
         if item.process != "running" or item.record is None or not hasattr(signal, "SIGUSR2"):
             continue
-        asked.add(rank)
+        signalled.add(rank)
         (flight / f"rank-{rank}.json").unlink(missing_ok=True)
         with suppress(OSError):
             os.truncate(status / f"rank-{rank}.stack", 0)
@@ -174,11 +174,11 @@ def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence
         with suppress(OSError):  # without a reader of the pipe the rank has ended or has no recorder
             os.close(os.open(status / f"rank-{rank}.ask", os.O_WRONLY | os.O_NONBLOCK))
             dumping.add(rank)
-    unanswered = _wait_for_answers(status, flight, asked, dumping)
+    unanswered = _wait_for_answers(status, flight, signalled, dumping)
     for rank, item in evidence.items():
         if rank in unanswered:
             evidence[rank] = replace(item, answered=False, stack=_dump_with_py_spy(item) or _read_kernel_state(item))
-        elif rank in asked:
+        elif rank in signalled:
             stack = _parse_stack(_read_text(status / f"rank-{rank}.stack"))
             evidence[rank] = replace(item, answered=True, stack=stack)
         elif item.process == "stopped":
@@ -186,11 +186,11 @@ def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence
     return evidence
 
 
-def _wait_for_answers(status: Path, flight: Path, asked: set[int], dumping: set[int]) -> set[int]:
+def _wait_for_answers(status: Path, flight: Path, signalled: set[int], dumping: set[int]) -> set[int]:
     """Wait until all ranks have written their stacks and dumps; return the ranks without a stack."""
     deadline = time.monotonic() + _ANSWER_SECONDS
-    unanswered = set(asked)
-    stacks = dict.fromkeys(asked, "")
+    unanswered = set(signalled)
+    stacks = dict.fromkeys(signalled, "")
     while (unanswered or dumping) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         before = stacks

@@ -99,8 +99,8 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
     groups = {group: Counts(sizes[group], count, count - open_calls[group]) for group, count in started.items()}
     waiting = None
     if pending:
-        since, oldest = min(pending, key=lambda item: item[0])
-        waiting = Waiting(oldest.group, oldest.sequence, since)
+        start_ns, oldest = min(pending, key=lambda item: item[0])
+        waiting = Waiting(oldest.group, oldest.sequence, start_ns)
     if sizes:
         world = max(world, *sizes.values(), 1)
     record = CallRecord(rank, 0, world, waiting=waiting, groups=groups, calls=tuple(calls), whole=False)

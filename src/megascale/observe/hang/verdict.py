@@ -205,14 +205,14 @@ def _list_waits(scene: Scene, records: Mapping[int, CallRecord], members: Mappin
         if waiting.group == READER:
             waits.append(Wait(rank, READER, "read", record.step, on=(), all_came=False, seconds=seconds))
             continue
-        others = [member for member in members[waiting.group] if member != rank]
-        absent = [m for m in others if records[m].groups[waiting.group].started < waiting.sequence]
+        peers = [member for member in members[waiting.group] if member != rank]
+        absent = [m for m in peers if records[m].groups[waiting.group].started < waiting.sequence]
         size = record.groups[waiting.group].size
-        all_came = not absent and (not size or len(others) + 1 >= size)
+        all_came = not absent and (not size or len(peers) + 1 >= size)
         on = absent
         if all_came:
-            inside = [m for m in others if _is_in_call(records[m], waiting.group, waiting.sequence)]
-            on = inside or others
+            inside = [m for m in peers if _is_in_call(records[m], waiting.group, waiting.sequence)]
+            on = inside or peers
         call = record.call(waiting.group, waiting.sequence)
         op = call.op if call else ""
         waits.append(Wait(rank, waiting.group, op, waiting.sequence, tuple(on), all_came, seconds))
@@ -250,9 +250,9 @@ class _Judge:
         alive = [item for item in self.scene.ranks.values() if item.process in ("running", "stopped")]
         if not alive:
             return None
-        gone = [item for item in self.scene.ranks.values() if item.process == "gone" and not _has_finished(item)]
-        if gone:
-            first = [item for item in gone if not (item.status and "lost contact" in item.status.message)] or gone
+        dead = [item for item in self.scene.ranks.values() if item.process == "gone" and not _has_finished(item)]
+        if dead:
+            first = [item for item in dead if not (item.status and "lost contact" in item.status.message)] or dead
             ranks = tuple(item.rank for item in first)
             messages = [f"rank {item.rank} reported: {item.status.message}" for item in first
                         if item.status and item.status.message]  # fmt: skip
@@ -350,20 +350,20 @@ class _Judge:
 
     def _is_abandoned(self, wait: Wait) -> bool:
         """Return whether all other members have left the call of a waiting rank."""
-        others = [member for member in self.members.get(wait.group, []) if member != wait.rank]
-        return bool(others) and all(self.records[m].groups[wait.group].finished >= wait.sequence for m in others)
+        peers = [member for member in self.members.get(wait.group, []) if member != wait.rank]
+        return bool(peers) and all(self.records[m].groups[wait.group].finished >= wait.sequence for m in peers)
 
     def _blame(self, kind: str, ranks: tuple[int, ...], reason: str, details: list[str]) -> Hang:
         """Return a verdict on `ranks`, with the call in which another rank has waited for them longest."""
-        others = [wait for wait in self.waits if wait.rank not in ranks]
-        direct = [wait for wait in others if set(wait.on) & set(ranks)]
-        indirect = [wait for wait in others if set(self.members.get(wait.group, ())) & set(ranks)]
+        outside_waits = [wait for wait in self.waits if wait.rank not in ranks]
+        direct = [wait for wait in outside_waits if set(wait.on) & set(ranks)]
+        indirect = [wait for wait in outside_waits if set(self.members.get(wait.group, ())) & set(ranks)]
         longest = next(iter([*direct, *indirect]), None)
         evidence = [reason]
         group, op, sequence = "", "", 0
         if longest is not None:
             group, op, sequence = longest.group, longest.op, longest.sequence
-            waiters = [wait.rank for wait in others if wait.group == group]
+            waiters = [wait.rank for wait in outside_waits if wait.group == group]
             state = f"{_list(longest.on)} did not join it"
             if longest.all_came:
                 state = "all joined it, and it is under way"

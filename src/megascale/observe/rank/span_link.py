@@ -69,7 +69,7 @@ class SpanLink:
             "ranks": [{"attempt": ring.attempt, "rank": ring.rank, **facts}],
         }
         self._follow = Follow(ring.rank, ring.attempt, facts)
-        self._place = service_place(out)
+        self._service_place = service_place(out)
         self._launch = service_launch(out, job, host, hosts, limit_mib, log_file, sinks)
         self._conversation: Conversation | None = None
         self._is_handed_over = False  # at the end: the service has the ring
@@ -102,7 +102,7 @@ class SpanLink:
 
     def _hand_over(self) -> None:
         """Hand over the ring; return or raise when the service is gone."""
-        conversation = host_service.connect(self._place, self._launch, TO_SPANS, FROM_SPANS, make_folder=True)
+        conversation = host_service.connect(self._service_place, self._launch, TO_SPANS, FROM_SPANS, make_folder=True)
         with conversation:
             conversation.send(self._follow, files=[self.ring.handle])
             conversation.answer()

@@ -92,7 +92,7 @@ class StepTotals:
     def __init__(self, step: int) -> None:
         self.step = step
         self.seconds = 0.0
-        self.own = 0.0
+        self.own_seconds = 0.0
         self.waits: dict[str, float] = {}
 
     def add(self, rollups: Array) -> None:
@@ -102,9 +102,9 @@ class StepTotals:
             total, waited = row[4] / 1e9, row[5] / 1e9
             if kind == SpanKind.STEP:
                 self.seconds += total
-                self.own += total - waited
+                self.own_seconds += total - waited
             elif kind == SpanKind.CHECKPOINT_STALL:
-                self.own -= total
+                self.own_seconds -= total
             elif kind in WAITS:
                 name = SpanAxis(axis).label if kind == SpanKind.WAIT else "samples"
                 self.waits[name] = self.waits.get(name, 0.0) + total

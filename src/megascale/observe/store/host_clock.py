@@ -145,7 +145,7 @@ class HostClock:
         self.bounds.add_upper_bound(before, common - before)
         return True
 
-    def now(self) -> tuple[int, int, int]:
+    def read_offset(self) -> tuple[int, int, int]:
         """Return monotonic time, offset and largest error in nanoseconds; the error is UNKNOWN before an answer."""
         time_ns = self._monotonic()
         estimate = self.bounds.estimate(time_ns)

@@ -176,17 +176,17 @@ class Ingest:
         except OSError as error:
             self._report_failure(f"the spool cannot be flushed to the disk: {error}")
 
-    def tick(self, now: float | None = None, end: bool = False) -> None:
+    def tick(self, current_time: float | None = None, end: bool = False) -> None:
         """End a large or old segment, convert ended segments, and enforce the limit; `end` ends the last segment."""
-        now = time.monotonic() if now is None else now
-        is_old = now - self._opened >= self.segment_seconds
+        current_time = time.monotonic() if current_time is None else current_time
+        is_old = current_time - self._opened >= self.segment_seconds
         if end or is_old or self._spool.size >= self.segment_bytes:
-            self._opened = now
+            self._opened = current_time
             number = self._spool.rotate()
             if number is not None:
                 self._ended.append(number)
-        if self._ended and (end or now >= self._retry_time):
-            self._convert(now)
+        if self._ended and (end or current_time >= self._retry_time):
+            self._convert(current_time)
         if end or is_old:
             self.enforce_limit()
 
@@ -246,7 +246,7 @@ class Ingest:
         total = 0
         damaged: list[tuple[str, Path, int]] = []
         rollups: list[tuple[str, Path, int]] = []
-        others: list[tuple[str, Path, int]] = []
+        tables: list[tuple[str, Path, int]] = []
         for path in self.folder.iterdir():
             size = _file_size(path)
             total += size
@@ -254,17 +254,17 @@ class Ingest:
             if path.suffix == ".damaged":
                 damaged.append((numbers, path, size))
             elif path.suffix == ".parquet" and table in TABLES:
-                (rollups if table == "rollups" else others).append((numbers, path, size))
-        for files in (damaged, rollups, others):
+                (rollups if table == "rollups" else tables).append((numbers, path, size))
+        for files in (damaged, rollups, tables):
             files.sort()
         rollup_bytes = sum(size for _, _, size in rollups)
-        while total > self.limit and (damaged or rollups or others):
+        while total > self.limit and (damaged or rollups or tables):
             if damaged:
                 files = damaged
-            elif rollups and (rollup_bytes > self.limit // 2 or not others):
+            elif rollups and (rollup_bytes > self.limit // 2 or not tables):
                 files = rollups
             else:
-                files = others
+                files = tables
             _, path, size = files.pop(0)
             path.unlink(missing_ok=True)
             total -= size

@@ -66,13 +66,13 @@ class _Nic:
     def measure(self) -> list[_Row]:
         """Return the rates since the last reading."""
         counts = self.read()
-        now = time.monotonic_ns()
-        seconds = (now - self.last_time) / 1e9
+        time_ns = time.monotonic_ns()
+        seconds = (time_ns - self.last_time) / 1e9
         rows = []
         for name, count, before in zip((b"nic_rx_rate", b"nic_tx_rate"), counts, self.last, strict=True):
-            rows.append((now, max(0, count - before) / seconds, name, self.name.encode()))
+            rows.append((time_ns, max(0, count - before) / seconds, name, self.name.encode()))
         self.last = counts
-        self.last_time = now
+        self.last_time = time_ns
         return rows
 
     def close(self) -> None:

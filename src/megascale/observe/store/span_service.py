@@ -200,7 +200,7 @@ class SpanService:
         if time.monotonic() - self._last_comparison >= _CLOCK_SECONDS:
             self._last_comparison = time.monotonic()
             self._host_clock.exchange()
-        ingest.add_clock(*self._host_clock.now())
+        ingest.add_clock(*self._host_clock.read_offset())
 
     def _take_frames(self, ingest: Ingest) -> None:
         with self._lock:
