@@ -130,11 +130,11 @@ class Launched:
     def end_agents(self) -> None:
         """Agents outlive a driver that was killed or broke."""
         from megascale.errors import TrainingError
-        from megascale.resilience.faults.inject import agent_pid
+        from megascale.resilience.faults.inject import find_agent_process
 
         for folder in (self.run / "nodes").glob("*"):
             with contextlib.suppress(TrainingError):
-                os.kill(agent_pid(self.run, folder.name), signal.SIGKILL)
+                os.kill(find_agent_process(self.run, folder.name), signal.SIGKILL)
 
     def events(self, after: int = 0) -> list[Any]:
         """The driver's events so far."""
@@ -189,9 +189,9 @@ class Launched:
 
 def weights(run: Path) -> dict[str, Any]:
     """The model as the newest checkpoint of a run has it."""
-    from megascale.train.restore import restore
+    from megascale.train.restore import restore_engine
 
-    engine, _ = restore(run, device="cpu")
+    engine, _ = restore_engine(run, device="cpu")
     return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
 
 

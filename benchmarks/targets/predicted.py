@@ -38,14 +38,14 @@ def predict(case: TargetCase, replicas: int) -> tuple[float, float, float]:
     from megascale.simulate.calibration import load_calibration
     from megascale.simulate.cluster import load_cluster
     from megascale.simulate.software import MEGASCALE_H200
-    from megascale.simulate.step import Scenario, own_software, run
+    from megascale.simulate.step import Scenario, engine_software, run
 
     cluster, config = load_cluster(CLUSTER), case.config(replicas)
     constants = load_calibration(CALIBRATION, cluster.name)
     if case.environment.get("NCCL_P2P_DISABLE") == "1":
         slow = {"bus": [[2, HOST_MEMORY_GBS]], "p2p_gbs": HOST_MEMORY_GBS}
         cluster = cluster.model_copy(update={"inside": cluster.inside.model_copy(update=slow)})
-    software = own_software(config, MEGASCALE_H200)
+    software = engine_software(config, MEGASCALE_H200)
     found = run(Scenario(config, replicas * case.gpus, cluster, constants, software), "event")
     return found.seconds, found.low, found.high
 

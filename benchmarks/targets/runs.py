@@ -252,13 +252,13 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
     A second interruption changes nothing meanwhile: `timeout` sends each twice.
     """
-    from megascale.train.launcher import end
+    from megascale.train.launcher import end_processes
 
     if not processes:
         return
     old = {number: signal.signal(number, signal.SIG_IGN) for number in end_signals()}
     try:
-        end(processes, GRACE_PERIOD)
+        end_processes(processes, GRACE_PERIOD)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

@@ -18,7 +18,7 @@ from typing import Any
 import typer
 
 from benchmarks.harness.temporary import temporary_folder
-from megascale.bench.training_runs import machine, plain, train
+from megascale.bench.training_runs import describe_machine, make_timing_config, train
 from megascale.config import Config
 from megascale.core import strict_json
 
@@ -108,7 +108,7 @@ def ablation(
     from megascale.config import load_command_line
     from megascale.core.layout import lay_out
     from megascale.errors import ConfigError
-    from megascale.train.launcher import processes_wanted
+    from megascale.train.launcher import count_processes
 
     config = api.resolve(load_command_line(file, context.args))
     cuda = api.visible_gpus() > 0 and config.train.device != "cpu"
@@ -117,7 +117,7 @@ def ablation(
             raise ConfigError(f"--links={name}: there are {', '.join(LINKS)}")
         if name == "slow" and not cuda:
             raise ConfigError("--links=slow is a matter of GPUs, and this run has none; leave it out")
-    processes = processes_wanted(config, api.visible_gpus())
+    processes = count_processes(config, api.visible_gpus())
     grid = lay_out(config, processes).grid
     length = config.model.sequence_length
     rows, nothing = rows_of(config, grid.data, window or max(1, length // 4), cuda)
@@ -131,7 +131,7 @@ def ablation(
     runs = _before(out, key)
     record: dict[str, Any] = {
         "date": date.today().isoformat(),
-        **machine(config),
+        **describe_machine(config),
         "file": str(file),
         "key": key,
         "processes": processes,
@@ -203,7 +203,7 @@ def _config(config: Config, row: AblationRow, links: str, steps: int, warmup: in
         settings["overlap.tensor"] = "async"  # symmetric memory would go around the slow links
     if settings.get("train.global_batch"):
         steps = max(1, round(steps / TIMES))
-    tree = plain(config, warmup + steps)
+    tree = make_timing_config(config, warmup + steps)
     tree["observe"]["progress"] = False
     for name, value in settings.items():
         section, key = name.split(".")
@@ -265,7 +265,7 @@ def _run_all(
                         Path(folder) / f"{repeat}-{number}",
                         f"{row.name!r} with links {links}",
                         LINKS[links],
-                        at_step=lambda done: progress.update(bar, completed=done),
+                        on_progress=lambda done: progress.update(bar, completed=done),
                     )
                     yield _figures(row.name, links, repeat, processes, config, records[warmup:], sustained)
                 progress.advance(whole)

@@ -91,8 +91,8 @@ def alternate(
     config = load_shape(
         ["--train.name=bench-alternate", *settings, *([] if key in (BACKWARD, GRAPHS) else [f"--{key}={values[0]}"])]
     )
-    if not launcher.started_by_launcher():
-        world = launcher.processes_wanted(config, api.visible_gpus())
+    if not launcher.is_launched_rank():
+        world = launcher.count_processes(config, api.visible_gpus())
         lay_out(config, world)
         if world > 1:
             raise typer.Exit(launcher.launch(sys.argv[1:], world, config, program="benchmarks"))
@@ -133,19 +133,19 @@ def measure(
     from rich.progress import Progress
 
     from megascale.bench.train import gemm_rate
-    from megascale.bench.training_runs import join, machine, random_rows
+    from megascale.bench.training_runs import describe_machine, join_groups, random_rows
     from megascale.core.flops import CONVENTION, device_peak, mfu
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
-    from megascale.train.garbage_collection import Garbage
+    from megascale.train.garbage_collection import GarbageCollector
 
-    place, groups = join(config)
+    place, groups = join_groups(config)
     cuda = place.device.type == "cuda"
     engine = Engine(lay_out(config, place.world), groups, place.device)
     model, train = config.model, config.train
     rows = random_rows(config, engine.data_rank, place.device)
-    garbage = Garbage(train.gc_interval)
+    garbage = GarbageCollector(train.gc_interval)
     set_to, made = change(engine, key), 0
     found = {value: Value(value) for value in values}
 
@@ -158,7 +158,7 @@ def measure(
         engine.start_gather()
         result = engine.step(lambda i: (rows[:-1], rows[1:]), made, 0.0, more=True)
         recorder.step_ended()
-        garbage.after(made)
+        garbage.collect(made)
         loss, norm = float(result.loss), float(result.grad_norm)  # waits for the update
         return time.perf_counter() - began, time.process_time() - busy, loss, norm
 
@@ -190,7 +190,7 @@ def measure(
         shutdown(groups)
     if place.rank:
         return None
-    about = machine(config)
+    about = describe_machine(config)
     peak = config.observe.peak_tflops or device_peak(about["device"])
     tokens = train.global_batch * model.sequence_length
 
@@ -235,7 +235,7 @@ def change(engine: Engine, key: str) -> Callable[[str], object]:
         return lambda value: engine.use_graphs(value == "on")
     if key.startswith("observe."):
         return _timers(engine, key)
-    return engine.recompute
+    return engine.set_recompute
 
 
 def _timers(engine: Engine, key: str) -> Callable[[str], object]:

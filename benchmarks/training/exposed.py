@@ -82,11 +82,11 @@ def exposed(
 
     settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
     config = load_shape(["--train.name=bench-exposed", *settings])
-    if not launcher.started_by_launcher():
+    if not launcher.is_launched_rank():
         gpus = api.visible_gpus()
         if gpus < 2:
             raise ConfigError(f"benchmarks exposed needs GPUs that talk to each other, and this machine shows {gpus}")
-        world = launcher.processes_wanted(config, gpus)
+        world = launcher.count_processes(config, gpus)
         lay_out(config, world)
         raise typer.Exit(launcher.launch(sys.argv[1:], world, config, program="benchmarks"))
     record = measure(config, warmup)
@@ -123,12 +123,12 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     import torch
     import torch.distributed as dist
 
-    from megascale.bench.training_runs import machine, random_rows
+    from megascale.bench.training_runs import describe_machine, random_rows
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.rendezvous.start_job import initialise
     from megascale.train.engine import Engine
-    from megascale.train.garbage_collection import Garbage
+    from megascale.train.garbage_collection import GarbageCollector
     from megascale.train.rank_info import find_rank_info
 
     place = find_rank_info(config)
@@ -137,13 +137,13 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     model, train = config.model, config.train
     rows = random_rows(config, engine.data_rank, place.device)
     seconds: list[float] = []
-    garbage = Garbage(train.gc_interval)
+    garbage = GarbageCollector(train.gc_interval)
 
     def step(number: int) -> None:
         began = time.perf_counter()
         engine.start_gather()
         result = engine.step(lambda i: (rows[:-1], rows[1:]), number, 1e-4, more=True)
-        garbage.after(number)  # as in training
+        garbage.collect(number)  # as in training
         float(result.loss)  # waits for the update, not for what goes on under the next step
         seconds.append(time.perf_counter() - began)
 
@@ -173,7 +173,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     traces = [between_norms(trace, calls_) for trace, calls_ in zip(with_waits(both), others, strict=True)]
     return {
         "date": date.today().isoformat(),
-        **machine(config),
+        **describe_machine(config),
         "preset": model.preset,
         "layers": model.layers,
         "processes": place.world,

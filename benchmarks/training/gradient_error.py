@@ -78,10 +78,10 @@ def gradients(
     from rich.console import Console
 
     from megascale.bench.training_runs import load_shape
-    from megascale.data.dataset.formats import files_of
+    from megascale.data.dataset.formats import token_files
     from megascale.errors import ConfigError
 
-    if not all(path.exists() for path in files_of(data)):
+    if not all(path.exists() for path in token_files(data)):
         raise ConfigError(
             f"--data={data}: there is no token file; make one with megascale data build, or name its prefix "
             "(FOLDER/train)"
@@ -132,7 +132,7 @@ def measure(
 
         def at(precision: str, linear: str, masters: list[torch.Tensor] = masters) -> tuple[float, dict[str, Any]]:
             engine = _engine(config, precision, linear, 2 * config.train.micro_batch)
-            with engine.loading():
+            with engine.loading_weights():
                 for state, master in zip(engine.optimizer.states, masters, strict=True):
                     state.master.copy_(master)
             return _gradient(engine, read(engine, APART))
@@ -213,6 +213,6 @@ def _gradient(engine: Engine, batches: Any) -> tuple[float, dict[str, torch.Tens
                 for piece, _, view in extent_boxes(extent, state.shard.grads):
                     pieces.setdefault(piece.name, []).append(view.float().flatten().clone())
 
-    engine.before_update.append(look)
+    engine.before_update_hooks.append(look)
     result = engine.step(batches, APART, 0.0)
     return float(result.loss), {name: torch.cat(parts) for name, parts in pieces.items()}

@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from benchmarks.harness.temporary import temporary_folder
-from megascale.bench.training_runs import machine, plain, train
+from megascale.bench.training_runs import describe_machine, make_timing_config, train
 from megascale.config import Config
 from megascale.core import strict_json
 
@@ -68,7 +68,7 @@ def layouts(
     from megascale.config import load_command_line
     from megascale.core.layout import lay_out
     from megascale.errors import TrainingError
-    from megascale.train.launcher import processes_wanted
+    from megascale.train.launcher import count_processes
 
     config = api.resolve(load_command_line(file, context.args))
     others = [_parse(text) for text in against] or [{"data": 1}]
@@ -76,7 +76,7 @@ def layouts(
     plans = []
     for keys in (None, *others):
         one = _prepared(config, steps, "float64" if float64 else None, keys)
-        processes = processes_wanted(one, gpus)
+        processes = count_processes(one, gpus)
         lay_out(one, processes)  # all are checked before the first one trains
         plans.append((one, processes))
     runs = []
@@ -114,7 +114,7 @@ def _parse(text: str) -> dict[str, Any]:
 def _prepared(config: Config, steps: int, precision: str | None, parallel: dict[str, Any] | None) -> Config:
     from megascale.config import from_tree
 
-    tree = plain(config, steps)
+    tree = make_timing_config(config, steps)
     if parallel is not None:
         tree["parallel"] = {"gpus_per_host": config.parallel.gpus_per_host, **parallel}
     if precision is not None:
@@ -139,7 +139,7 @@ def _train(config: Config, processes: int, folder: Path) -> LayoutRun:
     name, began = name_of(config, processes), time.perf_counter()
     with Progress(transient=True) as progress:
         bar = progress.add_task(name, total=config.train.steps)
-        steps = train(config, processes, folder, name, at_step=lambda done: progress.update(bar, completed=done))
+        steps = train(config, processes, folder, name, on_progress=lambda done: progress.update(bar, completed=done))
     return LayoutRun(
         name,
         config.parallel.model_dump(exclude_none=True),
@@ -153,7 +153,7 @@ def _train(config: Config, processes: int, folder: Path) -> LayoutRun:
 def _record(file: Path, config: Config, runs: list[LayoutRun]) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **machine(config),
+        **describe_machine(config),
         "file": str(file),
         "precision": config.train.precision,
         "steps": config.train.steps,

@@ -146,14 +146,14 @@ def peers(
     from megascale.bench.training_runs import load_shape
     from megascale.core.layout import lay_out
     from megascale.errors import ConfigError
-    from megascale.train.launcher import processes_wanted
+    from megascale.train.launcher import count_processes
 
     settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
     config = load_shape(settings)
     gpus = api.visible_gpus()
     if not gpus:
         raise ConfigError("benchmarks peers compares GPUs, and this machine shows none")
-    world = processes_wanted(config, gpus)
+    world = count_processes(config, gpus)
     lay_out(config, world)
     chosen, left_out = choose(peer, config, peer_float8)
     if peer_recompute not in RECOMPUTE:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.training.peer_comparison import PeerJob, Timed, connect, run_child
-from megascale.train.garbage_collection import Garbage
+from megascale.train.garbage_collection import GarbageCollector
 
 _FUSED = "fused_weight_gradient_mlp_cuda"
 
@@ -222,7 +222,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
 
         return output, loss
 
-    garbage = Garbage(100)
+    garbage = GarbageCollector(100)
     precision = f"float8 {job.float8}" if job.float8 else "bfloat16"
 
     def step() -> Tensor | None:
@@ -239,7 +239,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
             forward_only=False,
         )
         optimizer.step()
-        garbage.after(1)  # its --manual-gc
+        garbage.collect(1)  # its --manual-gc
         return torch.stack([one["loss"] for one in told]).mean() if told else None
 
     return Timed(

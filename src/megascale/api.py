@@ -18,8 +18,8 @@ from megascale.config import load as load_config
 from megascale.errors import ConfigError, MegascaleError
 
 if TYPE_CHECKING:
-    from megascale.data.prepare.builder import Built
-    from megascale.train.convert_model import Converted
+    from megascale.data.prepare.builder import BuildResult
+    from megascale.train.convert_model import Conversion
     from megascale.train.evaluation import Evaluation
     from megascale.train.loop import TrainResult
 
@@ -63,15 +63,15 @@ def resolve(config: Config) -> Config:
     if not config.data.train and config.model.vocab_size is not None:
         return config
     from megascale.data.dataset.presence import check_entry
-    from megascale.data.dataset.tokenizer_agreement import check_replaced
-    from megascale.data.tokenizer.tokenizer import tokenizer_for
+    from megascale.data.dataset.tokenizer_agreement import check_unchanged_tokenizer
+    from megascale.data.tokenizer.tokenizer import load_run_tokenizer
 
     if config.model.vocab_size is not None and config.data.tokenizer is None:
         return config
     if config.data.train and config.data.tokenizer is None:
         check_entry(config.data.train[0])  # the tokenizer is looked for beside it
-        check_replaced(config.data)
-    size = tokenizer_for(config.data).vocab_size
+        check_unchanged_tokenizer(config.data)
+    size = load_run_tokenizer(config.data).vocab_size
     if config.model.vocab_size is None:
         model = config.model.model_copy(update={"vocab_size": size})
         return config.model_copy(update={"model": model})
@@ -98,7 +98,7 @@ def describe(config: Config) -> RunDescription:
     )
 
 
-def build_data(out: str | Path, **options: object) -> Built:
+def build_data(out: str | Path, **options: object) -> BuildResult:
     """Make a data set folder; see megascale.data.prepare.builder.build for the options."""
     from megascale.data.prepare.builder import build
 
@@ -111,18 +111,18 @@ def train(config: Config) -> TrainResult:
     Raises MegascaleError subclasses with a message for a person; KeyboardInterrupt after a clean interruption.
     """
     from megascale.core.layout import lay_out
-    from megascale.train.claim import tell_refusal
+    from megascale.train.claim import record_refusal
     from megascale.train.loop import Trainer
-    from megascale.train.rank_info import check_place, find_rank_info, has_bfloat16
+    from megascale.train.rank_info import check_local_ranks, find_rank_info, has_bfloat16
 
     try:
         config = resolve(config)
         place = find_rank_info(config)
         config = with_precision(config, has_bfloat16(place.device))
         lay_out(config, place.world)
-        check_place(config, place, keeps=True)
+        check_local_ranks(config, place, saves_checkpoints=True)
     except MegascaleError as error:
-        tell_refusal(config, str(error))
+        record_refusal(config, str(error))
         raise
     return Trainer(config, place).run()
 
@@ -144,20 +144,20 @@ def evaluate(
     from megascale.data.dataset import integrity, tokenizer_agreement
     from megascale.train.device_choice import choose_device
     from megascale.train.evaluation import evaluate_file
-    from megascale.train.restore import restore
-    from megascale.train.run_folder import run_config
+    from megascale.train.restore import restore_engine
+    from megascale.train.run_folder import load_run_config
 
     choose_device(device)  # what is not there is refused before any work
-    config = run_config(Path(run))
+    config = load_run_config(Path(run))
     prefix, named = file or config.data.valid, "--file" if file else "data.valid"
     if prefix is None:
         raise ConfigError("the run has no data.valid; name a token file, such as --file datasets/stdlib/valid")
     # Before the model, which may take a while to read.
-    own = tokenizer_agreement.remembered(Path(run)) or tokenizer_agreement.check_run(Path(run), config)
-    tokenizer_agreement.check_tokens(named, prefix, own, config.model.vocab_size)
+    own = tokenizer_agreement.read_identity(Path(run)) or tokenizer_agreement.check_run_tokenizer(Path(run), config)
+    tokenizer_agreement.check_token_file(named, prefix, own, config.model.vocab_size)
     integrity.check_sample(named, prefix)
-    engine, config = restore(Path(run), step=step, device=device, linear_precision=linear_precision)
-    return evaluate_file(engine, config, prefix, stride=stride, named=named)
+    engine, config = restore_engine(Path(run), step=step, device=device, linear_precision=linear_precision)
+    return evaluate_file(engine, config, prefix, stride=stride, option=named)
 
 
 def generate(
@@ -181,30 +181,30 @@ def generate(
     """
     from megascale.model.huggingface.generation_config import end_ids, load_generation_config
     from megascale.train.device_choice import choose_device
-    from megascale.train.generation import Sampling, generate_tokens, text_of
+    from megascale.train.generation import Sampling, decode_stream, generate_tokens
     from megascale.train.restore import restore_model
-    from megascale.train.resume import trained_config, trained_tokenizer
+    from megascale.train.resume import load_trained_config, load_trained_tokenizer
 
     choose_device(device)  # what is not there is refused before any work
     if "" in stop:
         raise ConfigError("--stop is an empty text, which every text begins with; name the text to end before")
-    config, _ = trained_config(Path(run), step)
-    _, tokenizer = trained_tokenizer(Path(run), config, step)  # before the model, which may take a while to read
+    config, _ = load_trained_config(Path(run), step)
+    _, tokenizer = load_trained_tokenizer(Path(run), config, step)  # before the model, which may take a while to read
     ends = {tokenizer.end_of_document, *end_ids(load_generation_config(Path(run)))}
     model, _ = restore_model(Path(run), step=step, device=device)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, ends=ends)
-    yield from text_of(tokenizer, made, stop, tokenizer.encode(prompt))
+    yield from decode_stream(tokenizer, made, stop, tokenizer.encode(prompt))
 
 
-def import_model(folder: str | Path, run: str | Path, *, sequence_length: int | None = None) -> Converted:
+def import_model(folder: str | Path, run: str | Path, *, sequence_length: int | None = None) -> Conversion:
     """Make a run folder of a Hugging Face folder; see megascale.train.convert_model."""
     from megascale.train import convert_model
 
     return convert_model.import_model(Path(folder), Path(run), sequence_length=sequence_length)
 
 
-def export_model(run: str | Path, out: str | Path, **options: Any) -> Converted:
+def export_model(run: str | Path, out: str | Path, **options: Any) -> Conversion:
     """Write a run's model as a folder that `transformers` loads; see megascale.train.convert_model for the options."""
     from megascale.train import convert_model
 

@@ -12,9 +12,9 @@ from megascale.errors import ConfigError
 
 def test_each_rank_has_cores_of_its_own(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5, 8, 9}, raising=False)
-    assert [train_bench.cores_of(2, rank) for rank in range(2)] == [{2, 3}, {5, 8}]
+    assert [train_bench.find_cores(2, rank) for rank in range(2)] == [{2, 3}, {5, 8}]
     with pytest.raises(ConfigError, match=r"--cores=2: 5 cores may be used here, and 3 ranks would take 6"):
-        train_bench.cores_of(2, 2)
+        train_bench.find_cores(2, 2)
 
 
 def test_too_few_cores_are_said_before_any_rank_starts(megascale, tmp_path):

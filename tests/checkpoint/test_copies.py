@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.checkpoint import TensorShard, copies, load, save
-from megascale.checkpoint.copies import Copies, Staging
-from megascale.checkpoint.format.chunks import overlap, slices
+from megascale.checkpoint.copies import PinnedBuffer, ShardCopier
+from megascale.checkpoint.format.chunks import box_slices, intersect_boxes
 from megascale.core.tensors import Box
-from tests.checkpoint.conftest import blank, logical_state, whole
+from tests.checkpoint.conftest import blank, full_shards, logical_state
 
 TYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.bool]
 HOST = torch.device("cpu")
@@ -40,7 +40,7 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 
 def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    return tensor[slices(Box((0,) * tensor.dim(), tuple(tensor.shape)), box)]
+    return tensor[box_slices(Box((0,) * tensor.dim(), tuple(tensor.shape)), box)]
 
 
 @given(st.lists(st.tuples(cuts(), st.sampled_from(TYPES), st.booleans()), max_size=4))
@@ -49,8 +49,8 @@ def test_pieces_are_joined_byte_by_byte_whatever_their_types_and_strides(given_:
     for (shape, boxes), dtype, turned in given_:
         tensor = numbered(shape, dtype)
         pieces += [view(tensor, box).mT if turned and len(shape) > 1 else view(tensor, box) for box in boxes]
-    with Copies([]) as several:
-        got = several.joined(pieces, HOST)
+    with ShardCopier([]) as several:
+        got = several.join_pieces(pieces, HOST)
     plain = [piece.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for piece in pieces]
     assert got.tolist() == [byte for piece in plain for byte in piece.tolist()]
 
@@ -62,23 +62,23 @@ def test_a_shard_gets_what_it_shares_with_each_chunk_and_no_more(
     shape, (of_shard, *chunks) = cut
     tensor, target = numbered(shape, stored), torch.full(of_shard.sizes, 252).to(live)
     expected, shard = target.clone(), TensorShard("w", shape, of_shard.offsets, target)
-    with Copies([shard]) as several:
+    with ShardCopier([shard]) as several:
         for box in chunks:
-            several.begin(box, view(tensor, box), shard)
-            several.end_round()
+            several.copy_to_shard(box, view(tensor, box), shard)
+            several.wait_for_previous_round()
     for box in chunks:
-        if (common := overlap(box, of_shard)) is not None:
-            expected[slices(of_shard, common)] = view(tensor, common).to(live)
+        if (common := intersect_boxes(box, of_shard)) is not None:
+            expected[box_slices(of_shard, common)] = view(tensor, common).to(live)
     assert torch.equal(target, expected)
 
 
 @given(cuts(), st.sampled_from([*TYPES, torch.complex64, torch.complex128, torch.float8_e4m3fn]), st.booleans())
 def test_staging_holds_a_copy_of_what_fits_whatever_its_strides(cut: tuple, dtype: torch.dtype, turned: bool) -> None:
     shape, boxes = cut
-    tensor, staging = numbered(shape, dtype), Staging(96, page_locked=False)
+    tensor, staging = numbered(shape, dtype), PinnedBuffer(96, page_locked=False)
     for box in boxes:
         piece = view(tensor, box).mT if turned and len(shape) > 1 else view(tensor, box)
-        held = staging.hold(piece)
+        held = staging.copy_in(piece)
         if not 0 < piece.nbytes <= 96 or dtype is torch.complex128:
             assert held is None
             continue
@@ -89,15 +89,15 @@ def test_staging_holds_a_copy_of_what_fits_whatever_its_strides(cut: tuple, dtyp
 
 
 def test_a_copy_that_fails_in_its_thread_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1, whole(logical_state()), {}, keep=1)
+    save(tmp_path, 1, full_shards(logical_state()), {}, keep=1)
     failing = iter([False, True])
-    real = Copies._copy
+    real = ShardCopier._copy
 
     def copy(*given: object) -> None:
         if next(failing, False):
             raise RuntimeError("no memory")
         real(*given)
 
-    monkeypatch.setattr(Copies, "_copy", copy)
+    monkeypatch.setattr(ShardCopier, "_copy", copy)
     with pytest.raises(RuntimeError, match="no memory"):
-        load(tmp_path, whole(blank(logical_state())))
+        load(tmp_path, full_shards(blank(logical_state())))

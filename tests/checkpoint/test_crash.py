@@ -11,7 +11,7 @@ import pytest
 from megascale.checkpoint import steps
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.object_collectives import Peers
-from megascale.checkpoint.saver import save_to
+from megascale.checkpoint.saver import save_to_storage
 from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
 from megascale.errors import DataError, TrainingError
 from tests.chaos.checkpoint.chaos import KINDS, check, shards_of, state_of, strike
@@ -19,7 +19,7 @@ from tests.chaos.checkpoint.crash import FaultyDisk, JournalDisk, after_power_cu
 
 
 def _save(storage: LocalStorage, step: int) -> None:
-    save_to(storage, step, shards_of(state_of(step)), {"step": step}, 2, Peers())
+    save_to_storage(storage, step, shards_of(state_of(step)), {"step": step}, 2, Peers())
 
 
 def test_blows_to_the_disk(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def _old_steps(root: Path, leftover: bool) -> None:
     if leftover:
         LocalStorage(root).write("step-3/00000001-abcdabcd-00000.distcp", b"half")
     for step in (1, 2):
-        save_to(LocalStorage(root), step, shards_of(state_of(step)), {"step": step}, 3, Peers())
+        save_to_storage(LocalStorage(root), step, shards_of(state_of(step)), {"step": step}, 3, Peers())
 
 
 @pytest.mark.parametrize("leftover", [False, True])

@@ -117,7 +117,7 @@ def test_saved_tensors_are_those_that_the_block_keeps(options, recompute, precis
     torch = pytest.importorskip("torch")
     from megascale.model.block import make_block
     from megascale.model.context import ForwardContext, LayerSetup
-    from megascale.parallel.collectives import ALONE
+    from megascale.parallel.collectives import SINGLE_RANK
     from megascale.parallel.linear import make_linears
 
     if "dropout" in options:
@@ -125,7 +125,7 @@ def test_saved_tensors_are_those_that_the_block_keeps(options, recompute, precis
     half = options.get("half", "both")
     shape = {"layers": 2, "hidden": 64, "heads": 4, "vocab_size": 128, "sequence_length": 128}
     model = configure(shape | {key: value for key, value in options.items() if key != "half"}).model
-    setup = LayerSetup(model, 0, make_linears(precision, ALONE), torch.float32)
+    setup = LayerSetup(model, 0, make_linears(precision, SINGLE_RANK), torch.float32)
     block = make_block(setup, recompute, half).to_empty(device="cpu")
     for p in block.parameters():
         torch.nn.init.normal_(p)
@@ -255,7 +255,7 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
     torch = pytest.importorskip("torch")
     from megascale.model.transformer import Chunk
     from megascale.optim.optimizer import ShardedOptimizer
-    from megascale.parallel.buffers import Axes, FlatChunk
+    from megascale.parallel.buffers import Axes, ParamAndGradBuffer
     from megascale.parallel.collectives import Axis
     from megascale.parallel.data_parallel import DataParallel
 
@@ -267,10 +267,10 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
     )
     layout, dtype = lay_out(config, 8), getattr(torch, precision)
 
-    def flats_of(rank: int) -> list[FlatChunk]:
+    def flats_of(rank: int) -> list[ParamAndGradBuffer]:
         axes = Axes(data=Axis(None, 4, rank), reduce=Axis(None, 4, rank))
         return [
-            FlatChunk(
+            ParamAndGradBuffer(
                 Chunk(config.model, layers, first=c == 0, last=False, dtype=dtype), torch.device("cpu"), axes, zero
             )
             for c, layers in enumerate(layout.chunks_of(0))
@@ -285,7 +285,7 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
         return sum(storages.values())
 
     weights = [f.params for f in flats]
-    gradients = [f.grads for f in flats] if pool is None else [f.sums for f in flats] + pool.buffers
+    gradients = [f.grads for f in flats] if pool is None else [f.shard_grads for f in flats] + pool.buffers
     # Where tensors keep different state, ranks do: the mean is what is counted.
     sizes = []
     for rank in range(4 if optimizer == "muon" else 1):

@@ -67,7 +67,7 @@ def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Tol
     for state in engine.optimizer.states:
         for tensor in (state.master, *state.tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
-    with engine.loading():
+    with engine.loading_weights():
         assert checkpoint.load(folder, shards(engine)) == {"samples": 8}
     loaded.state = state_of(engine)
     observe(engine, told)

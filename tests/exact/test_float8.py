@@ -78,13 +78,13 @@ def weights_in_use(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[bo
         nonlocal left
         left |= bool(linears._weights)
 
-    engine.before_update.append(look)
-    engine.after_update.append(updated)
+    engine.before_update_hooks.append(look)
+    engine.after_update_hooks.append(updated)
     for step in (1, 2):
         run_step(engine, step, told)
-    engine.losses(*torch.zeros(2, 8, 1, dtype=torch.int64))
+    engine.sum_losses(*torch.zeros(2, 8, 1, dtype=torch.int64))
     assert linears._weights
-    with engine.loading():
+    with engine.loading_weights():
         pass
     return current, left or bool(linears._weights)
 
@@ -104,8 +104,8 @@ def counted(rank: int, world: int, tree: dict[str, Any], outlier: bool) -> list[
             norm.weight[0] = 1e6
     column = torch.arange(9).repeat(1, 1).t() % 21
     step = engine.step(lambda i: (column[:-1], column[1:]), 1, 0.0, count_casts=True)
-    clipped, flushed, looked_at = step.casts.tolist()
-    assert engine.step(lambda i: (column[:-1], column[1:]), 2, 0.0).casts.tolist() == [0.0, 0.0, 0.0]
+    clipped, flushed, looked_at = step.cast_counts.tolist()
+    assert engine.step(lambda i: (column[:-1], column[1:]), 2, 0.0).cast_counts.tolist() == [0.0, 0.0, 0.0]
     return [clipped / looked_at, flushed / looked_at, looked_at]
 
 

@@ -18,7 +18,7 @@ from megascale.config import from_tree
 from megascale.core.layout import lay_out
 from megascale.core.schedule import ActionKind
 from megascale.errors import ConfigError
-from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs, GraphedChunks, Microbatch, boundaries_of
+from megascale.parallel.chunk_graphs import EAGER_STEPS, CapturedMicrobatch, ChunkGraphs, GraphedRunner, find_boundaries
 from megascale.train.engine import Engine
 from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.training import Told, make_engine, observe, run_step, state_of
@@ -57,14 +57,14 @@ def train(rank: int, world: int, tree: dict[str, Any], graphs: str) -> tuple[Tol
     """What a rank tells of STEPS steps, and how many forwards of the last step were replayed."""
     engine, told, replayed = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}), Told(), 0
     observe(engine, told)
-    backward = GraphedChunks.backward
+    backward = GraphedRunner.backward
 
-    def count(self: GraphedChunks, chunk: int, i: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+    def count(self: GraphedRunner, chunk: int, i: int, grad: torch.Tensor | None) -> torch.Tensor | None:
         nonlocal replayed
         replayed += (chunk, i) in self._replayed
         return backward(self, chunk, i, grad)
 
-    with mock.patch.object(GraphedChunks, "backward", count):
+    with mock.patch.object(GraphedRunner, "backward", count):
         for step in range(1, STEPS + 1):
             replayed = 0
             run_step(engine, step, told)
@@ -97,8 +97,10 @@ TWO_CHUNKS = LAYOUTS["two chunks, LAMB"][0].tree
 @pytest.mark.parametrize(
     ("owner", "what", "wrong"),
     [
-        pytest.param(Microbatch, "take", lambda self, inputs: None, id="all micro-batches read the first's tokens"),
-        pytest.param(GraphedChunks, "_free_slot", lambda self, chunk: 0, id="two in flight share memory"),
+        pytest.param(
+            CapturedMicrobatch, "take", lambda self, inputs: None, id="all micro-batches read the first's tokens"
+        ),
+        pytest.param(GraphedRunner, "_free_slot", lambda self, chunk: 0, id="two in flight share memory"),
     ],
 )
 def test_faults_are_found(owner, what, wrong):
@@ -125,7 +127,7 @@ def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, int,
     end = ChunkGraphs.end_step
 
     def look(self: ChunkGraphs) -> None:
-        why.append(self.failed)
+        why.append(self.failure)
         end(self)
 
     failing = mock.patch.object(ChunkGraphs, "_capture", broken) if rank else nullcontext()
@@ -166,5 +168,5 @@ def test_where_they_cannot_be_had(settings, why):
 def test_turns():
     forward, backward, reduce = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADS
     actions = [(forward, 0, 0), (forward, 0, 1), (backward, 0, 1), (reduce, 0, 0), (backward, 0, 0)]
-    boundaries = boundaries_of(actions)[0]  # type: ignore[arg-type]
+    boundaries = find_boundaries(actions)[0]  # type: ignore[arg-type]
     assert (boundaries.first_forward, boundaries.first_backward, set(boundaries.reduced)) == (0, 1, {0})

@@ -55,7 +55,7 @@ def buckets_go_out_before_they_are_full() -> Iterator[None]:
     begin, reduce = data_parallel.DataParallel.begin_backward, data_parallel.DataParallel._reduce
 
     def begin_armed(self: data_parallel.DataParallel, chunk: int) -> None:
-        self.arm(chunk)
+        self.arm_reductions(chunk)
         begin(self, chunk)
 
     def reduce_now(self: data_parallel.DataParallel, buckets: Any, bucket: int) -> None:

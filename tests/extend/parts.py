@@ -22,7 +22,7 @@ from megascale.ops.gradient_sink import GradientSink
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel import linear
 from megascale.parallel.collectives import all_reduce
-from megascale.parallel.linear import PLAIN, LinearPrecision
+from megascale.parallel.linear import DEFAULT_PRECISION, LinearPrecision
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear, RowLinear
 
@@ -125,7 +125,7 @@ class EightBit(LinearPrecision):
     @property
     def logits(self) -> Gemms:
         """The vocabulary's matrix stays as it is."""
-        return PLAIN
+        return DEFAULT_PRECISION
 
     def _cast(self, x: Tensor) -> Operand:
         scale = all_reduce(x.detach().abs().amax(), self.axis, torch.distributed.ReduceOp.MAX).wait() / 127
@@ -172,7 +172,7 @@ class Deferred(LinearPrecision):
 
     most = 0
 
-    def __init__(self, axis: Any = PLAIN.axis) -> None:
+    def __init__(self, axis: Any = DEFAULT_PRECISION.axis) -> None:
         super().__init__(axis)
         self._later: list[Callable[[], None]] = []
 

@@ -18,7 +18,7 @@ from megascale.errors import ConfigError
 from megascale.ops.cross_entropy import linear_cross_entropy
 from megascale.ops.token_loss import TokenLogits, register
 from megascale.train import callbacks
-from megascale.train.run_folder import run_config
+from megascale.train.run_folder import load_run_config
 from tests.conftest import lines
 from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.compare import assert_equal
@@ -35,7 +35,7 @@ def smoothed(logits: TokenLogits) -> torch.Tensor:
     """Label smoothing of 0.1 and a penalty on the normaliser (Szegedy et al. 2016; Chowdhery et al. 2022)."""
     lse = logits.log_sum_exp()
     mean = logits.sum(logits.values) / 21
-    return lse - 0.9 * logits.of_targets() - 0.1 * mean + 0.05 * lse**2
+    return lse - 0.9 * logits.target_logits() - 0.1 * mean + 0.05 * lse**2
 
 
 register("smoothed", smoothed)
@@ -167,7 +167,7 @@ def test_a_run_is_read_without_the_callback_that_it_was_trained_with(tiny, tmp_p
             assert known in text
             text = text.replace(known, gone, 1)
         (run / "config.toml").write_text(text)
-        config = run_config(run)
+        config = load_run_config(run)
         assert (config.optimizer.name, config.observe.span_sinks) == ("gone", ["gone=far"])
         assert evaluate(run, device="cpu").loss == loss
         (run / "config.toml").write_text(text.replace('loss = "cross_entropy"', 'loss = "gone"'))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.checkpoint.complete_checkpoint import open_whole
+from megascale.checkpoint.complete_checkpoint import open_checkpoint
 from tests.conftest import lines
 from tests.extend.packaged import install
 
@@ -65,7 +65,7 @@ def test_a_command_trains_with_them_on_every_rank_and_goes_on(loaded, megascale,
     assert losses["tiny"] == pytest.approx(losses["alone"], rel=1e-4)
     assert len(losses["tiny"]) == 8
     assert losses["tiny"][-1] < losses["tiny"][0]
-    tensors = open_whole(tmp_path / "runs" / "tiny").tensors
+    tensors = open_checkpoint(tmp_path / "runs" / "tiny").tensors
     assert {name.split(".")[0] for name in tensors} == {"model"}  # the rule keeps nothing beside the weights
 
 

@@ -203,7 +203,7 @@ def unasked(job: Launched, injected: list[float]) -> list[str]:
 def kill(job: Launched, kind: str, until: float, kills: list[float]) -> dict[str, Any] | None:
     """Kill once the job has a snapshot and trained a little more; seconds by phase. None where no time is left. When it
     killed is added to `kills`."""
-    from megascale.resilience.agent.services import end_services
+    from megascale.resilience.agent.services import end_checkpoint_services
     from megascale.resilience.faults.inject import Options, inject
 
     before = job.step()
@@ -222,7 +222,7 @@ def kill(job: Launched, kind: str, until: float, kills: list[float]) -> dict[str
         else:
             inject(job.run, KINDS[kind], Options(node=node))
         if kind == "node":
-            end_services(job.run, node)
+            end_checkpoint_services(job.run, node)
         after, verdicts = events[-1].id, CASES[KINDS[kind]].verdicts
 
         def first(kinds: tuple[str, ...]) -> Any:

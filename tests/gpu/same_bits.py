@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megascale import config as configuration
-from megascale.bench.training_runs import join
+from megascale.bench.training_runs import join_groups
 from megascale.ops.attention import attention
 from megascale.ops.attention_backends import BACKENDS
 from megascale.ops.dispatch import Kernels
@@ -75,7 +75,7 @@ def attend(name: str, window: int | None, deterministic: bool) -> tuple[str, flo
     first: list[torch.Tensor] = []
     differ, began = 0, 0.0
     try:
-        with Kernels(deterministic=deterministic).in_force():
+        with Kernels(deterministic=deterministic).as_current():
             for number in range(AGAIN):
                 if number == AGAIN // 2:
                     torch.cuda.synchronize()
@@ -107,7 +107,7 @@ def kernels() -> int:
 def main() -> int:
     """The tables; 1 if anything differs that must not."""
     axis = sys.argv[1] if len(sys.argv) > 1 else ""
-    place, groups = join(configuration.from_tree(tree_of({}, False, axis)))
+    place, groups = join_groups(configuration.from_tree(tree_of({}, False, axis)))
     wrong = 0
     if not place.rank:
         print(f"{place.world} x {torch.cuda.get_device_name()}, torch {torch.__version__} {axis}")

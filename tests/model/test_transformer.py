@@ -11,8 +11,8 @@ from megascale import config
 from megascale.core.flops import parameters
 from megascale.model.context import ForwardContext, KVCache
 from megascale.model.transformer import Chunk
-from megascale.ops.gradient_sink import detach, main_of
-from megascale.parallel.buffers import FlatChunk
+from megascale.ops.gradient_sink import detach, main_grad_of
+from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.parameters import initialise, spec_of
 
 SHAPES = {
@@ -59,7 +59,7 @@ def make(*overrides: str, dtype: torch.dtype = torch.float64, buffers: bool = Tr
     small += ["--model.vocab_size=21", "--model.vocab_multiple=8", "--model.init_std=0.3"]
     model = config.load(None, [*small, *overrides]).model
     chunk = Chunk(model, range(model.layers), first=True, last=True, dtype=dtype)
-    FlatChunk(chunk, torch.device("cpu"))
+    ParamAndGradBuffer(chunk, torch.device("cpu"))
     initialise(chunk, 3)
     if not buffers:  # ordinary autograd gradients, for gradcheck
         for p in chunk.parameters():
@@ -102,7 +102,7 @@ def test_buffers_hold_autograds_gradients(shape):
     flat(inputs, targets).sum().backward()
     for p, q in zip(plain.parameters(), flat.parameters(), strict=True):
         assert q.grad is None
-        torch.testing.assert_close(main_of(q), p.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(main_grad_of(q), p.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

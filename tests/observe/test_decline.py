@@ -9,7 +9,7 @@ from benchmarks.observe import decline as decline_bench
 from benchmarks.observe.replayed_job import Extra, replayed
 from benchmarks.observe.replayed_runs import keep
 from benchmarks.observe.synthetic_spans import Job
-from megascale.cli.decline import as_tree, show
+from megascale.cli.decline import print_tables, to_dict
 from megascale.core import strict_json
 from megascale.observe.analysis.decline import Decline, choose_windows, explain_decline
 from megascale.observe.analysis.plots import draw_decline
@@ -78,11 +78,11 @@ def test_a_large_growth_that_chance_explains_is_not_called_no_decline(tmp_path, 
     steps = np.arange(20), np.linspace(1.0, 4.0, 20)
     found = Decline((1, 10), (11, 20), (1.0, 3.31), error, 2.31, (np.nan, np.nan), (), steps)
     assert (found.verdict, found.has_declined, found.main_causes) == ("uncertain", False, ())
-    show(found)
+    print_tables(found)
     text = " ".join(capsys.readouterr().out.split())
     assert "+231.0%" in text
     assert "no decline" not in text
     assert "undecided: steps are 231.0% longer" in text
     assert f"chance explains a growth {words}; compare longer windows" in text
-    assert as_tree(found)["verdict"] == "uncertain"
+    assert to_dict(found)["verdict"] == "uncertain"
     draw_decline(found, tmp_path / "why.png")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megascale.cli.spans import links
+from megascale.cli.spans import describe_links
 from megascale.observe.store.counters import EthtoolCounters, HostCounters, XidEvents, is_link_counter, parse_xid
 from megascale.observe.store.frames import COUNTER, COUNTERS
 from megascale.observe.store.ingest import Ingest
@@ -185,6 +185,6 @@ def test_a_link_that_is_full_by_the_millisecond_is_told(tmp_path):
     ingest.add_records(COUNTERS, np.array([(t, v, name.encode(), nic.encode()) for t, v, name, nic in rows], COUNTER))
     ingest.close()
     with SpanTables(tmp_path) as tables:
-        assert links(tables) == [
+        assert describe_links(tables) == [
             "host 3 eth0 sent 49% of its 25 Gbit/s in kept steps; one millisecond in a hundred 98%, the fullest 98%"
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megascale.cli.spans import network
+from megascale.cli.spans import describe_network
 from megascale.core import strict_json
 from megascale.observe.store.network_settings import check_network
 
@@ -65,4 +65,4 @@ def test_the_command_tells_what_is_not_as_advised(tmp_path):
     for host, settings in zip(Tables.hosts, ([good, good | {"good": False, "found": "1: DOWN"}], "none"), strict=True):
         host.mkdir()
         (host / "state.json").write_text(strict_json.dumps({"network": settings}))
-    assert network(Tables()) == ["host=0 a/1 link: 1: DOWN; advised: 4: ACTIVE"]  # type: ignore[arg-type]
+    assert describe_network(Tables()) == ["host=0 a/1 link: 1: DOWN; advised: 4: ACTIVE"]  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from megascale.ops.float8.formats import E4M3, E5M2, Format, scale_slots
 from megascale.ops.gradient_sink import GradientSink, attach
 from megascale.ops.known_amax import AmaxSlots
 from megascale.ops.peer_max import WORD, PeerMax
-from megascale.parallel.linear import PLAIN
+from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
 
 BF16 = torch.bfloat16
@@ -79,7 +79,7 @@ def recomputed_activation(x: torch.Tensor, bias: torch.Tensor, weight: torch.Ten
     *_, inner, recompute_fn = fused_projection.split_fused_projection(
         x, 40, 40, 128, "gelu", fused_bias=bias, recompute=True
     )
-    return linear_scatter(PLAIN, inner, weight, recompute_fns=(recompute_fn,))
+    return linear_scatter(DEFAULT_PRECISION, inner, weight, recompute_fns=(recompute_fn,))
 
 
 def add_norm(width: int) -> None:
@@ -111,7 +111,7 @@ def float8_casts(kind: Format) -> None:
     cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()))
     cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()), counts=counts)
     cast.cast_by_scale(x, kind, scale, columns=False)
-    cast.cast_by_amax(x, kind, old=scale, counts=counts)
+    cast.cast_by_amax(x, kind, previous_scale=scale, counts=counts)
     cast.cast_rows(x, kind, columns=True, counts=counts)
 
 
@@ -124,10 +124,10 @@ def float8_shards() -> None:
     flat, scales = zeros(100_000).detach(), scale_slots(2, torch.get_default_device())
     table = segments.Segments([(0, 60_000, True, 0), (60_000, 99_001, True, 1)], 2, torch.get_default_device())
     out, amax = torch.zeros(100_000, dtype=torch.uint8), torch.zeros(2)
-    shards.amaxes(flat, table, amax)
-    shards.scales_of(amax, E4M3, scales)
+    shards.compute_shard_amaxes(flat, table, amax)
+    shards.compute_shard_scales(amax, E4M3, scales)
     shards.cast_shard(flat, table, scales, E4M3, out)
-    shards.transposed(torch.zeros(512, 256, dtype=torch.uint8).view(E4M3.dtype))
+    shards.transpose_rows(torch.zeros(512, 256, dtype=torch.uint8).view(E4M3.dtype))
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -177,7 +177,9 @@ CASES: dict[str, Callable[[], None]] = {
         zeros(5120, 20480),
     ),
     "swiglu again": lambda: both_passes(
-        lambda x, w: linear_scatter(PLAIN, x, w, recompute_fns=(activation.RecomputedActivation("swiglu"),)),
+        lambda x, w: linear_scatter(
+            DEFAULT_PRECISION, x, w, recompute_fns=(activation.RecomputedActivation("swiglu"),)
+        ),
         zeros(8, 2, 28672),
         zeros(4096, 14336),
     ),

@@ -22,7 +22,7 @@ starts = st.tuples(st.integers(0, 5000), st.integers(0, 2**31 - 10))
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    with dispatch.Kernels("fused").in_force():
+    with dispatch.Kernels("fused").as_current():
         yield
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from megascale.ops import dispatch
 from megascale.ops.float8 import cast
-from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_by_scale, cast_rows
+from megascale.ops.float8.cast import cast_by_amax, cast_by_scale, cast_rows, compute_amax
 from megascale.ops.float8.formats import E4M3, E5M2, scale_slots
-from megascale.ops.float8.shards import amaxes, cast_shard, scales_of, transposed
+from megascale.ops.float8.shards import cast_shard, compute_shard_amaxes, compute_shard_scales, transpose_rows
 from megascale.ops.segments import Segments
 
 FEW = settings(max_examples=8, deadline=None)
@@ -28,7 +28,7 @@ shapes = st.sampled_from([(1, 1), (7, 16), (3, 5, 33), (130, 70), (40, 600)])
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    with dispatch.Kernels("fused").in_force():
+    with dispatch.Kernels("fused").as_current():
         yield
 
 
@@ -58,7 +58,7 @@ def both(function, *collected: torch.Tensor):
     made = []
     for mode in ("fused", "reference"):
         kernels, copies = dispatch.Kernels(mode), [c.clone() for c in collected]
-        with kernels.in_force():
+        with kernels.as_current():
             result = function(*copies)
         made.append((result, copies, kernels.active()))
     (fused, mine, active), (plain, theirs, _) = made
@@ -81,10 +81,10 @@ seeds = st.integers(0, 1000)
 def test_amax(shape, dtype, seed, hole, before):
     x = rows_of(shape, dtype, seed, hole)
     with mock.patch.object(cast, "TILE_AMAX", (4, 32, 1, 3)):
-        both(lambda: amax_of(x))
+        both(lambda: compute_amax(x))
         if hole != hole:  # a NaN stays whatever was there, and a maximum with it is NaN in torch too
             before = 0.0
-        both(lambda out: amax_of(x, out), torch.tensor(before))
+        both(lambda out: compute_amax(x, out), torch.tensor(before))
 
 
 @FEW
@@ -110,7 +110,7 @@ def test_cast_by_amax(shape, dtype, kind, seed, hole, has_old, power_of_2, margi
     x = rows_of(shape, dtype, seed, hole)
     old = torch.tensor(0.37) if has_old else None
     both(
-        lambda counts: cast_by_amax(x, kind, old=old, counts=counts, power_of_2=power_of_2, margin=margin),
+        lambda counts: cast_by_amax(x, kind, previous_scale=old, counts=counts, power_of_2=power_of_2, margin=margin),
         torch.zeros(2, dtype=torch.int64),
     )
 
@@ -133,7 +133,7 @@ def test_cast_rows(shape, dtype, kind, seed, hole, power_of_2, wanted):
 @pytest.mark.parametrize("value", [0.0, 1e-44])
 def test_a_tensor_of_zeros_or_nearly(kind, value):
     x = torch.full((20, 40), value)
-    both(lambda: cast_by_amax(x, kind, old=torch.tensor(3.0)))
+    both(lambda: cast_by_amax(x, kind, previous_scale=torch.tensor(3.0)))
     both(lambda: cast_rows(x, kind, columns=True))
 
 
@@ -170,12 +170,12 @@ def test_shards_are_cast_as_the_matrices_they_are_parts_of(dtype, seed, hole):
 
     made = []
     for mode in ("fused", "reference"):
-        with dispatch.Kernels(mode).in_force():
+        with dispatch.Kernels(mode).as_current():
             found, scales = torch.full((ranks, len(shapes)), 9.0), scale_slots(len(shapes))
             for rank in range(ranks):
-                amaxes(flat[rank * part : (rank + 1) * part], table(rank), found[rank])
+                compute_shard_amaxes(flat[rank * part : (rank + 1) * part], table(rank), found[rank])
             agreed = found.view(torch.int32).amax(0).view(torch.float32)
-            scales_of(agreed, E4M3, scales)
+            compute_shard_scales(agreed, E4M3, scales)
             out = torch.full_like(flat, 3, dtype=torch.uint8)
             for rank in range(ranks):
                 here = slice(rank * part, (rank + 1) * part)
@@ -184,8 +184,8 @@ def test_shards_are_cast_as_the_matrices_they_are_parts_of(dtype, seed, hole):
         assert (out[4480 + 15 : 4544] == 3).all()
         for i, (shape, start) in enumerate(zip(shapes, starts, strict=True)):
             stop = start + shape[0] * shape[1]
-            with dispatch.Kernels("reference").in_force():
-                whole = cast_by_amax(flat[start:stop].view(shape), E4M3, amax_of(flat[start:stop]))
+            with dispatch.Kernels("reference").as_current():
+                whole = cast_by_amax(flat[start:stop].view(shape), E4M3, compute_amax(flat[start:stop]))
             same(out[start:stop].view(E4M3.dtype).view(shape), whole.rows)
             assert torch.equal(scales[i], whole.rows_scale)
     assert torch.equal(*made)
@@ -195,6 +195,6 @@ def test_shards_are_cast_as_the_matrices_they_are_parts_of(dtype, seed, hole):
 def test_a_transpose_has_every_byte_in_its_place(shape):
     rows = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     out = torch.zeros(shape[::-1], dtype=torch.uint8)
-    assert transposed(rows.view(E4M3.dtype), out.view(E4M3.dtype)).data_ptr() == out.data_ptr()
+    assert transpose_rows(rows.view(E4M3.dtype), out.view(E4M3.dtype)).data_ptr() == out.data_ptr()
     assert torch.equal(out, rows.t())
-    assert torch.equal(transposed(rows.view(E4M3.dtype)).view(torch.uint8), rows.t())
+    assert torch.equal(transpose_rows(rows.view(E4M3.dtype)).view(torch.uint8), rows.t())

@@ -25,7 +25,7 @@ ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    with dispatch.Kernels("fused").in_force():
+    with dispatch.Kernels("fused").as_current():
         yield
 
 

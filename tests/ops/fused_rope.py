@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from megascale.ops import dispatch
 from megascale.ops.activation import RecomputedActivation, gelu, swiglu
 from megascale.ops.fused_projection import split_fused_projection
-from megascale.ops.gradient_sink import GradientSink, attach, main_of
-from megascale.ops.rope import apply_rotary, apply_rotary_reference, packed, rotary_tables, split_qkv
-from megascale.parallel.linear import PLAIN
+from megascale.ops.gradient_sink import GradientSink, attach, main_grad_of
+from megascale.ops.rope import apply_rotary, apply_rotary_reference, find_packed, rotary_tables, split_qkv
+from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
 from tests.ops.tools import TOLERANCE, compare, distance
 
@@ -25,7 +25,7 @@ FEW = settings(max_examples=10, deadline=None)
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    with dispatch.Kernels("fused").in_force():
+    with dispatch.Kernels("fused").as_current():
         yield
 
 
@@ -96,11 +96,11 @@ def _opposite(tables):
 
 def test_packed_refuses_what_is_not_one_tensor():
     whole = torch.randn(3, 2, 8, 6)
-    assert packed(whole.split((4, 2, 2), dim=2)).data_ptr() == whole.data_ptr()
+    assert find_packed(whole.split((4, 2, 2), dim=2)).data_ptr() == whole.data_ptr()
     q, k, v = whole.split((4, 2, 2), dim=2)
-    assert packed((q, v, k)) is None
-    assert packed((q, k.clone(), v)) is None
-    assert packed(tuple(t.contiguous() for t in (q, k, v))) is None
+    assert find_packed((q, v, k)) is None
+    assert find_packed((q, k.clone(), v)) is None
+    assert find_packed(tuple(t.contiguous() for t in (q, k, v))) is None
 
 
 @FEW
@@ -157,9 +157,9 @@ def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
         parts = (x * 1.0, N, G, D, activation, places[0], *tables, True, places[1])
         *qkv, inner, produce = split_fused_projection(*parts, again)
         assert (produce is not None) == again
-        y = linear_scatter(PLAIN, inner, w, recompute_fns=(produce,))
+        y = linear_scatter(DEFAULT_PRECISION, inner, w, recompute_fns=(produce,))
         (y.square().sum() + _joined(qkv).square().sum()).backward()
-        return [y.detach(), x.grad, w.grad, None if b is None else main_of(b) if collected else b.grad]
+        return [y.detach(), x.grad, w.grad, None if b is None else main_grad_of(b) if collected else b.grad]
 
     for kept, made in zip(run(False), run(True), strict=True):
         assert (kept is None and made is None) or torch.equal(kept, made)
@@ -177,9 +177,9 @@ def test_the_activation_of_a_gemm_of_its_own_recomputed(kind, added):
         w, b = weight.clone().requires_grad_(), torch.randn(x.shape[-1]).requires_grad_()
         activate = RecomputedActivation(kind, b, added)
         if again:
-            y = linear_scatter(PLAIN, x, w, recompute_fns=(activate,))
+            y = linear_scatter(DEFAULT_PRECISION, x, w, recompute_fns=(activate,))
         else:
-            y = linear_scatter(PLAIN, (swiglu if kind == "swiglu" else gelu)(x, b, added=added), w)
+            y = linear_scatter(DEFAULT_PRECISION, (swiglu if kind == "swiglu" else gelu)(x, b, added=added), w)
         y.square().sum().backward()
         return [y.detach(), x.grad, w.grad, b.grad]
 

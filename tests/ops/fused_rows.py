@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megascale.ops import dispatch, norm
 from megascale.ops.activation import gelu, gelu_reference, swiglu, swiglu_reference
 from megascale.ops.fused_projection import split_fused_projection
-from megascale.ops.gradient_sink import GradientSink, attach, main_of
+from megascale.ops.gradient_sink import GradientSink, attach, main_grad_of
 from megascale.ops.norm import (
     add_norm,
     add_norm_reference,
@@ -38,7 +38,7 @@ widths = st.sampled_from([1, 2, 7, 32, 100, 257, 600])
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    with dispatch.Kernels("fused").in_force():
+    with dispatch.Kernels("fused").as_current():
         yield
 
 
@@ -195,7 +195,7 @@ def test_gradients_go_straight_to_their_sinks(kind, dtype):
                 y = split_fused_projection(x, 2, 1, width, "swiglu", both)[3]
         y.float().square().sum().backward()
         assert all(len(p.told) == 1 and p.grad is None for p in used) if main else all(p.grad is not None for p in used)
-        return [main_of(p) - 3.0 if main else p.grad.float() for p in used], x.grad
+        return [main_grad_of(p) - 3.0 if main else p.grad.float() for p in used], x.grad
 
     (straight, dx), (returned, dx_again) = run(True), run(False)
     assert torch.equal(dx, dx_again)
@@ -212,12 +212,12 @@ def test_sums_go_to_each_parameter_as_it_wants_its_gradient(count, with_sinks):
     parts = random(7, sum(sizes), dtype=torch.float32)
     found = accumulate_gradients(parts, *used)
     for p, gradient, wanted in zip(used, found, parts.sum(0).split(sizes), strict=True):
-        if main_of(p) is None:
+        if main_grad_of(p) is None:
             torch.testing.assert_close(gradient, wanted)
         else:
             assert gradient is None
             assert p.told == [1]
-            torch.testing.assert_close(main_of(p), 3.0 + wanted)
+            torch.testing.assert_close(main_grad_of(p), 3.0 + wanted)
 
 
 @FEW

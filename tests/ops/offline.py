@@ -90,6 +90,6 @@ def compile_for_hopper(by_key: bool = False) -> Iterator[Compiled]:
         mock.patch.object(JITFunction, "run", only_compile),
         mock.patch.object(Kernel, "launch", Kernel.launch if by_key else as_triton),
         mock.patch.object(dispatch, "INTERPRET", True),
-        dispatch.Kernels("fused").in_force(),
+        dispatch.Kernels("fused").as_current(),
     ):
         yield compiled

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.ops import dispatch
 from megascale.ops.float8 import cublaslt, gemm
-from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_by_scale, cast_rows
+from megascale.ops.float8.cast import cast_by_amax, cast_by_scale, cast_rows, compute_amax
 from megascale.ops.float8.formats import (
     E4M3,
     E5M2,
@@ -66,7 +66,7 @@ def test_scales_at_the_ends_of_float32():
     tiny, huge = torch.tensor(1e-45), torch.tensor(torch.finfo(torch.float32).max)
     assert scale_from_amax(tiny, E5M2).item() == SMALLEST_SCALE
     assert scale_from_amax(huge, E4M3).isfinite()
-    assert scale_from_amax(huge, E4M3, old=3.0, margin=20).item() == 3.0  # it would overflow
+    assert scale_from_amax(huge, E4M3, previous_scale=3.0, margin=20).item() == 3.0  # it would overflow
     assert power_of_2_above(torch.tensor([1.0, 1.5, 2.0, 2.0000002])).tolist() == [1.0, 2.0, 2.0, 4.0]
 
 
@@ -115,9 +115,9 @@ def test_flushed_is_exactly_what_becomes_zero(kind):
 def test_both_copies_hold_the_same_numbers_with_one_scale(shape, kind, known, seed):
     x = randn(*shape, seed=seed, dtype=torch.bfloat16)
     x_MN = x.reshape(-1, shape[-1])
-    amax = amax_of(x)
+    amax = compute_amax(x)
     assert amax.item() == (x.abs().max().float().item() if x.numel() else 0)
-    made = cast_by_amax(x, kind, amax if known else None, old=torch.tensor(7.0))
+    made = cast_by_amax(x, kind, amax if known else None, previous_scale=torch.tensor(7.0))
     assert made.rows.shape == x_MN.shape
     assert torch.equal(made.rows.float(), made.columns.t().float())
     assert made.rows_scale is made.columns_scale
@@ -292,7 +292,7 @@ def test_cublaslt_gets_the_transposed_gemm_with_each_scale_at_its_operand(fake):
     a, a_scale, b, b_scale = operands()
     target = torch.zeros(32, 48)
     for unset in (True, False):
-        cublaslt.matmul_into(target, a, a_scale, b, b_scale, unset=unset)
+        cublaslt.matmul_into(target, a, a_scale, b, b_scale, overwrite=unset)
     layouts = fake.named("cublasLtMatrixLayoutCreate")
     assert [call[1:] for call in layouts] == [(29, 16, 32, 16), (28, 16, 48, 16), (0, 48, 32, 48)]
     assert len(fake.named("cublasLtMatmulAlgoGetHeuristic")) == 1
@@ -309,22 +309,22 @@ def test_the_fastest_proposal_is_used_and_other_ranks_take_it_over(fake):
     a, a_scale, b, b_scale = operands()
     target = torch.zeros(32, 48)
     by_proposal = {0: 1.0, 1: 0.9, 2: 0.95}
-    seconds = lambda call: by_proposal[cublaslt.plan(target, a, b).used]
+    seconds = lambda call: by_proposal[cublaslt.plan(target, a, b).algorithm]
     with mock.patch.object(cublaslt, "_seconds", seconds):
         assert cublaslt.tune(target, a, a_scale, b, b_scale) == 1
-        chosen = cublaslt.choices()
+        chosen = cublaslt.chosen_algorithms()
         assert list(chosen.values()) == [1]
         by_proposal[1] = 0.995  # no lead to speak of: the library's own choice stays
         by_proposal[2] = 1.0
         assert cublaslt.tune(target, a, a_scale, b, b_scale) == 0
-        assert cublaslt.choices() == {}
-    cublaslt.adopt(chosen)
-    assert cublaslt.plan(target, a, b).used == 1
+        assert cublaslt.chosen_algorithms() == {}
+    cublaslt.set_algorithms(chosen)
+    assert cublaslt.plan(target, a, b).algorithm == 1
     cublaslt._plans.clear()  # another rank: its plan is made later
     cublaslt.matmul_into(target, a, a_scale, b, b_scale)
     algorithm = fake.named("cublasLtMatmul")[-1][12]
     assert algorithm - ctypes.addressof(cublaslt.plan(target, a, b).results) == ctypes.sizeof(cublaslt._Heuristic)
-    cublaslt.adopt(dict.fromkeys(chosen, 9))
+    cublaslt.set_algorithms(dict.fromkeys(chosen, 9))
     with pytest.raises(TrainingError, match="8 algorithms and number 9"):
         cublaslt.matmul_into(target, a, a_scale, b, b_scale)
 

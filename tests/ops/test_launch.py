@@ -76,7 +76,7 @@ def by_key(*functions: Any) -> Iterator[Triton]:
         mock.patch.object(JITFunction, "run", lambda self, *a, **k: asked(self, *a, **k)),
     ):
         for function in functions:
-            launch.make_quick(function)
+            launch.convert(function)
         try:
             yield asked
         finally:
@@ -146,7 +146,7 @@ def key_of(arguments: tuple[Any, ...], meta: dict[str, Any], device: int = DEVIC
     """What such a launch is remembered by: types of the positional arguments, and the key of their form."""
     keys, types = [], tuple(map(type, arguments))
     with mock.patch.dict(vars(torch_private), current_device=lambda: device, current_raw_stream=None):
-        form = launch.make_form(kernel.params, types, {}, lambda key, *_: keys.append(key))
+        form = launch.make_launcher(kernel.params, types, {}, lambda key, *_: keys.append(key))
     form((1,), arguments, meta)
     return types, *keys
 
@@ -273,7 +273,7 @@ def test_the_launch_in_c_gets_what_triton_s_launcher_passes_on(monkeypatch, coun
     compiled.run = launcher = Launcher(lambda *passed: heard.append(passed), **others)
     monkeypatch.setattr(triton.runtime.driver, "_active", _Hopper())
     monkeypatch.setattr(launch, "STRAIGHT", True)
-    run, between, packed = launch.straight(compiled, count)
+    run, between, packed = launch.find_direct_call(compiled, count)
     assert (run is launcher) == bool(others)
     if others:
         assert between == ("function", "metadata", None, None, None)
@@ -289,7 +289,7 @@ def test_a_kernel_that_needs_scratch_memory_is_launched_by_triton_s_launcher(mon
     monkeypatch.setattr(launch, "STRAIGHT", True)
     compiled = Compiled()
     compiled.run = launcher = Launcher(print, global_scratch_size=128)
-    assert launch.straight(compiled, 3)[0] is launcher
+    assert launch.find_direct_call(compiled, 3)[0] is launcher
 
 
 def test_what_stands_in_the_way_is_said(monkeypatch):
@@ -309,9 +309,9 @@ def test_what_a_process_works_out_before_its_first_kernel_can_be_had_before_it_i
 
     triton_key.cache_clear()
     monkeypatch.setattr(launch, "_why_not", lambda: "no device")
-    launch.prepare_forks()
+    launch.warm_up_forks()
     assert not triton_key.cache_info().currsize
     monkeypatch.setattr(launch, "_why_not", lambda: "")
-    launch.prepare_forks()
+    launch.warm_up_forks()
     triton_key()
     assert (triton_key.cache_info().misses, triton_key.cache_info().hits) == (1, 1)

@@ -9,10 +9,10 @@ from megascale import config
 from megascale.config import LrConfig, OptimizerConfig
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.model.transformer import Chunk
-from megascale.ops.gradient_sink import main_of
+from megascale.ops.gradient_sink import main_grad_of
 from megascale.optim.learning_rate import learning_rate
 from megascale.optim.optimizer import ShardedOptimizer
-from megascale.parallel.buffers import FlatChunk
+from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.parameters import initialise, piece_views, spec_of
 
 
@@ -21,7 +21,7 @@ def make(options: OptimizerConfig, bucket: int | None = None, times: float = 1.0
     small = ["--model.hidden=16", "--model.layers=2", "--model.heads=4", "--model.sequence_length=8"]
     model = config.load(None, [*small, "--model.vocab_size=21", "--model.vocab_multiple=8"]).model
     chunk = Chunk(model, range(2), first=True, last=True, dtype=torch.float64)
-    flat = FlatChunk(chunk, torch.device("cpu"), bucket_elements=bucket)
+    flat = ParamAndGradBuffer(chunk, torch.device("cpu"), bucket_elements=bucket)
     initialise(chunk, 1)
     for p in chunk.parameters():
         p.data.mul_(times)
@@ -33,8 +33,8 @@ def fill(chunk: Chunk, step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     found = {}
     for p in chunk.parameters():
-        main_of(p).zero_()
-        for piece, view in piece_views(spec_of(p), main_of(p)):
+        main_grad_of(p).zero_()
+        for piece, view in piece_views(spec_of(p), main_grad_of(p)):
             view.normal_(0, 0.1, generator=generator)
             found[piece.name] = view.clone()
     return found
@@ -141,7 +141,7 @@ def test_a_step_with_nonfinite_gradients_changes_nothing(name, bad):
     before = weights(chunk)
     kept = [t.clone() for s in optimizer.states for t in s.tensors()]
     fill(chunk, 2)
-    main_of(next(chunk.parameters()))[0, 0] = bad
+    main_grad_of(next(chunk.parameters()))[0, 0] = bad
     assert not torch.isfinite(optimizer.step(1e-2, 2)[0])
     for key, w in weights(chunk).items():
         assert torch.equal(w, before[key]), key

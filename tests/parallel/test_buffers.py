@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from megascale.config import from_tree
 from megascale.model.transformer import Chunk
-from megascale.ops.gradient_sink import main_of
+from megascale.ops.gradient_sink import main_grad_of
 from megascale.parallel import data_parallel
 from megascale.parallel.buffer_layout import ALIGN, BufferMember, lay_out
-from megascale.parallel.buffers import Axes, FlatChunk, extent_boxes
+from megascale.parallel.buffers import Axes, ParamAndGradBuffer, extent_boxes
 from megascale.parallel.collectives import Axis
 from megascale.parallel.data_parallel import DataParallel
 
@@ -41,7 +41,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
         for d in range(data):
             module = chunk(Axis(None, tensor, t), block=block, tied_embeddings=tied)
             axes = Axes(data=Axis(None, data, d), tensor=Axis(None, tensor, t))
-            flat = FlatChunk(module, torch.device("cpu"), axes, zero, bucket)
+            flat = ParamAndGradBuffer(module, torch.device("cpu"), axes, zero, bucket)
             for shard in flat.shards:
                 assert shard.params.shape == shard.grads.shape
                 assert shard.params.is_contiguous()
@@ -71,7 +71,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
 @settings(max_examples=60, deadline=None)
 def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
     if tied:
-        members = [BufferMember(50, True, False, own_bucket=True), *members]
+        members = [BufferMember(50, True, False, tied=True), *members]
     layout = lay_out(members, ranks, limit)
     assert sorted(i for span in layout.buckets for i in span.members) == list(range(len(members)))
     edges = [0]
@@ -102,15 +102,15 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
     start, stop = layout.replicated
     assert replicated == {span.start for span in layout.buckets if start <= span.start < stop}
     assert {start, stop} <= set(edges)
-    assert layout.own_bucket == (len(layout.buckets) - 1 if tied else None)
+    assert layout.tied_bucket == (len(layout.buckets) - 1 if tied else None)
 
 
 def test_only_replicated_gradients_wait_for_the_tensor_axis():
     """The embedding of a first stage lies right behind them, and leaves within its backward."""
     for tensor in (1, 2):
         axes = Axes(tensor=Axis(None, tensor, 0), tied=Axis(None, 2, 0))
-        flat = FlatChunk(chunk(axes.tensor), torch.device("cpu"), axes, 1, 500)
-        assert flat.layout.own_bucket == len(flat.layout.buckets) - 1
+        flat = ParamAndGradBuffer(chunk(axes.tensor), torch.device("cpu"), axes, 1, 500)
+        assert flat.layout.tied_bucket == len(flat.layout.buckets) - 1
         for number, span in enumerate(flat.layout.buckets):
             waits = data_parallel._waits_for_tensor_axis(flat, number)
             assert waits == (tensor > 1 and flat.parameters[span.members[0]].spec.replicated)
@@ -120,7 +120,7 @@ def test_only_replicated_gradients_wait_for_the_tensor_axis():
 def test_parameters_and_gradients_are_views_of_the_buffers(zero):
     """What a shard updates is what the next forward reads, and what backward writes is what a shard sees."""
     module = chunk(Axis())
-    flat = FlatChunk(module, torch.device("cpu"), zero=zero, bucket_elements=500)
+    flat = ParamAndGradBuffer(module, torch.device("cpu"), zero=zero, bucket_elements=500)
     for shard in flat.shards:
         for extent in shard.extents:
             shard.params[extent.start : extent.stop] = 7.0
@@ -128,7 +128,7 @@ def test_parameters_and_gradients_are_views_of_the_buffers(zero):
         real = sum(piece.box.count for piece in p.spec.pieces)
         assert (p.view(-1)[:real] == 7.0).all()
         assert (p.view(-1)[real:] == 0.0).all()
-        main_of(p).fill_(3.0)
+        main_grad_of(p).fill_(3.0)
     for shard in flat.shards:
         for extent in shard.extents:
             assert (shard.grads[extent.start : extent.stop] == 3.0).all()
@@ -138,16 +138,16 @@ def backward(data: DataParallel, last: bool) -> None:
     """One micro-batch's, of tokens that are always the same."""
     tokens = torch.arange(8)[:, None]
     if last:
-        data.arm(0)
+        data.arm_reductions(0)
     data.begin_backward(0)
-    data.flats[0].module(tokens, tokens).sum().backward()
+    data.buffers[0].module(tokens, tokens).sum().backward()
     data.end_backward(0)
 
 
 @pytest.mark.parametrize("options", [{"block": "serial"}, {"block": "parallel", "tied_embeddings": False}])
 def test_a_steps_first_gemms_write_their_gradients(options):
     """They are never made zero, whatever the step before left there; all else is."""
-    flat = FlatChunk(chunk(Axis(), **options), torch.device("cpu"))
+    flat = ParamAndGradBuffer(chunk(Axis(), **options), torch.device("cpu"))
     data = DataParallel([flat])
     for p in flat.parameters:
         torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
@@ -165,7 +165,7 @@ def test_a_steps_first_gemms_write_their_gradients(options):
     gemms = sum(p.numel() for block in flat.module.blocks for p in block.parameters() if p.dim() == 2)
     assert flat.grads.isnan().sum() == gemms
     # A step in which nothing comes to them.
-    data.arm(0)
+    data.arm_reductions(0)
     data.begin_backward(0)
     data.end_backward(0)
     assert (flat.grads == 0).all()
@@ -174,7 +174,7 @@ def test_a_steps_first_gemms_write_their_gradients(options):
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_several_contributions_to_one_gradient_are_summed(micro_batches):
     """Autograd adds to a matrix's gradient before its GEMM does: what the GEMM would write must be added too."""
-    flat = FlatChunk(chunk(Axis()), torch.device("cpu"))
+    flat = ParamAndGradBuffer(chunk(Axis()), torch.device("cpu"))
     data = DataParallel([flat])
     for p in flat.parameters:
         torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
@@ -185,13 +185,13 @@ def test_several_contributions_to_one_gradient_are_summed(micro_batches):
         data.begin_step()
         for micro_batch in range(micro_batches):
             if micro_batch == micro_batches - 1:
-                data.arm(0)
+                data.arm_reductions(0)
             data.begin_backward(0)
             loss = flat.module(tokens, tokens).sum()
             # Later operators go backward first, so that this gradient comes before that of the GEMM.
             (loss + penalty * matrix.square().sum()).backward()
             data.end_backward(0)
-        return main_of(matrix).clone()
+        return main_grad_of(matrix).clone()
 
     plain = [run_step(0.0) for _ in range(3)][-1]
     for _ in range(3):
@@ -216,14 +216,14 @@ def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
 
     monkeypatch.setattr(data_parallel, "all_gather_into", gather)
     module = chunk(Axis(), tied_embeddings=tied)
-    flat = FlatChunk(module, torch.device("cpu"), Axes(data=Axis(None, 2, 0)), 1, 300)
+    flat = ParamAndGradBuffer(module, torch.device("cpu"), Axes(data=Axis(None, 2, 0)), 1, 300)
     for i, block in enumerate(module.blocks):
         block.register_forward_pre_hook(lambda *_, i=i: log.append(("block", i)))
     data = DataParallel([flat])
-    data.gather(0)
+    data.start_gather(0)
     data.await_parameters(0)
     module(torch.zeros(8, 1, dtype=torch.long), torch.zeros(8, 1, dtype=torch.long))
-    assert not data.gathering(0)
+    assert not data.is_gathering(0)
     sent = [where for what, where in log if what == "sent"]
     assert len(sent) == len(flat.layout.buckets) == len({where for what, where in log if what == "arrived"})
     spans = {span.start: span for span in flat.layout.buckets}

@@ -229,7 +229,7 @@ def play_parts(
                     device.put("main", lambda: to.copy_(found))
                     gave.append((n, to))
 
-                with ex.captured():
+                with ex.capture():
                     call_all(ex, device, program, own, lag, save)
                 known[number] = device.captured, own, gave
             entries, own, gave = known[number]
@@ -302,12 +302,12 @@ def test_replays_need_what_they_wait_for(monkeypatch: pytest.MonkeyPatch, what: 
 def test_a_capture_leaves_the_calls_around_it_as_they_were() -> None:
     devices, (ex, _) = exchanges_of(2)
     before = (ex._number, ex._gathers, ex._scatters, dict(ex._free), set(ex._open))
-    with ex.captured() as calls:
+    with ex.capture() as calls:
         ex.scatter_now(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
     assert calls.nbytes == 2 * 8 * SHAPE[0] * SHAPE[1]
 
     def fail() -> None:
-        with ex.captured():
+        with ex.capture():
             ex.scatter(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
             raise RuntimeError("no capture")
 
@@ -317,7 +317,7 @@ def test_a_capture_leaves_the_calls_around_it_as_they_were() -> None:
     assert not any(devices[0].queues.values())
     ex.scatter_now(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))  # nothing is owed
     waiting = ex.scatter(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match="before a capture begins"), ex.captured():
+    with pytest.raises(RuntimeError, match="before a capture begins"), ex.capture():
         pass
     waiting()
 

@@ -18,7 +18,7 @@ def chunks(draw: st.DrawFn) -> list[BufferMember]:
     """A chunk's parameters, with a tied embedding in front, behind, or not at all."""
     members = draw(st.lists(plain, min_size=1, max_size=20))
     alone = draw(st.sampled_from(["none", "first", "last"]))
-    tied = [BufferMember(draw(sizes), decay=True, replicated=False, own_bucket=True)]
+    tied = [BufferMember(draw(sizes), decay=True, replicated=False, tied=True)]
     return members if alone == "none" else tied + members if alone == "first" else members + tied
 
 
@@ -91,14 +91,14 @@ def test_a_tied_embedding_has_a_bucket_of_its_own(members, ranks, bucket):
     layout = lay_out(members, ranks, bucket)
     alone = [i for i, m in enumerate(members) if m.own_bucket]
     if not alone:
-        assert layout.own_bucket is None
+        assert layout.tied_bucket is None
         return
-    assert layout.own_bucket is not None
-    assert layout.buckets[layout.own_bucket].members == tuple(alone)
+    assert layout.tied_bucket is not None
+    assert layout.buckets[layout.tied_bucket].members == tuple(alone)
     # Another stage lays out the same embedding among other members: its shards must be the same ones.
     there = lay_out([BufferMember(5, False, True), members[alone[0]]], ranks, None)
-    assert there.own_bucket is not None
-    ours, theirs = layout.buckets[layout.own_bucket], there.buckets[there.own_bucket]
+    assert there.tied_bucket is not None
+    ours, theirs = layout.buckets[layout.tied_bucket], there.buckets[there.tied_bucket]
     assert ours.stop - ours.start == theirs.stop - theirs.start
 
 

@@ -7,10 +7,10 @@ import torch
 
 from megascale.config import from_tree
 from megascale.errors import ConfigError
-from megascale.ops.gradient_sink import GradientSink, attach, main_of, sink_of
+from megascale.ops.gradient_sink import GradientSink, attach, main_grad_of, sink_of
 from megascale.ops.linear import Operand
-from megascale.ops.side_stream import InOrder
-from megascale.parallel.collectives import ALONE, Axis
+from megascale.ops.side_stream import InlineStream
+from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import LINEARS, LinearPrecision, make_linears
 from megascale.parallel.runtime import Runtime
 from megascale.parallel.tensor import gather_linear, linear_scatter
@@ -40,15 +40,15 @@ def test_linear_accumulates_into_sinks(dtype):
     exact_w = 1 + 2 * dy.double().flatten(0, 1).T @ x.detach().double().flatten(0, 1)
     exact_b = 1 + 2 * dy.double().flatten(0, 1).sum(0)
     rtol = 1e-6 if dtype != torch.float64 else 1e-12  # bfloat16 too: the sum is never rounded to it
-    torch.testing.assert_close(main_of(w).double(), exact_w, rtol=rtol, atol=rtol)
-    torch.testing.assert_close(main_of(b).double(), exact_b, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(main_grad_of(w).double(), exact_w, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(main_grad_of(b).double(), exact_b, rtol=rtol, atol=rtol)
     torch.testing.assert_close(x.grad, 2 * want[0])
     # What an unset gradient holds is undefined: the first GEMM writes it, the next one adds.
-    main_of(w).fill_(float("nan"))
+    main_grad_of(w).fill_(float("nan"))
     sink_of(w).overwrite = True
     for _ in range(2):
         gather_linear(x, w, b).backward(dy)
-    torch.testing.assert_close(main_of(w).double(), exact_w - 1, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(main_grad_of(w).double(), exact_w - 1, rtol=rtol, atol=rtol)
 
 
 class Noting(LinearPrecision):
@@ -63,7 +63,7 @@ class Noting(LinearPrecision):
         return super().gradient(dy, weight, travels)
 
 
-class NotingStream(InOrder):
+class NotingStream(InlineStream):
     """A side stream that notes from which point on a work may run."""
 
     def __init__(self, notes: list[str]) -> None:
@@ -98,21 +98,24 @@ def test_autograd_knows_a_parameter_with_a_sink_only_where_nothing_else_asks_for
     x, w, v = (t.requires_grad_() for t in (randn(3, 2, 8), randn(5, 8, seed=1), randn(4, 5, seed=2)))
     b = randn(5, seed=3).requires_grad_()
     x.requires_grad_(of_x)
-    y = linear_scatter(make_linears("default", ALONE), gather_linear(x, w, b), v)
+    y = linear_scatter(make_linears("default", SINGLE_RANK), gather_linear(x, w, b), v)
     assert leaves(y) == 3 + of_x
     want = torch.autograd.grad(y.sum(), (w, b, v))
     for p in (w, b, v):
         attach(p, GradientSink(torch.zeros_like(p)))
-    y = linear_scatter(make_linears("default", ALONE), gather_linear(x, w, b), v)
+    y = linear_scatter(make_linears("default", SINGLE_RANK), gather_linear(x, w, b), v)
     assert leaves(y) == (1 if of_x else 2)
     y.sum().backward()
     for p, gradient in zip((w, b, v), want, strict=True):
-        torch.testing.assert_close(main_of(p), gradient)
+        torch.testing.assert_close(main_grad_of(p), gradient)
         assert p.grad is None
 
 
 def test_an_unknown_precision_is_told_with_those_there_are():
-    for refuse in (lambda: from_tree({"train": {"linear_precision": "defualt"}}), lambda: make_linears("x", ALONE)):
+    for refuse in (
+        lambda: from_tree({"train": {"linear_precision": "defualt"}}),
+        lambda: make_linears("x", SINGLE_RANK),
+    ):
         with pytest.raises(ConfigError, match=r"train.linear_precision='\w+' is not known; .*choose among 'default'"):
             refuse()
     assert LINEARS.names() == ["default", "float8", "float8_rowwise"]
@@ -137,7 +140,7 @@ def test_what_a_producer_knows_reaches_the_precision_and_what_it_keeps_is_all_th
     linears, held = _Given(), []
     x, w, v = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(3, 2, 8), (5, 8), (4, 5)]))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
-        y = linear_scatter(linears, gather_linear(x, w, None, linears, given="of x"), v, given=["of y"])
+        y = linear_scatter(linears, gather_linear(x, w, None, linears, amax="of x"), v, amaxes=["of y"])
     assert linears.given == ["of x", "of y"]
     assert [t.shape for t in held] == [x.shape, (3, 2, 5)]
     assert all(t.data_ptr() != x.data_ptr() for t in held)
@@ -164,7 +167,7 @@ def test_float8_linear_casts_each_operand_to_its_format(recipe):
     """
     x, w = randn(6, 16).requires_grad_(), randn(32, 16, seed=1).requires_grad_()
     dy = randn(6, 32, seed=2) * 10.0 ** torch.linspace(-7, 0, 32, dtype=torch.float64)
-    y = gather_linear(x, w, None, make_linears(recipe, ALONE))
+    y = gather_linear(x, w, None, make_linears(recipe, SINGLE_RANK))
     dx, dw = torch.autograd.grad(y, (x, w), dy)
     x, w = x.detach(), w.detach()
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2

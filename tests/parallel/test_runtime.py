@@ -45,7 +45,7 @@ def test_engines_of_one_process_share_nothing():
     assert told[0].losses == told[1].losses
     assert told[0].norms == told[1].norms
     chunk = first.chunks[0]
-    assert chunk.linears.axis.runtime is first.runtime is first.data.flats[0].axes.tensor.runtime
+    assert chunk.linears.axis.runtime is first.runtime is first.data_parallel.buffers[0].axes.tensor.runtime
 
 
 def two_modes() -> list[Engine]:
@@ -93,7 +93,7 @@ def test_engines_of_two_threads_have_each_their_own_kernels():
 def test_an_engine_evaluates_and_fails_with_its_own_kernels_and_leaves_none_behind():
     _, engine = two_modes()
     rows = torch.zeros(engine.config.model.sequence_length, 1, dtype=torch.int64)
-    engine.losses(rows, rows)
+    engine.sum_losses(rows, rows)
     assert set(run_for(engine).values()) == {"reference (kernels.mode)"}
 
     def no_batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,13 +146,13 @@ def test_torch_is_deterministic_until_the_last_thread_that_wants_it_has_left() -
     kernels, inside, leave = dispatch.Kernels(deterministic=True), Event(), Event()
 
     def hold() -> bool:
-        with kernels.in_force():
+        with kernels.as_current():
             inside.set()
             leave.wait(60)
             return told_torch()[0]
 
     with ThreadPoolExecutor(1) as threads:
-        with kernels.in_force():
+        with kernels.as_current():
             held = threads.submit(hold)
             assert inside.wait(60)
         leave.set()
@@ -165,7 +165,7 @@ def test_what_has_no_fixed_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match=r"kernels.attention='cudnn'.*kernels.deterministic=true.*attention=auto"):
         from_tree({"kernels": {"attention": "cudnn", "deterministic": True}})
     refused = pytest.raises(ConfigError, match=r"no deterministic backward \(kernels.deterministic\)")
-    with dispatch.Kernels(deterministic=True).in_force(), refused:
+    with dispatch.Kernels(deterministic=True).as_current(), refused:
         attention(q_SBND, q_SBND, q_SBND, window=None, backend="cudnn")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(ConfigError, match=r"kernels.deterministic=true needs CUBLAS_WORKSPACE_CONFIG=:4096:8.*':0:0'"):

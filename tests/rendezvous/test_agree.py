@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.errors import ConfigError, TrainingError
-from megascale.rendezvous.agree import agree, ranges
+from megascale.rendezvous.agree import agree, format_ranks
 
 FACTS = {"torch": "2.13", "model.layers": "4", "lr.peak": "0.1"}
 
@@ -153,6 +153,6 @@ def test_any_mix_of_settings_fails_everywhere_or_nowhere(odd):
 
 
 def test_ranges():
-    assert ranges([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
-    assert ranges(range(0, 60, 2), limit=3) == "0, 2, 4 and 27 more stretches"
-    assert ranges([]) == ""
+    assert format_ranks([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
+    assert format_ranks(range(0, 60, 2), limit=3) == "0, 2, 4 and 27 more stretches"
+    assert format_ranks([]) == ""

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.core.grid import Grid
-from megascale.rendezvous.group_plan import AXIS_KINDS, edges, plan_groups, rank_groups
+from megascale.rendezvous.group_plan import AXIS_KINDS, edge_rounds, plan_groups, rank_groups
 
 sizes = st.integers(1, 5)
 
@@ -46,7 +46,7 @@ def test_members_agree_on_what_the_grid_says(tensor, data, pipeline, virtual, ti
 @given(st.integers(1, 64), st.booleans())
 @settings(deadline=None)
 def test_edges_come_in_few_rounds_without_a_stage_twice(stages, ring):
-    rounds = edges(stages, ring)
+    rounds = edge_rounds(stages, ring)
     assert len(rounds) <= 3
     for pairs in rounds:
         touched = [stage for pair in pairs for stage in pair]

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from megascale.api import load_config, train
 from megascale.core.status import read_status
 from megascale.errors import TrainingError
-from megascale.train.weights import bit_sums, digest
+from megascale.train.weights import digest, sum_bits
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.data())
 def test_any_single_flipped_bit_changes_the_sum(seed, kind, data):
     flat = torch.randn(257, generator=torch.Generator().manual_seed(seed)).to(kind)
-    before = digest(bit_sums([flat, flat[:5].clone()]))
+    before = digest(sum_bits([flat, flat[:5].clone()]))
     width = flat.element_size() * 8
     whole = {16: torch.int16, 32: torch.int32, 64: torch.int64}[width]
     place, bit = data.draw(st.integers(0, 256)), data.draw(st.integers(0, width - 2))
     flat[place : place + 1].view(whole).bitwise_xor_(1 << bit)
-    assert digest(bit_sums([flat, flat[:5].clone()])) != before
+    assert digest(sum_bits([flat, flat[:5].clone()])) != before
 
 
 def inject(run: Path, **fault: object) -> None:

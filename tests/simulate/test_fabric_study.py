@@ -18,7 +18,7 @@ from megascale.simulate.fabric_network import SharedFabricNetwork
 from megascale.simulate.fabric_study import Variant, step_on_network
 from megascale.simulate.network import RingNetwork
 from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, own_software, run
+from megascale.simulate.step import Scenario, engine_software, run
 
 GPUS = 256
 WORDS = ["examples/gpt-175b.toml", "--train.global_batch=256", "--parallel.virtual_stages=2"]
@@ -30,7 +30,7 @@ def scenario():
     config = load_command_line(WORDS[0], WORDS[1:])
     cluster = load_cluster("a100-roce")
     constants = load_calibration(None, cluster.name)
-    return Scenario(config, GPUS, cluster, constants, own_software(config, stack("megascale")), "megascale")
+    return Scenario(config, GPUS, cluster, constants, engine_software(config, stack("megascale")), "megascale")
 
 
 def test_the_calibrations_own_network_changes_nothing(scenario):

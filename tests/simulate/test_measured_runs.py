@@ -22,7 +22,7 @@ from megascale.simulate.measured_runs import load_predictions, matching, measure
 from megascale.simulate.search import best, divisors, fewest, search, sensitivities
 from megascale.simulate.series import parse_vary
 from megascale.simulate.software import ENGINE_RECOMPUTE, MEGASCALE, stack, switch
-from megascale.simulate.step import Scenario, own_software, run
+from megascale.simulate.step import Scenario, engine_software, run
 from megascale.simulate.validation.validation_report import check_runs
 from tests.damaged_records import damaged_lines
 
@@ -110,7 +110,7 @@ def test_calibrate_from_runs_recovers_the_constant(tmp_path):
         ]
         config = configuration.load(None, settings)
         truth = Calibration("t", "h200-host", Constants(compute=1.23))
-        software = own_software(config, stack("megascale-h200"))
+        software = engine_software(config, stack("megascale-h200"))
         seconds = run(Scenario(config, tensor, cluster, truth, software)).seconds
         folders.append(write_run(tmp_path / name, settings, seconds, tensor))
     found, table = calibrate(folders, None, "h200-host", None, "compute", None, None)
@@ -138,7 +138,7 @@ def test_predictions_were_made_for_configurations_that_lay_out(name):
             p.gpus,
             load_cluster("h200-host"),
             load_calibration(None, "h200-host"),
-            own_software(config, stack(p.software)),
+            engine_software(config, stack(p.software)),
         )
         assert scenario.memory_gib() < 139
         assert p.low < p.seconds < p.high
@@ -152,9 +152,9 @@ def test_own_runs_are_compared(tmp_path):
     for p, factor in zip(said[:2], (1.02, 1.2), strict=True):
         write_run(tmp_path / p.name, p.settings, p.seconds * factor, p.gpus)
     others = check_runs(tmp_path)
-    check = next(one for one in others if "predictions h200 made" in one.what)
+    check = next(one for one in others if "predictions h200 made" in one.title)
     # Rounds of which the folder has no run fall back on the shipped measurements.
-    found = {round_: next(one for one in others if round_ in one.what) for round_ in ("second", "third", "fourth")}
+    found = {round_: next(one for one in others if round_ in one.title) for round_ in ("second", "third", "fourth")}
     assert {name: len(one.rows) for name, one in found.items()} == {"second": 8, "third": 8, "fourth": 12}
     # The third round was predicted of an engine without graphs, so that its small models missed; the model that stood
     # when it was measured had not seen it.
@@ -174,7 +174,7 @@ def test_own_runs_are_compared(tmp_path):
 def scenario():
     config = configuration.load(EXAMPLE)
     cluster = load_cluster("a100-roce")
-    return Scenario(config, 12288, cluster, load_calibration(None, "a100-roce"), own_software(config, MEGASCALE))
+    return Scenario(config, 12288, cluster, load_calibration(None, "a100-roce"), engine_software(config, MEGASCALE))
 
 
 def test_search_finds_layouts_that_fit(scenario):
@@ -194,7 +194,7 @@ def test_search_chooses_what_to_recompute():
     words = ["model.preset=gpt-13b", "train.precision=bfloat16", "train.global_batch=64"]
     config, cluster, base = configuration.load(None, words), load_cluster("h100-dgx"), stack("megascale-h200")
     calibration = load_calibration("h100-engine", "h100-host")
-    scenario = Scenario(config, 8, cluster, calibration, own_software(config, base), base=base)
+    scenario = Scenario(config, 8, cluster, calibration, engine_software(config, base), base=base)
     fastest = {}
     for kinds in (["none"], ["full"], list(ENGINE_RECOMPUTE)):
         found = search(config, cluster, calibration, scenario.software, 8, 8, kinds)
@@ -236,7 +236,7 @@ def test_search_takes_long_rounds_where_the_network_is_slow():
     slow = fast.model_copy(update={"inside": fast.inside.model_copy(update={"bus": [[2, 11.2]], "p2p_gbs": 11.0})})
     for cluster, wanted in ((fast, False), (slow, True)):
         found = search(
-            config, cluster, load_calibration("h200-engine", "h200-host"), own_software(config, MEGASCALE), 8, 8
+            config, cluster, load_calibration("h200-engine", "h200-host"), engine_software(config, MEGASCALE), 8, 8
         )
         long = found.micro_batch_group_size > 0
         # PP2 in five chunks and DP4: fits, and gains a fifth where links are slow.
@@ -248,7 +248,9 @@ def test_search_takes_long_rounds_where_the_network_is_slow():
         one_stage = long & (found.pipeline == 1)
         assert one_stage.any()
         assert (found.micro_batch_group_size[one_stage] * found.micro[one_stage] * found.data[one_stage] == 64).all()
-    scenario = Scenario(config, 8, slow, load_calibration("h200-engine", "h200-host"), own_software(config, MEGASCALE))
+    scenario = Scenario(
+        config, 8, slow, load_calibration("h200-engine", "h200-host"), engine_software(config, MEGASCALE)
+    )
     assert any(r.scenario.config.parallel.micro_batch_group_size for r in best(found, config, scenario, 8, count=20))
 
 
@@ -284,12 +286,12 @@ def test_switches_undo_themselves():
 
 def test_the_configuration_decides_what_it_names():
     config = configuration.load(EXAMPLE)
-    software = own_software(config, MEGASCALE)
+    software = engine_software(config, MEGASCALE)
     assert software.parallel_block
     assert software.window == config.model.window
     assert software.tp_overlap
     plain = ["overlap.tensor=off", "overlap.data=false", "kernels.mode=reference", "kernels.attention=flash"]
-    off = own_software(configuration.load(EXAMPLE, [*plain, "parallel.zero=0", "model.block=serial"]), MEGASCALE)
+    off = engine_software(configuration.load(EXAMPLE, [*plain, "parallel.zero=0", "model.block=serial"]), MEGASCALE)
     assert (off.tp_overlap, off.dp_overlap, off.fused_operators, off.parallel_block) == (False,) * 4
     assert off.attention == "flash2"
     assert not off.distributed_optimizer

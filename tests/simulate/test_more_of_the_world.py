@@ -23,7 +23,7 @@ from megascale.simulate.run_cost import run_cost
 from megascale.simulate.search import sensitivities
 from megascale.simulate.series import varied
 from megascale.simulate.software import MEGASCALE_H200, MEGATRON_2023, RECOMPUTE, stack
-from megascale.simulate.step import Scenario, own_software, run
+from megascale.simulate.step import Scenario, engine_software, run
 from tests.simulate.simulator_cases import GPT_13B, GPT_175B, case, with_part
 
 H200 = load_cluster("h200-host")
@@ -41,7 +41,7 @@ def parts(one: Case) -> dict[str, float]:
 
 
 def moe(**more) -> Case:
-    return Case.of(GPT_13B, MEGASCALE_H200, tensor=1, pipeline=1, virtual=1, data=8, micro=2, batch=64, **more)
+    return Case.from_model(GPT_13B, MEGASCALE_H200, tensor=1, pipeline=1, virtual=1, data=8, micro=2, batch=64, **more)
 
 
 def test_float8_is_faster_by_less_than_the_peaks():
@@ -73,7 +73,7 @@ def test_a_stack_without_float8_says_in_what_it_is_priced():
 def test_float8_is_refused_on_a_gpu_that_has_none():
     config = configuration.load("examples/gpt-175b.toml", ["train.linear_precision=float8"])
     machine = load_cluster("a100-roce")
-    software = own_software(config, stack("megascale"))
+    software = engine_software(config, stack("megascale"))
     scenario = Scenario(config, 256, machine, load_calibration(None, machine.name), software)
     with pytest.raises(ConfigError, match="A100-SXM4-80GB no float8 rate"):
         run(scenario)
@@ -83,7 +83,7 @@ def test_a_varied_setting_changes_the_stack_that_it_decides():
     config = configuration.load(None, ["model.preset=gpt-13b", "model.layers=20", "train.global_batch=64"])
     base = stack("megascale-h200")
     calibration = Calibration("none", H200.name)
-    scenario = Scenario(config, 8, H200, calibration, own_software(config, base), base=base)
+    scenario = Scenario(config, 8, H200, calibration, engine_software(config, base), base=base)
     values = {"parallel.recompute": ("none", "full"), "train.linear_precision": ("default", "float8")}
     values |= {"model.block": ("serial", "parallel"), "overlap.data": (True, False)}
     for key, choices in values.items():
@@ -97,7 +97,7 @@ def test_a_step_hangs_on_the_gpu_s_peak_in_either_precision(name):
     config = configuration.load(None, [*words, f"train.linear_precision={name}"])
     base = stack("megascale-h200")
     calibration = load_calibration("h200-engine", H200.name)
-    changes = sensitivities(Scenario(config, 2, H200, calibration, own_software(config, base), base=base))
+    changes = sensitivities(Scenario(config, 2, H200, calibration, engine_software(config, base), base=base))
     slower, faster = changes["GPU peak"]
     assert slower > 0.1
     assert faster < -0.07
@@ -114,12 +114,13 @@ def test_full_sharding_is_priced_by_what_its_gathers_and_reductions_cannot_hide(
     model = configuration.load(None, ["model.preset=llama-8b"]).model
     layout = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": 64, "micro": 1}
     kept, sharded = (
-        Case.of(model, replace(stack("megatron-fsdp"), full_sharding=on), batch=64, **layout) for on in (False, True)
+        Case.from_model(model, replace(stack("megatron-fsdp"), full_sharding=on), batch=64, **layout)
+        for on in (False, True)
     )
     seconds = {one: float(step_parts(h100, kept if one == "kept" else sharded).data) for one in ("kept", "sharded")}
     assert seconds["sharded"] > 1.5 * seconds["kept"] > 0
     # Each micro-batch gathers and reduces again; replicas that keep their weights do so once per step.
-    four = Case.of(model, stack("megatron-fsdp"), batch=256, **layout)
+    four = Case.from_model(model, stack("megatron-fsdp"), batch=256, **layout)
     assert float(step_parts(h100, four).data) > 3 * seconds["sharded"]
     # Links too slow to hide anything: three times the weights per layer cross them, two gathers and a reduction.
     slow = with_part(h100, "between", bus=[[2, 0.4]], gbs=0.5)
@@ -244,7 +245,7 @@ def test_experts_add_weights_and_exchanges_but_no_work():
 def scenario(*settings: str, **more) -> Scenario:
     config = configuration.load(None, ["model.preset=gpt-13b", "train.global_batch=64", *settings])
     return Scenario(
-        config, 8, H200, Calibration("none", "h200-host"), own_software(config, stack("megascale-h200")), **more
+        config, 8, H200, Calibration("none", "h200-host"), engine_software(config, stack("megascale-h200")), **more
     )
 
 
@@ -306,7 +307,7 @@ def test_float8_steps_follow_from_its_kernels(settings, measured):
     """Steps on one H200 that nothing of float8 was fitted to: casts and held rates are kernel benchmarks."""
     config = configuration.load(None, [*settings, "train.precision=bfloat16", "train.linear_precision=float8"])
     engine = load_calibration("h200-engine", H200.name)
-    step = run(Scenario(config, 1, H200, engine, own_software(config, MEGASCALE_H200))).seconds
+    step = run(Scenario(config, 1, H200, engine, engine_software(config, MEGASCALE_H200))).seconds
     assert step == pytest.approx(measured, rel=0.03)
 
 

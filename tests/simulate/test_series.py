@@ -14,9 +14,9 @@ from megascale.simulate.calibration import Calibration
 from megascale.simulate.cluster import load_cluster, with_figure
 from megascale.simulate.planner.layout_cost import DEVICES
 from megascale.simulate.render import show_rows
-from megascale.simulate.series import leave_one_out, parse_vary, sweep_rows
+from megascale.simulate.series import ablate_in_turn, parse_vary, sweep_rows
 from megascale.simulate.software import TECHNIQUES, stack
-from megascale.simulate.step import Scenario, own_software
+from megascale.simulate.step import Scenario, engine_software
 from megascale.simulate.validation.split import BY_HASH, SETS, is_development
 
 
@@ -24,7 +24,9 @@ from megascale.simulate.validation.split import BY_HASH, SETS, is_development
 def scenario() -> Scenario:
     config = configuration.load("examples/gpt-175b.toml", ["train.global_batch=256"])
     cluster = load_cluster("a100-roce")
-    return Scenario(config, 256, cluster, Calibration("none", cluster.name), own_software(config, stack("megascale")))
+    return Scenario(
+        config, 256, cluster, Calibration("none", cluster.name), engine_software(config, stack("megascale"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_a_range_ends_at_its_end():
 
 
 def test_leaving_a_technique_out_is_slower_by_a_positive_share(scenario):
-    whole, *rows = leave_one_out(scenario, list(TECHNIQUES), "closed")
+    whole, *rows = ablate_in_turn(scenario, list(TECHNIQUES), "closed")
     for _, result, slower in rows:
         assert slower == pytest.approx(result.seconds / whole[1].seconds - 1)
     assert {name: s for name, _, s in rows}["without parallel-block"] > 0

@@ -22,14 +22,14 @@ from megascale.simulate.validation.anchors import (
     VTRAIN_FILE,
     ablation,
     anchor_file,
-    data_folder,
+    find_data_folder,
     h200_peers,
     later_peers,
+    list_rounds,
+    load_first_round,
+    load_h100_runs,
     nemo_development,
     nemo_h100,
-    own_first,
-    own_h100,
-    own_rounds,
     paper_development,
     strong_scaling,
     vtrain,
@@ -39,16 +39,16 @@ from megascale.simulate.validation.band_check import check_bands, unfitted_evide
 from megascale.simulate.validation.band_evidence import (
     another_series,
     conformal,
-    each_gpu_doubling,
-    nothing_fitted,
-    other_both,
-    other_machine,
-    other_stack,
-    unseen,
+    spread_per_doubling,
+    unfitted_machine_spread,
+    unfitted_spread,
+    unfitted_stack_and_machine_spread,
+    unfitted_stack_spread,
+    unseen_spread,
     vtrain_unfitted,
     without_power,
 )
-from megascale.simulate.validation.machine_check import check_nemo, check_others_on_a100, check_own_h100
+from megascale.simulate.validation.machine_check import check_a100_stacks, check_nemo, check_own_h100
 from megascale.simulate.validation.score import (
     TABLE_CONSTANTS,
     affine_control,
@@ -72,7 +72,7 @@ def cluster():
     return load_cluster("a100-roce")
 
 
-FOLDER = data_folder()
+FOLDER = find_data_folder()
 
 
 def test_the_table_is_the_paper_s():
@@ -132,20 +132,20 @@ def test_widths_of_bands_are_what_development_rows_give():
     """Nobody sets one by hand, or after a look at held-out rows."""
     widths = {
         prediction_band.LEAST: another_series(),
-        prediction_band.OTHER_STACK: other_stack(),
-        prediction_band.OTHER_MACHINE: other_machine(),
-        prediction_band.OTHER_BOTH: other_both(),
+        prediction_band.UNFITTED_STACK: unfitted_stack_spread(),
+        prediction_band.UNFITTED_MACHINE: unfitted_machine_spread(),
+        prediction_band.UNFITTED_STACK_AND_MACHINE: unfitted_stack_and_machine_spread(),
         prediction_band.NO_POWER: without_power(),
     }
     for shipped_width, found in widths.items():
         assert found == pytest.approx(shipped_width, abs=6e-4)
-    folder = data_folder()
+    folder = find_data_folder()
     if folder is None or not (folder / VTRAIN_FILE).is_file():
         pytest.skip("vTrain's rows are not here")
-    assert pytest.approx(each_gpu_doubling(folder), abs=6e-4) == prediction_band.EACH_GPU_DOUBLING
-    assert nothing_fitted(folder) == pytest.approx(prediction_band.NOTHING_FITTED, abs=6e-4)
-    assert unseen(folder) == pytest.approx(prediction_band.UNSEEN, abs=6e-4)
-    pair = prediction_band.KNOWN_PAIRS[("a100-hdr", "megatron-deepspeed")]
+    assert pytest.approx(spread_per_doubling(folder), abs=6e-4) == prediction_band.EACH_GPU_DOUBLING
+    assert unfitted_spread(folder) == pytest.approx(prediction_band.NOTHING_FITTED, abs=6e-4)
+    assert unseen_spread(folder) == pytest.approx(prediction_band.UNSEEN, abs=6e-4)
+    pair = prediction_band.MEASURED_PAIRS[("a100-hdr", "megatron-deepspeed")]
     assert ends(vtrain_unfitted(folder)) == pytest.approx(pair, abs=6e-4)
 
 
@@ -178,8 +178,8 @@ def test_the_shipped_calibration_is_what_its_command_gives(cluster):
     for name, machine, rows, constants in (
         ("a100-roce", "a100-roce", paper_development(), ("fixed",)),
         ("h200-host", "h200-host", h200_peers(), ("compute",)),
-        ("h200-engine", "h200-host", own_first(), ("compute", "tp_residual")),
-        ("h100-engine", "h100-host", own_h100(), ("compute", "tp_residual")),
+        ("h200-engine", "h200-host", load_first_round(), ("compute", "tp_residual")),
+        ("h100-engine", "h100-host", load_h100_runs(), ("compute", "tp_residual")),
         ("h100-host", "h100-host", later_peers("peers"), ("compute",)),
         ("h100-nemo", "h100-dgx", nemo_development(), ("compute",)),
     ):
@@ -215,7 +215,7 @@ def test_peers_on_the_h200_host():
 
 def test_steps_on_h100s_need_the_power_limit():
     """Without it this engine's H100 steps come out a tenth too fast, with it they are as good as on H200s."""
-    limited, rows = load_cluster("h100-host"), own_h100()
+    limited, rows = load_cluster("h100-host"), load_h100_runs()
     errors = percent(predict(limited, rows), rows.seconds)
     assert np.abs(errors).mean() < 2.0
     unlimited = limited.model_copy(update={"power": None})
@@ -272,7 +272,7 @@ def test_published_h100_rows_that_were_held_out_meet_what_was_asked():
 
 
 def test_bands_of_other_stacks_on_a100s():
-    check = check_others_on_a100(FOLDER)
+    check = check_a100_stacks(FOLDER)
     assert {one.rows for one in check.columns} >= {7, 8}
     if FOLDER is not None and (FOLDER / VTRAIN_FILE).is_file():
         assert check.passed, check.figures
@@ -305,11 +305,11 @@ def test_absent_data_is_skipped_and_said(tmp_path, monkeypatch):
         assert "not here" in check.skipped
     for check in check_runs(None):
         waiting = check.passed is None
-        measured = any(f"predictions {name} made" in check.what for name in own_rounds() if name != "h200-third")
+        measured = any(f"predictions {name} made" in check.title for name in list_rounds() if name != "h200-third")
         assert waiting != measured
         assert waiting == ("wait for their measurement" in check.skipped)
     with pytest.raises(DataError, match="no folder"):
-        data_folder(tmp_path / "nowhere")
+        find_data_folder(tmp_path / "nowhere")
 
 
 def test_damaged_data_is_refused(tmp_path):

@@ -14,7 +14,7 @@ from megascale.api import load_config, train
 from megascale.ops import attention
 from megascale.ops.attention import AttentionChoice, attention_reference
 from megascale.ops.attention_backends import BACKENDS
-from megascale.train.attention_choice import _decide
+from megascale.train.attention_choice import decide_kernels
 from tests.conftest import lines
 from tests.exact.processes import Start, run_ranks
 from tests.train.test_run import losses, weights
@@ -119,7 +119,7 @@ offers = st.lists(
 
 @given(offers)
 def test_what_is_decided_runs_on_every_rank_of_its_kind_and_no_other_is_faster(found):
-    decisions = _decide([(kind, {"s": measured}) for kind, measured in found], {}, {})
+    decisions = decide_kernels([(kind, {"s": measured}) for kind, measured in found], {}, {})
     for kind in {kind for kind, _ in found}:
         times = [ms for each, (ms, _) in found if each == kind]
         name, _ = decisions[kind]["s"]

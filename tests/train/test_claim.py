@@ -11,7 +11,7 @@ from megascale.config import Config, from_tree
 from megascale.core import run_lock
 from megascale.core.events import Event
 from megascale.core.status import StatusFile, read_status
-from megascale.train.claim import claim, tell_refusal, tell_status
+from megascale.train.claim import record_refusal, take_run_locks, write_failed_status
 from megascale.train.run_folder import RunFolder
 from tests.conftest import lines
 
@@ -39,7 +39,7 @@ def test_a_start_waits_for_the_ranks_of_an_older_attempt(tmp_path, monkeypatch, 
         monkeypatch.setenv("MEGASCALE_NODE", node)
     shared = tmp_path / "shared"
     config = configure(tmp_path, rendezvous={"timeout": timeout}, checkpoint={"location": str(shared)})
-    locks = claim(config)
+    locks = take_run_locks(config)
     assert waits == [grace_period] * 2
     for folder in (tmp_path / "a", shared):
         assert (folder / run_lock.TRAINERS).exists()
@@ -53,8 +53,8 @@ def test_a_claim_that_fails_holds_nothing(tmp_path, monkeypatch):
     config = configure(tmp_path, checkpoint={"location": str(shared)})
     # The folder of checkpoints is tried last: by then the run's own lock is held.
     with run_lock.take(shared, "another"), pytest.raises(run_lock.Busy, match="another"):
-        claim(config)
-    for lock in claim(config):
+        take_run_locks(config)
+    for lock in take_run_locks(config):
         lock.release()
 
 
@@ -63,11 +63,11 @@ def test_a_refusal_is_told_in_a_folder_that_is_free(tmp_path, monkeypatch, rank)
     """Rank 0 writes the event; each rank its own status."""
     monkeypatch.setenv("RANK", rank)
     config = configure(tmp_path)
-    tell_refusal(config, "refused")
+    record_refusal(config, "refused")
     assert not (tmp_path / "a").exists()
     folder = RunFolder(config.run_folder)
     folder.create()
-    tell_refusal(config, "refused")
+    record_refusal(config, "refused")
     if rank == "0":
         [event] = lines(folder.events)
         assert (event["event"], event["step"], event["message"]) == (Event.RUN_FAILED.value, 0, "refused")
@@ -88,7 +88,7 @@ def test_a_refusal_is_not_told_where_another_trains(tmp_path, monkeypatch):
     folder = RunFolder(config.run_folder)
     folder.create()
     with run_lock.take(folder.path, "another"):
-        tell_refusal(config, "refused")
+        record_refusal(config, "refused")
     assert not folder.events.exists()
     assert not list(folder.status.iterdir())
 
@@ -98,14 +98,14 @@ def test_a_refusal_is_not_told_where_another_trains(tmp_path, monkeypatch):
 )
 def test_the_status_of_a_rank_that_lives_is_left_alone(tmp_path, monkeypatch, pid, phase, kept):
     folder = RunFolder(tmp_path)
-    tell_status(folder, 0, False, "refused")
+    write_failed_status(folder, 0, False, "refused")
     assert not folder.status.exists()
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: pid)
         status = StatusFile(folder.status, 0)
         status.update(phase, 3)
         status.close()
-    tell_status(folder, 0, False, "refused")
+    write_failed_status(folder, 0, False, "refused")
     last = read_status(folder.status / "rank-0.status")
     assert last is not None
     assert last.phase == (phase if kept else "failed")
@@ -119,5 +119,5 @@ def test_events_are_for_their_owner_alone(tmp_path, monkeypatch, owner, mode):
     folder.events.chmod(0o644)
     if owner is not None:
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    folder.event(Event.RUN_FAILED, step=0)
+    folder.append_event(Event.RUN_FAILED, step=0)
     assert folder.events.stat().st_mode & 0o777 == mode

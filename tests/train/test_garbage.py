@@ -12,7 +12,7 @@ from megascale.config import from_tree
 from megascale.core.layout import lay_out
 from megascale.train import garbage_collection
 from megascale.train.engine import Engine
-from megascale.train.garbage_collection import Garbage
+from megascale.train.garbage_collection import GarbageCollector
 
 
 class Knot:
@@ -26,7 +26,7 @@ class Knot:
 def garbage(monkeypatch):
     monkeypatch.setattr(garbage_collection, "gc", gc)
     gc.unfreeze()
-    made = Garbage(3)
+    made = GarbageCollector(3)
     yield made
     made.close()
     gc.freeze()
@@ -46,8 +46,8 @@ def test_collects_after_planned_steps_and_leaves_python_as_it_was(garbage):
 
 
 def test_zero_leaves_it_to_python():
-    garbage = Garbage(0)
-    garbage.after(1)
+    garbage = GarbageCollector(0)
+    garbage.collect(1)
     assert gc.isenabled()
 
 

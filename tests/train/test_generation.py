@@ -12,7 +12,7 @@ from megascale import api
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.huggingface_file import HuggingFaceTokenizer
 from megascale.errors import ConfigError
-from megascale.train.generation import text_of
+from megascale.train.generation import decode_stream
 
 TEXT = "people like green people and green people like naïve 中文"
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -65,7 +65,7 @@ def generated(kind: str, prompt: str, stops: list[str]) -> str:
     tokenizer = tokenizer_of(kind)
     ids, begun = tokenizer.encode(TEXT), tokenizer.encode(prompt)
     assert ids[: len(begun)] == begun
-    pieces = list(text_of(tokenizer, ids[len(begun) :], stops, begun))
+    pieces = list(decode_stream(tokenizer, ids[len(begun) :], stops, begun))
     assert all(pieces)
     return "".join(pieces)
 

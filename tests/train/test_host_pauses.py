@@ -40,11 +40,11 @@ def pauses():
 
 def step(timers: Timers, pauses: HostPauses, work) -> None:
     timers.step_begins(1)
-    pauses.step_begins()
+    pauses.begin_step()
     timers.begin(SpanKind.FORWARD)
     work()
     timers.end()
-    pauses.tell(timers)
+    pauses.record(timers)
     timers.step_ended()
 
 

@@ -6,14 +6,14 @@ import os
 
 import pytest
 
-from megascale.train.rank_info import _threads
+from megascale.train.rank_info import count_threads
 
 
 @pytest.mark.parametrize(("told", "threads"), [("1", 1), ("3", 3), ("4,2", 4), ("64", 8)])
 def test_threads_are_no_more_than_asked_for(monkeypatch, told, threads):
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setenv("OMP_NUM_THREADS", told)
-    assert (_threads(2), _threads(100)) == (threads, 1)
+    assert (count_threads(2), count_threads(100)) == (threads, 1)
 
 
 @pytest.mark.parametrize("told", [None, "", "0", "-1", "many"])
@@ -22,4 +22,4 @@ def test_threads_are_a_share_of_the_cores(monkeypatch, told):
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     if told is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", told)
-    assert (_threads(1), _threads(2), _threads(100)) == (16, 8, 1)
+    assert (count_threads(1), count_threads(2), count_threads(100)) == (16, 8, 1)

@@ -19,7 +19,7 @@ from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.step_folders import COMMIT
 from megascale.config import ACCEPTABLE, Config, from_tree
 from megascale.data.dataset.indexed import IndexedWriter
-from megascale.data.dataset.ledger import check
+from megascale.data.dataset.ledger import check_ledger
 from megascale.data.dataset.samples import SampleSource
 from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import ConfigError, DataError
@@ -123,7 +123,7 @@ def test_other_settings_are_free_and_told(again, capsys) -> None:
     assert wanted <= set(told.removeprefix("settings changed after step 5: ").split("; "))
     ledger = lines(run / "samples" / "ledger.jsonl")
     assert [line["count"] for line in ledger] == [4] * 5 + [6] * 4
-    assert check(ledger, SampleSource(load_config(run / "config.toml"))).faults == []
+    assert check_ledger(ledger, SampleSource(load_config(run / "config.toml"))).faults == []
 
 
 @pytest.mark.parametrize("before", ["adamw", "lamb", "muon"])
@@ -179,15 +179,15 @@ def test_data_that_changed_is_refused_and_may_move(again, tmp_path) -> None:
 
 def test_data_as_an_older_version_remembers_it(again) -> None:
     """Its checkpoints and its record know fewer places of each file."""
-    from megascale.data.dataset.file_hash import even_part, fingerprint
-    from megascale.train.resume import data_hash
+    from megascale.data.dataset.file_hash import even_part, fingerprint_file
+    from megascale.train.resume import hash_fingerprints
 
     files = [again.folder / "data" / f"train.{kind}" for kind in ("bin", "idx")]
-    known = {str(file): even_part(fingerprint(file)) for file in files}
-    rewrite_state(again.run, data=data_hash(known.values()))
+    known = {str(file): even_part(fingerprint_file(file)) for file in files}
+    rewrite_state(again.run, data=hash_fingerprints(known.values()))
     (again.run / "samples" / "sources.json").write_text(json.dumps(known))
     assert lines(again() / "samples" / "ledger.jsonl")[-1]["step"] == 8
-    rewrite_state(again.run, data=data_hash(["1-other"]))
+    rewrite_state(again.run, data=hash_fingerprints(["1-other"]))
     (again.run / "samples" / "sources.json").unlink()
     refused(again, "--train.steps=9", says="other contents")
 
@@ -387,7 +387,7 @@ def test_each_difference_is_found_and_judged(chosen: set[tuple[str, str]], begun
     tree: dict[str, dict[str, object]] = {}
     for section, key in chosen:
         tree.setdefault(section, {})[key] = VALUES[section][key]
-    saved, _ = setting_changes.read_saved(json.loads(json.dumps(from_tree({}).model_dump(exclude_none=True))))
+    saved, _ = setting_changes.read_saved_config(json.loads(json.dumps(from_tree({}).model_dump(exclude_none=True))))
     found = setting_changes.find_changes(saved, from_tree(tree), begun=begun)
     names = {f"{s}.{k}" for s, k in chosen}
     assert names <= {c.key for c in found}
@@ -399,10 +399,10 @@ def test_each_difference_is_found_and_judged(chosen: set[tuple[str, str]], begun
     assert {c.key for c in found if c.kind == "refused"} == model
     assert {c.key for c in found if c.kind == "asked"} == asked
     accepted: Sequence[str] = sorted(asked)
-    assert (setting_changes.explain("x", found, accepted) is None) == (not model)
+    assert (setting_changes.explain_changes("x", found, accepted) is None) == (not model)
     if asked and not model:
         left = data.draw(st.sampled_from(sorted(asked)))
-        assert left in (setting_changes.explain("x", found, [k for k in accepted if k != left]) or "")
+        assert left in (setting_changes.explain_changes("x", found, [k for k in accepted if k != left]) or "")
 
 
 def test_only_what_may_be_accepted_can_be_named() -> None:

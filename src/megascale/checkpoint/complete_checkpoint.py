@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from megascale.checkpoint.format import step_folders as folders
-from megascale.checkpoint.format.chunks import overlap, slices
+from megascale.checkpoint.format.chunks import box_slices, intersect_boxes
 from megascale.checkpoint.format.index import TensorInfo
-from megascale.checkpoint.format.step_folders import Commit, Damaged
-from megascale.checkpoint.loader import LoadReport, fetch
+from megascale.checkpoint.format.step_folders import Commit, DamagedCheckpoint
+from megascale.checkpoint.loader import LoadReport, read_chunks
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box
@@ -37,7 +37,7 @@ class CompleteCheckpoint:
         try:
             self.index = folders.read_index(storage, commit)
             folders.check_sizes(storage, commit)
-        except Damaged as damage:
+        except DamagedCheckpoint as damage:
             raise DataError(self._damaged(str(damage))) from None
         self.tensors: dict[str, TensorInfo] = self.index.tensors
         self._cache: OrderedDict[int, torch.Tensor] = OrderedDict()
@@ -48,12 +48,12 @@ class CompleteCheckpoint:
         """What was saved besides tensors."""
         return self.commit.state
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def read_tensor(self, name: str) -> torch.Tensor:
         """A whole logical tensor in host memory."""
         shape = self.tensors[name].shape
-        return self.box(name, Box((0,) * len(shape), shape))
+        return self.read_box(name, Box((0,) * len(shape), shape))
 
-    def box(self, name: str, box: Box) -> torch.Tensor:
+    def read_box(self, name: str, box: Box) -> torch.Tensor:
         """A part of a logical tensor."""
         try:
             result = torch.empty(box.sizes, dtype=getattr(torch, self.tensors[name].dtype))
@@ -64,10 +64,10 @@ class CompleteCheckpoint:
             ) from None
         for row in self.index.overlapping(name, box).tolist():
             chunk, held = self._chunk(row), self.index.box(row)
-            common = overlap(held, box)
+            common = intersect_boxes(held, box)
             if common is not None:
-                target = result[slices(box, common)] if common.sizes else result
-                target.copy_(chunk[slices(held, common)] if common.sizes else chunk)
+                target = result[box_slices(box, common)] if common.sizes else result
+                target.copy_(chunk[box_slices(held, common)] if common.sizes else chunk)
         return result
 
     def _chunk(self, row: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ class CompleteCheckpoint:
             self._cache.move_to_end(row)
             return self._cache[row]
         report = LoadReport()
-        chunk = fetch(self.index, np.array([row]), self._read, report)[row]
+        chunk = read_chunks(self.index, np.array([row]), self._read, report)[row]
         if report.damage:
             raise DataError(self._damaged(report.damage[0]))
         self._cache[row] = chunk
@@ -99,15 +99,15 @@ class CompleteCheckpoint:
         )
 
 
-def open_whole(path: Path | str, step: int | None = None) -> CompleteCheckpoint:
+def open_checkpoint(path: Path | str, step: int | None = None) -> CompleteCheckpoint:
     """The newest committed checkpoint (or that of `step`) of a run folder, checkpoints folder or step-N folder.
 
     Raises DataError if there is none.
     """
     storage, there = folders.find_steps(path)
-    commits = [c for c in folders.survey(storage)[0] if c.step in there and step in (None, c.step)]
+    commits = [c for c in folders.list_commits(storage)[0] if c.step in there and step in (None, c.step)]
     if not commits:
-        have = sorted(c.step for c in folders.survey(storage)[0])
+        have = sorted(c.step for c in folders.list_commits(storage)[0])
         asked = f"of step {step} " if step is not None else ""
         raise DataError(f"there is no committed checkpoint {asked}in {str(path)!r}; committed steps: {have or 'none'}")
     return CompleteCheckpoint(open_storage(storage), commits[0])

@@ -19,10 +19,10 @@ from megascale.checkpoint.complete_checkpoint import CompleteCheckpoint
 from megascale.checkpoint.format import archive
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.archive import crc32
-from megascale.checkpoint.format.chunks import CHUNK_BYTES, split
-from megascale.checkpoint.format.foreign_index import read_index
+from megascale.checkpoint.format.chunks import CHUNK_BYTES, split_box
+from megascale.checkpoint.format.foreign_index import read_torch_index
 from megascale.checkpoint.format.index import TensorInfo, is_tensor_name
-from megascale.checkpoint.format.torch_index import torch_metadata
+from megascale.checkpoint.format.torch_index import make_torch_metadata
 from megascale.checkpoint.format.write_plan import data_file, make_offer, make_plan
 from megascale.checkpoint.saver import host_bytes
 from megascale.checkpoint.storage.base import Storage
@@ -48,7 +48,9 @@ _SAFE = {
 }
 
 
-def write_checkpoint(storage: Storage, step: int, source: Source, state: dict[str, Any], files: int, told: Told) -> int:
+def write_checkpoint(
+    storage: Storage, step: int, source: Source, state: dict[str, Any], files: int, on_file: Told
+) -> int:
     """Commit a step with the tensors of `source` in `files` files of about equal size; its bytes."""
     tensors, read = source
     total = sum(info.nbytes for info in tensors.values())
@@ -56,7 +58,7 @@ def write_checkpoint(storage: Storage, step: int, source: Source, state: dict[st
     pieces = [
         (name, info.shape, info.dtype, box)
         for name, info in sorted(tensors.items())
-        for box in split(Box((0,) * len(info.shape), info.shape), archive.element_size(info.dtype), limit)
+        for box in split_box(Box((0,) * len(info.shape), info.shape), archive.element_size(info.dtype), limit)
     ]
     sizes = np.cumsum([box.count * archive.element_size(dtype) for _, _, dtype, box in pieces])
     which = np.minimum(sizes * files // max(int(sizes[-1]), 1), files - 1) if len(sizes) else []
@@ -70,7 +72,7 @@ def write_checkpoint(storage: Storage, step: int, source: Source, state: dict[st
         if not part.size:
             continue
         name = f"{generation}-{data_file(rank)}"
-        told(name)
+        on_file(name)
         sink = storage.create(f"{folders.step_name(step)}/{name}")
         whole = 0
         try:
@@ -89,13 +91,13 @@ def write_checkpoint(storage: Storage, step: int, source: Source, state: dict[st
             folders.withdraw(storage, step, generation)
             raise
         names[name] = (part.size, whole)
-    index = plan.index.committed(generation, np.array(crcs, np.uint32))
-    return folders.commit_save(storage, step, generation, index, names, torch_metadata(index), state).size
+    index = plan.index.with_generation(generation, np.array(crcs, np.uint32))
+    return folders.commit_save(storage, step, generation, index, names, make_torch_metadata(index), state).size
 
 
-def source_of(whole: CompleteCheckpoint) -> Source:
+def as_source(whole: CompleteCheckpoint) -> Source:
     """A checkpoint as a source."""
-    return whole.tensors, whole.box
+    return whole.tensors, whole.read_box
 
 
 def export_safetensors(
@@ -148,17 +150,17 @@ def _write_safetensors(whole: CompleteCheckpoint, path: Path, names: Mapping[str
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
-            file.write(host_bytes(whole.tensor(name)))
+            file.write(host_bytes(whole.read_tensor(name)))
 
 
 def export_torch(whole: CompleteCheckpoint, path: Path, names: Mapping[str, str]) -> Path:
     """Write tensors as one `torch.save` file (a flat dictionary; all of it is held in memory)."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({called: whole.tensor(name) for name, called in names.items()}, path)
+    torch.save({called: whole.read_tensor(name) for name, called in names.items()}, path)
     return path
 
 
-def read_foreign(path: Path, prefix: str) -> Source:
+def read_foreign_tensors(path: Path, prefix: str) -> Source:
     """Tensors of a `.safetensors` file or folder of them, a `torch.save` file, or a torch distributed checkpoint.
 
     Nested dictionaries become dotted names; `prefix` is put before each. Nothing but tensors is unpickled. DataError
@@ -266,7 +268,7 @@ def _from_distributed(path: Path) -> Iterator[Found]:
             ) from None
         return state[name]
 
-    metadata = read_index(path / folders.METADATA)
+    metadata = read_torch_index(path / folders.METADATA)
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             yield (

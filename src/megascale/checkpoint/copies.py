@@ -14,18 +14,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from megascale.checkpoint.format.chunks import TensorShard, overlap, slices, split
+from megascale.checkpoint.format.chunks import TensorShard, box_slices, intersect_boxes, split_box
 from megascale.core.capacity import usable_cores
 from megascale.core.tensors import Box
 
 log = logging.getLogger(__name__)
 
 _FEW, _MOST = 4, 8  # threads at most: of few cores each, of many half
-_PIECE = 16 << 20  # bytes of a chunk that a thread copies at a time
+_PIECE_BYTES = 16 << 20  # bytes of a chunk that a thread copies at a time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size, those that numpy knows
 
 
-class Staging:
+class PinnedBuffer:
     """Page-locked memory of a thread, through which what a device is to have goes.
 
     Args:
@@ -38,7 +38,7 @@ class Staging:
     def __init__(self, size: int, page_locked: bool = True) -> None:
         self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=page_locked)
 
-    def hold(self, source: torch.Tensor) -> torch.Tensor | None:
+    def copy_in(self, source: torch.Tensor) -> torch.Tensor | None:
         """A copy of a tensor of any strides, contiguous, there until the next; None if it is larger than this."""
         if not 0 < source.nbytes <= self._memory.numel() or source.element_size() not in _BITS:
             return None
@@ -49,7 +49,7 @@ class Staging:
         return held
 
 
-class Copies:
+class ShardCopier:
     """Copies into the memory of shards, two rounds under way at most. On devices each thread has a stream of its own,
     which waits for no other: what is copied from must be there, and so must the memory of the shards.
 
@@ -64,7 +64,7 @@ class Copies:
         self._before: list[Future[None]] = []
         self._round: list[Future[None]] = []
 
-    def __enter__(self) -> Copies:
+    def __enter__(self) -> ShardCopier:
         for device in self._devices:  # what makes their memory may be under way on this thread's stream
             torch.cuda.current_stream(device).synchronize()
         return self
@@ -72,12 +72,12 @@ class Copies:
     def __exit__(self, kind: object, *_: object) -> None:
         self._pool.shutdown()
         if kind is None:
-            self.end_round()
-            self.end_round()
+            self.wait_for_previous_round()
+            self.wait_for_previous_round()
 
-    def begin(self, box: Box, tensor: torch.Tensor, shard: TensorShard) -> None:
+    def copy_to_shard(self, box: Box, tensor: torch.Tensor, shard: TensorShard) -> None:
         """Copy what a part of a chunk and a shard share. `tensor` keeps its values until the round after has ended."""
-        common = overlap(box, shard.box)
+        common = intersect_boxes(box, shard.box)
         if common is None:
             return
         with torch.no_grad():
@@ -86,18 +86,18 @@ class Copies:
             self._round.append(self._begin(target, tensor))
             return
         # Between places of one device a copy is too short to be cut.
-        cut = [common] if tensor.is_cuda else split(common, tensor.element_size(), _PIECE)
+        cut = [common] if tensor.is_cuda else split_box(common, tensor.element_size(), _PIECE_BYTES)
         for part in cut:
-            to, of = target[slices(shard.box, part)], tensor[slices(box, part)]
+            to, of = target[box_slices(shard.box, part)], tensor[box_slices(box, part)]
             self._round.append(self._begin(to, of))
 
-    def end_round(self) -> None:
+    def wait_for_previous_round(self) -> None:
         """Wait for the round before."""
         for one in self._before:
             one.result()
         self._before, self._round = self._round, []
 
-    def joined(self, pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    def join_pieces(self, pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """The bytes of pieces in host memory, one after the other in new memory of a device (uint8); complete when it
         returns. For any thread."""
         result = torch.empty(sum(piece.nbytes for piece in pieces), dtype=torch.uint8, device=device)
@@ -106,8 +106,8 @@ class Copies:
             if place.storage_offset() % piece.element_size():  # odd-sized neighbours of another type
                 piece = piece.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
             target, whole = place.view(piece.dtype).view(piece.shape), Box((0,) * piece.dim(), tuple(piece.shape))
-            for part in split(whole, piece.element_size(), _PIECE):
-                at = slices(whole, part)
+            for part in split_box(whole, piece.element_size(), _PIECE_BYTES):
+                at = box_slices(whole, part)
                 started.append(self._begin(target[at], piece[at]))
         for one in started:
             one.result()
@@ -123,19 +123,19 @@ class Copies:
                 return
             stream, staging = self._of_thread(target.device)
             with torch.cuda.stream(stream):
-                held = None if source.is_cuda or staging is None else staging.hold(source)
+                held = None if source.is_cuda or staging is None else staging.copy_in(source)
                 target.copy_(source if held is None else held, non_blocking=held is not None)
                 stream.synchronize()
 
-    def _of_thread(self, device: torch.device) -> tuple[torch.cuda.Stream, Staging | None]:
+    def _of_thread(self, device: torch.device) -> tuple[torch.cuda.Stream, PinnedBuffer | None]:
         """This thread's stream and staging memory for a device; None: none is to be had, so copies are slow."""
-        own: dict[torch.device, tuple[torch.cuda.Stream, Staging | None]]
+        own: dict[torch.device, tuple[torch.cuda.Stream, PinnedBuffer | None]]
         own = self._own.__dict__.setdefault("of_devices", {})
         if device not in own:
             try:
-                staging = Staging(_PIECE)
+                staging = PinnedBuffer(_PIECE_BYTES)
             except RuntimeError as error:
-                log.warning("%s bytes of memory could not be page-locked (%s): slow copies", _PIECE, error)
+                log.warning("%s bytes of memory could not be page-locked (%s): slow copies", _PIECE_BYTES, error)
                 staging = None
             own[device] = torch.cuda.Stream(device), staging
         return own[device]

@@ -19,14 +19,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megascale.checkpoint.copies import Copies
+from megascale.checkpoint.copies import ShardCopier
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.archive import crc32, element_size
-from megascale.checkpoint.format.chunks import TensorShard, slices
+from megascale.checkpoint.format.chunks import TensorShard, box_slices
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.mismatch import explain_leftovers, explain_mismatch
-from megascale.checkpoint.format.read_plan import Want, assign_readers, info_of, moves, rounds, spans, want
-from megascale.checkpoint.format.step_folders import Commit, Damaged
+from megascale.checkpoint.format.read_plan import (
+    ChunkRequest,
+    assign_readers,
+    find_moved_chunks,
+    info_of,
+    plan_rounds,
+    spans,
+    want,
+)
+from megascale.checkpoint.format.step_folders import Commit, DamagedCheckpoint
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
@@ -47,17 +55,17 @@ Read = Callable[[str, int, int], "memoryview | bytes | bytearray"]
 # Told the saved state and what to call it before anything is read from it; raises DataError, on all processes alike,
 # if it may not be gone on from. Returns whether the optimizer is another one than the saved state's: tensors that it
 # keeps and the checkpoint lacks then become zero, as before the first step.
-Accept = Callable[[Mapping[str, Any], str], bool]
+AcceptState = Callable[[Mapping[str, Any], str], bool]
 
 
 @dataclass
 class LoadReport:
     """What a load cost this process: bytes it read from storage or memory, bytes it sent to others."""
 
-    read: int = 0
-    sent: int = 0
+    read_bytes: int = 0
+    sent_bytes: int = 0
     damage: list[str] = field(default_factory=list)
-    zeroed: set[str] = field(default_factory=set)  # state of a new optimizer that the checkpoint lacks
+    zeroed_states: set[str] = field(default_factory=set)  # state of a new optimizer that the checkpoint lacks
     passed_over: list[Commit] = field(default_factory=list)  # found damaged, the one before was taken
 
 
@@ -69,7 +77,7 @@ def load(
     group: ProcessGroup | None = None,
     report: LoadReport | None = None,
     initial: Sequence[TensorShard] | None = None,
-    accept: Accept | None = None,
+    accept: AcceptState | None = None,
     complete: bool = False,
 ) -> dict[str, Any]:
     """Fill `shards` in place from the newest committed checkpoint (or that of `step`); collective over `group`.
@@ -115,7 +123,7 @@ def load(
             if damages and peers.rank == 0:
                 say(f"{'; '.join(damages)}. Went back to the checkpoint of step {commit.step}")
             return commit.state
-        if peers.share(folders.is_removed(storage, commit) if peers.rank == 0 else None, bool | None):
+        if peers.broadcast(folders.is_removed(storage, commit) if peers.rank == 0 else None, bool | None):
             removed += 1
             if step is not None or removed == _REMOVED:
                 raise DataError(
@@ -133,7 +141,7 @@ def load(
 
 def _share_candidates(storage: Storage, step: int | None, peers: Peers) -> list[Commit]:
     """Return the commits to try in order, the same on all processes. Raises DataError if there is none."""
-    candidates = peers.share(find_candidates(storage, step) if peers.rank == 0 else None, list[Commit] | str | None)
+    candidates = peers.broadcast(find_candidates(storage, step) if peers.rank == 0 else None, list[Commit] | str | None)
     if isinstance(candidates, str):
         raise DataError(candidates)
     return list(candidates)
@@ -155,7 +163,7 @@ def _clear_new_state(index: CheckpointIndex, shards: Sequence[TensorShard], repo
     for shard in shards:
         if shard.name.startswith("optimizer.") and shard.name not in index.tensors:
             shard.tensor.zero_()
-            report.zeroed.add(".".join(shard.name.split(".")[:2]))
+            report.zeroed_states.add(".".join(shard.name.split(".")[:2]))
         else:
             present.append(shard)
     return present
@@ -169,21 +177,21 @@ def say(message: str) -> None:
 
 def find_candidates(storage: Storage, step: int | None) -> list[Commit] | str:
     """Commits to try in order, or what is wrong."""
-    good, unreadable = folders.survey(storage)
+    good, unreadable = folders.list_commits(storage)
     have = f"committed steps: {sorted(c.step for c in good) or 'none'}"
     if step is not None:
         place = f"{storage.url}/{folders.step_name(step)}"
         found = [commit for commit in good if commit.step == step]
         if found:
             return found
-        if step in folders.step_folders(storage):
+        if step in folders.list_steps(storage):
             return f"{place!r} is half-written or damaged (no readable COMMIT) and cannot be loaded; {have}"
         return f"there is no checkpoint {place!r}; {have}"
     for bad, why in unreadable.items() if good else ():
         say(f"the checkpoint '{storage.url}/{folders.step_name(bad)}' is passed over: {why}")
     if good:
         return sorted(good, key=lambda commit: folders.marked_damaged(storage, commit))
-    halves = [f"{storage.url}/{folders.step_name(s)}" for s in folders.step_folders(storage)]
+    halves = [f"{storage.url}/{folders.step_name(s)}" for s in folders.list_steps(storage)]
     if halves:
         return (
             f"no checkpoint in {storage.url!r} is complete: {', '.join(halves)} half-written (no readable COMMIT); "
@@ -204,7 +212,7 @@ def load_commit(
 ) -> str | None:
     """Fill shards from one commit; None if all is well, else what is damaged, the same on all. DataError if the
     checkpoint is of another model."""
-    table, damage = peers.share(_open(storage, commit) if peers.rank == 0 else None, tuple[bytes, str])
+    table, damage = peers.broadcast(_open(storage, commit) if peers.rank == 0 else None, tuple[bytes, str])
     if damage:
         return damage
     index = CheckpointIndex.from_bytes(table)
@@ -214,7 +222,7 @@ def load_commit(
         return storage.read(f"{place}/{file}", start, stop - start)
 
     name = f"{storage.url}/{place}"
-    return fill(
+    return fill_shards(
         index,
         shards,
         peers,
@@ -232,12 +240,12 @@ def _open(storage: Storage, commit: Commit) -> tuple[bytes, str]:
     try:
         index = folders.read_index(storage, commit)
         folders.check_sizes(storage, commit)
-    except Damaged as damage:
+    except DamagedCheckpoint as damage:
         return b"", str(damage)
     return index.to_bytes(), ""
 
 
-def fill(
+def fill_shards(
     index: CheckpointIndex,
     shards: Sequence[TensorShard],
     peers: Peers,
@@ -266,10 +274,10 @@ def fill(
     if new_optimizer:
         shards = _clear_new_state(index, shards, report)
     problem = explain_mismatch(name, index, shards, state)
-    mine = Want(np.zeros(0, np.int64), np.zeros((0, 2, 0), np.int64))
+    mine = ChunkRequest(np.zeros(0, np.int64), np.zeros((0, 2, 0), np.int64))
     if problem is None:
         mine = want(index, [(s.name, s.box) for s in shards])
-    answers = peers.exchange((problem, mine), tuple[str | None, Want])
+    answers = peers.all_gather((problem, mine), tuple[str | None, ChunkRequest])
     wrong = next((p for p, _ in answers if p), None)
     if wrong:
         raise DataError(wrong)
@@ -280,11 +288,11 @@ def fill(
     for shard in shards:
         by_name.setdefault(shard.name, []).append(shard)
     reader = assign_readers(index, wants, holders)
-    schedule, moved = rounds(index, reader, wants), moves(reader, wants)
+    schedule, moved = plan_rounds(index, reader, wants), find_moved_chunks(reader, wants)
     # All know which rounds move anything; where each reads its own, nobody waits for anybody.
     moving = [any(moved[rows].any() for rows in parts) for parts in schedule]
     wire, early = peers.wire, max(1, min(_AHEAD, usable_cores() // 2))
-    with ThreadPoolExecutor(early) as ahead, Copies(shards) as copies:
+    with ThreadPoolExecutor(early) as ahead, ShardCopier(shards) as copies:
 
         def begin(number: int) -> Future[_Round]:
             rows = schedule[number][peers.rank]
@@ -293,26 +301,26 @@ def fill(
         pending = deque(map(begin, range(min(early, len(schedule)))))
         for number, parts in enumerate(schedule):
             ready = pending.popleft().result()
-            report.read += ready.report.read
-            report.sent += ready.report.sent
+            report.read_bytes += ready.report.read_bytes
+            report.sent_bytes += ready.report.sent_bytes
             report.damage += ready.report.damage
             for row, box, tensor in [*ready.own, *_received(index, parts, wants, peers, ready)]:
                 for shard in by_name[index.name(row)]:
-                    copies.begin(box, tensor, shard)
-            copies.end_round()
+                    copies.copy_to_shard(box, tensor, shard)
+            copies.wait_for_previous_round()
             if number + early < len(schedule):
                 pending.append(begin(number + early))
     found, report.damage = report.damage, []
-    return next((d[0] for d in peers.exchange(found[:1], list[str]) if d), None)
+    return next((d[0] for d in peers.all_gather(found[:1], list[str]) if d), None)
 
 
-def fetch(index: CheckpointIndex, rows: np.ndarray, read: Read, report: LoadReport) -> dict[int, torch.Tensor]:
+def read_chunks(index: CheckpointIndex, rows: np.ndarray, read: Read, report: LoadReport) -> dict[int, torch.Tensor]:
     """Read some chunks and check them; chunks that fail stand in the report and come back as zeros."""
     result: dict[int, torch.Tensor] = {}
     for file, start, stop, inside in spans(index, rows):
         try:
             data = memoryview(read(file, start, stop))
-            report.read += len(data)
+            report.read_bytes += len(data)
         except OSError as error:
             data = memoryview(b"")
             report.damage.append(f"{file} cannot be read: {error}")
@@ -349,16 +357,16 @@ class _Round:
 def _prepare(
     index: CheckpointIndex,
     rows: np.ndarray,
-    wants: Sequence[Want],
+    wants: Sequence[ChunkRequest],
     peers: Peers,
     read: Read,
-    copies: Copies,
+    copies: ShardCopier,
     wire: torch.device,
     moving: bool,
 ) -> _Round:
     """Read and check a round's chunks, and put together on `wire` what the others need of them."""
     report = LoadReport()
-    data = fetch(index, rows, read, report)
+    data = read_chunks(index, rows, read, report)
     own: list[tuple[int, Box, torch.Tensor]] = []
     pieces: list[torch.Tensor] = []
     counts = [0] * len(wants)
@@ -367,18 +375,18 @@ def _prepare(
             continue
         for row, part in _chosen(w, rows):
             _, box = info_of(index, row, part)
-            cut = data[row][slices(index.box(row), box)] if box.sizes else data[row]
+            cut = data[row][box_slices(index.box(row), box)] if box.sizes else data[row]
             if rank == peers.rank:
                 own.append((row, box, cut))
             else:
                 pieces.append(cut)
                 counts[rank] += cut.nbytes
-    report.sent = sum(counts)
-    return _Round(own, copies.joined(pieces, wire) if moving else None, counts, report)
+    report.sent_bytes = sum(counts)
+    return _Round(own, copies.join_pieces(pieces, wire) if moving else None, counts, report)
 
 
 def _received(
-    index: CheckpointIndex, parts: Sequence[np.ndarray], wants: Sequence[Want], peers: Peers, ready: _Round
+    index: CheckpointIndex, parts: Sequence[np.ndarray], wants: Sequence[ChunkRequest], peers: Peers, ready: _Round
 ) -> list[tuple[int, Box, torch.Tensor]]:
     """Give the others what they need of a round, get what this process needs of theirs: (row, box, elements)."""
     result: list[tuple[int, Box, torch.Tensor]] = []
@@ -413,7 +421,7 @@ def _bytes(box: Box, dtype: str) -> int:
     return box.count * element_size(dtype)
 
 
-def _chosen(w: Want, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
+def _chosen(w: ChunkRequest, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Of some rows those that a process wants, with the part wanted, in the order of `rows`."""
     if not len(w.rows) or not len(rows):
         return []

@@ -16,12 +16,12 @@ from megascale.errors import TrainingError
 _Array = tuple[str, tuple[int, ...], bytes]
 
 
-def dump(value: Any) -> bytes:
+def encode_value(value: Any) -> bytes:
     """As bytes; TypeError for what is no plain data."""
     return msgspec.msgpack.encode(value, enc_hook=_plain)
 
 
-def load(data: bytes | bytearray | memoryview, kind: Any) -> Any:
+def decode_value(data: bytes | bytearray | memoryview, kind: Any) -> Any:
     """The value, of type `kind`; TrainingError if it is none."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_made)

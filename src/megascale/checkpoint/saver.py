@@ -20,9 +20,9 @@ import torch
 from megascale.checkpoint.format import archive
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.archive import crc32
-from megascale.checkpoint.format.chunks import TensorShard, slices, split
+from megascale.checkpoint.format.chunks import TensorShard, box_slices, split_box
 from megascale.checkpoint.format.index import TensorInfo
-from megascale.checkpoint.format.torch_index import torch_metadata
+from megascale.checkpoint.format.torch_index import make_torch_metadata
 from megascale.checkpoint.format.write_plan import Offer, RankPart, WritePlan, data_file, make_offer, make_plan
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.base import Storage, StorageWriter
@@ -53,7 +53,7 @@ class Slice:
     def view(self) -> torch.Tensor:
         """The elements, a view on the shard's memory."""
         tensor = self.shard.tensor.detach()
-        return tensor[slices(self.shard.box, self.box)] if self.box.sizes else tensor
+        return tensor[box_slices(self.shard.box, self.box)] if self.box.sizes else tensor
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -69,7 +69,7 @@ def cut(shards: Sequence[TensorShard]) -> list[Slice]:
     result = []
     for shard in shards:
         item = archive.element_size(dtype_name(shard.tensor))
-        result += [Slice(shard, box) for box in split(shard.box, item) if box.count or 0 in shard.shape]
+        result += [Slice(shard, box) for box in split_box(shard.box, item) if box.count or 0 in shard.shape]
     return result
 
 
@@ -111,7 +111,7 @@ def write_part(sink: StorageWriter, part: RankPart, chunks: Sequence[Slice]) -> 
         head, tail = archive.wrap(chunk.info.dtype, chunk.box.sizes, crc, length)
         for piece, piece_crc in ((head, crc32(head)), (data, crc), (tail, crc32(tail))):
             sink.write(piece)
-            whole = archive.combine(whole, piece_crc, len(piece))
+            whole = archive.combine_crc32(whole, piece_crc, len(piece))
     sink.finish()
     return crcs, whole
 
@@ -145,23 +145,23 @@ def save(
     Returns the committed folder. Raises TrainingError, on all processes alike, if the disk is full or fails (the
     previous checkpoint stays, the half-written one is removed).
     """
-    save_to(open_storage(folder), step, shards, state, keep, Peers(group))
+    save_to_storage(open_storage(folder), step, shards, state, keep, Peers(group))
     return type(folder)(f"{folder}/{folders.step_name(step)}")
 
 
-def save_to(
+def save_to_storage(
     storage: Storage, step: int, shards: Sequence[TensorShard], state: dict[str, Any], keep: int, peers: Peers
 ) -> int:
     """As `save`; the checkpoint's bytes, the same on all."""
     part, plan = agree(peers, shards)
-    start = peers.share(_begin(storage, state, plan.size) if plan else None, tuple[str, int] | SaveFailure | None)
+    start = peers.broadcast(_begin(storage, state, plan.size) if plan else None, tuple[str, int] | SaveFailure | None)
     if isinstance(start, SaveFailure):
         raise start.error()
     generation, needed = start
     result = _write_mine(storage, f"{folders.step_name(step)}/{generation}-{data_file(peers.rank)}", part, cut(shards))
     results = peers.gather(result, Written | SaveFailure)
     finished = _finish(storage, step, generation, plan, results, state, keep) if plan else None
-    outcome = peers.share(finished, int | SaveFailure | None)
+    outcome = peers.broadcast(finished, int | SaveFailure | None)
     if isinstance(outcome, int):
         return outcome
     failed = outcome.error()
@@ -241,13 +241,13 @@ def _finish(
     failure = next((r for r in results if isinstance(r, SaveFailure)), None)
     if failure is None:
         try:
-            index = plan.index.committed(generation, np.concatenate([crcs for crcs, _ in results]))
+            index = plan.index.with_generation(generation, np.concatenate([crcs for crcs, _ in results]))
             files = {
                 f"{generation}-{data_file(rank)}": (part.size, crc)
                 for rank, (part, (_, crc)) in enumerate(zip(plan.parts, results, strict=True))
                 if part.size
             }
-            commit = folders.commit_save(storage, step, generation, index, files, torch_metadata(index), state)
+            commit = folders.commit_save(storage, step, generation, index, files, make_torch_metadata(index), state)
             folders.prune(storage, keep)
             return commit.size
         except Exception as error:

@@ -23,7 +23,7 @@ _OF_THIS_START = "checkpoint.accept_changes"
 _BY_CONTENTS = ("data.tokenizer", "data.train")  # by whoever reads files: they may lie elsewhere
 _ONLY_TEXT = ("data.text_key", "data.shuffle_tokens")
 # After a change of these a sample's number means other tokens than before. A run or files are compared by contents.
-CHANGES_SAMPLES = frozenset(
+SAMPLE_ORDER_KEYS = frozenset(
     {"data.weights", "data.shuffle", "data.shuffle_tokens", "model.sequence_length", "train.seed"}
 )
 
@@ -47,7 +47,7 @@ class Change:
         return f"{self.key} was {_shown(self.saved)} and is {_shown(self.present)}"
 
 
-def read_saved(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
+def read_saved_config(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """A saved configuration as this version understands it, and the keys that it does not know.
 
     It is not judged: a value that is no longer allowed stands as it was saved.
@@ -144,7 +144,7 @@ def _of_one_optimizer() -> list[str]:
     return [key for name in OPTIMIZERS.names() for key in OPTIMIZERS[name].settings]
 
 
-def explain(name: str, changes: Sequence[Change], accepted: Sequence[str]) -> str | None:
+def explain_changes(name: str, changes: Sequence[Change], accepted: Sequence[str]) -> str | None:
     """One paragraph if some changes are not allowed, else None. `name`: what to call the checkpoint."""
     refused = [change for change in changes if change.kind == "refused"]
     if refused:
@@ -180,7 +180,7 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def line(changes: Sequence[Change], step: int) -> str:
+def format_changes(changes: Sequence[Change], step: int) -> str:
     """The changes as one line for the terminal."""
     told = [f"{c.key} {_shown(c.saved)} -> {_shown(c.present)}" for c in changes]
     return f"settings changed after step {step}: {'; '.join(told)}"

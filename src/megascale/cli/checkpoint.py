@@ -43,10 +43,10 @@ def inspect(
 
     from rich.console import Console
 
-    from megascale.checkpoint.format.step_folders import find_steps, step_name, summarise
+    from megascale.checkpoint.format.step_folders import find_steps, step_name, summarise_step
 
     storage, there = find_steps(path)
-    summaries = [summarise(storage, step) for step in there]
+    summaries = [summarise_step(storage, step) for step in there]
     # Training may remove a checkpoint while it is looked at.
     kept = [s for s in summaries if s.committed or storage.list(step_name(s.step))] or summaries
     found = sorted(kept, key=lambda s: (s.committed, s.sequence, s.step))
@@ -187,17 +187,17 @@ def prune(
 
     Example: megascale checkpoint prune runs/first --keep 1
     """
-    from megascale.checkpoint.format.step_folders import find_steps, linked_steps, step_folders, steps
+    from megascale.checkpoint.format.step_folders import find_steps, list_linked_steps, list_steps, steps
     from megascale.checkpoint.format.step_folders import prune as remove
     from megascale.checkpoint.format.verify import verify as check
 
     storage, there = find_steps(path)
     with _alone("megascale checkpoint prune", path, storage.url):
-        linked = linked_steps(storage)
+        linked = list_linked_steps(storage)
         is_sound = lambda commit: not check(storage, commit.step).problems
-        removed = remove(storage, keep, whole=is_sound, remove_links=True)
+        removed = remove(storage, keep, is_sound=is_sound, remove_links=True)
         left = steps(storage)
-        remaining = step_folders(storage)
+        remaining = list_steps(storage)
     if not left:
         raise DataError(
             f"no checkpoint in {path!r} is complete, so nothing was removed; see megascale checkpoint inspect"
@@ -223,10 +223,10 @@ def export_(
 
     Example: megascale checkpoint export runs/first exported
     """
-    from megascale.checkpoint.complete_checkpoint import open_whole
+    from megascale.checkpoint.complete_checkpoint import open_checkpoint
     from megascale.checkpoint.conversion import export_safetensors, export_torch
 
-    whole = open_whole(path, step)
+    whole = open_checkpoint(path, step)
     names = {name: name.removeprefix(only) for name in whole.tensors if name.startswith(only)}
     if not names:
         begins = sorted({name.split(".")[0] + "." for name in whole.tensors})
@@ -256,16 +256,16 @@ def import_(
 
     Example: megascale checkpoint import weights.safetensors runs/new/checkpoints
     """
-    from megascale.checkpoint.conversion import read_foreign, write_checkpoint
+    from megascale.checkpoint.conversion import read_foreign_tensors, write_checkpoint
     from megascale.checkpoint.storage.opening import open_storage
 
-    foreign = read_foreign(source, prefix)
+    foreign = read_foreign_tensors(source, prefix)
     state = {"step": step, "imported_from": str(source)}
     with _progress() as progress:
         task = progress.add_task("import", total=None)
         told = lambda what: progress.update(task, description=what)
         with _alone("megascale checkpoint import", target):
-            size = write_checkpoint(open_storage(target), step, foreign, state, files=1, told=told)
+            size = write_checkpoint(open_storage(target), step, foreign, state, files=1, on_file=told)
     typer.echo(f"{len(foreign[0])} tensors, {size:,} bytes, committed as {target}/step-{step}")
 
 
@@ -282,16 +282,16 @@ def reshard(
 
     Example: megascale checkpoint reshard runs/first s3://bucket/first --files 8
     """
-    from megascale.checkpoint.complete_checkpoint import open_whole
-    from megascale.checkpoint.conversion import source_of, write_checkpoint
+    from megascale.checkpoint.complete_checkpoint import open_checkpoint
+    from megascale.checkpoint.conversion import as_source, write_checkpoint
     from megascale.checkpoint.storage.opening import open_storage
 
-    whole = open_whole(path, step)
+    whole = open_checkpoint(path, step)
     with _progress() as progress:
         task = progress.add_task("reshard", total=None)
         told = lambda what: progress.update(task, description=what)
         with _alone("megascale checkpoint reshard", target):
-            size = write_checkpoint(open_storage(target), whole.commit.step, source_of(whole), whole.state, files, told)
+            size = write_checkpoint(open_storage(target), whole.commit.step, as_source(whole), whole.state, files, told)
     typer.echo(f"step {whole.commit.step}: {len(whole.tensors)} tensors, {size:,} bytes in {files} files at {target}")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from megascale.train.convert_model import Converted
+    from megascale.train.convert_model import Conversion
 
 convert = typer.Typer(no_args_is_help=True, help="Bring models from Hugging Face folders and back.")
 
@@ -106,7 +106,7 @@ def export(
     _tell(made, as_json)
 
 
-def _tell(made: Converted, as_json: bool) -> None:
+def _tell(made: Conversion, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(asdict(made) | {"path": str(made.path)}))
         return

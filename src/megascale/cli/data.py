@@ -120,11 +120,11 @@ def inspect(
     from rich.markup import escape
     from rich.table import Table
 
-    from megascale.data.dataset.description import describe, manifest_sources, prefixes
+    from megascale.data.dataset.description import describe_token_file, find_prefixes, manifest_sources
 
     console = Console()
-    for prefix in prefixes(path):
-        facts = describe(prefix, samples, tokens, tokenizer, full=full)
+    for prefix in find_prefixes(path):
+        facts = describe_token_file(prefix, samples, tokens, tokenizer, full=full)
         if as_json:
             typer.echo(strict_json.dumps(asdict(facts)))
             continue
@@ -177,18 +177,18 @@ def ledger(
     """
     from dataclasses import asdict
 
-    from megascale.data.dataset.ledger import check
+    from megascale.data.dataset.ledger import check_ledger
     from megascale.data.dataset.samples import SampleSource
     from megascale.data.loader.host_layout import index_folder
     from megascale.errors import DataError
-    from megascale.train.run_folder import RunFolder, read_lines, run_config
+    from megascale.train.run_folder import RunFolder, load_run_config, read_records
 
-    config = run_config(run)
+    config = load_run_config(run)
     file = RunFolder(run).samples
     if not file.exists():
         raise DataError(f"{run} has no ledger ({file} is missing): it has not trained a step yet, or lost its history")
     source = SampleSource(config, index_folder(config)) if draw else None
-    result = check(read_lines(file), source, full=full)
+    result = check_ledger(read_records(file), source, full=full)
     if source is not None:
         source.close()
     if as_json:
@@ -200,8 +200,10 @@ def ledger(
             typer.echo(f"tokens of {result.compared:,} steps read again and compared with what ranks had read")
         for sentence in result.missing:
             typer.echo(sentence)
-        if result.other_data:
-            typer.echo(f"{result.other_data:,} steps were trained before a change of the data that was accepted")
+        if result.steps_before_change:
+            typer.echo(
+                f"{result.steps_before_change:,} steps were trained before a change of the data that was accepted"
+            )
     if result.faults:
         raise DataError(f"{file}: {'; '.join(result.faults)}. The run did not train each sample once")
     if as_json:
@@ -232,14 +234,14 @@ def samples(
     """
     import json
 
-    from megascale.data.dataset.ledger import of_step
+    from megascale.data.dataset.ledger import find_step_samples
     from megascale.data.dataset.samples import SampleSource
     from megascale.data.loader.host_layout import index_folder
-    from megascale.train.run_folder import RunFolder, read_lines, run_config
+    from megascale.train.run_folder import RunFolder, load_run_config, read_records
 
-    config = run_config(run)
+    config = load_run_config(run)
     file = RunFolder(run).samples
-    first, count = of_step(read_lines(file) if file.exists() else [], step, config.train.global_batch)
+    first, count = find_step_samples(read_records(file) if file.exists() else [], step, config.train.global_batch)
     source = SampleSource(config, index_folder(config))
     rows = source.ids(first, count).tolist()
     source.close()

@@ -71,12 +71,12 @@ def decline(
     if as_json:
         from megascale.core import strict_json
 
-        typer.echo(strict_json.dumps(as_tree(found)))
+        typer.echo(strict_json.dumps(to_dict(found)))
     else:
-        show(found)
+        print_tables(found)
 
 
-def show(found: Decline) -> None:
+def print_tables(found: Decline) -> None:
     """The table."""
     from rich import box
     from rich.console import Console
@@ -114,7 +114,7 @@ def show(found: Decline) -> None:
         console.print(f"{one.name}: {'; '.join(one.evidence)}", markup=False)
 
 
-def as_tree(found: Decline) -> dict[str, Any]:
+def to_dict(found: Decline) -> dict[str, Any]:
     """What --json prints; null where a figure is unknown."""
 
     def number(value: float) -> float | None:

@@ -49,9 +49,9 @@ def register(app: typer.Typer) -> None:
             kind = f"node {node} of {world}"
         else:
             file = expected or default_file()
-            known = suite.expectations(file)
+            known = suite.load_expectations(file)
             kind, found = known.kind, []
-            for result, seconds in suite.run(check, known):
+            for result, seconds in suite.run_checks(check, known):
                 found.append(result)
                 if learn:
                     known.learn(result)
@@ -60,7 +60,7 @@ def register(app: typer.Typer) -> None:
             if learn:
                 known.save(file)
         if as_json:
-            typer.echo(strict_json.dumps(suite.as_json(kind, found), indent=2))
+            typer.echo(strict_json.dumps(suite.make_report(kind, found), indent=2))
         elif pairs is not None:
             _say(found[0], 0.0)
         failed = [result for result in found if not result.passed]
@@ -77,7 +77,7 @@ def _pairs(address: str, node: int, world: int):
     import torch.distributed as dist
 
     from megascale.errors import ConfigError, TrainingError
-    from megascale.resilience.diagnose.pairs import in_a_process, take_part
+    from megascale.resilience.diagnose.pairs import join_inquiry, measure_in_process
 
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 <= node < world:
@@ -88,7 +88,7 @@ def _pairs(address: str, node: int, world: int):
         store = dist.TCPStore(
             host, int(port), is_master=node == 0, timeout=timedelta(seconds=60), wait_for_workers=False
         )
-        return take_part(store, node, world, in_a_process(host, int(port))).check(node)
+        return join_inquiry(store, node, world, measure_in_process(host, int(port))).to_self_check(node)
     except dist.DistError as error:
         raise TrainingError(f"node {node} lost node 0 at {address}: {str(error).splitlines()[0][:200]}") from None
 

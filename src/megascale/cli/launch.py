@@ -127,13 +127,13 @@ def _print_manifests(config: Config, form: str) -> None:
 
     from megascale.errors import ConfigError
     from megascale.resilience.cluster.kubernetes import gpus_of_a_node
-    from megascale.resilience.cluster.kubernetes_manifests import FORMS, Form, manifests, to_yaml
+    from megascale.resilience.cluster.kubernetes_manifests import FORMS, Form, make_manifests, to_yaml
 
     if form not in FORMS:
         raise ConfigError(f"--form={form} is none of {', '.join(FORMS)}")
     if not config.kubernetes.image:
         raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
-    found = manifests(config, cast(Form, form), gpus_of_a_node(config), str(config.run_folder.absolute()))
+    found = make_manifests(config, cast(Form, form), gpus_of_a_node(config), str(config.run_folder.absolute()))
     typer.echo(to_yaml(found), nl=False)
 
 

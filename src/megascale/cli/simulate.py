@@ -92,13 +92,13 @@ def _scenario(config: Config, gpus: int, cluster: str, calibration: str | None, 
     from megascale.simulate.calibration import load_calibration
     from megascale.simulate.cluster import load_cluster
     from megascale.simulate.software import stack
-    from megascale.simulate.step import Scenario, own_software
+    from megascale.simulate.step import Scenario, engine_software
 
     machine = load_cluster(cluster)
     name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
     base = stack(name)
     constants = load_calibration(calibration, machine.name, base.family)
-    return Scenario(config, gpus, machine, constants, own_software(config, base), name, base=base)
+    return Scenario(config, gpus, machine, constants, engine_software(config, base), name, base=base)
 
 
 def _baseline(scenario: Scenario, name: str | None, calibration: str | None) -> Scenario:
@@ -291,7 +291,7 @@ def ablate(
     from dataclasses import replace
 
     from megascale.simulate import render, simulation_plots
-    from megascale.simulate.series import cumulative, leave_one_out
+    from megascale.simulate.series import ablate_in_turn, cumulative
     from megascale.simulate.software import TECHNIQUES
 
     scenario = _scenario(_config(context, file), gpus, cluster, calibration, None)
@@ -299,7 +299,7 @@ def ablate(
     # One machine with one set of constants, on which techniques are switched.
     baseline = replace(_baseline(scenario, None, calibration), calibration=scenario.calibration)
     up = cumulative(baseline, scenario, names, _level(level))
-    down = leave_one_out(scenario, names, _level(level))
+    down = ablate_in_turn(scenario, names, _level(level))
     if as_json:
         both = {"cumulative": up, "leave_one_out": down}
         typer.echo(

@@ -184,7 +184,7 @@ def compare(
     elif first is not None and (first.is_dir() or second is None):
         rows = comparing.explain_run(first, cluster, calibration, software, gpus)
     elif first is not None and second is not None:
-        rows = comparing.two_results(first, second)
+        rows = comparing.compare_results(first, second)
     else:
         raise ConfigError("give two JSON files of `simulate step --json`, one run, or --runs FOLDER")
     if as_json:
@@ -218,17 +218,17 @@ def validate(
     from megascale.observe.analysis.operation_trace import read_trace
     from megascale.observe.analysis.whatif import analyse_trace
     from megascale.simulate import render, simulation_plots
-    from megascale.simulate.validation.anchors import data_folder
+    from megascale.simulate.validation.anchors import find_data_folder
     from megascale.simulate.validation.validation_report import validate as run_checks
 
     checks = run_checks(
-        data_folder(data), runs, lambda file: analyse_trace(read_trace(file)), only.split(",") if only else None
+        find_data_folder(data), runs, lambda file: analyse_trace(read_trace(file)), only.split(",") if only else None
     )
     if as_json:
         records = [
             {
                 "key": c.key,
-                "what": c.what,
+                "what": c.title,
                 "figures": {n: {"reached": a, "target": t, "unit": u.strip()} for n, (a, t, u) in c.figures.items()},
                 "passed": c.passed,
                 "fitted": c.fitted,
@@ -245,7 +245,7 @@ def validate(
     if plot is not None:
         for check in checks:
             if check.rows:
-                simulation_plots.scatter(check.rows, plot / f"{check.key.lower()}.png", f"{check.key}: {check.what}")
+                simulation_plots.scatter(check.rows, plot / f"{check.key.lower()}.png", f"{check.key}: {check.title}")
             if check.bars:
                 names, printed, predicted = zip(*check.bars, strict=True)
                 simulation_plots.ablation_chart(names, predicted, plot / f"{check.key.lower()}-mfu.png", printed)

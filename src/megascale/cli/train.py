@@ -46,22 +46,22 @@ def register(app: typer.Typer) -> None:
         from megascale.train import launcher
 
         if dry_run:
-            world = launcher.processes_wanted(config, api.visible_gpus(config))
+            world = launcher.count_processes(config, api.visible_gpus(config))
             summary.print_description(api.describe(config), world)
             try:
                 check_data(api.resolve(config))
-                launcher.check(api.describe(config).config, world, keeps=True)
+                launcher.check_host_fits(api.describe(config).config, world, keeps=True)
             except MegascaleError as error:
                 typer.echo(f"# would be refused here: {error}")
             return
-        if not launcher.started_by_launcher():
-            world = launcher.processes_wanted(config, api.visible_gpus(config))
+        if not launcher.is_launched_rank():
+            world = launcher.count_processes(config, api.visible_gpus(config))
             if world > 1:
                 config = with_precision(api.resolve(config), api.visible_gpus(config) > 0)
                 lay_out(config, world)  # what does not divide is said once, before any process starts
                 check_data(config)
                 words = ["train", *([file] if file else []), *context.args]
-                raise typer.Exit(launcher.launch(words, world, config, keeps=True))
+                raise typer.Exit(launcher.launch(words, world, config, saves_checkpoints=True))
         summary.print_start(api.describe(config))
         result = api.train(config)
         summary.print_end(config, result)

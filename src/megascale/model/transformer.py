@@ -21,7 +21,7 @@ from megascale.model.fusion import Flow
 from megascale.model.norm import Norm
 from megascale.ops.dropout import dropout, dropout_key
 from megascale.ops.rope import rotary_tables
-from megascale.parallel.collectives import ALONE, Axis
+from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import make_linears
 from megascale.parallel.parameters import local_parameter, spec_of
 from megascale.parallel.tensor import ColumnLinear, RowLinear
@@ -49,7 +49,7 @@ class Chunk(nn.Module):
         *,
         first: bool,
         last: bool,
-        axis: Axis = ALONE,
+        axis: Axis = SINGLE_RANK,
         dtype: torch.dtype = torch.float32,
         recompute: str = "none",
         linear_precision: str = "default",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops.dispatch import jit, next_power_of_2, tl, use_fused
-from megascale.ops.gradient_sink import main_of, sink_of
+from megascale.ops.gradient_sink import main_grad_of, sink_of
 from megascale.ops.linear import ComputeType, Gemms, Operand
 from megascale.ops.reduce import column_sum
 from megascale.ops.token_loss import TokenLogits, TokenLoss
@@ -267,7 +267,7 @@ class _Head:
 
     def logits(self, part: slice) -> tuple[Tensor, Operand]:
         """Logits [tokens of the chunk, rows of weight] in x's type, and the chunk of x as GEMMs read it."""
-        x = self.gemms.input(self.x_TH[part], self.weight)
+        x = self.gemms.prepare_input(self.x_TH[part], self.weight)
         return self.gemms.forward(x, self.weight, self.bias), x
 
     def losses(self, part: slice) -> tuple[Tensor, Tensor]:
@@ -338,7 +338,7 @@ class _Head:
 
 
 def _accumulator(parameter: Tensor) -> Tensor:
-    main = main_of(parameter)
+    main = main_grad_of(parameter)
     if main is not None:
         return main
     wide = torch.promote_types(parameter.dtype, torch.float32)

@@ -135,7 +135,7 @@ class Kernels:
         return dict(sorted(self.choices.items()))
 
     @contextmanager
-    def in_force(self) -> Iterator[None]:
+    def as_current(self) -> Iterator[None]:
         """Within, operators that this thread calls ask these. Those of torch are told whether to be deterministic, in
         all threads: backward may run in another."""
         before = CURRENT.set(self)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops.dispatch import cdiv, jit, tl, use_fused
-from megascale.ops.gradient_sink import main_of, sink_of
+from megascale.ops.gradient_sink import main_grad_of, sink_of
 
 RUN = 16  # places that one program sums
 BLOCK_COLUMNS = 512
@@ -117,7 +117,7 @@ class _Embedding(torch.autograd.Function):
         dy = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
         sink = sink_of(ctx.weight)
         assert sink is not None
-        add_rows(sink.main, tokens.reshape(-1), dy)
+        add_rows(sink.main_grad, tokens.reshape(-1), dy)
         sink.ready()
         return None, None, None
 
@@ -127,7 +127,7 @@ def embedding(tokens: Tensor, weight: Tensor, mine: Tensor | None = None) -> Ten
 
     The gradient is added to the weight's sink where it has one.
     """
-    main = main_of(weight)
+    main = main_grad_of(weight)
     straight = main is not None and main.dtype == torch.float32 and main.is_contiguous()
     if tokens.numel() and straight and torch.is_grad_enabled() and use_fused("embedding", weight):
         return _Embedding.apply(tokens, weight, mine)  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ from megascale.ops.activation import (
     fuses,
     run_activation,
 )
-from megascale.ops.gradient_sink import main_of, sink_of, tracked
+from megascale.ops.gradient_sink import main_grad_of, sink_of, tracked
 from megascale.ops.known_amax import slot_for, tell
 from megascale.ops.reduce import column_sum, flat_rows
 from megascale.ops.rope import check_tables, gather_gradients, rotate_parts, split_qkv_reference
@@ -61,7 +61,7 @@ class _FusedGradient:
         if self.whole is None:
             self.whole = torch.empty(self.shape, dtype=like.dtype, device=like.device)
             if self.bias is not None:
-                main = main_of(self.bias)
+                main = main_grad_of(self.bias)
                 self.total = torch.zeros_like(self.bias, dtype=torch.float32) if main is None else main
         return self.whole
 

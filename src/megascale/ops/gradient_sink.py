@@ -27,7 +27,7 @@ class GradientSink:
         by_gemm: whether a GEMM has made this gradient, and so could write it.
     """
 
-    main: Tensor
+    main_grad: Tensor
     ready: Callable[[], None] = _unheard
     overwrite: bool = False
     by_gemm: bool = False
@@ -62,7 +62,7 @@ def tracked(x: Tensor, parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None or (x.requires_grad and sink_of(parameter) is not None) else parameter
 
 
-def main_of(parameter: Tensor) -> Tensor | None:
+def main_grad_of(parameter: Tensor) -> Tensor | None:
     """Where the parameter's gradient is added, None if autograd has it."""
     sink = sink_of(parameter)
-    return None if sink is None else sink.main
+    return None if sink is None else sink.main_grad

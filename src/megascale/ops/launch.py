@@ -49,7 +49,7 @@ def describe() -> str:
     )
 
 
-def prepare_forks() -> None:
+def warm_up_forks() -> None:
     """Have Triton work out now what each process would before its first kernel, for processes that are forked from this
     one: the hash of all of its files, half a second and more."""
     if not _why_not():
@@ -88,11 +88,11 @@ def _unknown() -> str:
 def quick(function: Any) -> Any:
     """A function that `triton.jit` made, launched by key where that can be."""
     if type(function) is JITFunction and not _why_not():
-        make_quick(function)
+        convert(function)
     return function
 
 
-def make_quick(function: Any) -> None:
+def convert(function: Any) -> None:
     """Let `function` be a Kernel; to Triton it stays what it is, and other kernels may call it."""
     function.__class__ = Kernel
     function.forms = {}
@@ -105,7 +105,7 @@ Found = tuple[Any, tuple[Any, ...], tuple[Any, ...], bool]
 Form = Callable[[tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
 
-def make_form(
+def make_launcher(
     parameters: Sequence[Any], types: tuple[type, ...], known: dict[Any, Found], first: Callable[..., None]
 ) -> Form:
     """How launches whose positional arguments have these types go, as code without a loop: it runs at each.
@@ -159,7 +159,7 @@ def make_form(
     return made
 
 
-def straight(compiled: Any, count: int) -> tuple[Any, tuple[Any, ...], bool] | None:
+def find_direct_call(compiled: Any, count: int) -> tuple[Any, tuple[Any, ...], bool] | None:
     """How a compiled kernel of `count` arguments is launched: a function, what it takes between stream and arguments,
     and whether it takes these as one tuple. None if this is no kernel that can be.
 
@@ -220,7 +220,7 @@ class Kernel(JITFunction):  # type: ignore[misc, valid-type]
     def _form(self, types: tuple[type, ...]) -> Form | None:
         known: dict[Any, Found] = {}
         try:
-            self.forms[types] = make_form(self.params, types, known, partial(self._first, known))
+            self.forms[types] = make_launcher(self.params, types, known, partial(self._first, known))
         except TypeError:
             self.forms[types] = None
         return self.forms[types]
@@ -241,7 +241,7 @@ class Kernel(JITFunction):  # type: ignore[misc, valid-type]
             return  # a value that no key has
         if any(isinstance(one, Tensor) and one.get_device() != device for one in arguments):
             return
-        way = straight(compiled, len(self.params))
+        way = find_direct_call(compiled, len(self.params))
         if way is None:
             return
         if len(known) >= MOST:

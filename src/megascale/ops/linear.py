@@ -70,7 +70,7 @@ class Gemms(Protocol):
     `out`, where given, is filled (or, with `add`, added to) and returned, flattened to rows.
     """
 
-    def input(self, x: Tensor, weight: Tensor, given: Any = None, travels: bool = False) -> Operand:
+    def prepare_input(self, x: Tensor, weight: Tensor, given: Any = None, travels: bool = False) -> Operand:
         """x as `forward` and `accumulate` read it. given: what x's producer knows of it, such as its amax. travels:
         it is a part of what tensor-parallel ranks gather."""
         ...

@@ -16,7 +16,7 @@ import torch
 UNDER_WAY = 2  # works that may be on the side stream at once: each keeps its inputs in memory
 
 
-class InOrder:
+class InlineStream:
     """No side stream: each work runs where it is asked for."""
 
     def record_event(self) -> Any:
@@ -30,7 +30,7 @@ class InOrder:
         """The main stream goes on only when all works are done."""
 
 
-class SideStream(InOrder):
+class SideStream(InlineStream):
     """A CUDA stream of `device` other than the main one, which is the caller's current one."""
 
     def __init__(self, device: torch.device) -> None:

@@ -64,7 +64,7 @@ class TokenLogits:
             self.all_reduce_max(top)
         return top + self.sum((self.values - top[:, None]).exp()).log()
 
-    def of_targets(self) -> Tensor:
+    def target_logits(self) -> Tensor:
         """The targets' own logits: [T]."""
         columns = torch.arange(self.start, self.start + self.values.shape[-1], device=self.values.device)
         return self.sum(self.values.where(columns == self.targets[:, None], 0))

@@ -16,7 +16,7 @@ from megascale.config import OptimizerConfig
 from megascale.config.optimizers import OptimizerFacts
 from megascale.ops.segments import Segments
 from megascale.parallel.buffers import Extent, FlatShard
-from megascale.parallel.collectives import ALONE, Axis
+from megascale.parallel.collectives import SINGLE_RANK, Axis
 
 
 @dataclass
@@ -83,8 +83,8 @@ class Shards:
     states: Sequence[ShardState]
     order: Sequence[ShardState]
     names: Sequence[str]
-    tensor: Axis = ALONE
-    stage: Axis = ALONE
+    tensor: Axis = SINGLE_RANK
+    stage: Axis = SINGLE_RANK
 
     @property
     def device(self) -> torch.device:

@@ -16,8 +16,8 @@ from megascale.config import OptimizerConfig
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.optim.base import Shards, ShardState, Step, cut_parts
 from megascale.optim.rules import RULES
-from megascale.parallel.buffers import Extent, FlatChunk, FlatShard, extent_boxes
-from megascale.parallel.collectives import ALONE, Axis, all_reduce
+from megascale.parallel.buffers import Extent, FlatShard, ParamAndGradBuffer, extent_boxes
+from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce
 
 
 class ShardedOptimizer:
@@ -36,12 +36,12 @@ class ShardedOptimizer:
     def __init__(
         self,
         config: OptimizerConfig,
-        chunks: Sequence[FlatChunk],
+        chunks: Sequence[ParamAndGradBuffer],
         *,
-        tensor: Axis = ALONE,
-        norm: Axis = ALONE,
+        tensor: Axis = SINGLE_RANK,
+        norm: Axis = SINGLE_RANK,
         norm_weight: float = 1.0,
-        stage: Axis = ALONE,
+        stage: Axis = SINGLE_RANK,
         duplicates: frozenset[str] = frozenset(),
     ) -> None:
         self.config, self.norm_axis, self.norm_weight = config, norm, norm_weight
@@ -50,8 +50,8 @@ class ShardedOptimizer:
         self.states: list[ShardState] = []
         tied: set[int] = set()
         for chunk in chunks:
-            if chunk.layout.own_bucket is not None:
-                tied.add(len(self.states) + chunk.layout.own_bucket)
+            if chunk.layout.tied_bucket is not None:
+                tied.add(len(self.states) + chunk.layout.tied_bucket)
             for shard in chunk.shards:
                 accumulation_dtype = shard.grads.dtype
                 master = (
@@ -66,7 +66,7 @@ class ShardedOptimizer:
                 self.states.append(ShardState(shard, master, parts, _ranges(shard.extents, mine)))
         self._tied = tied  # numbers of states
         # The first chunk is what the next step needs first, and of it the parts in the order of their use.
-        first = [self.states[bucket] for bucket in chunks[0].by_use]
+        first = [self.states[bucket] for bucket in chunks[0].forward_order]
         order = [*first, *self.states[len(first) :]]
         self.rule = RULES[config.name](config, Shards(self.states, order, names, tensor, stage))
 
@@ -139,7 +139,7 @@ class ShardedOptimizer:
                             yield f"optimizer.{kept}.{piece.name}", piece.shape, offsets, view
 
 
-def _names(chunks: Sequence[FlatChunk]) -> list[str]:
+def _names(chunks: Sequence[ParamAndGradBuffer]) -> list[str]:
     """Logical tensors of this stage in an order that all its tensor- and data-parallel ranks share."""
     return sorted({name for chunk in chunks for name in chunk.names})
 

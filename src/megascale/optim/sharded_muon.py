@@ -29,7 +29,7 @@ from megascale.ops.newton_schulz import newton_schulz
 from megascale.optim.base import Rule, Shards, ShardState, StatePart, Step
 from megascale.optim.sharded_adamw import adamw_part
 from megascale.parallel.buffers import FlatShard
-from megascale.parallel.collectives import Axis, exchange_parts
+from megascale.parallel.collectives import Axis, all_to_all
 
 Shape = tuple[int, ...]
 # Elements of matrices orthogonalised at once: few launches for small ones, bounded memory for large ones.
@@ -56,7 +56,7 @@ class ShardedMuon(Rule):
         for s in shards.states:
             for part in s.parts:
                 for e in part.extents if "momentum" in part.state else ():
-                    runs.append(MatrixRun(e.piece.name, e.piece.shape, e.piece.box, e.first, e.stop - e.start))
+                    runs.append(MatrixRun(e.piece.name, e.piece.shape, e.piece.box, e.piece_start, e.stop - e.start))
                     places.append((part, e.start - part.start, e.stop - part.start))
         everyone = _told(runs, shards.stage)
         shapes = {run.name: run.shape for one in everyone for run in one}
@@ -77,13 +77,13 @@ class ShardedMuon(Rule):
         stage = self.shards.stage
         directions = {id(part): self._direction(s, part, step) for s, part in self._parts}
         sent = _cat([directions[id(part)][a:b] for part, a, b in self._out], self.shards.states[0])
-        arriving = exchange_parts(sent, self._to, self._from, stage, self._sent)
+        arriving = all_to_all(sent, self._to, self._from, stage, self._sent)
         for s in self.shards.order:
             for part in s.parts:
                 if "momentum" not in part.state:
                     adamw_part(self.config, s, part, step)
         back = self._orthogonalised(arriving.wait())
-        returned = exchange_parts(back, self._from, self._to, stage, self._sent).wait()
+        returned = all_to_all(back, self._from, self._to, stage, self._sent).wait()
         runs = returned.split([b - a for _, a, b in self._out]) if self._out else []
         if runs:
             torch_private.foreach_copy_([directions[id(part)][a:b] for part, a, b in self._out], list(runs))

@@ -30,13 +30,13 @@ class BufferMember:
     count: int
     decay: bool
     replicated: bool
-    own_bucket: bool = False
+    tied: bool = False
     apart: bool = False
 
     @property
     def region(self) -> tuple[bool, bool, bool]:
         """Members of one region share buckets; regions lie in this order."""
-        return self.own_bucket, self.replicated, not self.apart
+        return self.tied, self.replicated, not self.apart
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class FlatLayout:
     buckets: tuple[BucketSpan, ...]
     size: int
     replicated: tuple[int, int]
-    own_bucket: int | None
+    tied_bucket: int | None
 
     def shard(self, bucket: int, rank: int, ranks: int) -> tuple[int, int]:
         """Elements of the buffer that data-parallel `rank` owns of a bucket."""
@@ -107,5 +107,5 @@ def lay_out(members: Sequence[BufferMember], ranks: int, bucket_elements: int | 
         if members[span.members[0]].replicated:
             replicated = [replicated[0] if replicated[1] else span.start, span.stop]
     last = len(buckets) - 1
-    own_bucket = last if members[buckets[last].members[0]].own_bucket else None
+    own_bucket = last if members[buckets[last].members[0]].tied else None
     return FlatLayout(tuple(starts), tuple(buckets), at, (replicated[0], replicated[1]), own_bucket)

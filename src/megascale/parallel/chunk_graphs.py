@@ -24,9 +24,9 @@ from torch import Tensor
 from megascale.core.calls import NoCalls
 from megascale.core.schedule import Action, ActionKind
 from megascale.ops.gradient_sink import GradientSink, sink_of
-from megascale.parallel.buffers import FlatChunk
+from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.captures import Capture, CapturePool, CudaCapturePool, HostCapturePool
-from megascale.parallel.chunk_runner import EagerChunks, Forward
+from megascale.parallel.chunk_runner import EagerRunner, Forward
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.exchange import Captured
 from megascale.parallel.runtime import Runtime
@@ -40,7 +40,7 @@ Compute = Callable[[int, tuple[Tensor, ...]], Tensor]
 
 
 @dataclass
-class Microbatch:
+class CapturedMicrobatch:
     """A chunk's captures for one micro-batch in flight, and the memory they read and write.
 
     Attributes:
@@ -76,7 +76,7 @@ class Boundaries:
     reduced: frozenset[int]
 
 
-def boundaries_of(actions: Sequence[Action]) -> dict[int, Boundaries]:
+def find_boundaries(actions: Sequence[Action]) -> dict[int, Boundaries]:
     """By chunk, of a stage's list of actions."""
     forwards: dict[int, int] = {}
     backwards: dict[int, int] = {}
@@ -113,40 +113,40 @@ class ChunkGraphs:
 
     def __init__(
         self,
-        flats: Sequence[FlatChunk],
+        flats: Sequence[ParamAndGradBuffer],
         actions: Sequence[Action],
         compute: Compute,
         runtime: Runtime,
         shape: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        self.on, self.failed = True, ""
+        self.on, self.failure = True, ""
         self._flats, self._compute, self._runtime, self._device = list(flats), compute, runtime, device
         self._shape = shape
-        self._boundaries = boundaries_of(actions)
+        self._boundaries = find_boundaries(actions)
         self._communicates, self._tensor = flats[0].axes.data.size > 1, flats[0].axes.tensor
         self._sinks = [_sinks_of(flat) for flat in flats]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pools: dict[tuple[int, int], CapturePool] = {}
-        self._known: dict[tuple[int, int, bool], Microbatch] = {}
+        self._known: dict[tuple[int, int, bool], CapturedMicrobatch] = {}
         self._steps = 0
         self._captured = False  # in the present step
 
-    def use(self, on: bool) -> None:
+    def set_enabled(self, on: bool) -> None:
         """From the next step on, replay; or launch each operator."""
         self.on = on
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The chunks will compute something else: what was recorded is let go of."""
         self._known.clear()
         self._pools.clear()
 
-    def begin_step(self, forward: Forward, inputs: Inputs, eagerly: bool = False) -> EagerChunks:
+    def begin_step(self, forward: Forward, inputs: Inputs, eagerly: bool = False) -> EagerRunner:
         """What runs the micro-batches of the step that begins; eagerly: none of them replayed."""
         self._steps += 1
-        if not self.on or self.failed or eagerly or self._steps <= EAGER_STEPS:
-            return EagerChunks(forward)
-        return GraphedChunks(forward, inputs, self)
+        if not self.on or self.failure or eagerly or self._steps <= EAGER_STEPS:
+            return EagerRunner(forward)
+        return GraphedRunner(forward, inputs, self)
 
     def end_step(self) -> None:
         """Give back what eager micro-batches held, and captured ones now hold themselves."""
@@ -157,11 +157,11 @@ class ChunkGraphs:
     def suits(self, chunk: int, i: int) -> bool:
         """Whether this micro-batch is replayed."""
         boundaries = self._boundaries[chunk]
-        return not self.failed and not (
+        return not self.failure and not (
             self._communicates and (i == boundaries.first_forward or i in boundaries.reduced)
         )
 
-    def microbatch(self, chunk: int, i: int, slot: int, inputs: tuple[Tensor, ...]) -> Microbatch | None:
+    def microbatch(self, chunk: int, i: int, slot: int, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch | None:
         """The captures for micro-batch i as the `slot`-th in flight, made if they are not there; None on failure."""
         first = i == self._boundaries[chunk].first_backward
         found = self._known.get((chunk, slot, first))
@@ -169,11 +169,11 @@ class ChunkGraphs:
             try:
                 found = self._capture(chunk, slot, first, inputs)
             except RuntimeError as error:
-                self.failed = f"capture failed: {str(error).strip().splitlines()[0]}"
+                self.failure = f"capture failed: {str(error).strip().splitlines()[0]}"
             if self._some_rank_failed():
-                self.failed = self.failed or "capture failed on another rank of the tensor-parallel group"
-                self._runtime.kernels.note("CUDA graphs", f"off ({self.failed})")
-                self.forget()  # out of memory, perhaps; what is in flight is replayed to its end
+                self.failure = self.failure or "capture failed on another rank of the tensor-parallel group"
+                self._runtime.kernels.note("CUDA graphs", f"off ({self.failure})")
+                self.clear()  # out of memory, perhaps; what is in flight is replayed to its end
                 return None
             assert found is not None
             self._known[chunk, slot, first] = found
@@ -182,8 +182,8 @@ class ChunkGraphs:
     def _some_rank_failed(self) -> bool:
         """Whether a capture failed here or on a rank that exchanges with this one: they replay alike or not at all."""
         if self._tensor.size == 1:
-            return bool(self.failed)
-        failed = torch.tensor([float(bool(self.failed))], device=self._device)
+            return bool(self.failure)
+        failed = torch.tensor([float(bool(self.failure))], device=self._device)
         return bool(all_reduce(failed, self._tensor, dist.ReduceOp.MAX, "agree_on_capture").wait().item())
 
     def replay(self, capture: Capture, op: str, nbytes: int) -> None:
@@ -211,7 +211,7 @@ class ChunkGraphs:
             for sink in self._sinks[chunk]:
                 sink.overwrite = False
 
-    def _capture(self, chunk: int, slot: int, first: bool, inputs: tuple[Tensor, ...]) -> Microbatch:
+    def _capture(self, chunk: int, slot: int, first: bool, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch:
         pool = self._pools.get((chunk, slot))
         if pool is None:
             pool = self._pools[chunk, slot] = CudaCapturePool(self._stream) if self._stream else HostCapturePool()
@@ -240,7 +240,7 @@ class ChunkGraphs:
         self._runtime.stream.synchronize()
         try:
             with self._to_be_written(chunk, first), _no_garbage_collection():
-                made = Microbatch(own, grad, pool.capture(forward), pool.capture(backward))
+                made = CapturedMicrobatch(own, grad, pool.capture(forward), pool.capture(backward))
         finally:
             self._renew_slots()
         if exchanged:
@@ -257,7 +257,7 @@ class ChunkGraphs:
             return
         record, self._runtime.calls = self._runtime.calls, NoCalls()
         try:
-            with exchange.captured() as calls:
+            with exchange.capture() as calls:
                 told.append(calls)
                 yield
         finally:
@@ -283,13 +283,13 @@ class ChunkGraphs:
             self._runtime.kernels.amaxes.renew()
 
 
-class GraphedChunks(EagerChunks):
+class GraphedRunner(EagerRunner):
     """The micro-batches of one step: replayed, but for those that have to be eager."""
 
     def __init__(self, forward: Forward, inputs: Inputs, graphs: ChunkGraphs) -> None:
         super().__init__(forward)
         self._inputs, self._graphs = inputs, graphs
-        self._replayed: dict[tuple[int, int], tuple[int, Microbatch]] = {}
+        self._replayed: dict[tuple[int, int], tuple[int, CapturedMicrobatch]] = {}
         self._ready: set[int] = set()  # chunks whose weights lie where graphs read them
 
     def forward(self, chunk: int, i: int, x: Tensor | None) -> Tensor:
@@ -327,7 +327,7 @@ class GraphedChunks(EagerChunks):
         return None if one.backward.result is None else one.backward.result.clone()
 
 
-def _sinks_of(flat: FlatChunk) -> list[GradientSink]:
+def _sinks_of(flat: ParamAndGradBuffer) -> list[GradientSink]:
     """Where a chunk's backward puts gradients: a last chunk may read another's embedding."""
     lent = sink_of(flat.module.output_weight) if flat.module.last else None  # type: ignore[arg-type]
     return flat.sinks if lent is None or lent in flat.sinks else [*flat.sinks, lent]

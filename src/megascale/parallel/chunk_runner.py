@@ -25,7 +25,7 @@ class ChunkRunner(Protocol):
         one; parameters' gradients go into their sinks."""
 
 
-class EagerChunks:
+class EagerRunner:
     """Each operator launched as Python comes to it."""
 
     def __init__(self, forward: Forward) -> None:

@@ -53,7 +53,7 @@ class Axis:
         return self.runtime.transfer(self.name, self.kind, op, nbytes)
 
 
-ALONE = Axis()  # a single-member group
+SINGLE_RANK = Axis()  # a single-member group
 
 
 class Pending:
@@ -271,7 +271,7 @@ def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) 
     return Pending(part, work, transfer, add)
 
 
-def exchange_parts(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, total: int) -> Pending:
+def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, total: int) -> Pending:
     """Elements of flat `x`, send[r] of them to each rank r in turn; what others sent, receive[r] from each in turn.
 
     `x` must live until the result has arrived. `total`: elements that all ranks send, for the record of calls.

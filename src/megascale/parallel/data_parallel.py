@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from megascale.parallel.buffers import FlatChunk, FlatShard
+from megascale.parallel.buffers import FlatShard, ParamAndGradBuffer
 from megascale.parallel.collectives import (
     Pending,
     all_gather_into,
@@ -29,7 +29,7 @@ from megascale.parallel.float8_gather import Float8Gather
 class _Buckets:
     """What is under way for the buckets of one chunk, and which gradients of the present backward are there."""
 
-    def __init__(self, flat: FlatChunk, float8: bool) -> None:
+    def __init__(self, flat: ParamAndGradBuffer, float8: bool) -> None:
         self.flat = flat
         self.float8 = Float8Gather(flat) if float8 else None
         self.calls = [0] * len(flat.parameters)  # gradient contributions a micro-batch, learnt in the first one
@@ -50,13 +50,15 @@ class GradientPool:
     One chunk's backward fills a buffer while the other's is reduced. `drain` ends a user's reductions.
     """
 
-    def __init__(self, flats: Sequence[FlatChunk], drain: Callable[[FlatChunk, dict[int, Pending]], None]) -> None:
+    def __init__(
+        self, flats: Sequence[ParamAndGradBuffer], drain: Callable[[ParamAndGradBuffer, dict[int, Pending]], None]
+    ) -> None:
         size, like = max(flat.layout.size for flat in flats), flats[0]
         self.buffers = [torch.zeros(size, dtype=like.grad_dtype, device=like.params.device) for _ in range(2)]
-        self._users: list[tuple[FlatChunk, dict[int, Pending]] | None] = [None, None]
+        self._users: list[tuple[ParamAndGradBuffer, dict[int, Pending]] | None] = [None, None]
         self._drain_user, self._index = drain, 0
 
-    def take(self, user: FlatChunk) -> tuple[torch.Tensor, dict[int, Pending]]:
+    def take(self, user: ParamAndGradBuffer) -> tuple[torch.Tensor, dict[int, Pending]]:
         """A zeroed buffer and a dictionary for its reductions; what it held before is drained first."""
         self._index = 1 - self._index
         self._drain(self._index)
@@ -87,12 +89,12 @@ class DataParallel:
 
     def __init__(
         self,
-        flats: Sequence[FlatChunk],
+        flats: Sequence[ParamAndGradBuffer],
         overlap: bool = True,
         reduce_dtype: torch.dtype | None = None,
         float8: bool = False,
     ) -> None:
-        self.flats, self.overlap, self.reduce_dtype = list(flats), overlap, reduce_dtype
+        self.buffers, self.overlap, self.reduce_dtype = list(flats), overlap, reduce_dtype
         self._runtime = flats[0].axes.tensor.runtime
         self._chunks = [_Buckets(flat, float8) for flat in flats]
         self._tied: list[Pending] = []
@@ -112,7 +114,7 @@ class DataParallel:
             self._runtime.stream.synchronize()
             buckets.flat.zero_grads(buckets.calls)
 
-    def arm(self, chunk: int) -> None:
+    def arm_reductions(self, chunk: int) -> None:
         """REDUCE_GRADS: the chunk's next backward completes its gradients (ZeRO-2: this micro-batch's)."""
         self._chunks[chunk].armed = True
 
@@ -167,8 +169,8 @@ class DataParallel:
                 self.pool.drain()
             else:
                 self._drain(flat, buckets.reducing)
-            if flat.layout.own_bucket is not None:
-                self._tied.append(all_reduce(flat.shards[flat.layout.own_bucket].grads, flat.axes.tied))
+            if flat.layout.tied_bucket is not None:
+                self._tied.append(all_reduce(flat.shards[flat.layout.tied_bucket].grads, flat.axes.tied))
         if not self.overlap:
             self.finish_tied()
 
@@ -189,7 +191,7 @@ class DataParallel:
             buckets.reducing[bucket] = send(whole, flat.axes.reduce)
 
     @staticmethod
-    def _drain(flat: FlatChunk, reducing: dict[int, Pending]) -> None:
+    def _drain(flat: ParamAndGradBuffer, reducing: dict[int, Pending]) -> None:
         """Wait for reductions in flight; ZeRO-2 adds them to the sums."""
         for bucket, pending in reducing.items():
             mine = pending.wait()
@@ -199,7 +201,7 @@ class DataParallel:
 
     # parameters --------------------------------------------------------------------------------------------------
 
-    def gather(self, chunk: int) -> None:
+    def start_gather(self, chunk: int) -> None:
         """GATHER_PARAMS: send for what other ranks updated, first what forward needs first; once, if it is asked
         again while that is under way."""
         buckets = self._chunks[chunk]
@@ -207,12 +209,12 @@ class DataParallel:
             return
         if buckets.float8 is not None:
             buckets.float8.measure()
-        for bucket in buckets.flat.by_use:
+        for bucket in buckets.flat.forward_order:
             self._gather(buckets, bucket)
         if not self.overlap:
             self._finish_gather(buckets)
 
-    def parameters_change(self) -> None:
+    def invalidate_gathered(self) -> None:
         """Shards are about to be updated or loaded: what was gathered of them is of no use any more."""
         self.finish_gathers()
         for buckets in self._chunks:
@@ -253,26 +255,26 @@ class DataParallel:
         if not buckets.needs:
             self._finish_gather(buckets)
 
-    def gathering(self, chunk: int) -> bool:
+    def is_gathering(self, chunk: int) -> bool:
         """Whether a gather of the chunk is under way."""
         return bool(self._chunks[chunk].gathering)
 
-    def complete(self) -> None:
+    def gather_full_parameters(self) -> None:
         """Make all parameters whole on this rank, in their own type: what is there as float8 only is gathered."""
         for chunk, buckets in enumerate(self._chunks):
             if buckets.float8 is None:
-                self.gather(chunk)
+                self.start_gather(chunk)
                 self._finish_gather(buckets)
                 continue
             on_its_way = bool(buckets.gathering)
             self._finish_gather(buckets)
-            for bucket in buckets.flat.by_use:
+            for bucket in buckets.flat.forward_order:
                 if bucket in buckets.float8.buckets or not on_its_way:
                     self._gather(buckets, bucket, whole=True)
             self._finish_gather(buckets)
             buckets.float8.whole()
 
-    def weights_in_use(self) -> Iterator[torch.Tensor]:
+    def compute_weights(self) -> Iterator[torch.Tensor]:
         """What a step computes with, once it is gathered: the same on all data-parallel ranks."""
         for buckets in self._chunks:
             flat, float8 = buckets.flat, buckets.float8
@@ -297,7 +299,7 @@ class DataParallel:
         if flat.zero == 0 or data.size == 1 or bucket in buckets.gathering:
             return
         if buckets.float8 is not None and bucket in buckets.float8.buckets and not whole:
-            buckets.gathering[bucket] = buckets.float8.send(bucket)
+            buckets.gathering[bucket] = buckets.float8.start_gather(bucket)
             return
         # Under its own version counter: gloo writes while a forward saves parameters that are there already, and
         # backward would take those for changed.
@@ -319,6 +321,6 @@ class DataParallel:
         buckets.gathering.clear()
 
 
-def _waits_for_tensor_axis(flat: FlatChunk, bucket: int) -> bool:
+def _waits_for_tensor_axis(flat: ParamAndGradBuffer, bucket: int) -> bool:
     start, stop = flat.layout.replicated
     return flat.axes.tensor.size > 1 and start <= flat.layout.buckets[bucket].start < stop

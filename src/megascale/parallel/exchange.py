@@ -177,7 +177,7 @@ class Exchange:
     # captures -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def captured(self) -> Iterator[Captured]:
+    def capture(self) -> Iterator[Captured]:
         """Calls within are captured, not done: all ranks must capture the same ones. They are replayed in their place
         among all calls of the group, each time after `before_replay`. Nothing may be under way at either end."""
         if self._owed:

@@ -22,11 +22,11 @@ from torch import Tensor
 from megascale.errors import ConfigError, TrainingError
 from megascale.ops import dispatch, known_amax
 from megascale.ops.float8 import gemm
-from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_rows
+from megascale.ops.float8.cast import cast_by_amax, cast_rows, compute_amax
 from megascale.ops.float8.formats import E4M3, E5M2, Float8, Format
-from megascale.ops.float8.shards import transposed
+from megascale.ops.float8.shards import transpose_rows
 from megascale.ops.linear import Gemms, Operand, flat
-from megascale.parallel.collectives import ALONE, Axis, largest_magnitude
+from megascale.parallel.collectives import SINGLE_RANK, Axis, largest_magnitude
 from megascale.parallel.linear_precision import LinearPrecision
 
 
@@ -39,7 +39,7 @@ class _Float8Linears(LinearPrecision, ABC):
     recipe = ""
     of_gradients = E4M3
 
-    def __init__(self, axis: Axis = ALONE) -> None:
+    def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         super().__init__(axis)
         self._logits = LinearPrecision(axis)
         self._weights: dict[int, tuple[Tensor, Float8]] = {}
@@ -174,7 +174,7 @@ class TensorWiseFloat8(_Float8Linears):
     of_gradients = E5M2
     wants_amaxes = True
 
-    def __init__(self, axis: Axis = ALONE) -> None:
+    def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         super().__init__(axis)
         # Rows and scale of weights that are gathered; None while neither they nor the weight are whole on this rank.
         self._arrived: dict[int, tuple[Tensor, Tensor] | None] = {}
@@ -208,18 +208,18 @@ class TensorWiseFloat8(_Float8Linears):
             )
         (rows, scale), placed = arrived, self._placed.get(id(weight))
         if placed is None or placed.rows is not rows or placed.columns is None:
-            return Float8(rows, scale, transposed(rows), scale)
-        transposed(rows, placed.columns)
+            return Float8(rows, scale, transpose_rows(rows), scale)
+        transpose_rows(rows, placed.columns)
         return placed
 
     def cast_weight(self, weight: Tensor) -> Float8:
         """See `weight`."""
-        return cast_by_amax(weight, E4M3, largest_magnitude(amax_of(weight), self.axis))
+        return cast_by_amax(weight, E4M3, largest_magnitude(compute_amax(weight), self.axis))
 
     def _operand(self, x: Tensor, kind: Format, given: Tensor | None, travels: bool) -> Operand:
-        given = known_amax.known(x) if given is None else given
+        given = known_amax.attached_amax(x) if given is None else given
         x = x.detach()
-        amax = largest_magnitude(amax_of(x) if given is None else given, self.axis)
+        amax = largest_magnitude(compute_amax(x) if given is None else given, self.axis)
         travels = travels and self.axis.size > 1
         q = cast_by_amax(x, kind, amax, columns=not travels, counts=self._counts_for(x))
         assert q.rows is not None
@@ -242,7 +242,7 @@ class TensorWiseFloat8(_Float8Linears):
         """See LinearPrecision."""
         if len(x) == 3 or x[0].dtype != torch.uint8:
             return x
-        return x[0], x[1], transposed(flat(x[0]))
+        return x[0], x[1], transpose_rows(flat(x[0]))
 
     def keep(self, x: Operand) -> Operand:
         """See LinearPrecision."""
@@ -255,7 +255,7 @@ class TensorWiseFloat8(_Float8Linears):
     def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""
         columns = x[2] if len(x) == 3 else x[0]
-        gemm.matmul_into(main, dy[2].view(E5M2.dtype), dy[1], columns.view(E4M3.dtype), x[1], unset=overwrite)
+        gemm.matmul_into(main, dy[2].view(E5M2.dtype), dy[1], columns.view(E4M3.dtype), x[1], overwrite=overwrite)
 
 
 class RowWiseFloat8(_Float8Linears):

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from megascale.ops.float8.formats import E4M3, scale_slots
-from megascale.ops.float8.shards import amaxes, cast_shard, scales_of
+from megascale.ops.float8.shards import cast_shard, compute_shard_amaxes, compute_shard_scales
 from megascale.ops.segments import Segments
-from megascale.parallel.buffers import FlatChunk
+from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Pending, all_gather_into, all_reduce
 from megascale.parallel.float8 import TensorWiseFloat8
 
@@ -54,7 +54,7 @@ class Float8Gather:
         flat: the chunk's buffers, laid out with `apart`.
     """
 
-    def __init__(self, flat: FlatChunk) -> None:
+    def __init__(self, flat: ParamAndGradBuffer) -> None:
         linears = flat.module.linears
         assert isinstance(linears, TensorWiseFloat8)
         self._linears, self._axes = linears, flat.axes
@@ -73,7 +73,7 @@ class Float8Gather:
         self._agreeing: dict[int, Pending] = {}
 
     @staticmethod
-    def _part(flat: FlatChunk, b: int, amax: torch.Tensor, scales: torch.Tensor) -> _Bucket:
+    def _part(flat: ParamAndGradBuffer, b: int, amax: torch.Tensor, scales: torch.Tensor) -> _Bucket:
         span, data = flat.layout.buckets[b], flat.axes.data
         start, stop = flat.layout.shard(b, data.rank, data.size)
         gathered = torch.zeros(span.stop - span.start, dtype=torch.uint8, device=amax.device)
@@ -103,19 +103,19 @@ class Float8Gather:
             return  # a chunk without layers
         for b in buckets:
             part = self._parts[b]
-            amaxes(part.shard, part.segments, part.amax)
+            compute_shard_amaxes(part.shard, part.segments, part.amax)
         amax = self._amax if bucket is None else self._parts[bucket].amax
         # As integers they order as the numbers do, with NaN above all: it reaches every rank's loss.
         agreeing = all_reduce(amax.view(torch.int32), self._axes.stage, dist.ReduceOp.MAX)
         self._agreeing = {**self._agreeing, **dict.fromkeys(buckets, agreeing)}
 
     @torch.no_grad()
-    def send(self, bucket: int) -> Pending:
+    def start_gather(self, bucket: int) -> Pending:
         """Cast this rank's part of a bucket that is measured, and gather all; when that is waited for, the linear
         layers read what has arrived."""
         part = self._parts[bucket]
         self._agreeing.pop(bucket).wait()
-        scales_of(part.amax, E4M3, part.scales)
+        compute_shard_scales(part.amax, E4M3, part.scales)
         cast_shard(part.shard, part.segments, part.scales, E4M3, part.own)
         gathering = all_gather_into(part.bytes, part.own, self._axes.data)
 

@@ -23,7 +23,7 @@ LINEARS: Registry[Linears] = Registry(
     LINEAR_PRECISIONS.key,
     {"default": LinearPrecision, "float8": TensorWiseFloat8, "float8_rowwise": RowWiseFloat8},
 )
-PLAIN = LinearPrecision()
+DEFAULT_PRECISION = LinearPrecision()
 
 
 def register(name: str, made: Linears, about: str = "") -> None:

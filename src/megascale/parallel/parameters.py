@@ -89,10 +89,10 @@ def initialise(module: nn.Module, seed: int) -> None:
             if spec.init_std is None:
                 view.fill_(spec.init_value)
                 continue
-            view.copy_(_cut(draw(seed, piece.name, piece.shape, spec.init_std, view.device), piece.box))
+            view.copy_(_cut(draw_initial_values(seed, piece.name, piece.shape, spec.init_std, view.device), piece.box))
 
 
-def draw(seed: int, name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:
+def draw_initial_values(seed: int, name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:
     """The first values of a whole logical tensor, float32: normal, a function of (seed, name) and kind of device."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator(device=device)

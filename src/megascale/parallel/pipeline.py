@@ -140,9 +140,9 @@ class PipelineExecutor:
             elif kind == ActionKind.SEND_BACKWARD:
                 sending[kind].append(self._send(kind, grads.pop((chunk, i))))
             elif kind == ActionKind.GATHER_PARAMS:
-                data.gather(chunk)
+                data.start_gather(chunk)
             elif kind == ActionKind.REDUCE_GRADS:
-                data.arm(chunk)
+                data.arm_reductions(chunk)
             recorder.end()
         for queue in sending.values():
             for _, pending in queue:

@@ -14,11 +14,11 @@ from megascale.core.spans import Mark, NoRecorder, Recorder, SpanKind
 from megascale.ops import side_stream
 from megascale.ops.attention import AttentionChooser
 from megascale.ops.dispatch import Kernels
-from megascale.ops.side_stream import InOrder, SideStream
+from megascale.ops.side_stream import InlineStream, SideStream
 
 
-def _in_order() -> InOrder:
-    return side_stream.InOrder()
+def _in_order() -> InlineStream:
+    return side_stream.InlineStream()
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Runtime:
 
     calls: NoCalls = field(default_factory=NoCalls)
     recorder: Recorder = field(default_factory=NoRecorder)
-    stream: InOrder = field(default_factory=_in_order)
+    stream: InlineStream = field(default_factory=_in_order)
     attention: AttentionChooser = field(default_factory=AttentionChooser)
     kernels: Kernels = field(default_factory=Kernels)
     _side: SideStream | None = None  # one, however often it is turned on: cuBLAS has a workspace for each stream

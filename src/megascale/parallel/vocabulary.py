@@ -9,7 +9,7 @@ from megascale.ops.cross_entropy import VocabShard, linear_cross_entropy
 from megascale.ops.embedding import embedding
 from megascale.ops.token_loss import TokenLoss
 from megascale.parallel.collectives import Axis, all_gather, all_reduce_small, gather_sequence, scatter_sequence
-from megascale.parallel.linear import PLAIN, LinearPrecision
+from megascale.parallel.linear import DEFAULT_PRECISION, LinearPrecision
 
 
 def vocabulary_embedding(tokens_SB: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -27,11 +27,11 @@ def vocabulary_logits(
     bias: torch.Tensor | None,
     vocab: int,
     axis: Axis,
-    linears: LinearPrecision = PLAIN,
+    linears: LinearPrecision = DEFAULT_PRECISION,
 ) -> torch.Tensor:
     """Whole logits [s, b, vocab] on every rank, without gradients: for generation and evaluation."""
     x = gather_sequence(x_SBH, axis)
-    own = linears.logits.forward(linears.logits.input(x, weight), weight, bias)
+    own = linears.logits.forward(linears.logits.prepare_input(x, weight), weight, bias)
     if axis.size == 1:
         return own[..., :vocab]
     parts = all_gather(own.movedim(-1, 0).contiguous(), axis).wait()
@@ -46,7 +46,7 @@ def vocabulary_loss(
     vocab: int,
     axis: Axis,
     token_grad: torch.Tensor | None = None,
-    linears: LinearPrecision = PLAIN,
+    linears: LinearPrecision = DEFAULT_PRECISION,
     loss: TokenLoss | None = None,
 ) -> torch.Tensor:
     """Loss of every token, [s, b] in float32 or wider; rows of `weight` beyond `vocab` do not exist.

@@ -34,7 +34,7 @@ _SEE_OFF = 10.0
 _EXPLAINED = 4  # at most so many differing ranks tell their settings
 
 
-def digest(facts: Mapping[str, str]) -> str:
+def hash_facts(facts: Mapping[str, str]) -> str:
     """A short fingerprint of settings."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -66,7 +66,7 @@ def agree(
     deadline = time.monotonic() + timeout
     named = timeout if named is None else named
     facts = {"WORLD_SIZE": str(world), **facts}
-    mark = digest(facts)
+    mark = hash_facts(facts)
     hello = f"{mark} {socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
     if not 0 <= rank < world:
         _alarm(store, rank + 1, f"rank {rank} is outside a world of {world}; ranks count from 0 to {world - 1}")
@@ -97,7 +97,7 @@ def agree(
         verdict = _await(store, "start/final", deadline + 3 * _GRACE)
         if verdict is None:
             raise ConfigError(
-                f"ranks {ranges(speakers)} were started with different settings; give every rank the same "
+                f"ranks {format_ranks(speakers)} were started with different settings; give every rank the same "
                 "configuration and overrides"
             )
     if verdict != "ok":
@@ -198,7 +198,7 @@ def _difference(store: Store, world: int, speakers: list[int], deadline: float) 
         if text is not None:
             told[speaker] = json.loads(text)
     if len(told) < 2:
-        return f"config:ranks {ranges(speakers)} were started with different settings; start all of them alike"
+        return f"config:ranks {format_ranks(speakers)} were started with different settings; start all of them alike"
     came = _came(store, world)
     hellos = store.multi_get([f"start/hello/{r}" for r in came])
     marks = {r: hello.decode().split()[0] for r, hello in zip(came, hellos, strict=True)}
@@ -212,7 +212,7 @@ def _difference(store: Store, world: int, speakers: list[int], deadline: float) 
         for key in [*told[usual], *told[speaker]]:
             here, there = told[speaker].get(key, "not set"), told[usual].get(key, "not set")
             if here != there:
-                who = f"rank{'s' * (len(ranks[speaker]) > 1)} {ranges(ranks[speaker])}"
+                who = f"rank{'s' * (len(ranks[speaker]) > 1)} {format_ranks(ranks[speaker])}"
                 parts.append(f"{key} is {here} on {who} but {there} on {_others(ranks[usual])}")
                 break
     return (
@@ -226,7 +226,7 @@ def _came(store: Store, world: int) -> list[int]:
 
 
 def _others(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
 
 
 def _alarm(store: Store, places: int, message: str) -> None:
@@ -266,12 +266,12 @@ def _missing(world: int, came: list[int], timeout: float) -> TrainingError:
     absent = sorted(set(range(world)) - set(came)) or [0]  # all greeted, but rank 0 gave no verdict
     plural = "s" if len(absent) > 1 else ""
     return TrainingError(
-        f"rank{plural} {ranges(absent)} of {world} did not come within rendezvous.timeout={timeout:g} "
+        f"rank{plural} {format_ranks(absent)} of {world} did not come within rendezvous.timeout={timeout:g} "
         f"seconds ({len(came)} did); look at {'their' if plural else 'its'} log and host, or raise --rendezvous.timeout"
     )
 
 
-def ranges(ranks: Iterable[int], limit: int = 12) -> str:
+def format_ranks(ranks: Iterable[int], limit: int = 12) -> str:
     """Ranks as a person writes them: `0-3, 7`; long lists are cut."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):

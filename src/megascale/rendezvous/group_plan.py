@@ -47,7 +47,7 @@ class GroupSpec:
         return f"{self.kind}/{self.ranks[0]}"
 
 
-def edges(stages: int, ring: bool) -> list[list[tuple[int, int]]]:
+def edge_rounds(stages: int, ring: bool) -> list[list[tuple[int, int]]]:
     """Directed stage pairs (i, i + 1) in rounds; no stage is twice in a round. `ring` adds (stages - 1, 0)."""
     if stages < 2:
         return []
@@ -106,7 +106,7 @@ def _embedding_spec(grid: Grid, data: int, tensor: int) -> GroupSpec:
 
 
 def _channel_rounds(grid: Grid, virtual_stages: int) -> Iterator[tuple[list[tuple[int, int]], str]]:
-    for pairs in edges(grid.pipeline, ring=virtual_stages > 1):
+    for pairs in edge_rounds(grid.pipeline, ring=virtual_stages > 1):
         for direction in DIRECTIONS:
             yield pairs, direction
 

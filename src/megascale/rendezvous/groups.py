@@ -22,11 +22,20 @@ import torch.distributed as dist
 from megascale import torch_private
 from megascale.core.grid import Coordinate, Grid
 from megascale.errors import TrainingError
-from megascale.rendezvous.agree import ranges
+from megascale.rendezvous.agree import format_ranks
 from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, plan_groups, rank_groups
 from megascale.rendezvous.store_errors import StoreFault
 
-__all__ = ["GroupSpec", "Groups", "P2PChannel", "lost_peer", "make_groups", "plan_groups", "rank_groups", "shutdown"]
+__all__ = [
+    "GroupSpec",
+    "Groups",
+    "P2PChannel",
+    "describe_lost_peer",
+    "make_groups",
+    "plan_groups",
+    "rank_groups",
+    "shutdown",
+]
 
 
 log = logging.getLogger(__name__)
@@ -138,7 +147,7 @@ def make_groups(
     return groups
 
 
-def lost_peer(error: BaseException) -> str | None:
+def describe_lost_peer(error: BaseException) -> str | None:
     """Why torch could not reach another rank, in short; None if `error` is something else."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, StoreFault) or not (isinstance(error, dist.DistError) or "/gloo/" in text):
@@ -153,10 +162,10 @@ def _meeting(spec: GroupSpec, rank: int, timeout: timedelta) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        why = lost_peer(error)
+        why = describe_lost_peer(error)
         if why is None:
             raise
-        others = ranges(set(spec.ranks) - {rank})
+        others = format_ranks(set(spec.ranks) - {rank})
         raise TrainingError(
             f"rank {rank} could not meet rank{'s' * (len(spec.ranks) > 2)} {others} in group {spec.name} ({why}): one "
             f"of them ended or hangs, or its network broke; look at its log, and where {timeout.total_seconds():g} "

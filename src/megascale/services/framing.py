@@ -12,10 +12,10 @@ from __future__ import annotations
 import hmac
 import struct
 
-from megascale.services.shared_token import NONCE_BYTES, same
+from megascale.services.shared_token import NONCE_BYTES, secrets_equal
 
 # Counted up with each change of a frame, a greeting or a message: ends of different forms do not talk.
-FORM = 8
+PROTOCOL_VERSION = 8
 HEAD = struct.Struct(">2sBBIQ")
 GREETING_BYTES = HEAD.size + NONCE_BYTES
 SEAL_BYTES = 16
@@ -27,9 +27,9 @@ class ProtocolError(ConnectionError):
     """The other side broke the rules of a conversation; the message says how. The connection is of no more use."""
 
 
-def head(size: int, attached: int = 0, files: int = 0) -> bytes:
+def make_head(size: int, attached: int = 0, files: int = 0) -> bytes:
     """The head of a frame with a message of `size` bytes."""
-    return HEAD.pack(_MAGIC, FORM, files, size, attached)
+    return HEAD.pack(_MAGIC, PROTOCOL_VERSION, files, size, attached)
 
 
 def read_head(data: bytes | bytearray, limit: int, attached: int = 0) -> tuple[int, int, int]:
@@ -39,10 +39,12 @@ def read_head(data: bytes | bytearray, limit: int, attached: int = 0) -> tuple[i
     """
     magic, form, files, size, extra = HEAD.unpack(data)
     if magic != _MAGIC:
-        raise ProtocolError(f"what came is no frame of MegaScale's protocol (form {FORM}): a version before it?")
-    if form != FORM:
         raise ProtocolError(
-            f"the other side speaks form {form} of the protocol, this one form {FORM}: install one version on both"
+            f"what came is no frame of MegaScale's protocol (form {PROTOCOL_VERSION}): a version before it?"
+        )
+    if form != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the other side speaks form {form} of the protocol, this one form {PROTOCOL_VERSION}: install one version on both"
         )
     if not 1 <= size <= limit:
         raise ProtocolError(f"a message of {size} bytes; 1 to {limit} are allowed")
@@ -51,9 +53,9 @@ def read_head(data: bytes | bytearray, limit: int, attached: int = 0) -> tuple[i
     return size, extra, files
 
 
-def greeting(nonce: bytes) -> bytes:
+def make_greeting(nonce: bytes) -> bytes:
     """What each end sends first where a token is to be proved."""
-    return head(NONCE_BYTES) + nonce
+    return make_head(NONCE_BYTES) + nonce
 
 
 def read_greeting(data: bytes | bytearray) -> bytes:
@@ -86,7 +88,7 @@ class Seal:
     def check(self, seal: bytes | bytearray, contents: bytes | bytearray) -> None:
         """ProtocolError if `seal` is not that of the next frame received."""
         self._received += 1
-        if not same(bytes(seal), self._mac(self._in, self._received, bytes(contents))):
+        if not secrets_equal(bytes(seal), self._mac(self._in, self._received, bytes(contents))):
             raise ProtocolError("a message that is forged, repeated or out of order")
 
     def _mac(self, direction: bytes, number: int, contents: bytes) -> bytes:

@@ -18,12 +18,12 @@ from megascale.services.framing import ProtocolError
 _BIG = 1 << 63
 _FLOAT = sys.float_info.max
 
-Whole = Annotated[int, Meta(ge=-_BIG, le=_BIG - 1)]
+Integer = Annotated[int, Meta(ge=-_BIG, le=_BIG - 1)]
 Count = Annotated[int, Meta(ge=0, le=_BIG - 1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Finite = Annotated[float, Meta(ge=-_FLOAT, le=_FLOAT)]  # no comparison holds for NaN
 Name = Annotated[str, Meta(max_length=200)]  # said again and again by thousands: kept once (see `Schema`)
-Given = Annotated[str, Meta(min_length=1, max_length=200)]  # a name that there must be
+NonEmptyName = Annotated[str, Meta(min_length=1, max_length=200)]  # a name that there must be
 Text = Annotated[str, Meta(max_length=2000)]
 Path = Annotated[str, Meta(max_length=4096)]
 Facts = Annotated[dict[Name, Name], Meta(max_length=256)]
@@ -62,7 +62,7 @@ class Schema:
         self._encoder = msgspec.msgpack.Encoder()
         self._names = {kind: _names(kind) for kind in kinds}
 
-    def make(self, do: str, fields: dict[str, Any]) -> Message:
+    def build(self, do: str, fields: dict[str, Any]) -> Message:
         """The message of a kind; ValueError if there is none such or its fields do not fit it."""
         if do not in self._kinds:
             raise ValueError(f"there is no message {do!r}; there are {', '.join(sorted(self._kinds))}")
@@ -110,7 +110,7 @@ def _names(kind: type[msgspec.Struct]) -> _Plan:
     """Where a kind of record has names."""
     fields = msgspec.structs.fields(kind)
     parts = tuple((f.name, _names(part)) for f in fields if (part := _part(f.type)) is not None)
-    return tuple(f.name for f in fields if f.type in (Name, Given)), parts
+    return tuple(f.name for f in fields if f.type in (Name, NonEmptyName)), parts
 
 
 def _part(kind: Any) -> type[Part] | None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from megascale.errors import TrainingError
 
 
-def private_base() -> Path:
+def private_base_folder() -> Path:
     """This user's folder under the machine's temporary one, private as `make_private` has it."""
-    return make_private(Path(tempfile.gettempdir()) / f"megascale-{os.getuid()}")
+    return make_private_folder(Path(tempfile.gettempdir()) / f"megascale-{os.getuid()}")
 
 
-def make_private(place: Path) -> Path:
+def make_private_folder(place: Path) -> Path:
     """A folder of this user that nobody else may enter, made if need be.
 
     Raises TrainingError if the path is another user's, no folder, or one that others could put things into.

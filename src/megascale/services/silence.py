@@ -6,7 +6,7 @@ import contextlib
 import socket
 
 
-def notice_silence(sock: socket.socket, seconds: float) -> None:
+def set_peer_timeout(sock: socket.socket, seconds: float) -> None:
     """Have the kernel end a connection whose other side has acknowledged nothing for about so long, while data is on
     its way (TCP_USER_TIMEOUT, Linux) or not (keepalive). Whoever sends or receives then gets an OSError."""
     idle = max(1, int(seconds / 3))

@@ -17,14 +17,14 @@ from megascale.simulate.fitting import fit
 from megascale.simulate.measured_runs import measures, refuse_other_device
 from megascale.simulate.prediction_band import ranges_of
 from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, own_software
+from megascale.simulate.step import Scenario, engine_software
 from megascale.simulate.validation.anchors import (
     Rows,
     h200_peers,
     later_peers,
+    load_first_round,
+    load_h100_runs,
     nemo_development,
-    own_first,
-    own_h100,
     paper_development,
 )
 
@@ -33,8 +33,8 @@ TABLES: dict[str, tuple[Callable[[], Rows], tuple[str, ...]]] = {
     "paper": (paper_development, ("megatron-2023", "megascale")),
     "h200-peers": (h200_peers, ("megatron-core",)),
     "h100-peers": (lambda: later_peers("peers"), ("megatron-core",)),
-    "own-first": (own_first, ("megascale",)),
-    "own-h100": (own_h100, ("megascale",)),
+    "own-first": (load_first_round, ("megascale",)),
+    "own-h100": (load_h100_runs, ("megascale",)),
     "nemo-h100": (nemo_development, ("nemo",)),
 }
 
@@ -70,7 +70,7 @@ def calibrate(
         base = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
         uncalibrated = Calibration("uncalibrated", machine.name)
         scenarios = [
-            Scenario(m.config, m.gpus, machine, uncalibrated, own_software(m.config, stack(base))) for m in measured
+            Scenario(m.config, m.gpus, machine, uncalibrated, engine_software(m.config, stack(base))) for m in measured
         ]
         labels = [f"{m.folder.name}, {m.gpus} GPUs, {m.steps} steps, ±{m.spread:.1%}" for m in measured]
         cases = Case.stack([s.case() for s in scenarios])

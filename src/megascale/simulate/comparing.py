@@ -16,12 +16,12 @@ from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.measured_runs import load_predictions, matching, measure, refuse_other_device
 from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, own_software, run
+from megascale.simulate.step import Scenario, engine_software, run
 
 Row = dict[str, Any]
 
 
-def two_results(first: Path, second: Path) -> list[Row]:
+def compare_results(first: Path, second: Path) -> list[Row]:
     """Part by part: seconds of both and the difference. The last result of each file is taken."""
     one, two = _result(first), _result(second)
     rows: list[Row] = []
@@ -59,7 +59,7 @@ def explain_run(
     name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
     base = stack(name)
     fitted = load_calibration(calibration, machine.name, base.family)
-    scenario = Scenario(measured.config, measured.gpus, machine, fitted, own_software(measured.config, base))
+    scenario = Scenario(measured.config, measured.gpus, machine, fitted, engine_software(measured.config, base))
     result = run(scenario, check_memory=False)
     gap = result.seconds / measured.seconds - 1.0
     inside = "inside" if result.low <= measured.seconds <= result.high else "outside"

@@ -14,7 +14,7 @@ from megascale.errors import ConfigError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, own_software, run
+from megascale.simulate.step import Scenario, engine_software, run
 
 
 def predict(plan: Path, cluster: str, calibration: str | None, software: str, note: str = "") -> str:
@@ -38,7 +38,7 @@ def predict(plan: Path, cluster: str, calibration: str | None, software: str, no
     for name, gpus, settings in wanted:
         settings = [*settings, f"train.name={name}"]
         config = configuration.load(None, settings)
-        result = run(Scenario(config, gpus, machine, constants, own_software(config, chosen)), "event", fleet=None)
+        result = run(Scenario(config, gpus, machine, constants, engine_software(config, chosen)), "event", fleet=None)
         lines += [
             "",
             "[[run]]",

@@ -21,14 +21,14 @@ from megascale.simulate.cluster import ClusterSpec
 # Least relative standard deviation of a calibrated prediction: steps of another series of the same machine and stack.
 LEAST = 0.0302
 # The same with constants of another stack on the same machine, of another machine under the same stack, of both.
-OTHER_STACK, OTHER_MACHINE, OTHER_BOTH = 0.0338, 0.0351, 0.0374
+UNFITTED_STACK, UNFITTED_MACHINE, UNFITTED_STACK_AND_MACHINE = 0.0338, 0.0351, 0.0374
 # Nothing fitted: P10 and P90 of ln(predicted / measured), of the group of development rows (one machine, one stack)
 # that is predicted worst to either side. Steps take longer than physics alone says. NOTHING_FITTED is for known
 # machines and stacks; UNSEEN, with full sharding's and vTrain's groups, for those of which no step was ever compared.
 NOTHING_FITTED = (-0.0956, 0.0252)
 UNSEEN = (-0.2212, 0.0377)
 # The same of machines and stacks that have development rows and no calibration: (cluster, family of software).
-KNOWN_PAIRS = {("a100-hdr", "megatron-deepspeed"): (-0.2212, 0.0377)}
+MEASURED_PAIRS = {("a100-hdr", "megatron-deepspeed"): (-0.2212, 0.0377)}
 # For each doubling of GPUs beyond the fitted ones: how errors of one series drift with the number of GPUs under
 # constants of another.
 EACH_GPU_DOUBLING = 0.0177
@@ -147,7 +147,7 @@ def _base_width(cluster: ClusterSpec, calibration: Calibration, family: str | No
     if calibration.residuals:
         return _fitted_width(cluster, calibration, family)
     machines, stacks = known_machines_and_stacks()
-    pair = KNOWN_PAIRS.get((cluster.name, family or ""))
+    pair = MEASURED_PAIRS.get((cluster.name, family or ""))
     unseen = []
     if pair is None and cluster.name not in machines:
         unseen.append(f"machine {cluster.name}")
@@ -167,11 +167,11 @@ def _fitted_width(cluster: ClusterSpec, calibration: Calibration, family: str | 
     other_stack = family is not None and bool(calibration.stacks) and family not in calibration.stacks
     spread, reasons = LEAST, []
     if other_machine and other_stack:
-        spread = OTHER_BOTH
+        spread = UNFITTED_STACK_AND_MACHINE
     elif other_machine:
-        spread = OTHER_MACHINE
+        spread = UNFITTED_MACHINE
     elif other_stack:
-        spread = OTHER_STACK
+        spread = UNFITTED_STACK
     if other_machine:
         reasons.append(f"calibration {calibration.name} is of cluster {calibration.cluster}, not {cluster.name}")
     if other_stack:

@@ -13,7 +13,7 @@ from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster, shipped
 from megascale.simulate.planner.layout_cost import DEVICES, make_plan
 from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, own_software
+from megascale.simulate.step import Scenario, engine_software
 from megascale.simulate.step import run as price
 
 _DEVICE = "A100"  # for memory, where no cluster is named
@@ -59,7 +59,7 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
     predicted, why = None, ""
     if machine is not None:
         try:
-            software = own_software(
+            software = engine_software(
                 config, stack("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
             )
             calibration = load_calibration(None, machine.name, software.family)

@@ -40,7 +40,7 @@ def cumulative(baseline: Scenario, full: Scenario, names: Sequence[str], level: 
     return rows
 
 
-def leave_one_out(full: Scenario, names: Sequence[str], level: Level) -> AblationChart:
+def ablate_in_turn(full: Scenario, names: Sequence[str], level: Level) -> AblationChart:
     """(technique, result without it, how much slower that is), the whole first."""
     whole = run(full, level, check_memory=False)
     rows: AblationChart = [("all on", whole, 0.0)]

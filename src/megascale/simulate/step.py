@@ -55,7 +55,7 @@ class Scenario:
         """Return the scenario with another configuration, and what that decides of the software."""
         if self.base is None:
             return replace(self, config=config)
-        derive = baseline_software if self.baseline else own_software
+        derive = baseline_software if self.baseline else engine_software
         return replace(self, config=config, software=derive(config, self.base))
 
     @property
@@ -75,7 +75,7 @@ class Scenario:
         layout, parallel = self.layout, self.config.parallel
         p, v = parallel.pipeline, parallel.virtual_stages
         counts = self.chunk_layers().sum(axis=1)
-        return Case.of(
+        return Case.from_model(
             self.config.model,
             self.software,
             tensor=parallel.tensor,
@@ -196,7 +196,7 @@ CLOSED_FORM = ("auto", "1f1b", "interleaved")
 ATTENTION = {"cudnn": "cudnn", "cudnn_frontend": "cudnn", "flash": "flash2", "flash_window": "flash2", "sdpa": "flash2"}
 
 
-def own_software(config: Config, base: Software) -> Software:
+def engine_software(config: Config, base: Software) -> Software:
     """`base` with what the configuration itself decides.
 
     Block, window, ZeRO, recomputation and float8 are the configuration's; overlaps and fused operators that it switches

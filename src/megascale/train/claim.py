@@ -16,7 +16,7 @@ from megascale.errors import MegascaleError
 from megascale.train.run_folder import RunFolder
 
 
-def claim(config: Config) -> list[RunLock]:
+def take_run_locks(config: Config) -> list[RunLock]:
     """The locks of one training: of its run folder, and of a folder of checkpoints that several runs might name.
 
     Raises as `run_lock.take`, with nothing held.
@@ -39,7 +39,7 @@ def claim(config: Config) -> list[RunLock]:
     return locks
 
 
-def tell_status(folder: RunFolder, rank: int, mine: bool, message: str) -> None:
+def write_failed_status(folder: RunFolder, rank: int, mine: bool, message: str) -> None:
     """Why a rank ended that had not come to its own status file yet. `mine`: nobody else trains in the folder;
     without that nothing is made, and the status of a rank that lives on this host is left alone."""
     path = folder.status / f"rank-{rank}.status"
@@ -64,7 +64,7 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def tell_refusal(config: Config, message: str) -> None:
+def record_refusal(config: Config, message: str) -> None:
     """A start that was refused before it came to its folder: tell it there, if there is one that nobody trains in."""
     folder, rank = RunFolder(config.run_folder), os.environ.get("RANK", "0")
     if not folder.path.is_dir() or not rank.isdecimal():
@@ -74,8 +74,8 @@ def tell_refusal(config: Config, message: str) -> None:
     except MegascaleError:
         return
     with contextlib.suppress(OSError):
-        tell_status(folder, int(rank), lock is not None, message)
+        write_failed_status(folder, int(rank), lock is not None, message)
         if lock is not None:
-            folder.event(Event.RUN_FAILED, step=0, message=message)
+            folder.append_event(Event.RUN_FAILED, step=0, message=message)
     if lock is not None:
         lock.release()

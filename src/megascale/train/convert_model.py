@@ -28,7 +28,7 @@ from megascale.model.huggingface.generation_config import (
     write_generation_config,
 )
 from megascale.model.huggingface.import_model import read_folder
-from megascale.train.resume import tokenizer_hash, trained_config, trained_tokenizer, trained_tokenizer_hash
+from megascale.train.resume import load_trained_config, load_trained_tokenizer, tokenizer_hash, trained_tokenizer_hash
 from megascale.train.run_folder import RunFolder, checkpoint_folder
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,7 +36,7 @@ _RETRY_SECONDS = 60.0  # of an export in which it begins again if its checkpoint
 
 
 @dataclass(frozen=True)
-class Converted:
+class Conversion:
     """What a conversion made.
 
     Attributes:
@@ -54,7 +54,7 @@ class Converted:
     notes: list[str] = field(default_factory=list)
 
 
-def import_model(folder: Path, run: Path, *, sequence_length: int | None = None) -> Converted:
+def import_model(folder: Path, run: Path, *, sequence_length: int | None = None) -> Conversion:
     """Make a run folder of a Hugging Face model: a checkpoint of step 0, config.toml, tokenizer.json.
 
     Weights keep their type in the checkpoint. `sequence_length`: tokens in a training sample, where the model's own
@@ -83,7 +83,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     except OSError as error:
         raise ConfigError(f"--out={run} cannot be made: {error.strerror}") from None
     notes = list(found.notes)
-    tokenizer, told = convert_tokenizer.take(folder, run, end_ids(found.generation))
+    tokenizer, told = convert_tokenizer.import_tokenizer(folder, run, end_ids(found.generation))
     notes += told
     if tokenizer is not None and tokenizer.vocab_size > model.vocab:
         notes.append(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {model.vocab}")
@@ -105,10 +105,10 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
         "config": config.model_dump(exclude_none=True),
     }
     checkpoint.save(place.checkpoints, 0, shards, state, keep=1)
-    place.event(Event.IMPORTED, family=found.family.name, source=str(folder), notes=notes)
+    place.append_event(Event.IMPORTED, family=found.family.name, source=str(folder), notes=notes)
     # Last, because a folder with it counts as a run.
     place.accept(config, identity)
-    return Converted(run, found.family.name, parameters(model), tokenizer is not None, notes)
+    return Conversion(run, found.family.name, parameters(model), tokenizer is not None, notes)
 
 
 def _config(run: Path, tree: dict) -> Config:
@@ -126,7 +126,7 @@ def export_model(
     tokenizer: bool = True,
     file_bytes: int = 4 << 30,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Converted:
+) -> Conversion:
     """Write a run's model as a folder that `transformers` loads.
 
     Args:
@@ -142,7 +142,7 @@ def export_model(
     Raises ConfigError if no family (or not the named one) can say what the model is, naming the keys; DataError if
     there is no checkpoint, or the tokenizer that the run was trained with is lost.
     """
-    config, same = trained_config(run, step)
+    config, same = load_trained_config(run, step)
     model = config.model
     chosen = family_for(model, family)
     if dtype is None:
@@ -176,7 +176,7 @@ def export_model(
             if generation:
                 write_generation_config(made, generation)
             if found is not None:
-                convert_tokenizer.give(found[1], found[0], made, model.sequence_length)
+                convert_tokenizer.export_tokenizer(found[1], found[0], made, model.sequence_length)
 
     begun, done = time.monotonic(), False
     while not done:
@@ -191,7 +191,7 @@ def export_model(
             late = time.monotonic() - begun > _RETRY_SECONDS
             if late or step is not None or source in checkpoint.steps(checkpoints):
                 raise
-    return Converted(out, chosen.name, parameters(model), found is not None, [note] if note else [])
+    return Conversion(out, chosen.name, parameters(model), found is not None, [note] if note else [])
 
 
 def _find_tokenizer(
@@ -204,7 +204,7 @@ def _find_tokenizer(
     if not wanted:
         return None, None
     try:
-        return trained_tokenizer(run, config, step), None
+        return load_trained_tokenizer(run, config, step), None
     except (ConfigError, DataError) as error:
         if config.data.tokenizer is not None or trained_tokenizer_hash(run, config, step) is not None:
             raise DataError(f"{error}; or write the model without a tokenizer (--no-tokenizer)") from None

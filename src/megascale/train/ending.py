@@ -13,9 +13,9 @@ from megascale.core.failure import NO_ROOM
 from megascale.core.status import FAILED_IN_STEP, StatusFile
 from megascale.core.terminal import end_signals
 from megascale.errors import MegascaleError, TrainingError
-from megascale.rendezvous.groups import lost_peer
+from megascale.rendezvous.groups import describe_lost_peer
 from megascale.train.checkpoint_policy import kept
-from megascale.train.claim import tell_status
+from megascale.train.claim import write_failed_status
 from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
 
@@ -92,7 +92,7 @@ class Ending:
             )
             full.errno = error.errno  # the driver's rules go by it
             return full
-        why = lost_peer(error) if isinstance(error, RuntimeError) else None
+        why = describe_lost_peer(error) if isinstance(error, RuntimeError) else None
         if why is None:
             return error
         where = "while starting" if self.status is None else f"in step {self.step + 1}"
@@ -120,6 +120,6 @@ class Ending:
                 phase, at = (FAILED_IN_STEP, self.step + 1) if self.in_step else ("failed", self.step)
                 self.status.update(phase, at, message=message)
             else:
-                tell_status(self._folder, self._place.rank, self.mine, message)
+                write_failed_status(self._folder, self._place.rank, self.mine, message)
             if self.mine and self._place.rank == 0:
-                self._folder.event(event, step=self.step, message=message[:2000])
+                self._folder.append_event(event, step=self.step, message=message[:2000])

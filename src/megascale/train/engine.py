@@ -22,9 +22,9 @@ from megascale.ops import launch, token_loss
 from megascale.ops.dispatch import Kernels
 from megascale.ops.known_amax import AmaxSlots
 from megascale.optim.optimizer import ShardedOptimizer
-from megascale.parallel.buffers import TIED, Axes, FlatChunk
+from megascale.parallel.buffers import TIED, Axes, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
-from megascale.parallel.chunk_runner import EagerChunks
+from megascale.parallel.chunk_runner import EagerRunner
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.parameters import initialise
@@ -48,7 +48,7 @@ def with_own_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable[Co
 
     @wraps(method)
     def run(engine: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
-        with engine.runtime.kernels.in_force():
+        with engine.runtime.kernels.as_current():
             return method(engine, *args, **kwargs)
 
     return run
@@ -70,7 +70,7 @@ class StepResult:
     loss: torch.Tensor
     grad_norm: torch.Tensor
     stop: torch.Tensor
-    casts: torch.Tensor
+    cast_counts: torch.Tensor
     read: torch.Tensor
 
 
@@ -110,14 +110,14 @@ class Engine:
         # knows no kernels but the default ones (ops/dispatch.py).
         self.backward_apart = False
         # Called with the step's number: before, gradients and weights are whole, those as training reads them.
-        self.before_update: list[Callable[[int], None]] = []
-        self.after_update: list[Callable[[int], None]] = []
+        self.before_update_hooks: list[Callable[[int], None]] = []
+        self.after_update_hooks: list[Callable[[int], None]] = []
         self.active: dict[str, str] = {}  # what was chosen at start, for the start-up print
-        self.attention = kept or {}
+        self.attention_choices = kept or {}
         if groups is not None or kept is not None:
             dtype = DTYPES[config.train.precision]
-            with runtime.kernels.in_force():
-                self.attention, others = agree(config, grid.tensor, dtype, device, kept, runtime.attention)
+            with runtime.kernels.as_current():
+                self.attention_choices, others = agree(config, grid.tensor, dtype, device, kept, runtime.attention)
             self.active |= others
         if device.type == "cuda" or config.overlap.gemms == "on":
             auto = " (overlap.gemms=auto)" if config.overlap.gemms == "auto" else ""
@@ -137,9 +137,9 @@ class Engine:
         dtype = DTYPES[config.train.precision]
         reduce_dtype = torch.bfloat16 if config.parallel.reduce_dtype == "bfloat16" else None
         self.chunks: list[Chunk] = []
-        self.flats: list[FlatChunk] = []
+        self.flats: list[ParamAndGradBuffer] = []
         self._make_chunks(stage, axes)
-        self.data = DataParallel(self.flats, config.overlap.data, reduce_dtype, float8)
+        self.data_parallel = DataParallel(self.flats, config.overlap.data, reduce_dtype, float8)
         self.optimizer = ShardedOptimizer(
             config.optimizer,
             self.flats,
@@ -169,7 +169,7 @@ class Engine:
             last = place == schedule.chunks - 1
             # On a single stage the embedding is there once: the first chunk's buffers have it and its gradient.
             lent = config.model.tied_embeddings and grid.pipeline == 1 and number > 0 and last
-            with self.runtime.kernels.in_force():
+            with self.runtime.kernels.as_current():
                 chunk = Chunk(
                     config.model,
                     layers,
@@ -185,13 +185,13 @@ class Engine:
             # Apart also where they are gathered in their own type: sums over shards are then the same to the bit.
             apart = LINEAR_PRECISIONS[config.train.linear_precision].gathered is not None and grid.data > 1
             self.chunks.append(chunk)
-            self.flats.append(FlatChunk(chunk, self.device, axes, config.parallel.zero, bucket, apart))
+            self.flats.append(ParamAndGradBuffer(chunk, self.device, axes, config.parallel.zero, bucket, apart))
             initialise(chunk, config.train.seed)
         for chunk in self.chunks:
             tokens = config.model.sequence_length * config.train.micro_batch
-            with self.runtime.kernels.in_force():
+            with self.runtime.kernels.as_current():
                 chunk.linears.check(chunk.matrices(), tokens, self.device)
-        if any(chunk.linears.wants_amaxes for chunk in self.chunks):
+        if any(chunk.linears.collects_amax for chunk in self.chunks):
             self.runtime.kernels.amaxes = AmaxSlots()
 
     def _gather_precision(self) -> bool:
@@ -237,20 +237,20 @@ class Engine:
     def use_graphs(self, on: bool) -> None:
         """From the next step on, replay CUDA graphs of the chunks, or launch each operator."""
         if self.graphs is not None:
-            self.graphs.use(on)
+            self.graphs.set_enabled(on)
 
     def run_gemms_on_side_stream(self, on: bool) -> None:
         """From the next step on, run independent GEMMs on two streams, or one after another."""
         if self.graphs is not None:
-            self.graphs.forget()
+            self.graphs.clear()
         self.runtime.use_side_stream(on, self.device)
         if self.tensor.exchange is not None:
             self.tensor.exchange.on_side_stream = on
 
-    def recompute(self, what: str) -> None:
+    def set_recompute(self, what: str) -> None:
         """From the next step on, let backward recompute what parallel.recompute=`what` names."""
         if self.graphs is not None:
-            self.graphs.forget()
+            self.graphs.clear()
         for chunk in self.chunks:
             chunk.recompute = what
             for block in chunk.blocks:
@@ -275,13 +275,13 @@ class Engine:
             y = chunk(x, tokens if chunk.last else None, where)
             if chunk.last:
                 y = (y * (1 / self.tokens)).sum()
-            if self.data.pool is not None:
-                self.data.arm(number)  # a buffer of the pool is reduced before its next use
-            self.data.begin_backward(number)
+            if self.data_parallel.pool is not None:
+                self.data_parallel.arm_reductions(number)  # a buffer of the pool is reduced before its next use
+            self.data_parallel.begin_backward(number)
             torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
-            self.data.end_backward(number)
-        self.data.finish_reductions()
-        self.data.finish_tied()
+            self.data_parallel.end_backward(number)
+        self.data_parallel.finish_reductions()
+        self.data_parallel.finish_tied()
 
     def _make_token_grad(self) -> torch.Tensor | None:
         """The gradient of each token's loss, known before it: every token counts the same, so the loss can make its
@@ -297,7 +297,7 @@ class Engine:
     def start_gather(self) -> None:
         """Begin the schedule's first gather: called before the batch is read, so that both go on together."""
         self.runtime.recorder.begin(SpanKind.GATHER_PARAMS, self.pipeline.first_gather)
-        self.data.gather(self.pipeline.first_gather)
+        self.data_parallel.start_gather(self.pipeline.first_gather)
         self.runtime.recorder.end()
 
     @with_own_kernels
@@ -348,23 +348,23 @@ class Engine:
         self._weights_changed()
         for chunk in self.chunks:
             chunk.linears.count_casts(count_casts)
-        self.data.begin_step()
-        chunks = EagerChunks(forward)
+        self.data_parallel.begin_step()
+        chunks = EagerRunner(forward)
         if self.graphs is not None:
             chunks = self.graphs.begin_step(forward, inputs, eagerly=count_casts or self.backward_apart)
         with torch.autograd.set_multithreading_enabled(self.backward_apart):
-            loss = self.pipeline.run(chunks, self.data)
+            loss = self.pipeline.run(chunks, self.data_parallel)
         if self.graphs is not None:
             self.graphs.end_step()
         recorder = self.runtime.recorder
         self.runtime.calls.at(b"reduce")
         recorder.begin(SpanKind.FINISH_REDUCTIONS)
-        self.data.finish_reductions()
+        self.data_parallel.finish_reductions()
         recorder.end()
         self.runtime.calls.at(b"optimizer")
-        if self.before_update:
-            self.data.finish_tied()
-        for look in tuple(self.before_update):
+        if self.before_update_hooks:
+            self.data_parallel.finish_tied()
+        for look in tuple(self.before_update_hooks):
             look(step)
         # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
         # Filled there: a copy from the host's memory would wait for the whole step before the optimizer is launched.
@@ -374,7 +374,7 @@ class Engine:
         if loss is not None and self.tensor.rank == 0:
             piggybacked_scalars[0] += loss
         for chunk in self.chunks:
-            if (counted := chunk.linears.counted()) is not None:
+            if (counted := chunk.linears.cast_counts()) is not None:
                 piggybacked_scalars[2:5] += counted
         for index, number in enumerate(read_checksum, 5):
             if number:  # ranks between the first and the last stage have read nothing
@@ -383,15 +383,17 @@ class Engine:
         before_update()
         recorder.end()
         self._weights_changed()  # what was made of them need not be there beside what the update needs
-        self.data.parameters_change()
+        self.data_parallel.invalidate_gathered()
         # The next step's list begins with a gather: it is armed now, and its buckets leave as they are updated.
-        updated = self.data.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
+        updated = self.data_parallel.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
         recorder.begin(SpanKind.OPTIMIZER)
-        norm, summed = self.optimizer.step(learning_rate, step, piggybacked_scalars, updated, self.data.finish_tied)
-        self.data.end_update()
+        norm, summed = self.optimizer.step(
+            learning_rate, step, piggybacked_scalars, updated, self.data_parallel.finish_tied
+        )
+        self.data_parallel.end_update()
         recorder.end()
         assert summed is not None
-        for look in self.after_update:
+        for look in self.after_update_hooks:
             look(step)
         return StepResult(summed[0], norm, summed[1], summed[2:5], summed[5:])
 
@@ -408,34 +410,34 @@ class Engine:
 
     def synchronize(self) -> None:
         """Leave nothing under way: before the groups are shut down."""
-        self.data.finish_gathers()
+        self.data_parallel.finish_gathers()
 
     # everything else --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     @contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading_weights(self) -> Iterator[None]:
         """Around whatever fills the master weights (a checkpoint, say); afterwards the weights in use are theirs.
 
         A gather under way would end while they are filled, and where master weights and weights in use are one memory
         (float64, float32) gloo writes this rank's own part once more: the old one. So none is when the body begins.
         """
-        self.data.parameters_change()
+        self.data_parallel.invalidate_gathered()
         yield
         self.optimizer.copy_to_params()
         self._weights_changed()
 
     def _weights_changed(self) -> None:
         for chunk in self.chunks:
-            chunk.linears.weights_changed()
+            chunk.linears.invalidate_weights()
 
-    def whole(self) -> None:
+    def gather_parameters(self) -> None:
         """Make all parameters whole on this rank, before anything but a training step uses them."""
-        self.data.complete()
+        self.data_parallel.gather_full_parameters()
 
     @torch.no_grad()
     @with_own_kernels
-    def losses(self, inputs_SB: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:
+    def sum_losses(self, inputs_SB: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:
         """Sum of the losses of all tokens, a float64 scalar on every rank of this pipeline's world.
 
         inputs_SB, targets_SB: this data-parallel rank's [s, b]; targets of -100 count nothing. Collective: every

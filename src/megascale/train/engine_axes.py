@@ -12,7 +12,7 @@ from megascale.core.spans import SpanAxis
 from megascale.errors import ConfigError
 from megascale.parallel import symmetric
 from megascale.parallel.buffers import Axes
-from megascale.parallel.collectives import ALONE, Axis
+from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.pipeline import P2PStream, P2PStreams
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
@@ -37,7 +37,7 @@ def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, rank: int
         data=make_axis(runtime, groups, "data_gather", grid.data, at.data),
         reduce=make_axis(runtime, groups, "data_reduce", grid.data, at.data),
         tensor=tensor,
-        tied=make_axis(runtime, groups, "embedding", 2, int(last)) if tied else ALONE,
+        tied=make_axis(runtime, groups, "embedding", 2, int(last)) if tied else SINGLE_RANK,
         stage=_stage_axis(runtime, groups, layout, rank, tensor),
     )
 
@@ -61,7 +61,7 @@ def overlapped(axis: Axis, config: Config, dtype: torch.dtype, device: torch.dev
     model, train = config.model, config.train
     element = torch.empty(0, dtype=dtype).element_size()
     part = model.sequence_length // axis.size * train.micro_batch * model.hidden * element
-    found = symmetric.prepare(axis, part, device, config.gemms_on_side_stream)
+    found = symmetric.make_exchange(axis, part, device, config.gemms_on_side_stream)
     if isinstance(found, symmetric.Exchange):
         return replace(axis, overlap="fused", exchange=found), {"tensor overlap": "fused"}
     if wanted == "fused":

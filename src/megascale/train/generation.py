@@ -33,7 +33,7 @@ class Sampling:
     seed: int = 0
 
 
-def pick(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw a token from logits [vocab]."""
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -86,14 +86,14 @@ def generate_tokens(
     seen = torch.zeros(model.vocab, dtype=torch.bool, device=device)
     for _ in range(count):
         seen[fresh] = True
-        with chunk.axis.runtime.kernels.in_force():
+        with chunk.axis.runtime.kernels.as_current():
             hidden = chunk(fresh[:, None], None, ForwardContext(cache=cache))
         cache.length += len(fresh)
         logits = chunk.logits(hidden[-1:])[0, 0]
         if sampling.repetition_penalty != 1:
             penalty = sampling.repetition_penalty
             logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-        token = pick(logits, sampling, generator)
+        token = sample_token(logits, sampling, generator)
         if token in ends:
             return
         yield token
@@ -102,7 +102,7 @@ def generate_tokens(
         fresh = torch.tensor([token], dtype=torch.int64, device=device)
 
 
-def text_of(
+def decode_stream(
     tokenizer: Tokenizer, tokens: Iterable[int], stops: Sequence[str] = (), prompt: Sequence[int] = ()
 ) -> Iterator[str]:
     """Yield the text of a stream of tokens, piece by piece, up to the first of the texts `stops` (not shown).

@@ -58,11 +58,11 @@ class HostPauses:
             return 0
         return int(os.pread(self._queue, 100, 0).split()[1])
 
-    def step_begins(self) -> None:
+    def begin_step(self) -> None:
         """A step's first operation comes next."""
         self._queued = self._waited()
 
-    def tell(self, recorder: Recorder) -> None:
+    def record(self, recorder: Recorder) -> None:
         """Tell of what there was since the last call, as of the step that ends."""
         if queued := self._waited() - self._queued:
             recorder.counted(SpanKind.PROCESSOR_WAIT, 1, queued, queued)

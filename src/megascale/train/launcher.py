@@ -44,7 +44,7 @@ SECOND_AFTER = 1.0
 END_SECONDS = 3.0
 
 
-def processes_wanted(config: Config, gpus: int) -> int:
+def count_processes(config: Config, gpus: int) -> int:
     """Processes that `megascale train` starts here.
 
     On GPUs one a device unless parallel.data says fewer; on CPU tensor x pipeline x data (data: 1 by default).
@@ -64,7 +64,7 @@ def processes_wanted(config: Config, gpus: int) -> int:
     return wanted
 
 
-def started_by_launcher() -> bool:
+def is_launched_rank() -> bool:
     """Whether somebody (torchrun, an agent, this module) has already made this process one of several ranks."""
     return "RANK" in os.environ
 
@@ -75,7 +75,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def check(config: Config, world: int, *, model: bool = True, keeps: bool = False) -> None:
+def check_host_fits(config: Config, world: int, *, model: bool = True, keeps: bool = False) -> None:
     """Refuse what this host cannot run: FitError unless it holds `world` ranks of the run of `config` (resolved),
     ConfigError for train.device=cuda without a GPU.
 
@@ -96,8 +96,8 @@ def launch(
     world: int,
     config: Config,
     *,
-    model: bool = True,
-    keeps: bool = False,
+    holds_model: bool = True,
+    saves_checkpoints: bool = False,
     program: str = "megascale.cli.main",
 ) -> int:
     """Run `python -m PROGRAM WORDS` as `world` ranks; rank 0 talks to the terminal, the others to `logs/rank-N.log`.
@@ -112,7 +112,7 @@ def launch(
     Nothing starts that does not fit this host (see `check`: FitError), and no more than a wave of ranks imports at a
     time: many that start together on few cores each take as long as all of them.
     """
-    check(config, world, model=model, keeps=keeps)
+    check_host_fits(config, world, model=holds_model, keeps=saves_checkpoints)
     run_lock.check(config.run_folder)  # said once, before any process starts
     logs = config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def launch(
     port = str(listener.getsockname()[1])
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
     common |= {"LOCAL_WORLD_SIZE": str(world), CHECKED: "1"}
-    loader: host_loader.Started | None = None
+    loader: host_loader.StartedLoader | None = None
     waves: _Waves | None = None
     ranks: list[subprocess.Popen[bytes]] = []
     interruptions: list[float] = []
@@ -136,7 +136,7 @@ def launch(
 
     old = {number: signal.signal(number, pass_on) for number in end_signals()}
     try:
-        loader = host_loader.start(config, world=world, first_rank=0, ranks=world)
+        loader = host_loader.start_loader(config, world=world, first_rank=0, ranks=world)
         if loader is not None:
             common |= loader.environment
         waves = _Waves(ranks, interruptions)
@@ -172,7 +172,7 @@ def launch(
         return _watch(ranks, logs, interruptions)
     finally:
         listener.close()
-        end(ranks, END_SECONDS)
+        end_processes(ranks, END_SECONDS)
         if waves is not None:
             waves.close()
         if loader is not None:
@@ -268,7 +268,7 @@ def _named(code: int) -> str:
     return f"signal {signal.Signals(-code).name}{hint}"
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]], grace_period: float) -> None:
+def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_period: float) -> None:
     """Tell processes to end, and kill those that are there after so many seconds."""
     for process in processes:
         if process.poll() is None:

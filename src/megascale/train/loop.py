@@ -18,7 +18,7 @@ from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
 from megascale.core.spans import SpanKind
-from megascale.data.dataset.read_checksum import ReadTotals, sums_of_step
+from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, kind_of, named
 from megascale.optim.learning_rate import learning_rate
@@ -27,12 +27,12 @@ from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, rank_log, resume
 from megascale.train.callbacks import Callbacks, RunView
 from megascale.train.checkpoint_policy import CheckpointPolicy
-from megascale.train.claim import claim
+from megascale.train.claim import take_run_locks
 from megascale.train.clock import StepClock
 from megascale.train.ending import Ending, Interrupts
 from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluation import Evaluation, evaluate_file
-from megascale.train.garbage_collection import Garbage
+from megascale.train.garbage_collection import GarbageCollector
 from megascale.train.host_pauses import HostPauses
 from megascale.train.imported_weights import load_imported
 from megascale.train.injected_faults import FaultInjector
@@ -115,7 +115,7 @@ class Trainer:
         """Train to train.steps (or an interruption); leaves a checkpoint of the last whole step unless
         checkpoint.at_end=false. What is held from the first lock on is let go of in reverse order, however it ends."""
         with contextlib.ExitStack() as life, self.ending:
-            self.garbage = Garbage(self.config.train.gc_interval)
+            self.garbage = GarbageCollector(self.config.train.gc_interval)
             life.callback(self.garbage.close)
             self._meet(life)
             self._build(life)
@@ -126,7 +126,7 @@ class Trainer:
         refusal: MegascaleError | None = None
         if self.leader:
             try:
-                for lock in claim(self.config):
+                for lock in take_run_locks(self.config):
                     life.callback(lock.release)
             except MegascaleError as error:
                 refusal = error
@@ -138,7 +138,7 @@ class Trainer:
             )
             life.callback(self._leave)
             mine = (self.attempt, self.config.train.precision, refusal and (kind_of(refusal), str(refusal)))
-            self.attempt, precision, told = Peers().share(mine, tuple[int, str, tuple[str, str] | None])
+            self.attempt, precision, told = Peers().broadcast(mine, tuple[int, str, tuple[str, str] | None])
             refusal = refusal or (named(*told) if told else self._other_precision(precision))
         if refusal is not None:
             self.ending.told = True  # whoever trains there has the word
@@ -252,7 +252,7 @@ class Trainer:
         recorder = self.engine.runtime.recorder
         self.telemetry.step_begins(step)
         recorder.step_begins(step)
-        self.pauses.step_begins()
+        self.pauses.begin_step()
         self.ending.in_step = True
         if self.faults is not None:
             self.faults.step(step)
@@ -267,10 +267,10 @@ class Trainer:
             before_update=lambda: self.checkpointer.before_update(step),
             more=step < train.steps,
             count_casts=bool(counts := self.config.observe.float8_interval) and step % counts == 0,
-            take_read=self.feed.read.take,
+            take_read=self.feed.checksum.take,
         )
         self.clock.stop()
-        self.pauses.tell(recorder)
+        self.pauses.record(recorder)
         recorder.step_ended()
         self.telemetry.step_ended()
         self.ending.in_step = False
@@ -280,13 +280,13 @@ class Trainer:
             # After the first step it is known which overlaps and kernels run.
             self._told_active = True
             self.reporter.active(self.engine.active | self.engine.runtime.kernels.active())
-        if (graphs := self.engine.graphs) is not None and graphs.failed and not self._told_graphs:
+        if (graphs := self.engine.graphs) is not None and graphs.failure and not self._told_graphs:
             self._told_graphs = True
-            self.reporter.say(f"CUDA graphs are off from here on: {graphs.failed}; --kernels.graphs=off does not try")
+            self.reporter.say(f"CUDA graphs are off from here on: {graphs.failure}; --kernels.graphs=off does not try")
         if self.garbage.due(step):
             recorder.begin(SpanKind.GARBAGE)
             self.pauses.planned = True
-            self.garbage.after(step)
+            self.garbage.collect(step)
             self.pauses.planned = False
             recorder.end()
         self.step = self.ending.step = step
@@ -326,7 +326,7 @@ class Trainer:
             return
         unread, self._unread = self._unread, None
         record, result, count = unread.record, unread.result, self.config.train.global_batch
-        self._read.sums += sums_of_step(result.read.tolist(), count)
+        self._read.sums += sum_step(result.read.tolist(), count)
         self.reporter.samples(record["step"], unread.first, count, unread.ids, self._read.to_record())
         loss, norm = float(result.loss), float(result.grad_norm)
         self._stopping = self._stopping or bool(result.stop > 0)
@@ -340,7 +340,7 @@ class Trainer:
         self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
         if self._skipped:
             record["skipped_steps"] = self._skipped
-        clipped, flushed, looked_at = result.casts.tolist()
+        clipped, flushed, looked_at = result.cast_counts.tolist()
         if looked_at:
             record |= {"float8_clipped": clipped / looked_at, "float8_flushed": flushed / looked_at}
         record["memory_gib"] = memory_gib(self.place.device)
@@ -388,7 +388,7 @@ class Trainer:
             "tokens": self.tokens,
             "read": self._read.to_record(),
             **self.origin.about,
-            "attention": self.engine.attention,
+            "attention": self.engine.attention_choices,
         }
         recorder = self.engine.runtime.recorder
         recorder.begin(SpanKind.CHECKPOINT_SAVE)
@@ -407,13 +407,13 @@ class Trainer:
         # Before the first step the optimizer's moments are zero: an imported model comes without them.
         weights = self._weights()
         begun, report = time.monotonic(), checkpoint.LoadReport()
-        with self.engine.loading():
+        with self.engine.loading_weights():
             state = self.checkpointer.load(initial=weights, accept=self.origin.check, report=report)
         took = round(time.monotonic() - begun, 3)
-        if report.zeroed:
-            names = ", ".join(sorted(report.zeroed))
+        if report.zeroed_states:
+            names = ", ".join(sorted(report.zeroed_states))
             self.origin.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} begins at zero")
-        self._load = {"load_seconds": took, "read_bytes": report.read, "sent_bytes": report.sent}
+        self._load = {"load_seconds": took, "read_bytes": report.read_bytes, "sent_bytes": report.sent_bytes}
         if state is None:
             self.origin.check_nothing()
             self._begin_imported()
@@ -423,7 +423,7 @@ class Trainer:
         self.tokens = resume.trained_tokens(state, self.tokens_per_sample)
         # Where samples have other tokens than before, the totals begin anew. Rank 0 knows, and writes them.
         known = None if self.origin.has_other_samples else ReadTotals.from_record(state.get("read"))
-        self._read = known or ReadTotals(since=self.consumed)
+        self._read = known or ReadTotals(first=self.consumed)
 
     def _weights(self) -> list[checkpoint.TensorShard]:
         return [shard for shard in self.checkpointer.shards if shard.name.startswith("model.")]
@@ -432,7 +432,7 @@ class Trainer:
         """Load the weights of the imported model that this run begins with, if it has one."""
         folder = self.config.checkpoint.imported
         if folder is not None:
-            with self.engine.loading():
+            with self.engine.loading_weights():
                 load_imported(folder, self._weights(), self.origin)
 
     def _begin(self, feed: bool) -> None:
@@ -443,13 +443,13 @@ class Trainer:
                 self._data_notes = self.feed.start(self.consumed)
             except DataError as error:
                 problem = str(error)
-        if problem := next(filter(None, self.checkpointer.peers.exchange(problem, str | None)), None):
+        if problem := next(filter(None, self.checkpointer.peers.all_gather(problem, str | None)), None):
             raise DataError(problem)
         self.origin.accept()
-        self.checkpointer.accept()
+        self.checkpointer.confirm_load()
         if not self.leader:
             return
-        attention_choice.write(self.folder.path, self.engine.attention)
+        attention_choice.write(self.folder.path, self.engine.attention_choices)
         if self.checkpointer.loaded_from != "nothing":
             source = self.checkpointer.loaded_from
             changed = {c.key: [c.saved, c.present] for c in self.origin.changes}
@@ -463,7 +463,7 @@ class Trainer:
             )
         else:
             self.reporter.event(Event.RUN_STARTED, world=self.place.world, flops_convention=CONVENTION)
-        self.folder.rewind(self.step)
+        self.folder.drop_steps_after(self.step)
         self.reporter.open(self.config, self.step)
         if self.groups is not None:
             self.reporter.say(self.groups.report())
@@ -475,7 +475,7 @@ class Trainer:
         for note in (*self.origin.notes, *self._data_notes):
             self.reporter.say(note)
         if self.origin.changes:
-            self.reporter.say(setting_changes.line(self.origin.changes, self.step))
+            self.reporter.say(setting_changes.format_changes(self.origin.changes, self.step))
 
     def _evaluate(self, last: bool = False) -> Evaluation | None:
         """Evaluate the held-out file and record the loss of the same train.eval_samples of it each time.
@@ -499,7 +499,7 @@ class Trainer:
             "valid_tokens": found.tokens,
         }
         if last:
-            if not found.whole:
+            if not found.complete:
                 self.callbacks.evaluated(found)
                 found = evaluate_file(self.engine, self.config, prefix)
             record |= {"valid_whole_loss": found.loss, "valid_whole_tokens": found.tokens}

@@ -60,7 +60,7 @@ def find_rank_info(config: Config) -> RankInfo:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(config.train.threads or _threads(local_world))
+        torch.set_num_threads(config.train.threads or count_threads(local_world))
     return RankInfo(rank, world, local_rank, local_world, device)
 
 
@@ -78,7 +78,7 @@ def _say_come() -> None:
             os.close(int(channel))
 
 
-def check_place(config: Config, place: RankInfo, *, keeps: bool) -> None:
+def check_local_ranks(config: Config, place: RankInfo, *, saves_checkpoints: bool) -> None:
     """Whether this host holds what its ranks of the run of `config` (resolved) will take; asked by the first of them.
 
     Nothing is asked where whoever started them (`megascale train` of several ranks, a driver) has. FitError if not.
@@ -87,10 +87,10 @@ def check_place(config: Config, place: RankInfo, *, keeps: bool) -> None:
         return
     gpus = place.device.type == "cuda"
     first = place.rank - place.local_rank
-    preflight(config, Share(place.world, first, place.local_world, gpus=gpus, keeps=keeps, running=True))
+    preflight(config, Share(place.world, first, place.local_world, gpus=gpus, keeps=saves_checkpoints, running=True))
 
 
-def _threads(local_world: int) -> int:
+def count_threads(local_world: int) -> int:
     """This rank's share of the cores, or OMP_NUM_THREADS if that is less. More threads than cores are worse than few:
     those of two runs on two cores wait for each other, and a step takes thirty times as long."""
     share = max(1, (os.cpu_count() or 1) // local_world)

@@ -57,7 +57,7 @@ class Reporter:
     def event(self, event: Event, **details: Any) -> None:
         """A line of events.jsonl, on disk before returning."""
         if self.leader:
-            self.folder.event(event, **details)
+            self.folder.append_event(event, **details)
 
     def say(self, text: str) -> None:
         """A line on the terminal, once sinks are open."""

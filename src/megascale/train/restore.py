@@ -18,11 +18,11 @@ from megascale.parallel.parameters import materialise, piece_views, spec_of
 from megascale.parallel.runtime import Runtime
 from megascale.train.device_choice import choose_device
 from megascale.train.engine import DTYPES, Engine
-from megascale.train.resume import trained_config
+from megascale.train.resume import load_trained_config
 from megascale.train.run_folder import checkpoint_folder
 
 
-def restore(
+def restore_engine(
     run: Path, *, step: int | None = None, device: str = "auto", linear_precision: str | None = None
 ) -> tuple[Engine, Config]:
     """The engine with the weights of a committed checkpoint (default: the newest), and the configuration it was
@@ -32,7 +32,7 @@ def restore(
     `linear_precision` or a `device` that is not there.
     """
     chosen = choose_device(device)
-    config, same = trained_config(run, step)
+    config, same = load_trained_config(run, step)
     parallel = ParallelConfig()
     update: dict[str, object] = {"global_batch": config.train.micro_batch}
     if linear_precision is not None:
@@ -45,7 +45,7 @@ def restore(
     config = config.model_copy(update={"parallel": parallel, "train": train, "optimizer": OptimizerConfig()})
     engine = Engine(lay_out(config, 1), None, chosen)
     shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical() if parts[0].startswith("model.")]
-    with engine.loading():
+    with engine.loading_weights():
         checkpoint.load(checkpoint_folder(run, config), shards, step=step, accept=same)
     return engine, config
 
@@ -54,7 +54,7 @@ def restore(
 def restore_model(run: Path, *, step: int | None = None, device: str = "auto") -> tuple[Chunk, Config]:
     """As `restore`, the model alone: no master weights, gradients or moments, a fraction of an engine's memory."""
     chosen = choose_device(device)
-    config, same = trained_config(run, step)
+    config, same = load_trained_config(run, step)
     axis = Axis(runtime=Runtime(kernels=Kernels(config.kernels.mode)))
     dtype = DTYPES[config.train.precision]
     chunk = Chunk(config.model, range(config.model.layers), first=True, last=True, axis=axis, dtype=dtype)

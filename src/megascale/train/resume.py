@@ -23,13 +23,13 @@ from megascale.data.dataset import fingerprint, tokenizer_agreement
 from megascale.data.dataset.file_hash import even_part
 from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
+from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
 from megascale.errors import ConfigError, DataError
-from megascale.train.run_folder import RunFolder, checkpoint_folder, find_paths, run_config
+from megascale.train.run_folder import RunFolder, checkpoint_folder, find_paths, load_run_config
 from megascale.train.run_tokenizer import find_tokenizer, keep_tokenizer
 
 if TYPE_CHECKING:
-    from megascale.checkpoint.loader import Accept
+    from megascale.checkpoint.loader import AcceptState
 
 
 class Origin:
@@ -87,7 +87,7 @@ class Origin:
     def _read_owner(self) -> None:
         """Keep whose checkpoint.location is before anything there is judged: a claim since then is seen."""
         if self.config.checkpoint.location is not None:
-            self._location_owner = step_folders.owner(self._storage)
+            self._location_owner = step_folders.read_owner(self._storage)
 
     def accept(self) -> None:
         """Keep the run's identity and configuration: all ranks have accepted the start.
@@ -104,7 +104,7 @@ class Origin:
         self._identity = self._identity or secrets.token_hex(8)
         if self.config.checkpoint.location is None:
             return None
-        if step_folders.claim(self._storage, self._identity, self._location_owner):
+        if step_folders.claim_folder(self._storage, self._identity, self._location_owner):
             return None
         return _of_another(self._storage.url, "started at the same moment", self.config)
 
@@ -115,7 +115,7 @@ class Origin:
                 problem = judge()
             except (ConfigError, DataError) as error:  # the others wait for an answer
                 problem = str(error)
-        if problem := self.peers.share(problem, str | None):
+        if problem := self.peers.broadcast(problem, str | None):
             raise DataError(problem)
 
     @property
@@ -127,7 +127,7 @@ class Origin:
         self._read_owner()
         problem = self._wrong_run(state, name) or self._wrong_settings(state, name)
         self.has_other_samples = (
-            any(change.key in setting_changes.CHANGES_SAMPLES for change in self.changes)
+            any(change.key in setting_changes.SAMPLE_ORDER_KEYS for change in self.changes)
             or state.get("data") not in (None, self._facts.get("data"))
             or (state.get("run") or {}).get("id") not in (None, self._identity)
         )
@@ -175,27 +175,27 @@ class Origin:
         if not isinstance(tree, Mapping):
             self.notes.append(f"{name} keeps no configuration: only the names and shapes of its tensors are compared")
             return problem or self._wrong_tokenizer(state, None, name)
-        saved, unknown = setting_changes.read_saved(tree)
+        saved, unknown = setting_changes.read_saved_config(tree)
         if unknown:
             self.notes.append(f"{name} has settings that this version does not know and ignores: {', '.join(unknown)}")
         text = any(map(is_text, self.config.data.train))
         self.changes = setting_changes.find_changes(saved, self.config, begun=begun, text=text)
         return (
-            setting_changes.explain(name, [c for c in self.changes if c.kind == "refused"], self.accepted)
+            setting_changes.explain_changes(name, [c for c in self.changes if c.kind == "refused"], self.accepted)
             or self._wrong_tokenizer(state, saved, name)
             or problem
             or (self._other_files(saved, name) if begun and "data" not in state else None)
-            or setting_changes.explain(name, self.changes, self.accepted)
+            or setting_changes.explain_changes(name, self.changes, self.accepted)
         )
 
     def _wrong_data(self, state: Mapping[str, Any], name: str) -> str | None:
         if "data.train" in self.accepted or state.get("data") in (None, self._facts["data"]):
             return None
-        present = fingerprint.fingerprints(self.config)
-        if state["data"] == data_hash(map(even_part, present.values())):
+        present = fingerprint.fingerprint_sources(self.config)
+        if state["data"] == hash_fingerprints(map(even_part, present.values())):
             return None  # an older version's checkpoint knows fewer places of the files
         # The run folder's record, where there is one, names the files; it is a DataError of its own.
-        fingerprint.compare(self.run.samples.parent / fingerprint.NAME, present)
+        fingerprint.compare_fingerprints(self.run.samples.parent / fingerprint.SOURCES_FILE, present)
         return (
             f"data.train={','.join(self.config.data.train)} has other contents than the checkpoint {name!r} was "
             "trained with: samples would be repeated or skipped. Put the files back, begin anew with another "
@@ -204,7 +204,7 @@ class Origin:
 
     def _other_files(self, saved: Config, name: str) -> str | None:
         """An older version's checkpoint has no hash of its data; without a record in the run folder paths must do."""
-        if (self.run.samples.parent / fingerprint.NAME).exists() or "data.train" in self.accepted:
+        if (self.run.samples.parent / fingerprint.SOURCES_FILE).exists() or "data.train" in self.accepted:
             return None
         there, here = saved.data.train, self.config.data.train
         if there == here:
@@ -257,9 +257,9 @@ class Origin:
         if self.config.checkpoint.location is None or "run" in self.accepted:
             return None
         mine, storage = self.run.read_identity(), self._storage
-        commit = next(iter(step_folders.survey(storage)[0]), None)
+        commit = next(iter(step_folders.list_commits(storage)[0]), None)
         its = (commit.state.get("run") or {}) if commit is not None else {}
-        owner = its.get("id") or step_folders.owner(storage)
+        owner = its.get("id") or step_folders.read_owner(storage)
         if not owner and commit is not None:
             return self._wrong_name(commit.state, f"{storage.url}/{step_folders.step_name(commit.step)}")
         return _of_another(storage.url, _called(its), self.config) if owner and owner != mine else None
@@ -283,19 +283,19 @@ def _saved_section(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
+def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, AcceptState]:
     """The configuration that the checkpoint of `step` (default: the newest) was trained with, and what refuses another.
 
     The model and its precision are the checkpoint's own, whatever config.toml says; the rest is config.toml's, unless
     that is of another model (an older version wrote it even where a start was refused).
     """
-    config = run_config(run)
-    commits = step_folders.survey(open_storage(checkpoint_folder(run, config)))[0]
+    config = load_run_config(run)
+    commits = step_folders.list_commits(open_storage(checkpoint_folder(run, config)))[0]
     commit = next((c for c in commits if step in (None, c.step)), None)
     tree = commit.state.get("config") if commit is not None else None
     if commit is None or not isinstance(tree, Mapping):
         return config, lambda state, name: False
-    saved, _ = setting_changes.read_saved(tree)
+    saved, _ = setting_changes.read_saved_config(tree)
     foreign = any(c.kind == "refused" for c in setting_changes.find_changes(saved, config, begun=False))
     train = config.train.model_copy(update={"precision": saved.train.precision})
     saved = find_paths(saved, run)
@@ -309,15 +309,15 @@ def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
     def same(state: Mapping[str, Any], name: str) -> bool:
         other = state.get("config")
         if isinstance(other, Mapping):
-            found = setting_changes.find_changes(setting_changes.read_saved(other)[0], config, begun=False)
-            if problem := setting_changes.explain(name, [c for c in found if c.kind == "refused"], ()):
+            found = setting_changes.find_changes(setting_changes.read_saved_config(other)[0], config, begun=False)
+            if problem := setting_changes.explain_changes(name, [c for c in found if c.kind == "refused"], ()):
                 raise DataError(f"{problem} (--step chooses a checkpoint)")
         return False
 
     return config, same
 
 
-def trained_tokenizer(run: Path, config: Config, step: int | None = None) -> tuple[Path, Tokenizer]:
+def load_trained_tokenizer(run: Path, config: Config, step: int | None = None) -> tuple[Path, Tokenizer]:
     """Return the tokenizer that the checkpoint of `step` (default: the newest) was trained with, and its file.
 
     Raises DataError or ConfigError, as `find_tokenizer`.
@@ -327,22 +327,22 @@ def trained_tokenizer(run: Path, config: Config, step: int | None = None) -> tup
 
 def trained_tokenizer_hash(run: Path, config: Config, step: int | None = None) -> str | None:
     """Return the SHA-256 of the tokenizer that a checkpoint was trained with, None where nothing is known of one."""
-    commits = step_folders.survey(open_storage(checkpoint_folder(run, config)))[0]
+    commits = step_folders.list_commits(open_storage(checkpoint_folder(run, config)))[0]
     commit = next((c for c in commits if step in (None, c.step)), None)
     saved = commit.state.get("tokenizer") if commit is not None else None
     if saved is not None:
         return str(saved)
-    begun_with = tokenizer_agreement.remembered(run)
+    begun_with = tokenizer_agreement.read_identity(run)
     return begun_with.sha256 if begun_with is not None else None
 
 
 def facts(config: Config) -> dict[str, Any]:
     """What a checkpoint keeps of its data: a hash of all files' fingerprints in order, and the tokenizer's."""
-    data = data_hash(fingerprint.fingerprints(config).values())
+    data = hash_fingerprints(fingerprint.fingerprint_sources(config).values())
     return {"data": data, "tokenizer": tokenizer_hash(config)}
 
 
-def data_hash(fingerprints: Iterable[str]) -> str:
+def hash_fingerprints(fingerprints: Iterable[str]) -> str:
     """Return a hash of the fingerprints of all data files in order."""
     return hashlib.blake2b(json.dumps(list(fingerprints)).encode(), digest_size=16).hexdigest()
 
@@ -350,7 +350,7 @@ def data_hash(fingerprints: Iterable[str]) -> str:
 def tokenizer_hash(config: Config) -> str | None:
     """SHA-256 of the tokenizer of a configuration, None if it cannot be read."""
     try:
-        return tokenizer_for(config.data).sha256
+        return load_run_tokenizer(config.data).sha256
     except (ConfigError, DataError):
         return None
 

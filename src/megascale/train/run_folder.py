@@ -39,7 +39,7 @@ class RunFolder:
         for folder in (self.path, self.samples.parent, self.checkpoints, self.status, self.logs, self.plots):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def event(self, name: Event, **details: Any) -> None:
+    def append_event(self, name: Event, **details: Any) -> None:
         """Append a line to events.jsonl, on disk before returning."""
         now = time.time()
         record = {"time": now, "date": date_of(now), "event": name.value, "attempt": self.started, "rank": 0, **details}
@@ -109,18 +109,18 @@ class RunFolder:
                 step = line.get("step")
         return step
 
-    def rewind(self, step: int) -> None:
+    def drop_steps_after(self, step: int) -> None:
         """Drop metric and ledger lines of steps after `step`: a resumed run writes them again."""
         for file in (self.metrics, self.samples):
             if not file.exists():
                 continue
-            kept = [line for line in read_lines(file) if strict_json.number(line.get("step", 0)) <= step]
+            kept = [line for line in read_records(file) if strict_json.number(line.get("step", 0)) <= step]
             temporary = file.with_suffix(".tmp")
             temporary.write_text("".join(strict_json.dumps(line) + "\n" for line in kept))
             os.replace(temporary, file)
 
 
-def run_config(run: Path) -> Config:
+def load_run_config(run: Path) -> Config:
     """Return the resolved configuration that a run folder keeps, for readers of the run.
 
     Relative paths are those of the folder that the run was started in, where `run` shows which one that was. Callbacks
@@ -169,7 +169,7 @@ def checkpoint_folder(run: Path, config: Config) -> Path | str:
     return config.checkpoint.location or run / "checkpoints"
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
+def read_records(file: Path) -> list[dict[str, Any]]:
     """Return the records of a JSON-lines file; a last line cut by a crash is dropped.
 
     DataError for any other damage, a line longer than a record can be included, and for what is not a file.

@@ -20,7 +20,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15
 
 
-def bit_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """One int64 sum a tensor over its bits, on the device; wraps around."""
     return torch.stack([t.view(_BITS[t.element_size()]).sum(dtype=torch.int64) for t in tensors])
 
@@ -46,20 +46,20 @@ class WeightWatch:
         self._after: torch.Tensor | None = None
         self._changed: torch.Tensor | None = None
         self._whole: tuple[int, torch.Tensor] | None = None
-        engine.before_update.append(self._before_update)
-        engine.after_update.append(self._after_update)
+        engine.before_update_hooks.append(self._before_update)
+        engine.after_update_hooks.append(self._after_update)
 
     def _masters(self) -> Iterable[torch.Tensor]:
         return (state.master for state in self.engine.optimizer.states)
 
     def _before_update(self, step: int) -> None:
         if self._after is not None:
-            self._changed = (bit_sums(self._masters()) != self._after).any()
+            self._changed = (sum_bits(self._masters()) != self._after).any()
         if (step - 1) % self.interval == 0:
-            self._whole = (step - 1, bit_sums(self.engine.data.weights_in_use()))
+            self._whole = (step - 1, sum_bits(self.engine.data_parallel.compute_weights()))
 
     def _after_update(self, step: int) -> None:
-        self._after = bit_sums(self._masters())
+        self._after = sum_bits(self._masters())
 
     def forget(self) -> None:
         """The weights are written by somebody else now (a checkpoint is loaded)."""

@@ -26,7 +26,7 @@ from megascale.checkpoint.background import service, service_protocol
 from megascale.checkpoint.background.service_protocol import Goodbye, Register
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.object_collectives import Peers
-from megascale.checkpoint.saver import save_to
+from megascale.checkpoint.saver import save_to_storage
 from megascale.checkpoint.storage.local_disk import LocalStorage
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError, TrainingError
@@ -124,25 +124,25 @@ def _power_cut(root: Path, target: Path, rng: random.Random) -> None:
     storage = LocalStorage(root, disk)
     returned = []  # (changes made when it returned, step)
     for step in (1, 2, 3, 3, 4):
-        save_to(storage, step, shards_of(state_of(step)), {"step": step}, _KEEP, Peers())
+        save_to_storage(storage, step, shards_of(state_of(step)), {"step": step}, _KEEP, Peers())
         returned.append((len(disk.journal), step))
     cut = rng.randint(returned[0][0], len(disk.journal))
     after_power_cut(disk.journal[:cut], root, target, rng)
     least = max(step for changes, step in returned if changes <= cut)
     step = check(target, least)
     # Saving goes on over whatever was left.
-    save_to(LocalStorage(target), step + 1, shards_of(state_of(step + 1)), {"step": step + 1}, _KEEP, Peers())
+    save_to_storage(LocalStorage(target), step + 1, shards_of(state_of(step + 1)), {"step": step + 1}, _KEEP, Peers())
     if check(target, step + 1) != step + 1:
         raise ValueError("a save after the power cut is not the newest")
     _tidy(target)
 
 
 def _failing_disk(kind: str, root: Path, rng: random.Random) -> None:
-    save_to(LocalStorage(root), 1, shards_of(state_of(1)), {"step": 1}, _KEEP, Peers())
+    save_to_storage(LocalStorage(root), 1, shards_of(state_of(1)), {"step": 1}, _KEEP, Peers())
     disk = FaultyDisk(kind, rng.randint(1, 24))
     least = 1
     try:
-        save_to(LocalStorage(root, disk), 2, shards_of(state_of(2)), {"step": 2}, _KEEP, Peers())
+        save_to_storage(LocalStorage(root, disk), 2, shards_of(state_of(2)), {"step": 2}, _KEEP, Peers())
         least = 2
     except TrainingError as error:
         if kind == "short":
@@ -150,7 +150,7 @@ def _failing_disk(kind: str, root: Path, rng: random.Random) -> None:
         if kind == "full" and "full" not in str(error):
             raise
     check(root, least)
-    save_to(LocalStorage(root), 3, shards_of(state_of(3)), {"step": 3}, _KEEP, Peers())
+    save_to_storage(LocalStorage(root), 3, shards_of(state_of(3)), {"step": 3}, _KEEP, Peers())
     if check(root, 3) != 3:
         raise ValueError("a save after the failure is not the newest")
     _tidy(root)
@@ -159,7 +159,7 @@ def _failing_disk(kind: str, root: Path, rng: random.Random) -> None:
 def _tidy(root: Path) -> None:
     """ValueError if anything is left that no commit names."""
     storage = LocalStorage(root)
-    for step in folders.step_folders(storage):
+    for step in folders.list_steps(storage):
         commit = folders.read_commit(storage, step)
         names = set(storage.list(folders.step_name(step)))
         extra = names - set(commit.files if commit else ()) - {folders.COMMIT}
@@ -190,7 +190,7 @@ def _train(run: Path, reports: Any, scale: int) -> None:
         checkpointer.save(step, {"step": step})
         time.sleep(0.002)
         for outcome in checkpointer.poll():
-            reports.send(("committed" if outcome.committed else "failed", outcome.step, outcome.why))
+            reports.send(("committed" if outcome.committed else "failed", outcome.step, outcome.reason))
 
 
 class ChaosRun:
@@ -236,9 +236,9 @@ class ChaosRun:
 
     @contextmanager
     def _service(self) -> Iterator[int]:
-        sock = service.connect(service_protocol.private_folder(self.folder), 10.0)
+        sock = service.connect_checkpoint_service(service_protocol.private_folder(self.folder), 10.0)
         try:
-            yield sock.ask(Register()).pid
+            yield sock.request(Register()).pid
         finally:
             sock.close()
 
@@ -286,8 +286,8 @@ class ChaosRun:
         if self.child is not None and self.child.is_alive():
             os.kill(self.child.pid, signal.SIGKILL)
             self.child.join()
-        sock = service.connect(service_protocol.private_folder(self.folder), 10.0)
-        sock.ask(Goodbye())
+        sock = service.connect_checkpoint_service(service_protocol.private_folder(self.folder), 10.0)
+        sock.request(Goodbye())
         sock.close()
         deadline = time.monotonic() + 30
         while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
@@ -295,7 +295,7 @@ class ChaosRun:
         if Path(f"/proc/{pid}").exists():
             return Blow("leaks", False, f"the service {pid} did not end")
         storage = LocalStorage(self.folder / "checkpoints")
-        there, good = folders.step_folders(storage), folders.steps(storage)
+        there, good = folders.list_steps(storage), folders.steps(storage)
         # What the last, unfinished save left may lie there until the next one.
         if len(good) > _KEEP or len(there) > _KEEP + 1:
             return Blow("leaks", False, f"steps {there} are there, {good} of them committed, {_KEEP} wanted")

@@ -98,14 +98,14 @@ def _sound_run(folder: Path) -> Path:
 
 def _commit(folder: Path) -> Feed:
     from megascale.checkpoint.format.archive import crc32
-    from megascale.checkpoint.format.commit import Commit, Damaged
+    from megascale.checkpoint.format.commit import Commit, DamagedCheckpoint
 
     data = (_sound_run(folder) / "checkpoints" / "step-1" / "COMMIT").read_bytes()
     record = json.loads(data.partition(b"\n")[0])
 
     def feed(rng: random.Random) -> None:
         body = _text(rng, record) if rng.random() < 0.8 else odd_bytes(rng, data.partition(b"\n")[0])
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(DamagedCheckpoint):
             Commit.from_bytes(body + b"\n" + f"{crc32(body):08x}\n".encode())
 
     return feed
@@ -131,7 +131,7 @@ def _checkpoint(folder: Path) -> Feed:
     import torch
 
     from megascale.checkpoint import TensorShard, inspect, load
-    from megascale.checkpoint.complete_checkpoint import open_whole
+    from megascale.checkpoint.complete_checkpoint import open_checkpoint
     from megascale.checkpoint.format.verify import verify
     from megascale.checkpoint.storage.opening import open_storage
     from megascale.errors import MegascaleError
@@ -168,9 +168,9 @@ def _checkpoint(folder: Path) -> Feed:
         inspect(run)
         verify(open_storage(run / "checkpoints"), 1)
         with contextlib.suppress(MegascaleError):
-            whole = open_whole(run)
+            whole = open_checkpoint(run)
             for name in whole.tensors:
-                whole.tensor(name)
+                whole.read_tensor(name)
         target = torch.zeros(3, 4)
         with contextlib.suppress(MegascaleError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -227,7 +227,7 @@ def _pickles(folder: Path) -> Feed:
 
     import torch.distributed.checkpoint  # noqa: F401 - else the first input takes the time of it
 
-    from megascale.checkpoint.format.foreign_index import read_index
+    from megascale.checkpoint.format.foreign_index import read_torch_index
     from megascale.errors import DataError
     from megascale.observe.hang.flight import read_flight
 
@@ -243,7 +243,7 @@ def _pickles(folder: Path) -> Feed:
             if kind:
                 read_flight(file)
             else:
-                read_index(file)
+                read_torch_index(file)
 
     return feed
 
@@ -298,18 +298,18 @@ def _frames(folder: Path) -> Feed:
     from megascale.data.loader import loader_messages
     from megascale.resilience.protocol import agent_messages, fork_messages
     from megascale.services import host_service
-    from megascale.services.framing import HEAD, ProtocolError, greeting, head, read_greeting, read_head
+    from megascale.services.framing import HEAD, ProtocolError, make_greeting, make_head, read_greeting, read_head
     from megascale.services.messages import Schema
 
     modules = (agent_messages, fork_messages, loader_messages, service_protocol, host_service)
     schemas = [value for module in modules for value in vars(module).values() if isinstance(value, Schema)]
-    whole = greeting(bytes(32))
+    whole = make_greeting(bytes(32))
     kinds = [(schema, do, kind) for schema in schemas for do, kind in schema._kinds.items()]
     values = (*(value for value in _ODD if value not in (2**64, 10**30, 10**400, "\ud800", -(2**63))), b"", b"a" * 64)
 
     def feed(rng: random.Random) -> None:
         with contextlib.suppress(ProtocolError):
-            read_head(odd_bytes(rng, head(100, 5, 1))[: HEAD.size].ljust(HEAD.size, b"\0"), 1000, 50)
+            read_head(odd_bytes(rng, make_head(100, 5, 1))[: HEAD.size].ljust(HEAD.size, b"\0"), 1000, 50)
         with contextlib.suppress(ProtocolError):
             read_greeting(odd_bytes(rng, whole)[: len(whole)].ljust(len(whole), b"\0"))
         schema, do, kind = rng.choice(kinds)

@@ -87,7 +87,7 @@ def measure(name: str, read: Callable[[], list[str]], base: float) -> FileCost:
 def _checkpoint(folder: Path, sound: Path, craft: Callable[[Path], None] | None) -> list[str]:
     """What was wrong with how the readers of a checkpoint took one."""
     from megascale.checkpoint import inspect
-    from megascale.checkpoint.complete_checkpoint import open_whole
+    from megascale.checkpoint.complete_checkpoint import open_checkpoint
     from megascale.checkpoint.format.step_folders import steps
     from megascale.checkpoint.format.verify import verify
     from megascale.checkpoint.storage.opening import open_storage
@@ -106,9 +106,9 @@ def _checkpoint(folder: Path, sound: Path, craft: Callable[[Path], None] | None)
     if bool(verify(open_storage(run / "checkpoints"), step).problems) == (craft is None):
         wrong.append("verify is wrong about it")
     try:
-        whole = open_whole(run)
+        whole = open_checkpoint(run)
         for name in whole.tensors:
-            whole.tensor(name)
+            whole.read_tensor(name)
         if craft is not None:
             wrong.append("it was opened")
     except MegascaleError as error:

@@ -140,23 +140,23 @@ def _short(error: Exception) -> str:
 
 def _faults(config: Config, key: str, base: Path, hashed: dict[str, str], said: str, started: bool) -> list[str]:
     """What is wrong with a start that was accepted."""
-    from megascale.data.dataset.ledger import check
+    from megascale.data.dataset.ledger import check_ledger
     from megascale.data.dataset.samples import SampleSource
-    from megascale.train.run_folder import RunFolder, read_lines
+    from megascale.train.run_folder import RunFolder, read_records
 
     run = RunFolder(config.run_folder)
-    lines = read_lines(run.samples)
-    faults = check(lines, SampleSource(config)).faults
+    lines = read_records(run.samples)
+    faults = check_ledger(lines, SampleSource(config)).faults
     steps = max(config.train.steps, 0 if started or key == "checkpoint.resume" else _STOPPED)
     if len(lines) != steps:
         faults.append(f"{steps} steps wanted, the ledger has {len(lines)}")
-    metrics = [r["step"] for r in read_lines(run.metrics) if "loss" in r]
+    metrics = [r["step"] for r in read_records(run.metrics) if "loss" in r]
     if metrics != list(range(1, len(lines) + 1)):
         faults.append("metrics have other steps than the ledger")
     if started:
         faults += ["another run's folder was changed"] * (state_of(base) != hashed)
         return faults
-    last = [r for r in read_lines(run.events) if r["event"] in ("resumed", "run_started")][-1]
+    last = [r for r in read_records(run.events) if r["event"] in ("resumed", "run_started")][-1]
     if last["event"] == "resumed" and key not in ("checkpoint.accept_changes", "train.runs"):
         saved = f"{key} " in said.partition("settings changed")[2]
         faults += [] if saved and key in last.get("changed", {}) else [f"nothing was said of {key}"]

@@ -19,23 +19,23 @@ from hypothesis import strategies as st
 
 from megascale.checkpoint import Checkpointer, object_collectives
 from megascale.checkpoint.background import replica_address, replica_token, service, service_protocol
-from megascale.checkpoint.background.last_snapshot import LastSnapshot
-from megascale.checkpoint.background.replica import Copying, Replicas, partners
+from megascale.checkpoint.background.last_snapshot import ReplicaBarrier
+from megascale.checkpoint.background.replica import Replicas, ReplicaSender, pair_hosts
 from megascale.checkpoint.background.service_protocol import (
     COPIES,
-    ListHeld,
-    Staged,
+    ListSnapshots,
+    StageSnapshot,
 )
-from megascale.checkpoint.background.staging import Copy, SaveOutcome, own_index
+from megascale.checkpoint.background.staging import SaveOutcome, SnapshotCopy, make_rank_index
 from megascale.checkpoint.format.chunks import TensorShard
-from megascale.checkpoint.format.staged_file import Progress, frame, make_slots
+from megascale.checkpoint.format.staged_file import Progress, frame_chunks, make_slots
 from megascale.checkpoint.format.write_plan import make_offer, make_plan
 from megascale.checkpoint.saver import dtype_name
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.errors import TrainingError
-from megascale.services.conversation import Conversation, prove
+from megascale.services.conversation import Conversation, authenticate
 from tests.checkpoint.background.conftest import await_other, background, service_pid
-from tests.checkpoint.conftest import blank, cut, logical_state, run_group, whole
+from tests.checkpoint.conftest import blank, cut, full_shards, logical_state, run_group
 
 
 def _on_two_hosts(rank: int, size: int, run: Path, save_it: bool) -> Any:
@@ -49,8 +49,8 @@ def _on_two_hosts(rank: int, size: int, run: Path, save_it: bool) -> Any:
     if save_it:
         checkpointer.save(4, {"step": 4})
         checkpointer.save(5, {"step": 5}, persist=False, wait=True)
-        outcomes = checkpointer.finish(over=False)
-        return sorted((o.step, o.committed, o.why, o.replica) for o in outcomes)
+        outcomes = checkpointer.finish(run_ended=False)
+        return sorted((o.step, o.committed, o.reason, o.replica) for o in outcomes)
     for a, b in zip(cut(tensors, "flat", rank, size), cut(logical_state(5), "flat", rank, size), strict=True):
         assert torch.equal(a.tensor, b.tensor)
     return checkpointer.loaded_from, state
@@ -67,7 +67,7 @@ def test_a_lost_host_is_replaced_by_its_peers_copies(run: Path) -> None:
         os.kill(service_pid(run / host), signal.SIGKILL)
     # Both gone: only step 4 was written.
     got = blank(logical_state())
-    checkpointer = Checkpointer(background(location=str(run / "checkpoints")), run / "host-0", whole(got))
+    checkpointer = Checkpointer(background(location=str(run / "checkpoints")), run / "host-0", full_shards(got))
     assert checkpointer.load() == {"step": 4}
     assert checkpointer.loaded_from == "storage"
 
@@ -79,16 +79,16 @@ def _kept_at_each_update(rank: int, size: int, run: Path) -> list[bool]:
     checkpointer = Checkpointer(config, run / f"host-{rank}", cut(tensors, "flat", rank, size))
     checkpointer.prepare()
     assert checkpointer.snapshots is not None
-    checkpointer.snapshots._last = LastSnapshot(60.0)  # a busy machine is no reason to go on without
-    peer = service.connect(service_protocol.private_folder(run / f"host-{1 - rank}"))
+    checkpointer.snapshots._replica_barrier = ReplicaBarrier(60.0)  # a busy machine is no reason to go on without
+    peer = service.connect_checkpoint_service(service_protocol.private_folder(run / f"host-{1 - rank}"))
     kept = []
     for step in range(1, 13):
         assert checkpointer.save(step, {"step": step}, persist=False, wait=True)
         checkpointer.before_update(step + 1)
-        held = peer.ask(ListHeld()).held
+        held = peer.request(ListSnapshots()).held
         kept.append(any(each.replica and each.rank == rank and each.step == step for each in held))
     peer.close()
-    checkpointer.finish(over=False)
+    checkpointer.finish(run_ended=False)
     return kept
 
 
@@ -98,27 +98,27 @@ def test_an_update_waits_for_the_last_snapshot_at_the_peer(run: Path) -> None:
 
 
 def test_a_peer_that_does_not_answer_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
-    def copy(step: int) -> Copy:
-        return Copy(SaveOutcome(step), _staged(step), 0.0)
+    def copy(step: int) -> SnapshotCopy:
+        return SnapshotCopy(SaveOutcome(step), _staged(step), 0.0)
 
-    last = LastSnapshot(most=0.01)
+    last = ReplicaBarrier(timeout=0.01)
     last.wait()  # there is none
     late = copy(1)
-    last.begins(late)
+    last.track(late)
     last.wait()
     assert "the snapshot of step 1 is not at the peer" in caplog.text
-    last.begins(copy(2))
+    last.track(copy(2))
     last.wait()
     assert "step 2" not in caplog.text
-    late.kept.set()
+    late.replicated.set()
     last.wait()
     assert "the snapshot of step 2 is not at the peer" in caplog.text
 
 
-def _staged(step: int) -> Staged:
-    return Staged(
+def _staged(step: int) -> StageSnapshot:
+    return StageSnapshot(
         rank=0, slot=0, step=step, generation="", identity="", state="", ranks=1, size=0, persist=False, storage="",
-        needed=0, keep=1, above=0, local=(0,), leader=True, plan="", peer=("10.0.0.1", 1), token="",
+        required_bytes=0, keep=1, base_sequence=0, local_ranks=(0,), leader=True, plan="", peer=("10.0.0.1", 1), token="",
     )  # fmt: skip
 
 
@@ -126,14 +126,14 @@ def _spoken(rank: int, size: int, run: Path, token: str) -> tuple[str, bytes]:
     """(what a start with replicas failed of, all that this process said to the others)."""
     if token:
         os.environ[REPLICA_VARIABLE] = token * (rank + 1)
-    said, dump = bytearray(), object_collectives.dump
+    said, dump = bytearray(), object_collectives.encode_value
 
     def heard(value: Any) -> bytes:
         data = dump(value)
         said.extend(data)
         return data
 
-    object_collectives.dump = heard  # type: ignore[assignment]
+    object_collectives.encode_value = heard  # type: ignore[assignment]
     config = background(replicas=True, location=str(run / "checkpoints"))
     checkpointer = Checkpointer(config, run / f"host-{rank}", cut(logical_state(1), "flat", rank, size))
     try:
@@ -148,7 +148,7 @@ def test_the_replicas_token_is_never_sent_and_must_be_the_same(run: Path) -> Non
     for host in ("host-0", "host-1"):
         (run / host).mkdir()
     told = run_group(2, _spoken, run, "")
-    file = run / "checkpoints" / replica_token.FILE
+    file = run / "checkpoints" / replica_token.TOKEN_FILE
     token = file.read_text()
     assert file.stat().st_mode & 0o777 == 0o600
     assert [error for error, _ in told] == ["", ""]
@@ -163,9 +163,9 @@ def test_the_replicas_token_is_never_sent_and_must_be_the_same(run: Path) -> Non
 
 
 def test_addresses_that_other_machines_reach_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    replica_address.tell_open([("127.0.0.1", 1), ("::1", 2)])
+    replica_address.warn_if_reachable([("127.0.0.1", 1), ("::1", 2)])
     assert not caplog.records
-    replica_address.tell_open([(f"10.0.0.{n}", 7) for n in range(6)] * 2)
+    replica_address.warn_if_reachable([(f"10.0.0.{n}", 7) for n in range(6)] * 2)
     (record,) = caplog.records
     said = record.getMessage()
     assert "10.0.0.0:7, 10.0.0.1:7, 10.0.0.2:7, 10.0.0.3:7 and 2 more" in said
@@ -179,7 +179,7 @@ def test_the_token_is_asked_for() -> None:
 
     def other(token: bytes) -> None:
         try:
-            prove(Conversation(there, COPIES, COPIES), token, "replicas", "server")
+            authenticate(Conversation(there, COPIES, COPIES), token, "replicas", "server")
         except ConnectionError as error:
             errors.append(error)
 
@@ -187,10 +187,10 @@ def test_the_token_is_asked_for() -> None:
         thread = threading.Thread(target=other, args=(token,))
         thread.start()
         if good:
-            prove(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
+            authenticate(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
         else:
             with pytest.raises(ConnectionError, match="token"):
-                prove(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
+                authenticate(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
         thread.join()
     assert len(errors) == 1
 
@@ -198,7 +198,7 @@ def test_the_token_is_asked_for() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=40))
 def test_partners_are_in_other_domains_where_that_can_be(domains: list[int]) -> None:
-    found = partners(domains)
+    found = pair_hosts(domains)
     assert sorted(found) == list(range(len(domains)))
     assert all(host != other for host, other in enumerate(found))
     largest = max(domains.count(d) for d in domains)
@@ -214,9 +214,9 @@ def snapshot() -> Any:
     values = torch.arange(1 << 21, dtype=torch.float32)  # in all more than sockets hold
     shards = [TensorShard(name, tuple(values.shape), (0,), values) for name in "abcd"]
     (part,) = make_plan([make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)]).parts
-    index = own_index(shards, part, 0)
+    index = make_rank_index(shards, part, 0)
     (slot,) = make_slots(1, part.size, index)
-    assert slot.memory.filling.wait(60)
+    assert slot.memory.page_filler.wait(60)
     for row in range(len(index)):
         at = int(index.columns["data"][row])
         slot.memory.view[at : at + index.nbytes(row)] = values.numpy().tobytes()
@@ -232,7 +232,7 @@ def snapshot() -> Any:
 def test_a_copy_is_sent_while_its_snapshot_is_completed(snapshot: Any) -> None:
     slot, staged, copies = snapshot
     progress, view = Progress(), slot.memory.view
-    copying = Copying(staged, 2, slot, progress)
+    copying = ReplicaSender(staged, 2, slot, progress)
 
     def rows() -> Iterator[int]:
         """Half of the chunks; the others once the peer has the first half."""
@@ -242,7 +242,7 @@ def test_a_copy_is_sent_while_its_snapshot_is_completed(snapshot: Any) -> None:
         assert not copies.held()
         yield 4
 
-    crcs, _ = frame(view[: staged.size], slot.index, rows(), progress)
+    crcs, _ = frame_chunks(view[: staged.size], slot.index, rows(), progress)
     assert copying.finish(crcs.tolist()) is None
     assert copying.finish(None) is None  # as a service says it in any case
     ((rank, copy),) = copies.held()
@@ -253,24 +253,24 @@ def test_a_copy_is_sent_while_its_snapshot_is_completed(snapshot: Any) -> None:
 def test_a_snapshot_that_is_never_completed_leaves_no_copy(snapshot: Any) -> None:
     slot, staged, copies = snapshot
     progress = Progress()
-    copying = Copying(staged, 2, slot, progress)
+    copying = ReplicaSender(staged, 2, slot, progress)
     await_other(lambda: copies._slots.get(0))
-    progress.reach(int(slot.index.columns["start"][2]))
+    progress.advance(int(slot.index.columns["start"][2]))
     assert "ended before its state was copied" in str(copying.finish(None))
     await_other(lambda: not copies._slots[0][0].busy.locked())
     assert not copies.held()
     # The memory is free for the next.
-    crcs, _ = frame(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
-    assert Copying(staged, 2, slot, progress).finish(crcs.tolist()) is None
+    crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
+    assert ReplicaSender(staged, 2, slot, progress).finish(crcs.tolist()) is None
     assert len(copies.held()) == 1
 
 
 def test_a_copy_that_is_not_as_its_checksums_say_does_not_count(snapshot: Any) -> None:
     slot, staged, copies = snapshot
-    crcs, _ = frame(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
+    crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
     wrong = [*crcs.tolist()[:-1], 1]
     for said in (wrong, crcs.tolist()[:-1]):
-        assert "arrived damaged" in str(Copying(staged, 2, slot, progress).finish(said))
+        assert "arrived damaged" in str(ReplicaSender(staged, 2, slot, progress).finish(said))
         assert not copies.held()
 
 
@@ -278,10 +278,10 @@ def test_a_copy_that_is_not_as_its_checksums_say_does_not_count(snapshot: Any) -
 def test_a_copy_that_cannot_be_sent_is_a_problem_whatever_the_reason(snapshot: Any, token: str) -> None:
     """Never taken for one that is there: a peer that hangs up at once, or what nobody foresaw."""
     slot, staged, _ = snapshot
-    crcs, _ = frame(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
+    crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
     with socket.create_server(("127.0.0.1", 0)) as server:
         peer = ("127.0.0.1", server.getsockname()[1])
-        copying = Copying(msgspec.structs.replace(staged, peer=peer, token=token), 2, slot, progress)
+        copying = ReplicaSender(msgspec.structs.replace(staged, peer=peer, token=token), 2, slot, progress)
         server.accept()[0].close()
         assert copying.finish(crcs.tolist())
 
@@ -298,8 +298,8 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_a_snapshot_that_is_given_up(
 
     copies._room = room
     progress = Progress()
-    progress.reach(staged.size)
-    copying = Copying(staged, 2, slot, progress)
+    progress.advance(staged.size)
+    copying = ReplicaSender(staged, 2, slot, progress)
     assert begun.wait(30)
     before = time.monotonic()
     assert "ended before its state was copied" in str(copying.finish(None))

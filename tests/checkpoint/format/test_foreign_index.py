@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megascale.checkpoint.conversion import read_foreign
+from megascale.checkpoint.conversion import read_foreign_tensors
 from megascale.checkpoint.format import foreign_index
-from megascale.checkpoint.format.foreign_index import read_index
+from megascale.checkpoint.format.foreign_index import read_torch_index
 from megascale.core.tensors import Box
 from megascale.errors import DataError
 
@@ -60,10 +60,10 @@ def test_a_function_is_never_called(module: str, name: str, tmp_path: Path) -> N
     command = f"touch {touched}".encode()
     call = b"\x80\x04" + _by_name(module, name) + b"X" + struct.pack("<I", len(command)) + command + b"\x85R."
     with pytest.raises(DataError, match=f"names {module}.{name.replace('.', '[.]')}, which"):
-        read_foreign(_folder(tmp_path / "dcp", call), "")
+        read_foreign_tensors(_folder(tmp_path / "dcp", call), "")
     old = f"c{module}\n{name}\n(S'touch {touched}'\ntR.".encode()
     with pytest.raises(DataError, match="names"):
-        read_foreign(_folder(tmp_path / "dcp", old), "")
+        read_foreign_tensors(_folder(tmp_path / "dcp", old), "")
     assert not touched.exists()
 
 
@@ -96,7 +96,7 @@ def test_a_class_cannot_be_changed(tmp_path: Path) -> None:
     before = dict(vars(Metadata))
     data = b"\x80\x04" + _by_name(METADATA, "Metadata") + b"N}X\x04\x00\x00\x00nameK\x01s\x86b."
     with pytest.raises(DataError, match="not a torch distributed checkpoint's index"):
-        read_foreign(_folder(tmp_path / "dcp", data), "")
+        read_foreign_tensors(_folder(tmp_path / "dcp", data), "")
     assert dict(vars(Metadata)) == before
 
 
@@ -104,7 +104,7 @@ def test_a_class_cannot_be_changed(tmp_path: Path) -> None:
 def test_a_few_bytes_ask_for_no_memory(operation: bytes, tmp_path: Path) -> None:
     """The unpickler's table of remembered objects is as large as the pickle says: of these 160 MB and more."""
     with pytest.raises(DataError, match="remembers 20,000,000 objects"):
-        read_foreign(_folder(tmp_path / "dcp", b"\x80\x02N" + operation + b"."), "")
+        read_foreign_tensors(_folder(tmp_path / "dcp", b"\x80\x02N" + operation + b"."), "")
 
 
 def _tensors() -> dict[str, Any]:
@@ -126,7 +126,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_index_is_torchs(saved: Path) -> None:
-    ours, theirs = read_index(saved / ".metadata"), pickle.loads((saved / ".metadata").read_bytes())
+    ours, theirs = read_torch_index(saved / ".metadata"), pickle.loads((saved / ".metadata").read_bytes())
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
 
@@ -142,7 +142,7 @@ def test_an_index_by_an_early_python_3_11_is_read(saved: Path, tmp_path: Path) -
     with (tmp_path / ".metadata").open("wb") as file:
         Early(file).dump(whole)
     assert b"getattr" in (tmp_path / ".metadata").read_bytes()
-    ours = read_index(tmp_path / ".metadata")
+    ours = read_torch_index(tmp_path / ".metadata")
     assert ours.state_dict_metadata == whole.state_dict_metadata
     assert ours.storage_data == whole.storage_data
 
@@ -150,7 +150,7 @@ def test_an_index_by_an_early_python_3_11_is_read(saved: Path, tmp_path: Path) -
 def test_a_checkpoint_of_torch_is_read(saved: Path) -> None:
     torch.manual_seed(0)
     wanted = _tensors()
-    infos, read = read_foreign(saved, "x.")
+    infos, read = read_foreign_tensors(saved, "x.")
     assert set(infos) == {"x.a", "x.b.c", "x.b.d.0", "x.scalar"}
     whole = lambda name: read(name, Box((0,) * len(infos[name].shape), infos[name].shape))
     assert torch.equal(whole("x.a"), wanted["a"])
@@ -199,7 +199,7 @@ def _no_table(index: Any) -> None:
 )
 def test_what_is_no_index_is_a_data_error(saved: Path, tmp_path: Path, change: Any, named: str) -> None:
     with pytest.raises(DataError, match=named):
-        read_foreign(_changed(saved, tmp_path / "dcp", change), "")
+        read_foreign_tensors(_changed(saved, tmp_path / "dcp", change), "")
 
 
 @settings(deadline=None)  # a damaged pickle may ask for a table of gigabytes before it is refused
@@ -213,13 +213,13 @@ def test_damage_is_a_data_error_or_the_same_index(data: st.DataObject, saved: Pa
         path = Path(folder) / ".metadata"
         path.write_bytes(whole[:cut])
         try:
-            assert isinstance(read_index(path), Metadata)
+            assert isinstance(read_torch_index(path), Metadata)
         except DataError as error:
             assert str(path) in str(error)
 
 
 def test_data_files_that_are_missing_are_a_data_error(saved: Path, tmp_path: Path) -> None:
-    infos, read = read_foreign(_folder(tmp_path / "dcp", (saved / ".metadata").read_bytes()), "")
+    infos, read = read_foreign_tensors(_folder(tmp_path / "dcp", (saved / ".metadata").read_bytes()), "")
     with pytest.raises(DataError, match="a cannot be read"):
         read("a", Box((0, 0), infos["a"].shape))
 
@@ -241,7 +241,7 @@ def test_data_files_run_nothing(saved: Path, tmp_path: Path) -> None:
     data = (tmp_path / "evil").read_bytes()
     folder = _changed(saved, tmp_path / "dcp", evil)
     (folder / "__0_0.distcp").write_bytes(data)
-    infos, read = read_foreign(folder, "")
+    infos, read = read_foreign_tensors(folder, "")
     with pytest.raises(DataError, match="a cannot be read"):
         read("a", Box((0, 0), infos["a"].shape))
     assert not (tmp_path / "touched").exists()
@@ -252,4 +252,4 @@ def test_a_torch_file_of_tables_without_end_is_a_data_error(tmp_path: Path) -> N
     table["again"] = table
     torch.save(table, tmp_path / "x.pt")
     with pytest.raises(DataError, match="without end"):
-        read_foreign(tmp_path / "x.pt", "")
+        read_foreign_tensors(tmp_path / "x.pt", "")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megascale.checkpoint.format import mapping
-from megascale.checkpoint.format.mapping import Filling, fill_pages, map_shared
+from megascale.checkpoint.format.mapping import PageFiller, fill_pages, map_shared
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 
@@ -46,7 +46,7 @@ def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
     told: list[int] = []
     if writable:
         mapped = mmap.mmap(handle, size)
-        fill_pages(mapped, new=True, told=told.append)
+        fill_pages(mapped, new=True, on_progress=told.append)
         assert sum(told) == size
     else:
         mapped = map_shared(handle, size, writable=False)
@@ -85,10 +85,10 @@ def test_pages_that_cannot_be_had_are_told_of(handle):
     os.ftruncate(handle, 8 * mmap.PAGESIZE)
     with pytest.raises(OSError, match="Bad address"):
         fill_pages(whole)
-    filling = Filling(whole)
+    filling = PageFiller(whole)
     with pytest.raises(OSError, match="Bad address"):
         filling.wait(30.0)
-    assert not filling.left
+    assert not filling.remaining_bytes
 
 
 def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
@@ -105,11 +105,11 @@ def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
     monkeypatch.setattr(mapping, "_madvise", lambda: slow)
     os.ftruncate(handle, 64 * mmap.PAGESIZE)
     mapped = mmap.mmap(handle, 64 * mmap.PAGESIZE)
-    filling = Filling(mapped)
+    filling = PageFiller(mapped)
     for _ in range(4):
         begun.acquire()
     assert not filling.wait(0.0)
-    assert filling.left == 61 * mmap.PAGESIZE
+    assert filling.remaining_bytes == 61 * mmap.PAGESIZE
     mapped[-1:] = b"x"
     with pytest.raises(BufferError):
         mapped.close()
@@ -120,7 +120,7 @@ def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
         goes_on.release()
         stopper.join(0.01)
     assert filling.wait(0.0)
-    assert not filling.left
+    assert not filling.remaining_bytes
     mapped.close()
     assert os.pread(handle, 1, 64 * mmap.PAGESIZE - 1) == b"x"
 
@@ -137,7 +137,7 @@ def test_one_mapping_is_filled_after_the_other_by_turn(monkeypatch):
             goes_on.acquire()
 
     monkeypatch.setattr(mapping, "fill_pages", fill)
-    fillings = [Filling([number], turn) for number, turn in enumerate((0, 1, 0, 1, 0))]
+    fillings = [PageFiller([number], turn) for number, turn in enumerate((0, 1, 0, 1, 0))]
     running.acquire()
     fillings[4].stop()  # while it waits: it need not any more
     running.acquire()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megascale.checkpoint.background.replica import Replicas
 from megascale.checkpoint.background.service_protocol import Replicate
-from megascale.checkpoint.background.staging import next_slot
+from megascale.checkpoint.background.staging import choose_slot
 from megascale.checkpoint.format import mapping, staged_file
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.staged_file import Slot, make_slots
@@ -73,7 +73,9 @@ class Hosts:
 
     def room(self, rank: int, slot: int, generation: str) -> Slot:
         slots = self.free.shape[1]
-        return self.copies._room(Replicate(rank, slot, slots, 1, self.above, 0, generation, "", "", 1), self.nothing)
+        return self.copies._reserve_slot(
+            Replicate(rank, slot, slots, 1, self.above, 0, generation, "", "", 1), self.nothing
+        )
 
     def copy(self, rank: int, slot: int, generation: str) -> None:
         """A copy that was there before."""
@@ -84,7 +86,7 @@ class Hosts:
     def images(self) -> tuple[list[set[str]], list[set[str]]]:
         """Of each rank what is whole, of its own and of its copies."""
         own = [{g for g in of_rank if g} for of_rank in self.own]
-        held = self.copies.held()
+        held = self.copies.list_complete()
         return own, [{s.generation for r, s in held if r == rank} for rank in range(len(own))]
 
     def play(self, moves: list[int], check: Callable[[], None]) -> None:
@@ -126,7 +128,7 @@ class Hosts:
     def _save(self, check: Callable[[], None]) -> None:
         begun = np.array([[g[:8] == f"{self.above:08d}" for g in of_rank] for of_rank in self.filled]) & self.whole
         free, whole, origin = (list(flags) for flags in (self.free.all(0), self.whole.all(0), begun.any(0)))
-        chosen = {next_slot(free, whole, filled, origin, self.above > 0) for filled in self.filled}
+        chosen = {choose_slot(free, whole, filled, origin, self.above > 0) for filled in self.filled}
         assert len(chosen) == 1, "each takes another"
         slot = chosen.pop()
         if slot is None:
@@ -157,7 +159,7 @@ def test_some_image_is_whole_everywhere_whenever_all_are_killed(ranks: int, slot
     hosts.play(moves, check)
     if not hosts.under_way:
         free, whole = [True] * slots, list(hosts.whole.all(0))
-        assert next_slot(free, whole, hosts.filled[0], [False] * slots, False) is not None
+        assert choose_slot(free, whole, hosts.filled[0], [False] * slots, False) is not None
 
 
 @settings(max_examples=300, deadline=None)
@@ -189,7 +191,7 @@ def test_a_copy_that_still_comes_costs_no_whole_one() -> None:
     copies, index = Replicas(), CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
 
     def room(slots: int, slot: int, generation: str, above: int = 0) -> Slot:
-        return copies._room(Replicate(slots, slot, slots, 8, above, 0, generation, "", "", 1), index)
+        return copies._reserve_slot(Replicate(slots, slot, slots, 8, above, 0, generation, "", "", 1), index)
 
     for slots in (1, 2):
         first = room(slots, 0, "00000001-a")

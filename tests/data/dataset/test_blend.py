@@ -47,7 +47,7 @@ def worst_error(weights: list[float], places: np.ndarray, first: int = 0) -> Fra
 def test_every_prefix_is_within_one_sample(weights: list[float], data: st.DataObject, monkeypatch) -> None:
     monkeypatch.setattr(blend, "_BLOCK", data.draw(st.sampled_from([1, 64])))  # many boundaries within few samples
     order = Blend(weights)
-    places = order.places(0, 3 * order._size + 5)
+    places = order.assign(0, 3 * order._size + 5)
     assert worst_error(weights, places) < 1
     for file in range(len(weights)):
         numbers = places[places[:, 0] == file, 1]
@@ -57,24 +57,24 @@ def test_every_prefix_is_within_one_sample(weights: list[float], data: st.DataOb
 @given(weights=WEIGHTS, start=st.integers(0, 10**15))
 @settings(max_examples=15, deadline=None)
 def test_far_into_a_run_it_is_as_exact(weights: list[float], start: int) -> None:
-    assert worst_error(weights, Blend(weights).places(start, 600), start) < 1
+    assert worst_error(weights, Blend(weights).assign(start, 600), start) < 1
 
 
 @given(weights=WEIGHTS, cuts=st.lists(st.integers(1, 900), min_size=1, max_size=6), first=st.integers(0, 5000))
 @settings(max_examples=20, deadline=None)
 def test_any_cutting_gives_the_same_turns(weights: list[float], cuts: list[int], first: int) -> None:
-    whole = Blend(weights).places(first, sum(cuts))
+    whole = Blend(weights).assign(first, sum(cuts))
     again = Blend(weights)
     at = first
     for count in cuts:
-        assert np.array_equal(again.places(at, count), whole[at - first : at - first + count])
+        assert np.array_equal(again.assign(at, count), whole[at - first : at - first + count])
         at += count
 
 
 def test_values_are_the_same_on_every_machine() -> None:
     """A changed order would make old runs train samples twice after a resume: never change these."""
-    assert Blend([0.5, 0.3, 0.2]).places(0, 10)[:, 0].tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2]
-    assert np.array_equal(Blend([5, 3, 2]).places(0, 3000), Blend([0.5, 0.3, 0.2]).places(0, 3000))
+    assert Blend([0.5, 0.3, 0.2]).assign(0, 10)[:, 0].tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2]
+    assert np.array_equal(Blend([5, 3, 2]).assign(0, 3000), Blend([0.5, 0.3, 0.2]).assign(0, 3000))
 
 
 def source(tmp_path: Path, weights: list[float], sizes: list[int], seed: int = 3) -> SampleSource:
@@ -98,8 +98,8 @@ def test_blended_samples_read_each_file_epoch_by_epoch(tmp_path: Path) -> None:
         mine = ids[ids[:, 1] == file]
         for epoch in range(100 // windows):
             assert sorted(mine[mine[:, 0] == epoch][:, 2].tolist()) == list(range(windows))
-    assert samples.passes(400) == [15, 100 / 7]
-    assert samples.epochs(400) == 15
+    assert samples.count_passes(400) == [15, 100 / 7]
+    assert samples.count_epochs(400) == 15
     assert np.array_equal(samples.ids(123, 50), ids[123:173])
 
 
@@ -139,5 +139,5 @@ def test_bad_weights(tmp_path: Path, weights: list[float], says: str) -> None:
 )
 def test_the_turns_of_files_never_change(weights: list[float], digest: str) -> None:
     """A run that goes on under a later version must read the samples that are due, so that this order is fixed."""
-    places = Blend(weights).places(0, 5000)
+    places = Blend(weights).assign(0, 5000)
     assert hashlib.blake2b(places.tobytes(), digest_size=8).hexdigest() == digest

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from megascale.cli.main import app
 from megascale.config import DataConfig
-from megascale.data.dataset.description import describe
+from megascale.data.dataset.description import describe_token_file
 from megascale.data.dataset.indexed import IndexedDataset
-from megascale.data.dataset.manifest import part_of, read_manifest
+from megascale.data.dataset.manifest import find_part, read_manifest
 from megascale.data.prepare import stdlib
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_for, train_tokenizer
+from megascale.data.tokenizer.tokenizer import load_run_tokenizer, load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
 
@@ -44,13 +44,13 @@ def decoded(prefix: Path, words: Tokenizer) -> list[str]:
 def test_folder_becomes_a_data_set(tmp_path: Path) -> None:
     texts = documents(tmp_path / "in")
     made = build(tmp_path / "out", inputs=[tmp_path / "in"], vocab_size=300, held_out=0.2, progress=False)
-    words = tokenizer_for(DataConfig(train=[str(tmp_path / "out" / "train")]))
+    words = load_run_tokenizer(DataConfig(train=[str(tmp_path / "out" / "train")]))
     train, valid = decoded(tmp_path / "out/train", words), decoded(tmp_path / "out/valid", words)
     assert sorted(train + valid) == sorted(texts)
     assert 3 <= len(valid) <= 25
     assert made.fresh
     assert made.manifest == read_manifest(tmp_path / "out")
-    part = part_of(tmp_path / "out/valid")
+    part = find_part(tmp_path / "out/valid")
     assert part is not None
     assert part.compressed is not None
     joined = "".join(valid).encode()
@@ -58,7 +58,7 @@ def test_folder_becomes_a_data_set(tmp_path: Path) -> None:
     assert part.compressed.zlib == len(zlib.compress(joined, 9))
     assert part.compressed.xz == len(lzma.compress(joined, preset=9 | lzma.PRESET_EXTREME))
     assert part.tokens == IndexedDataset(tmp_path / "out/valid").tokens
-    assert describe(tmp_path / "out/train").documents == len(train)
+    assert describe_token_file(tmp_path / "out/train").documents == len(train)
 
 
 def test_second_build_does_nothing_and_another_is_refused(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_second_build_does_nothing_and_another_is_refused(tmp_path: Path) -> Non
         build(tmp_path / "out", inputs=[tmp_path / "in"], vocab_size=301, progress=False)
     (tmp_path / "out" / "train.bin").write_bytes(b"")
     assert build(tmp_path / "out", **ask).fresh
-    assert describe(tmp_path / "out/train").tokens
+    assert describe_token_file(tmp_path / "out/train").tokens
 
 
 def test_builds_are_equal_byte_for_byte(tmp_path: Path) -> None:
@@ -143,12 +143,12 @@ def test_existing_tokenizer_is_kept(tmp_path: Path) -> None:
 
 def test_stdlib_split_keeps_relatives_together() -> None:
     texts = stdlib.read_stdlib()
-    apart = stdlib.held_out(texts)
+    apart = stdlib.choose_held_out(texts)
     size = sum(len(t.encode()) for t in texts.values())
     assert size <= stdlib.LARGEST
     assert 0.05 <= sum(len(texts[n].encode()) for n in apart) / size <= 0.08
     assert not any("test" in name.split("/") or "site-packages" in name for name in texts)
-    groups = stdlib.near_duplicates(texts)
+    groups = stdlib.group_near_duplicates(texts)
     assert {groups[n] for n in apart}.isdisjoint(groups[n] for n in texts if n not in apart)
     assert len({groups[n] for n in texts if n.startswith("encodings/")}) == 1
     assert groups["bz2.py"] == groups["lzma.py"] != groups["heapq.py"]

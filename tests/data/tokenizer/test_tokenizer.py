@@ -17,7 +17,7 @@ from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer import base
 from megascale.data.tokenizer.base import END_OF_DOCUMENT
-from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_for, tokenizer_path, train_tokenizer
+from megascale.data.tokenizer.tokenizer import load_run_tokenizer, load_tokenizer, tokenizer_path, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
 WORDS = train_tokenizer(["def spam(eggs):\n    return eggs + 1\n" * 20], 300)
@@ -75,7 +75,7 @@ def test_a_configured_end_survives_a_build(tmp_path: Path) -> None:
     (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<fin>"}))
     (tmp_path / "book.txt").write_text("".join(f"line {i}\n" for i in range(100)))
     build(tmp_path / "out", inputs=[tmp_path / "book.txt"], tokenizer=tmp_path / "tok/tokenizer.json", progress=False)
-    words = tokenizer_for(DataConfig(train=[str(tmp_path / "out" / "train")]))
+    words = load_run_tokenizer(DataConfig(train=[str(tmp_path / "out" / "train")]))
     assert words.decode([words.end_of_document]) == "<fin>"
 
 

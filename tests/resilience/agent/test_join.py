@@ -14,7 +14,7 @@ import pytest
 from megascale.core.secrets import JOB_SECRET_VARIABLE
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.resilience.agent import join as joining
-from megascale.resilience.agent.join import join, parse_place, read_secret
+from megascale.resilience.agent.join import join_job, parse_driver_address, read_secret
 
 SECRET = "5" * 64
 
@@ -59,17 +59,17 @@ def test_an_agent_keeps_no_secret_in_its_environment(words):
 @pytest.mark.parametrize("text", ["head", "head:", ":1", "head:0", "head:70000", "::1:80", "head:http"])
 def test_what_is_no_address_is_refused(text):
     with pytest.raises(ConfigError, match="no address of a driver"):
-        parse_place(text)
+        parse_driver_address(text)
 
 
 def test_addresses():
-    assert parse_place("head01:29400") == ("head01", 29400)
-    assert parse_place("[2001:db8::1]:1") == ("2001:db8::1", 1)
+    assert parse_driver_address("head01:29400") == ("head01", 29400)
+    assert parse_driver_address("[2001:db8::1]:1") == ("2001:db8::1", 1)
 
 
 def attempt(place, tmp_path, said, **changes):
     words = {"node": "n0", "folder": tmp_path, "address": "", "interface": "", "wait": 0.0}
-    join([place], "job", SECRET.encode(), **words | changes, say=said.append)
+    join_job([place], "job", SECRET.encode(), **words | changes, report=said.append)
 
 
 def test_a_name_that_does_not_resolve_and_a_port_where_nobody_listens_are_told(tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ import pytest
 
 from megascale.config import from_tree
 from megascale.errors import ConfigError, DataError
-from megascale.resilience.cluster.kubernetes_manifests import manifests, to_yaml
-from megascale.resilience.cluster.kubernetes_pod import merge, pod, read_patch
+from megascale.resilience.cluster.kubernetes_manifests import make_manifests, to_yaml
+from megascale.resilience.cluster.kubernetes_pod import make_pod, merge, read_patch
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[3]
@@ -33,7 +33,7 @@ def container(thing: dict) -> dict:
 
 
 def test_a_pod_asks_for_what_its_node_needs():
-    found = pod(
+    found = make_pod(
         config(resources=["cpu=90", "rdma/hca=8"], shm="64Gi", tolerations=["gpu=yes:NoSchedule", "b:NoExecute"]),
         "job-1",
         8,
@@ -62,7 +62,7 @@ def test_a_pod_asks_for_what_its_node_needs():
 @pytest.mark.parametrize("required", [False, True])
 def test_pods_go_under_one_switch_and_a_node_that_is_wanted_again_where_it_was(required):
     settings = config(switch_label="topology.example/switch", switch_required=required)
-    near = pod(settings, "job-1", 0)["spec"]["affinity"]["podAffinity"]
+    near = make_pod(settings, "job-1", 0)["spec"]["affinity"]["podAffinity"]
     if required:
         (term,) = near["requiredDuringSchedulingIgnoredDuringExecution"]
     else:
@@ -70,41 +70,41 @@ def test_pods_go_under_one_switch_and_a_node_that_is_wanted_again_where_it_was(r
         term = preferred["podAffinityTerm"]
     assert term["topologyKey"] == "topology.example/switch"
     assert term["labelSelector"]["matchLabels"] == {"megascale.dev/job": "job", "megascale.dev/role": "agent"}
-    again = pod(settings, "job-1", 0, machine="k3")["spec"]["affinity"]
+    again = make_pod(settings, "job-1", 0, machine="k3")["spec"]["affinity"]
     assert "podAffinity" not in again
     (chosen,) = again["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert chosen["matchFields"] == [{"key": "metadata.name", "operator": "In", "values": ["k3"]}]
 
 
 def test_only_the_job_s_own_pods_reach_them_but_for_metrics():
-    (policy,) = [each for each in manifests(config(), "driver", 8, "/data/r") if each["kind"] == "NetworkPolicy"]
+    (policy,) = [each for each in make_manifests(config(), "driver", 8, "/data/r") if each["kind"] == "NetworkPolicy"]
     own = {"matchLabels": {"megascale.dev/job": "job"}}
     assert policy["spec"]["podSelector"] == own
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     inside, metrics = policy["spec"]["ingress"]
     assert inside == {"from": [{"podSelector": own}]}
     assert metrics == {"ports": [{"port": "metrics", "protocol": "TCP"}]}
-    assert {"name": "metrics", "containerPort": 9100} in container(pod(config(), "job-1", 8))["ports"]
+    assert {"name": "metrics", "containerPort": 9100} in container(make_pod(config(), "job-1", 8))["ports"]
 
 
 def test_no_secret_stands_in_a_pod(monkeypatch):
     monkeypatch.setenv("MEGASCALE_REDIS_PASSWORD", "hunter2-hunter2")
-    from megascale.resilience.cluster.kubernetes_objects import own_secrets, taken_over
+    from megascale.resilience.cluster.kubernetes_objects import inherited_environment, inherited_secrets
 
-    text = str(pod(config(), "job-1", 8, environment=taken_over(), secrets=own_secrets()))
+    text = str(make_pod(config(), "job-1", 8, environment=inherited_environment(), secrets=inherited_secrets()))
     assert "hunter2" not in text
 
 
 @pytest.mark.parametrize("given", ["gpu yes", "=a:NoSchedule", "a:Never"])
 def test_tolerations_that_are_none_are_refused(given):
     with pytest.raises(ConfigError, match=r"kubernetes\.tolerations"):
-        pod(config(tolerations=[given]), "job-1", 0)
+        make_pod(config(tolerations=[given]), "job-1", 0)
 
 
 def test_names_that_kubernetes_does_not_take_are_refused():
     bad = config().model_copy(update={"train": config().train.model_copy(update={"name": "My_Job"})})
     with pytest.raises(ConfigError, match=r"--train\.name=my-job"):
-        manifests(bad, "nodes", 0, "/runs/x")
+        make_manifests(bad, "nodes", 0, "/runs/x")
 
 
 def test_a_patch_is_merged_by_names():
@@ -133,7 +133,9 @@ def test_a_patch_that_is_no_pod_is_refused(tmp_path: Path):
 
 def test_the_driver_s_manifests_carry_the_files_that_settings_name(tmp_path: Path):
     (tmp_path / "patch.yaml").write_text("spec: {hostIPC: true}\n")
-    found = {each["kind"]: each for each in manifests(config(pod=str(tmp_path / "patch.yaml")), "driver", 8, "/data/r")}
+    found = {
+        each["kind"]: each for each in make_manifests(config(pod=str(tmp_path / "patch.yaml")), "driver", 8, "/data/r")
+    }
     data = found["ConfigMap"]["data"]
     assert data["pod.yaml"] == "spec: {hostIPC: true}\n"
     assert 'pod = "/etc/megascale/job/pod.yaml"' in data["job.toml"]
@@ -151,7 +153,7 @@ def test_the_environment_of_trainers_is_a_secret(tmp_path: Path):
         update={"resilience": settings.resilience.model_copy(update={"environment": str(file)})}
     )
     for form in ("driver", "jobset"):
-        objects = manifests(settings, form, 8, "/data/r")
+        objects = make_manifests(settings, form, 8, "/data/r")
         shown = [each for each in objects if each["kind"] != "Secret"]
         assert "hunter2" not in str(shown)
         (secret,) = [
@@ -162,12 +164,12 @@ def test_the_environment_of_trainers_is_a_secret(tmp_path: Path):
     assert 'environment = "/etc/megascale/job/environment"' in settings_map["data"]["job.toml"]
     file.write_text("NCCL_NET_PLUGIN=evil\n")
     with pytest.raises(DataError, match="NCCL_NET_PLUGIN is not taken"):
-        manifests(settings, "driver", 8, "/data/r")
+        make_manifests(settings, "driver", 8, "/data/r")
 
 
 def test_an_agent_of_a_jobset_reads_the_secret_from_its_mounted_file(tmp_path: Path):
     (tmp_path / "token").write_text("5" * 64)
-    jobset = manifests(config(), "jobset", 8, "/data/r")[-1]
+    jobset = make_manifests(config(), "jobset", 8, "/data/r")[-1]
     agent = container(jobset["spec"]["replicatedJobs"][1]["template"]["spec"]["template"])
     assert "token" not in str(agent["env"])
     assert {"name": "secret", "mountPath": "/etc/megascale/secret", "readOnly": True} in agent["volumeMounts"]
@@ -275,7 +277,7 @@ JOBSET = {
 
 def test_a_jobset_is_as_its_types_say():
     schema = pytest.importorskip("jsonschema_rs")
-    found = manifests(config(queue="team"), "jobset", 8, "/data/runs/job")[-1]
+    found = make_manifests(config(queue="team"), "jobset", 8, "/data/runs/job")[-1]
     schema.validate(JOBSET, found)
     assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     driver, nodes = found["spec"]["replicatedJobs"]

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from megascale.config import Config, ResilienceConfig
-from megascale.resilience.agent.node_folder import PROCESS, agent_process, end_agent
+from megascale.resilience.agent.node_folder import PROCESS, end_agent, find_agent
 from megascale.resilience.cluster.cluster_registry import ClusterRequest
 from megascale.resilience.cluster.hosts_file import Host
 from megascale.resilience.cluster.remote import RemoteCluster
-from megascale.resilience.protocol.given import JobDescription, given, given_token
+from megascale.resilience.protocol.given import JobDescription, read_job, read_job_token
 
 TOKEN = b"t" * 64
 
@@ -71,25 +71,25 @@ def test_an_agent_is_started_outlives_its_driver_is_found_by_the_next_and_ended(
         assert first.nodes() == []
         assert await first.request() == "n0"
         assert await first.request() is None
-        pid = agent_process(tmp_path / "n0")
+        pid = find_agent(tmp_path / "n0")
         assert pid
         assert state(first) == {"n0": (True, True)}
-        job = given(tmp_path / "n0")
+        job = read_job(tmp_path / "n0")
         assert (job.epoch, job.shared, job.run) == (1, False, str(tmp_path / "n0" / "runs" / "job"))
-        assert given_token(tmp_path / "n0") == TOKEN
+        assert read_job_token(tmp_path / "n0") == TOKEN
         words = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
         assert TOKEN not in words
 
         second = make(["n0"], epoch=2)
         assert state(second) == {"n0": (True, True)}  # before it has answered: nothing is decided on a guess
-        await until(lambda: given(tmp_path / "n0").epoch == 2)
-        assert agent_process(tmp_path / "n0") == pid
+        await until(lambda: read_job(tmp_path / "n0").epoch == 2)
+        assert find_agent(tmp_path / "n0") == pid
         (tmp_path / "n0" / "epoch").write_text("2")
         assert not await first.start_agent("n0")  # it would have ended what the newer driver runs
-        assert agent_process(tmp_path / "n0") == pid
+        assert find_agent(tmp_path / "n0") == pid
 
         assert await second.fence("n0")
-        assert agent_process(tmp_path / "n0") == 0
+        assert find_agent(tmp_path / "n0") == 0
         assert state(second) == {"n0": (True, False)}
 
     said = play(scene)
@@ -106,7 +106,7 @@ def test_an_agent_that_is_killed_is_known_at_once_and_started_again(play, tmp_pa
             await until(lambda: state(cluster) == {"n0": (True, False)})
         assert cluster.nodes()[0].why == "its agent ended: signal SIGKILL"
         assert await cluster.start_agent("n0")
-        assert agent_process(tmp_path / "n0") not in (0, pid)
+        assert find_agent(tmp_path / "n0") not in (0, pid)
 
     assert play(scene) == []
 
@@ -117,10 +117,10 @@ def test_where_no_command_may_hold_an_agent_its_end_is_seen_by_another_one(play,
     async def scene(make):
         cluster = make(["n0"])
         assert await cluster.start_agent("n0")
-        starter, pid = cluster._machines["n0"].process, agent_process(tmp_path / "n0")
+        starter, pid = cluster._machines["n0"].process, find_agent(tmp_path / "n0")
         await until(lambda: cluster._machines["n0"].process not in (None, starter))
         assert starter.returncode is not None or await starter.wait()  # killed, and the agent lives
-        assert agent_process(tmp_path / "n0") == pid
+        assert find_agent(tmp_path / "n0") == pid
         assert state(cluster) == {"n0": (True, True)}
         os.kill(pid, signal.SIGKILL)
         await until(lambda: state(cluster) == {"n0": (True, False)})
@@ -132,10 +132,10 @@ def test_a_machine_that_was_cut_off_keeps_the_agent_that_it_has(play, tmp_path):
     async def scene(make):
         cluster = make(["n0"])
         assert await cluster.request() == "n0"
-        pid = agent_process(tmp_path / "n0")
+        pid = find_agent(tmp_path / "n0")
         cluster._machines["n0"].running = False  # as after a time in which nobody reached it
         assert await cluster.request() == "n0"
-        assert agent_process(tmp_path / "n0") == pid
+        assert find_agent(tmp_path / "n0") == pid
 
     assert play(scene) == []
 

@@ -18,9 +18,9 @@ from megascale.cli.main import app
 from megascale.errors import DataError
 from megascale.resilience.diagnose import compute, memory_check, nics
 from megascale.resilience.diagnose.alltoall import exchange
-from megascale.resilience.diagnose.check import SelfCheck, guarded
-from megascale.resilience.diagnose.expected import ENOUGH, Expected
-from megascale.resilience.diagnose.pairs import take_part
+from megascale.resilience.diagnose.check import SelfCheck, run_guarded
+from megascale.resilience.diagnose.expected import LEAST_RATES, Expected
+from megascale.resilience.diagnose.pairs import join_inquiry
 from megascale.resilience.diagnose.regroup import Inquiry
 from tests.forked import Forked
 
@@ -52,7 +52,7 @@ def test_hardware_that_is_not_there_is_absent_and_no_failure():
 
 def test_slow_or_different_machines_fail():
     known = Expected("kind", "2.13")
-    for _ in range(ENOUGH):
+    for _ in range(LEAST_RATES):
         known.learn(SelfCheck("gemm rate cuda:0", "passed", 100.0, "TFLOP/s"))
         known.learn(SelfCheck("gemm bits cuda:0", "passed", digest="aa"))
     assert known.judge(SelfCheck("gemm rate cuda:3", "passed", 95.0, "TFLOP/s")).passed
@@ -74,7 +74,7 @@ def test_what_a_check_raises_is_a_failure():
         raise RuntimeError("CUDA error: uncorrectable ECC error\nmore")
         yield
 
-    (check,) = guarded("gemm", broken)
+    (check,) = run_guarded("gemm", broken)
     assert not check.passed
     assert "uncorrectable" in check.details
 
@@ -120,10 +120,10 @@ def test_all_to_all_between_processes_checks_bits():
 
 def inquire(world: int, works) -> tuple[Inquiry, int]:
     inquiry, rounds = Inquiry(range(world)), 0
-    while pairs := inquiry.next_round():
+    while pairs := inquiry.choose_pairs():
         assert len({n for pair in pairs for n in pair}) == 2 * len(pairs), "a node is in two pairs of a round"
-        assert not inquiry.tried & set(pairs), "a pair is tested twice"
-        inquiry.receive((pair, works(*pair)) for pair in pairs)
+        assert not inquiry.tested & set(pairs), "a pair is tested twice"
+        inquiry.record_results((pair, works(*pair)) for pair in pairs)
         rounds += 1
     return inquiry, rounds
 
@@ -138,7 +138,7 @@ def test_regrouping_names_exactly_the_bad_nodes(data):
     inquiry, rounds = inquire(world, lambda a, b: a not in bad and b not in bad)
     assert inquiry.bad == bad
     assert inquiry.good == set(range(world)) - bad
-    assert not inquiry.accused
+    assert not inquiry.suspects
     assert not inquiry.links
     if len(bad) <= 1:
         assert rounds <= 3
@@ -171,7 +171,7 @@ def test_nodes_find_the_bad_one_together(how):
 
     def node(number: int) -> None:
         mine = dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=30), wait_for_workers=False)
-        found[number] = take_part(mine, number, 5, measure, seconds=1.0 if how == "silent" else 30.0)
+        found[number] = join_inquiry(mine, number, 5, measure, seconds=1.0 if how == "silent" else 30.0)
 
     nodes = [threading.Thread(target=node, args=(n,)) for n in range(5) if how != "silent" or n != 3]
     for thread in nodes:

@@ -14,7 +14,7 @@ from megascale.bench.kernels.rows import Bench, KernelRow, distance
 from megascale.errors import ConfigError
 from megascale.ops import linear
 from megascale.ops.float8 import cublaslt, gemm
-from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_by_scale, cast_rows
+from megascale.ops.float8.cast import cast_by_amax, cast_by_scale, cast_rows, compute_amax
 from megascale.ops.float8.formats import (
     E4M3,
     E5M2,
@@ -132,14 +132,14 @@ def measure_casts(bench: Bench, M: int, N: int) -> None:
     x = _in_turn([_gauss(device, M, N) for _ in range(many)])
     scale, amax = torch.full((), 0.013, device=device), torch.zeros((), device=device)
     counts = torch.zeros(2, dtype=torch.int64, device=device)
-    amax_of(x(), amax)
+    compute_amax(x(), amax)
 
     def plain() -> tuple[Tensor, Tensor]:
         q = quantise_reference(x(), scale, E4M3)
         return q, q.t().contiguous()
 
     cases: list[tuple[str, int, Callable[[], Any], Callable[[], Any] | None]] = [
-        ("amax", 2, lambda: amax_of(x(), amax), lambda: amax_reference(x())),
+        ("amax", 2, lambda: compute_amax(x(), amax), lambda: amax_reference(x())),
         ("cast, given scale", 3, lambda: cast_by_scale(x(), E4M3, scale, columns=False), None),
         ("cast + transpose, given scale", 4, lambda: cast_by_scale(x(), E4M3, scale), plain),
         ("cast + transpose + amax", 4, lambda: cast_by_scale(x(), E4M3, scale, amax=amax), None),
@@ -206,7 +206,7 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
             call = functools.partial(gemm.matmul, *given, fast=fast)
             _timed(bench, row(f"{what}, {sums}", result=call(), want=want), flops, call)
             if device.type == "cuda":
-                alone = functools.partial(cublaslt.matmul_into, out, *given, unset=True, fast=fast)
+                alone = functools.partial(cublaslt.matmul_into, out, *given, overwrite=True, fast=fast)
                 _timed(bench, row(f"{what}, {sums}, cuBLASLt called directly"), flops, alone)
         given = operands(by_row, w_row, transposed)
         _timed(bench, row(f"{what}, row-wise, fast"), flops, functools.partial(gemm.matmul, *given, fast=True))
@@ -214,12 +214,12 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
     given = operands(d8, x8, "ab")
     want = dequantise(given[0], given[1]) @ dequantise(given[2], given[3]).t()
     _timed(bench, row("dw += float32", "bfloat16"), flops, lambda: linear.accumulate_mm(main, dy.t(), x))
-    gemm.matmul_into(main, *given, unset=True)
+    gemm.matmul_into(main, *given, overwrite=True)
     into = row("dw = float32, precise", result=main, want=want)
     gemm.matmul_into(main, *given)
     added_to = row("dw += float32, precise", result=main / 2, want=want)
     del want
-    _timed(bench, into, flops, lambda: gemm.matmul_into(main, *given, unset=True))
+    _timed(bench, into, flops, lambda: gemm.matmul_into(main, *given, overwrite=True))
     _timed(bench, added_to, flops, lambda: gemm.matmul_into(main, *given))
     _timed(bench, row("dw += float32, fast"), flops, lambda: gemm.matmul_into(main, *given, fast=True))
     added = lambda: main.add_(gemm.matmul(*given, dtype=torch.float32))
@@ -229,7 +229,7 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
         if best:
             tuned = row(f"dw += float32, precise, proposal {best + 1}")
             _timed(bench, tuned, flops, lambda: gemm.matmul_into(main, *given))
-        cublaslt.adopt({})
+        cublaslt.set_algorithms({})
 
 
 def measure(bench: Bench, tiny: bool) -> None:

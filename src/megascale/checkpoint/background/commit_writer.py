@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megascale.checkpoint.background import pending_saves
-from megascale.checkpoint.background.pending_saves import Failed, Written
-from megascale.checkpoint.background.service_protocol import Outcome, Staged
+from megascale.checkpoint.background.pending_saves import Failed, WrittenFile
+from megascale.checkpoint.background.service_protocol import Outcome, StageSnapshot
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.staged_file import Progress, Slot
 from megascale.checkpoint.format.step_folders import Commit, step_name
@@ -41,7 +41,7 @@ class Saving:
     """A save under way on this host: of its processes `local`, those that have written and those that have ended."""
 
     local: set[int]
-    written: dict[int, Written] = field(default_factory=dict)
+    written: dict[int, WrittenFile] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
 
     @property
@@ -68,7 +68,7 @@ class Writer:
         self._changed = threading.Condition()
         self._pruning = threading.Lock()
 
-    def start(self, message: Staged, slot: Slot) -> Writing:
+    def start(self, message: StageSnapshot, slot: Slot) -> Writing:
         """Begin to write a process's file, as far as its snapshot is complete."""
         return Writing(self, message, slot)
 
@@ -84,7 +84,7 @@ class Writer:
                     raise EOFError
         return self._results[generation]
 
-    def write(self, message: Staged, slot: Slot, progress: Progress) -> None:
+    def write(self, message: StageSnapshot, slot: Slot, progress: Progress) -> None:
         """Write one process's file as far as the snapshot is complete, until it is complete and durable."""
         rank, step, generation, size = message.rank, message.step, message.generation, message.size
         storage = open_storage(message.storage)
@@ -105,11 +105,11 @@ class Writer:
                 sink.abort()
                 raise
 
-    def close(self, message: Staged, slot: Slot, crc: int | None, error: OSError | None) -> None:
+    def close(self, message: StageSnapshot, slot: Slot, crc: int | None, error: OSError | None) -> None:
         """What follows when a process's file is written, or was not (then without a checksum or with an error)."""
         storage = open_storage(message.storage)
         failed = error is not None or crc is None
-        written = None if failed or crc is None else Written(message.size, crc, slot.crcs)
+        written = None if failed or crc is None else WrittenFile(message.size, crc, slot.crcs)
         saving = self._end(message, written)
         try:
             if written is None:
@@ -117,7 +117,7 @@ class Writer:
             if saving.is_over:
                 pending_saves.add_part(storage, message.step, message.generation, saving.written)
         except OSError as error:
-            why = str(explain(error, storage, message.needed))
+            why = str(explain(error, storage, message.required_bytes))
             if message.leader:
                 self._forget(message, saving)
                 self._finish(storage, message, Outcome(False, why=why[:2000]), withdraw=True)
@@ -128,15 +128,15 @@ class Writer:
         if message.leader:
             self._spawn(self._commit, storage, message)
 
-    def _begin(self, storage: Storage, message: Staged) -> None:
+    def _begin(self, storage: Storage, message: StageSnapshot) -> None:
         with self._pruning:  # what is being removed counts as free
             free = storage.free()
-        if free is not None and free < message.needed:
+        if free is not None and free < message.required_bytes:
             raise OSError(errno.ENOSPC, "No space left on device")
         state = json.loads(message.state)
         folders.check_owner(storage, state)
         plan, metadata = self.plans[message.plan]
-        pending_saves.begin(
+        pending_saves.begin_save(
             storage,
             message.step,
             message.generation,
@@ -147,16 +147,16 @@ class Writer:
             metadata,
         )
 
-    def _end(self, message: Staged, written: Written | None) -> Saving:
+    def _end(self, message: StageSnapshot, written: WrittenFile | None) -> Saving:
         """Note that a process's file is written, or will not be; return what is known of its host's since."""
         with self._changed:
-            saving = self._saving.setdefault(message.generation, Saving(set(message.local)))
+            saving = self._saving.setdefault(message.generation, Saving(set(message.local_ranks)))
             saving.ended.add(message.rank)
             if written is not None:
                 saving.written[message.rank] = written
             return Saving(saving.local, dict(saving.written), set(saving.ended))
 
-    def _forget(self, message: Staged, saving: Saving) -> None:
+    def _forget(self, message: StageSnapshot, saving: Saving) -> None:
         """Forget a save of which this host writes nothing more, its records included."""
         if saving.is_over:
             with self._changed:
@@ -165,7 +165,7 @@ class Writer:
     def _spawn(self, function: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=function, args=args, daemon=True).start()
 
-    def _tell_failure(self, storage: Storage, message: Staged, saving: Saving, why: str) -> None:
+    def _tell_failure(self, storage: Storage, message: StageSnapshot, saving: Saving, why: str) -> None:
         """Tell the first process's service that this part will not come, as soon as the disk has room for the word."""
         pause = _POLL
         with self._work():
@@ -182,7 +182,7 @@ class Writer:
                     pause = min(pause * 1.5, _POLL_MAX)
             self._forget(message, saving)
 
-    def _commit(self, storage: Storage, message: Staged) -> None:
+    def _commit(self, storage: Storage, message: StageSnapshot) -> None:
         """Commit once all services' parts are there; give up when one failed or a later save has overtaken it."""
         step, generation = message.step, message.generation
         pause = _POLL
@@ -210,7 +210,7 @@ class Writer:
         """Return whether a later save was committed."""
         return max((g for g, r in list(self._results.items()) if r.committed), default="") > generation
 
-    def _committed(self, storage: Storage, message: Staged, commit: Commit, keep: int) -> None:
+    def _committed(self, storage: Storage, message: StageSnapshot, commit: Commit, keep: int) -> None:
         """Say so, then remove older checkpoints: that takes a while, and nobody need wait for it."""
         with self._pruning:
             result = Outcome(True, bytes=commit.size)
@@ -220,19 +220,19 @@ class Writer:
             except Exception as error:
                 log.warning("older checkpoints could not be removed: %s", error or repr(error))
 
-    def _explain_failure(self, error: Exception, storage: Storage, message: Staged) -> str:
+    def _explain_failure(self, error: Exception, storage: Storage, message: StageSnapshot) -> str:
         """Return why a commit failed, for the ranks; log the traceback of a failure that is not expected."""
         if isinstance(error, Failed):
             return str(error)
         if isinstance(error, OSError):
-            return str(explain(error, storage, message.needed))
+            return str(explain(error, storage, message.required_bytes))
         if not isinstance(error, ValueError):
             log.exception("the commit of step %d failed", message.step)
         return f"the commit failed: {error or repr(error)}"
 
-    def _finish(self, storage: Storage, message: Staged, result: Outcome, withdraw: bool) -> None:
+    def _finish(self, storage: Storage, message: StageSnapshot, result: Outcome, withdraw: bool) -> None:
         if withdraw:
-            writing = set(range(message.ranks)) - set(message.local)
+            writing = set(range(message.ranks)) - set(message.local_ranks)
             with contextlib.suppress(OSError, ValueError):
                 writing -= pending_saves.ended_ranks(storage, message.step, message.generation)
             try:
@@ -244,7 +244,7 @@ class Writer:
             self._results[message.generation] = result
             self._changed.notify_all()
 
-    def _sweep(self, storage: Storage, message: Staged, writing: set[int]) -> None:
+    def _sweep(self, storage: Storage, message: StageSnapshot, writing: set[int]) -> None:
         """Remove what others still write of a save that was withdrawn, until all have ended.
 
         Else a half of it would fill the disk until the next commit, for which there may be no room then.
@@ -270,7 +270,7 @@ class Writer:
 class Writing:
     """A file that is written while its snapshot is completed: `progress` says how far it is."""
 
-    def __init__(self, writer: Writer, message: Staged, slot: Slot) -> None:
+    def __init__(self, writer: Writer, message: StageSnapshot, slot: Slot) -> None:
         self.progress = Progress()
         self._writer, self._message, self._slot = writer, message, slot
         self._error: OSError | None = None

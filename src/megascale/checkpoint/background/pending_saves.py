@@ -30,7 +30,7 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """One process's file: its bytes (0: none) and checksum, the checksums of its chunks in file order."""
 
     size: int
@@ -38,7 +38,7 @@ class Written:
     chunks: list[int]
 
 
-def begin(
+def begin_save(
     storage: Storage,
     step: int,
     generation: str,
@@ -62,7 +62,7 @@ def begin(
     storage.write(f"{base}-begin.json", _sealed(record))
 
 
-def add_part(storage: Storage, step: int, generation: str, written: dict[int, Written]) -> None:
+def add_part(storage: Storage, step: int, generation: str, written: dict[int, WrittenFile]) -> None:
     """Say that the files of some processes are written and lasting."""
     record = {str(rank): [w.size, w.crc, w.chunks] for rank, w in written.items()}
     storage.write(f"{folders.step_name(step)}/{generation}-part-{min(written):05d}.json", _sealed(record))
@@ -120,16 +120,16 @@ def try_commit(storage: Storage, step: int, generation: str) -> tuple[Commit, in
     start = _opened(bytes(storage.read(f"{place}/{generation}-begin.json")))
     if start is None:
         return None
-    written: dict[int, Written] = {}
+    written: dict[int, WrittenFile] = {}
     for name in names:
         if "-part-" in name:
             for rank, values in (_opened(bytes(storage.read(f"{place}/{name}"))) or {}).items():
-                written[int(rank)] = Written(*values)
+                written[int(rank)] = WrittenFile(*values)
     if len(written) < start["ranks"]:
         return None
     plan = CheckpointIndex.from_bytes(bytes(storage.read(f"{place}/{generation}-plan.npz")))
     chunks = [w.chunks for _, w in sorted(written.items())]
-    index = plan.committed(generation, np.array([crc for part in chunks for crc in part], np.uint32))
+    index = plan.with_generation(generation, np.array([crc for part in chunks for crc in part], np.uint32))
     files = {f"{generation}-{data_file(rank)}": (w.size, w.crc) for rank, w in sorted(written.items()) if w.size}
     template = bytes(storage.read(f"{place}/{generation}-metadata"))
     metadata = template.replace(BLANK.encode(), generation.encode())
@@ -142,9 +142,9 @@ def finish_pending(storage: Storage) -> list[int]:
 
     Only saves newer than the newest commit: an older one was given up.
     """
-    newest = max((commit.sequence for commit in folders.survey(storage)[0]), default=0)
+    newest = max((commit.sequence for commit in folders.list_commits(storage)[0]), default=0)
     done = []
-    for step in folders.step_folders(storage):
+    for step in folders.list_steps(storage):
         for name in storage.list(folders.step_name(step)):
             generation = name.removesuffix("-begin.json")
             if generation != name and int(generation[:8]) > newest:

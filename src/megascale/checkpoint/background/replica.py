@@ -16,14 +16,21 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megascale.checkpoint.background.service_protocol import COPIES, INDEX, Checksums, Replicate, Replicated, Staged
+from megascale.checkpoint.background.service_protocol import (
+    COPIES,
+    INDEX,
+    Checksums,
+    Replicate,
+    Replicated,
+    StageSnapshot,
+)
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.staged_file import Progress, Slot, make_slots
 from megascale.core.background import PAUSE, FailureLog
-from megascale.services.conversation import Conversation, prove
-from megascale.services.reception import PROOF_SECONDS, Reception
-from megascale.services.silence import notice_silence
+from megascale.services.conversation import Conversation, authenticate
+from megascale.services.reception import AUTHENTICATION_TIMEOUT, ConnectionServer
+from megascale.services.silence import set_peer_timeout
 
 log = logging.getLogger("megascale.checkpoint.background.replica")
 
@@ -35,7 +42,7 @@ _ENDED = "the process ended before its state was copied"
 _RUN = 32 << 20  # bytes that are sent, and that have come, before the other thread hears of it
 
 
-def partners(domains: Sequence[Any]) -> list[int]:
+def pair_hosts(domains: Sequence[Any]) -> list[int]:
     """For each host the host that keeps its copy: each keeps one, in another fault domain wherever that can be.
 
     Args:
@@ -65,7 +72,7 @@ class Replicas:
         self._listener: socket.socket | None = None
         self._token = b""
 
-    def held(self) -> list[tuple[int, Slot]]:
+    def list_complete(self) -> list[tuple[int, Slot]]:
         """(process, snapshot) of all copies that are complete."""
         with self._lock:
             return [(rank, slot) for rank, slots in self._slots.items() for slot in slots if slot.generation]
@@ -76,12 +83,12 @@ class Replicas:
             self._token = token
             if self._listener is None:
                 self._listener = socket.create_server((address, 0))
-                reception = Reception(self._listener, self._meet, self._take)
+                reception = ConnectionServer(self._listener, self._meet, self._take)
                 threading.Thread(target=self._receive, args=(reception,), daemon=True).start()
             return int(self._listener.getsockname()[1])
 
     @staticmethod
-    def _receive(reception: Reception) -> None:
+    def _receive(reception: ConnectionServer) -> None:
         """Take connections for as long as the process lives."""
         failures = FailureLog(log, "taking in copies of other hosts")
         while True:
@@ -92,10 +99,10 @@ class Replicas:
             time.sleep(PAUSE)
 
     def _meet(self, sock: socket.socket) -> Conversation:
-        notice_silence(sock, _SILENCE)
+        set_peer_timeout(sock, _SILENCE)
         sender = Conversation(sock, COPIES, COPIES)
-        with sender.within(PROOF_SECONDS):
-            prove(sender, self._token, "replicas", "server")
+        with sender.time_limit(AUTHENTICATION_TIMEOUT):
+            authenticate(sender, self._token, "replicas", "server")
         sender.timeout = _TIMEOUT
         return sender
 
@@ -104,7 +111,7 @@ class Replicas:
             message = sender.receive(attached=INDEX)
             if not isinstance(message, Replicate):
                 return
-            slot = self._room(message, CheckpointIndex.from_bytes(bytes(sender.body)))
+            slot = self._reserve_slot(message, CheckpointIndex.from_bytes(bytes(sender.body)))
             try:
                 crcs = _receive(sender, slot, message.size)
                 told = sender.receive()
@@ -115,7 +122,7 @@ class Replicas:
                 slot.busy.release()
             sender.send(Replicated(whole))
 
-    def _room(self, message: Replicate, index: CheckpointIndex) -> Slot:
+    def _reserve_slot(self, message: Replicate, index: CheckpointIndex) -> Slot:
         """Memory for a copy, its lock held.
 
         Each slot of a process has its own copy, so that a copy is given up only where the snapshot is; of a single slot
@@ -151,7 +158,7 @@ def _receive(sender: Conversation, slot: Slot, size: int) -> list[int]:
         try:
             for start in range(0, size, _RUN):
                 sender.receive_into(slot.memory.view[start : min(start + _RUN, size)])
-                arrived.reach(min(start + _RUN, size))
+                arrived.advance(min(start + _RUN, size))
         finally:
             arrived.fail()
         return checking.result()
@@ -167,13 +174,13 @@ def _checksums(slot: Slot, arrived: Progress) -> list[int]:
     return found
 
 
-class Copying:
+class ReplicaSender:
     """A snapshot on its way to its process's peer, sent as far as it is complete; `progress` says how far that is.
 
     staged: where it lies in this host's service; slots: how many its process has there.
     """
 
-    def __init__(self, staged: Staged, slots: int, slot: Slot, progress: Progress) -> None:
+    def __init__(self, staged: StageSnapshot, slots: int, slot: Slot, progress: Progress) -> None:
         self._staged, self._slots, self._slot, self._progress = staged, slots, slot, progress
         self._crcs: tuple[int, ...] | None = None
         self._problem: str | None = "it did not come to an end"
@@ -190,7 +197,7 @@ class Copying:
             self._told.set()
             self._progress.fail()  # harmless where all is complete
             if crcs is None and self._peer is not None:
-                self._peer.hang_up()  # it may be slow to take what is of no use any more
+                self._peer.shut_down()  # it may be slow to take what is of no use any more
         self._thread.join()
         return self._problem
 
@@ -220,16 +227,16 @@ class Copying:
     def _send(self, peer: Conversation) -> None:
         """OSError or EOFError if it did not arrive complete."""
         staged, slot = self._staged, self._slot
-        notice_silence(peer.sock, _SILENCE)
+        set_peer_timeout(peer.sock, _SILENCE)
         peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.timeout = _TIMEOUT
-        prove(peer, bytes.fromhex(staged.token), "replicas", "client")
+        authenticate(peer, bytes.fromhex(staged.token), "replicas", "client")
         message = Replicate(
             staged.rank,
             staged.slot,
             self._slots,
             staged.size,
-            staged.above,
+            staged.base_sequence,
             staged.step,
             staged.generation,
             staged.identity,
@@ -246,6 +253,6 @@ class Copying:
         if self._crcs is None:
             raise OSError(_ENDED)
         peer.send(Checksums(self._crcs))
-        answer = peer.answer(attached=0)
+        answer = peer.receive_reply(attached=0)
         if not isinstance(answer, Replicated) or not answer.whole:
             raise ConnectionError("the copy arrived damaged")

@@ -12,7 +12,7 @@ from megascale.core.ports import is_loopback
 log = logging.getLogger(__name__)
 
 
-def tell_open(found: Sequence[tuple[str, int]]) -> None:
+def warn_if_reachable(found: Sequence[tuple[str, int]]) -> None:
     """Say where hosts take copies that more than themselves reach, and what keeps strangers out."""
     if reached := sorted({f"{address}:{port}" for address, port in found if not is_loopback(address)}):
         more = f" and {len(reached) - 4} more" if len(reached) > 4 else ""

@@ -29,11 +29,11 @@ from megascale.checkpoint.background.service_protocol import (
     Allocate,
     Allocated,
     AwaitPages,
-    Fill,
     Goodbye,
     HeldSnapshot,
     HeldSnapshots,
-    ListHeld,
+    InvalidateSlot,
+    ListSnapshots,
     Open,
     Opened,
     PagesReady,
@@ -42,16 +42,16 @@ from megascale.checkpoint.background.service_protocol import (
     Register,
     Registered,
     Released,
-    Staged,
+    StageSnapshot,
     Wait,
 )
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.staged_file import Progress, Slot, frame, make_slots
+from megascale.checkpoint.format.staged_file import Progress, Slot, frame_chunks, make_slots
 from megascale.errors import TrainingError
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, Done, ErrorReply
-from megascale.services.host_service import Launch, Ready, ServiceFailed
-from megascale.services.reception import Reception
+from megascale.services.host_service import Launch, ReadySignal, ServiceFailed
+from megascale.services.reception import ConnectionServer
 
 log = logging.getLogger("megascale.checkpoint.background.service")
 
@@ -62,7 +62,7 @@ _A_MOMENT = 0.5
 class CheckpointService:
     """State shared by the connections. One lock guards the tables; slots have their own."""
 
-    reception: Reception
+    reception: ConnectionServer
 
     def __init__(self, linger: float) -> None:
         self.name = os.urandom(8).hex()
@@ -78,14 +78,14 @@ class CheckpointService:
     def done(self) -> bool:
         """Whether to end: nobody connected for a while (or all said goodbye) and nothing left to do."""
         with self.changed:
-            idle = not self.reception.here and not self.working
+            idle = not self.reception.client_count and not self.working
             return idle and (self.goodbye or self._deserted())
 
     def _deserted(self) -> bool:
         """Whether no trainer has been here for longer than the service waits for one."""
         # Whoever started it may take a while to come for the first time, however short it is to wait later.
-        known = self.reception.came or self.linger < 0
-        return self.reception.deserted(self.linger if known else max(self.linger, _COME_UP))
+        known = self.reception.has_had_clients or self.linger < 0
+        return self.reception.is_idle(self.linger if known else max(self.linger, _COME_UP))
 
     def talk(self, sock: Conversation) -> None:
         """Serve one trainer until it leaves."""
@@ -122,7 +122,7 @@ class CheckpointService:
         for slot in slots:
             slot.busy.acquire()  # a dead trainer's snapshot may still be on its way to the disk
             slot.busy.release()
-        lacking = any(slot.memory.filling.problem for slot in slots)
+        lacking = any(slot.memory.page_filler.problem for slot in slots)
         if lacking or [slot.memory.size for slot in slots] != [size] * count:
             with self.changed:
                 self.slots.pop(rank, None)
@@ -137,15 +137,15 @@ class CheckpointService:
         """Whether a slot's pages are in place; until then whoever touched them would clear them, one by one."""
         with self.changed:
             memory = self.slots[message.rank][message.slot].memory
-        sock.send(PagesReady(memory.filling.wait(_A_MOMENT)))
+        sock.send(PagesReady(memory.page_filler.wait(_A_MOMENT)))
 
-    def on_fill(self, sock: Conversation, message: Fill) -> None:
+    def on_fill(self, sock: Conversation, message: InvalidateSlot) -> None:
         """The trainer is about to overwrite a slot: from here on its snapshot is not complete."""
         slot = self.slots[message.rank][message.slot]
         slot.generation = ""
         sock.send(Done())
 
-    def on_staged(self, sock: Conversation, message: Staged) -> None:
+    def on_staged(self, sock: Conversation, message: StageSnapshot) -> None:
         """A slot is filled, or with "follow" is being filled: complete it, copy it to the peer, write it meanwhile.
 
         Answers when the snapshot is complete here and at the peer, and again when the slot may be filled anew.
@@ -158,11 +158,11 @@ class CheckpointService:
             staged = _staged(sock, len(slot.index), message.follow)
             writing = self.writer.start(message, slot) if message.persist else None
             progress = writing.progress if writing else Progress()
-            copying = replica.Copying(message, len(self.slots[rank]), slot, progress) if message.peer else None
+            copying = replica.ReplicaSender(message, len(self.slots[rank]), slot, progress) if message.peer else None
             crc = problem = None
             try:
                 try:
-                    crcs, crc = frame(slot.memory.view[: message.size], slot.index, staged, progress)
+                    crcs, crc = frame_chunks(slot.memory.view[: message.size], slot.index, staged, progress)
                 finally:
                     for _ in staged:  # the trainer's next question comes after these
                         pass
@@ -191,15 +191,15 @@ class CheckpointService:
 
     def on_wait(self, sock: Conversation, message: Wait) -> None:
         """Answer when a save is committed or given up."""
-        sock.send(self.writer.wait(message.generation, sock.alive))
+        sock.send(self.writer.wait(message.generation, sock.is_connected))
 
-    def on_listheld(self, sock: Conversation, message: ListHeld) -> None:
+    def on_listheld(self, sock: Conversation, message: ListSnapshots) -> None:
         """What lies in memory here: own snapshots and replicas of other hosts'."""
         with self.changed:
             own = [(rank, slot) for rank, slots in self.slots.items() for slot in slots]
         found = tuple(
             HeldSnapshot(rank, copy, s.step, s.generation, s.identity, s.ranks)
-            for copy, items in ((False, own), (True, self.replicas.held()))
+            for copy, items in ((False, own), (True, self.replicas.list_complete()))
             for rank, s in items
             if s.generation
         )
@@ -209,7 +209,7 @@ class CheckpointService:
         """One snapshot: its memory, its chunks with their checksums, the state saved with it."""
         with self.changed:
             own = list(self.slots.get(message.rank, []))
-        copies = [slot for rank, slot in self.replicas.held() if rank == message.rank]
+        copies = [slot for rank, slot in self.replicas.list_complete() if rank == message.rank]
         for slot in own + copies:
             if slot.generation == message.generation:
                 opened = Opened(slot.state, tuple(slot.crcs), slot.step, slot.memory.size)
@@ -226,7 +226,7 @@ class CheckpointService:
         finally:
             with self.changed:
                 self.working -= 1
-            self.reception.touch()
+            self.reception.record_activity()
 
 
 def _staged(sock: Conversation, count: int, follow: bool) -> Iterator[int]:
@@ -239,30 +239,30 @@ def _staged(sock: Conversation, count: int, follow: bool) -> Iterator[int]:
         yield count
 
 
-def serve(folder: Path, linger: float, ready: Ready | None = None) -> None:
+def serve(folder: Path, linger: float, ready: ReadySignal | None = None) -> None:
     """Serve until there is nothing left to do. Returns at once if another service already has the folder."""
     service = CheckpointService(linger)
-    place = service_protocol.place(folder)
-    schemas, ready = (FROM_SERVICE, TO_SERVICE), ready or Ready(None, None)
-    owned = host_service.own(place, lambda: service.talk, schemas, ready, make_folder=True)
+    place = service_protocol.locate_service(folder)
+    schemas, ready = (FROM_SERVICE, TO_SERVICE), ready or ReadySignal(None, None)
+    owned = host_service.claim_service(place, lambda: service.talk, schemas, ready, make_folder=True)
     if owned is None:
         return
     service.reception = owned.reception
     owned.reception.serve(service.done)
-    place.leave(owned.lock)
+    place.release(owned.lock)
     owned.reception.stop()
-    place.sweep()
+    place.remove_leftovers()
 
 
-def connect(folder: Path, linger: float = 60.0, log_file: Path | None = None) -> Conversation:
+def connect_checkpoint_service(folder: Path, linger: float = 60.0, log_file: Path | None = None) -> Conversation:
     """A conversation with the service of `folder` (see service_protocol.private_folder), started if none runs.
 
     Raises TrainingError if it does not come up.
     """
-    place = service_protocol.place(folder)
+    place = service_protocol.locate_service(folder)
     launch = Launch("megascale.checkpoint.background.service", [str(folder), "--linger", str(linger)], log_file)
     try:
-        return host_service.connect(place, launch, TO_SERVICE, FROM_SERVICE, seconds=_COME_UP, make_folder=True)
+        return host_service.connect_service(place, launch, TO_SERVICE, FROM_SERVICE, seconds=_COME_UP, make_folder=True)
     except (OSError, ServiceFailed) as error:
         raise TrainingError(
             f"the checkpoint service does not answer on {str(place.address)!r} ({error}); "
@@ -282,7 +282,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    serve(arguments.folder, arguments.linger, Ready(arguments.ready, None))
+    serve(arguments.folder, arguments.linger, ReadySignal(arguments.ready, None))
 
 
 if __name__ == "__main__":

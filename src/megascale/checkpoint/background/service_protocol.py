@@ -15,10 +15,10 @@ from typing import Annotated
 from msgspec import Meta
 
 from megascale.services.conversation import Done, ErrorReply
-from megascale.services.framing import FORM
-from megascale.services.host_service import Place
+from megascale.services.framing import PROTOCOL_VERSION
+from megascale.services.host_service import ServiceLocation
 from megascale.services.messages import Count, Message, Name, Part, Path, Port, Schema, Text
-from megascale.services.private_folder import make_private, private_base
+from megascale.services.private_folder import make_private_folder, private_base_folder
 
 NAME = "checkpoint"
 LIMIT = 64 << 20  # bytes of a message: a snapshot's checksums, the state saved with it
@@ -58,14 +58,14 @@ class AwaitPages(Message, frozen=True):
     slot: Count
 
 
-class Fill(Message, frozen=True):
+class InvalidateSlot(Message, frozen=True):
     """The trainer is about to overwrite a slot."""
 
     rank: Count
     slot: Count
 
 
-class Staged(Message, frozen=True):
+class StageSnapshot(Message, frozen=True):
     """A slot is filled, or with `follow` is being filled, of which `Rows` tell.
 
     Attributes:
@@ -89,10 +89,10 @@ class Staged(Message, frozen=True):
     size: Count
     persist: bool
     storage: Path
-    needed: Count
+    required_bytes: Count
     keep: Count
-    above: Count
-    local: _Ranks
+    base_sequence: Count
+    local_ranks: _Ranks
     leader: bool
     plan: Name
     peer: tuple[Name, Port] | None = None
@@ -123,7 +123,7 @@ class Wait(Message, frozen=True):
     generation: Name
 
 
-class ListHeld(Message, frozen=True):
+class ListSnapshots(Message, frozen=True):
     """What lies in memory there?"""
 
 
@@ -231,7 +231,19 @@ class Replicated(Message, frozen=True):
 
 
 TO_SERVICE = Schema(
-    Register, Goodbye, Allocate, AwaitPages, Fill, Staged, Rows, Plan, Pruned, Wait, ListHeld, Open, limit=LIMIT
+    Register,
+    Goodbye,
+    Allocate,
+    AwaitPages,
+    InvalidateSlot,
+    StageSnapshot,
+    Rows,
+    Plan,
+    Pruned,
+    Wait,
+    ListSnapshots,
+    Open,
+    limit=LIMIT,
 )
 FROM_SERVICE = Schema(
     Done, ErrorReply, Registered, Allocated, PagesReady, Released, Outcome, HeldSnapshots, Opened, limit=LIMIT
@@ -246,11 +258,11 @@ def private_folder(run: pathlib.Path | str, node: str | None = None) -> pathlib.
     """
     node = os.environ.get("MEGASCALE_NODE", "") if node is None else node
     # A service that lingers from a version with another form of the protocol is not talked to.
-    identity = f"{pathlib.Path(run).absolute()}\0{node}\0{FORM}"
+    identity = f"{pathlib.Path(run).absolute()}\0{node}\0{PROTOCOL_VERSION}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return make_private(private_base() / name)
+    return make_private_folder(private_base_folder() / name)
 
 
-def place(folder: pathlib.Path) -> Place:
+def locate_service(folder: pathlib.Path) -> ServiceLocation:
     """The place of the service in `private_folder`."""
-    return Place(folder, NAME)
+    return ServiceLocation(folder, NAME)

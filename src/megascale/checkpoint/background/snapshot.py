@@ -22,25 +22,25 @@ import msgspec
 import torch
 
 from megascale.checkpoint.background import replica, replica_token, service, service_protocol
-from megascale.checkpoint.background.last_snapshot import LastSnapshot
+from megascale.checkpoint.background.last_snapshot import ReplicaBarrier
 from megascale.checkpoint.background.pending_saves import BLANK
-from megascale.checkpoint.background.replica_address import own_address, tell_open
+from megascale.checkpoint.background.replica_address import own_address, warn_if_reachable
 from megascale.checkpoint.background.service_protocol import (
     Allocate,
     AwaitPages,
-    Fill,
     Goodbye,
+    InvalidateSlot,
     Plan,
     Pruned,
     Register,
     Rows,
-    Staged,
+    StageSnapshot,
     Wait,
 )
-from megascale.checkpoint.background.staging import Copy, SaveOutcome, Staging, next_slot, own_index
+from megascale.checkpoint.background.staging import SaveOutcome, SnapshotCopy, StagingSlot, choose_slot, make_rank_index
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import TensorShard
-from megascale.checkpoint.format.torch_index import torch_metadata
+from megascale.checkpoint.format.torch_index import make_torch_metadata
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import agree, cut
 from megascale.checkpoint.storage.base import PAGE
@@ -93,30 +93,30 @@ class Snapshots:
         self._linger, self._place = linger, service_protocol.private_folder(run)
         self._log = run / "logs" / "checkpoint-service.log"
         self._outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
-        self._current: Copy | None = None
-        self._last = LastSnapshot()
+        self._current: SnapshotCopy | None = None
+        self._replica_barrier = ReplicaBarrier()
         self._broken = False
         self.part, plan = agree(peers, shards)
         start = None
         if plan is not None:
             name = folders.identity(self.storage, create=True)
             start = (folders.new_generation(self.storage, above), name, plan.size)
-        self.generation, self.identity, self.needed = peers.share(start, tuple[str, str, int] | None)
+        self.generation, self.identity, self.needed = peers.broadcast(start, tuple[str, str, int] | None)
         chunks = cut(shards)
         self._chunks = [chunks[i] for i in self.part.chunks.tolist()]
-        self._index = own_index(shards, self.part, peers.rank)
+        self._index = make_rank_index(shards, self.part, peers.rank)
         self._plan: tuple[bytes, bytes] | None = None
         if plan is not None:
-            blank = plan.index.committed(BLANK, plan.index.columns["crc"])
-            self._plan = (plan.index.to_bytes(), torch_metadata(blank))
+            blank = plan.index.with_generation(BLANK, plan.index.columns["crc"])
+            self._plan = (plan.index.to_bytes(), make_torch_metadata(blank))
         self._device = next((s.tensor.device for s in shards if s.tensor.is_cuda), torch.device("cpu"))
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._replicas, self._listen, self._domain = replicas, address, domain
-        self._watches: queue.SimpleQueue[tuple[Copy, str] | None] = queue.SimpleQueue()
+        self._watches: queue.SimpleQueue[tuple[SnapshotCopy, str] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
-        self._slots: list[Staging] = []
+        self._slots: list[StagingSlot] = []
         self._lacking: OSError | None = None  # what this process itself could not have, and not another
         if problem := self._open():
             raise (FitError(problem) if "memory" in problem else TrainingError(problem)) from self._lacking
@@ -142,22 +142,22 @@ class Snapshots:
         """
         begun = time.monotonic()
         self.before_update()
-        if not self.peers.all(not self._broken) and (problem := self._reopen()):
+        if not self.peers.all_true(not self._broken) and (problem := self._reopen()):
             self._broken = True
-            self._outcomes.put(SaveOutcome(step, why=problem, stall=time.monotonic() - begun))
+            self._outcomes.put(SaveOutcome(step, reason=problem, stall=time.monotonic() - begun))
             return False
-        number = self._choose(wait, persist)
+        number = self._choose_slot(wait, persist)
         if number is None:
             return False
         slot = self._slots[number]
         slot.page_lock()
         slot.whole = False
         try:
-            self._sock.ask(Fill(self.peers.rank, number))
+            self._sock.request(InvalidateSlot(self.peers.rank, number))
         except OSError:
             self._broken = True  # found by the slot's thread too, which reports it
         self.generation = folders.next_generation(self.generation)
-        message = Staged(
+        message = StageSnapshot(
             rank=self.peers.rank,
             slot=number,
             step=step,
@@ -168,19 +168,19 @@ class Snapshots:
             size=self.part.size,
             persist=persist,
             storage=self.storage.url,
-            needed=self.needed,
+            required_bytes=self.needed,
             keep=self.keep,
-            above=self._above,
-            local=tuple(self._local),
+            base_sequence=self._above,
+            local_ranks=tuple(self._local),
             leader=self.peers.rank == 0,
             plan=self._plan_name,
             peer=self._peer,
             token=self._token,
         )
-        copy = Copy(SaveOutcome(step, bytes=self.needed), message, begun)
+        copy = SnapshotCopy(SaveOutcome(step, bytes=self.needed), message, begun)
         slot.free.clear()
         slot.filled = self.generation
-        self._last.begins(copy)
+        self._replica_barrier.track(copy)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
@@ -193,7 +193,7 @@ class Snapshots:
         copy.outcome.stall += time.monotonic() - begun
         return True
 
-    def _choose(self, wait: bool, persist: bool = False) -> int | None:
+    def _choose_slot(self, wait: bool, persist: bool = False) -> int | None:
         """The slot of the next snapshot, the same on all; None if memory is in use. `wait`: until it is not."""
         for slot in self._slots:
             if wait or persist:  # what is to be written may not come again for many steps
@@ -205,7 +205,7 @@ class Snapshots:
         flags = self.peers.each([*free, *whole, *(not (s.whole and s.filled.startswith(origin)) for s in slots)])
         count = len(slots)
         free, whole, other = flags[:count], flags[count : 2 * count], flags[2 * count :]
-        return next_slot(free, whole, [s.filled for s in slots], [not flag for flag in other], self._above > 0)
+        return choose_slot(free, whole, [s.filled for s in slots], [not flag for flag in other], self._above > 0)
 
     def before_update(self, kept: bool = False) -> None:
         """Let the copy under way finish before the shards change: call it before each optimizer update.
@@ -214,7 +214,7 @@ class Snapshots:
         the peer's memory too; for a few seconds, since a peer that is gone must not hold up training.
         """
         if kept:
-            self._last.wait()
+            self._replica_barrier.wait()
         copy, self._current = self._current, None
         if copy is None:
             return
@@ -245,7 +245,7 @@ class Snapshots:
             slot.close()
         if goodbye and not self._broken:
             with contextlib.suppress(OSError):  # it has ended already
-                self._sock.ask(Goodbye())
+                self._sock.request(Goodbye())
         self._sock.close()
         return self.poll()
 
@@ -257,24 +257,24 @@ class Snapshots:
             if problem:
                 return problem
         try:
-            self._sock = service.connect(self._place, self._linger, self._log)
+            self._sock = service.connect_checkpoint_service(self._place, self._linger, self._log)
             self._sock.timeout = _GRACE_PERIOD
-            told = self._sock.ask(Register(token, own_address(self._listen)))
+            told = self._sock.request(Register(token, own_address(self._listen)))
             me = (told.service, own_address(self._listen), told.port, self._domain)
         except (OSError, TrainingError) as error:
             problem = f"the checkpoint service of a host cannot be reached: {error}"
-        answers = self.peers.exchange((problem, me), tuple[str | None, tuple[str, str, int, str]])
+        answers = self.peers.all_gather((problem, me), tuple[str | None, tuple[str, str, int, str]])
         if problem := next((p for p, _ in answers if p), None):
             return problem
         everyone = [other for _, other in answers]
         hosts = list(dict.fromkeys(name for name, *_ in everyone))
         if self._replicas and self.peers.rank == 0:
-            tell_open([(address, port) for _, address, port, _ in everyone])
+            warn_if_reachable([(address, port) for _, address, port, _ in everyone])
         self._local = [rank for rank, other in enumerate(everyone) if other[0] == me[0]]
         self._peer, self._token = None, token
         if self._replicas and len(hosts) > 1:
             by_host = {other[0]: other for other in everyone}
-            partner = replica.partners([by_host[name][3] or name for name in hosts])[hosts.index(me[0])]
+            partner = replica.pair_hosts([by_host[name][3] or name for name in hosts])[hosts.index(me[0])]
             _, address, port, _ = by_host[hosts[partner]]
             self._peer = (address, port)
         if problem := self._allocate():
@@ -295,12 +295,12 @@ class Snapshots:
         try:
             if self._plan is not None:
                 plan, metadata = self._plan
-                self._sock.ask(Plan(self._plan_name, len(plan)), plan + metadata)
+                self._sock.request(Plan(self._plan_name, len(plan)), plan + metadata)
             self._sock.timeout = _GRACE_PERIOD + _GRACE_PERIOD_PER_GB * self.memory * len(self._local) / 1e9
-            answer = self._sock.ask(Allocate(self.peers.rank, size, self.slots_wanted), self._index.to_bytes())
+            answer = self._sock.request(Allocate(self.peers.rank, size, self.slots_wanted), self._index.to_bytes())
             self._sock.timeout = _GRACE_PERIOD
             self._slots = [
-                Staging(handle, self.part.size, self._index, self._chunks, self._device, held)
+                StagingSlot(handle, self.part.size, self._index, self._chunks, self._device, held)
                 for handle, held in zip(self._sock.files, answer.held, strict=True)
             ]
         except OSError as error:
@@ -310,7 +310,7 @@ class Snapshots:
                 f"({error}): each process there needs checkpoint.slots x {size:,} bytes of host memory. Lower "
                 f"checkpoint.slots={self.slots_wanted}, or set checkpoint.background=false"
             )
-        return next((p for p in self.peers.exchange(problem, str | None) if p), None)
+        return next((p for p in self.peers.all_gather(problem, str | None) if p), None)
 
     def _reopen(self) -> str | None:
         """The service is gone on some host: begin anew on all."""
@@ -338,11 +338,11 @@ class Snapshots:
         thread.start()
         return thread
 
-    def _look_after(self, number: int, slot: Staging) -> None:
+    def _look_after(self, number: int, slot: StagingSlot) -> None:
         """Prepare it; copy (on the CPU), then tell the service and wait until it has done with the slot."""
         sock: Conversation | None = None
         try:
-            sock = service.connect(self._place, self._linger, self._log)
+            sock = service.connect_checkpoint_service(self._place, self._linger, self._log)
             slot.prepare(sock, AwaitPages(self.peers.rank, number), self._closing)
         except Exception as error:
             log.warning("staging memory for checkpoints could not be prepared: %s", error or repr(error))
@@ -351,30 +351,30 @@ class Snapshots:
         while (copy := slot.work.get()) is not None:
             try:
                 if sock is None:
-                    sock = service.connect(self._place, self._linger, self._log)
+                    sock = service.connect_checkpoint_service(self._place, self._linger, self._log)
                 if copy.event is not None:
                     copy.event.synchronize()
                     sock.send(copy.message)
                 else:
                     # The service may begin with what is there.
                     sock.send(msgspec.structs.replace(copy.message, follow=True))
-                    for rows in slot.copy():
+                    for rows in slot.copy_chunks():
                         sock.send(Rows(rows))
                 copy.copied.set()
-                sock.answer()
+                sock.receive_reply()
                 slot.whole = True
-                copy.kept.set()
-                copy.outcome.replica = sock.answer().replica
+                copy.replicated.set()
+                copy.outcome.replica = sock.receive_reply().replica
             except Exception as error:  # the update of the next step waits for this copy
-                copy.outcome.why = str(error) or repr(error)
+                copy.outcome.reason = str(error) or repr(error)
                 known = isinstance(error, OSError | TrainingError)
                 if not known:
                     log.exception("the copy of step %d failed", copy.outcome.step)
                 self._broken = self._broken or not known or isinstance(error, ConnectionError | TrainingError)
             copy.copied.set()
-            copy.kept.set()
+            copy.replicated.set()
             slot.free.set()
-            if copy.message.persist and self.peers.rank == 0 and not copy.outcome.why:
+            if copy.message.persist and self.peers.rank == 0 and not copy.outcome.reason:
                 self._watches.put((copy, copy.message.generation))
             else:
                 self._report(copy)
@@ -388,21 +388,21 @@ class Snapshots:
             copy, generation = item
             try:
                 if sock is None:
-                    sock = service.connect(self._place, self._linger, self._log)
-                answer = sock.ask(Wait(generation))
+                    sock = service.connect_checkpoint_service(self._place, self._linger, self._log)
+                answer = sock.request(Wait(generation))
                 copy.outcome.committed = answer.committed
                 copy.outcome.bytes = answer.bytes or copy.outcome.bytes
-                copy.outcome.why = answer.why
+                copy.outcome.reason = answer.why
             except Exception as error:
-                copy.outcome.why = copy.outcome.why or str(error) or repr(error)
+                copy.outcome.reason = copy.outcome.reason or str(error) or repr(error)
             self._report(copy)
             if sock is not None:
                 with contextlib.suppress(OSError):
-                    sock.ask(Pruned())
+                    sock.request(Pruned())
         if sock is not None:
             sock.close()
 
-    def _report(self, copy: Copy) -> None:
+    def _report(self, copy: SnapshotCopy) -> None:
         if copy.waits is not None:
             try:
                 copy.waits[1].synchronize()

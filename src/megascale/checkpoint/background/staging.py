@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from megascale.checkpoint.background.service_protocol import AwaitPages, Staged
+from megascale.checkpoint.background.service_protocol import AwaitPages, StageSnapshot
 from megascale.checkpoint.format.archive import element_size
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex
@@ -47,7 +47,7 @@ class SaveOutcome:
 
     step: int
     committed: bool = False
-    why: str = ""
+    reason: str = ""
     bytes: int = 0
     stall: float = 0.0
     seconds: float = 0.0
@@ -55,7 +55,7 @@ class SaveOutcome:
 
 
 @dataclass
-class Copy:
+class SnapshotCopy:
     """A copy under way.
 
     Attributes:
@@ -63,15 +63,15 @@ class Copy:
     """
 
     outcome: SaveOutcome
-    message: Staged
+    message: StageSnapshot
     started: float
     copied: threading.Event = field(default_factory=threading.Event)
-    kept: threading.Event = field(default_factory=threading.Event)
+    replicated: threading.Event = field(default_factory=threading.Event)
     event: torch.cuda.Event | None = None
     waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
 
-class Staging:
+class StagingSlot:
     """One snapshot in shared memory, seen from the trainer, with the thread that looks after it.
 
     held: generation of a complete snapshot that is in it already.
@@ -104,12 +104,12 @@ class Staging:
         self.free = threading.Event()
         self.filled = held  # generation of the snapshot
         self.whole = bool(held)  # whether the service has all of it
-        self.work: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self.work: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
 
     def prepare(self, service: Conversation, question: AwaitPages, stop: threading.Event) -> None:
         """Once the service has cleared the pages, map them; of tens of gigabytes this takes many seconds, beside
         training. Raises OSError where memory lacks."""
-        while not stop.is_set() and not service.ask(question).ready:
+        while not stop.is_set() and not service.request(question).ready:
             pass
         fill_pages(self.map, stop=stop)
 
@@ -126,7 +126,7 @@ class Staging:
             self.pinned, self._tried = _pin(self.map, len(self.map)), True
         return self.pinned
 
-    def copy(self) -> Iterator[int]:
+    def copy_chunks(self) -> Iterator[int]:
         """Copy all chunks, in file order; now and then, and at last, how many are in place."""
         since = 0
         for row, (target, source) in enumerate(self.pairs):
@@ -147,7 +147,7 @@ class Staging:
             self.map.close()
 
 
-def next_slot(
+def choose_slot(
     free: Sequence[bool], whole: Sequence[bool], filled: Sequence[str], origin: Sequence[bool], resumed: bool
 ) -> int | None:
     """Which slot the next snapshot goes to, None if none may be given up yet.
@@ -180,7 +180,7 @@ def _pin(memory: mmap.mmap, size: int) -> bool:
     return True
 
 
-def own_index(shards: Sequence[TensorShard], part: RankPart, rank: int) -> CheckpointIndex:
+def make_rank_index(shards: Sequence[TensorShard], part: RankPart, rank: int) -> CheckpointIndex:
     """The chunks that this process writes, in file order."""
     offer = make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)
     columns = {

@@ -14,7 +14,7 @@ from math import prod
 
 from isal.isal_zlib import crc32, crc32_combine  # seven times faster than zlib's, the same checksum
 
-__all__ = ["ALIGNMENT", "DTYPES", "combine", "crc32", "element_size", "head_length", "tail_length", "wrap"]
+__all__ = ["ALIGNMENT", "DTYPES", "combine_crc32", "crc32", "element_size", "head_length", "tail_length", "wrap"]
 
 ALIGNMENT = 64
 
@@ -126,6 +126,6 @@ def _build(dtype: str, sizes: tuple[int, ...], crc: int) -> tuple[bytes, bytes]:
     return head, directory + _END.pack(0x06054B50, 0, 0, 4, 4, len(directory), len(head) + count, 0)
 
 
-def combine(first: int, second: int, length: int) -> int:
+def combine_crc32(first: int, second: int, length: int) -> int:
     """CRC-32 of two runs of bytes laid end to end, from their CRCs and the second's length."""
     return crc32_combine(first, second, length)

@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 62  # of all files: sums of it stay whole numbers of 64 bits
 _KEYS = {"format", "step", "generation", "files", "state"}
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """A committed checkpoint that is not what was written: the message says which file and how."""
 
 
@@ -68,35 +68,37 @@ class Commit:
         """The inverse; Damaged if the text was altered or cut, or says what no COMMIT does."""
         body, _, checksum = data.partition(b"\n")
         if checksum.strip() != f"{crc32(body):08x}".encode():
-            raise Damaged("COMMIT does not match its own checksum")
+            raise DamagedCheckpoint("COMMIT does not match its own checksum")
         try:
             record = strict_json.loads(body, COMMIT_BYTES)
         except ValueError as error:
-            raise Damaged(f"COMMIT is no JSON that can be read: {error}") from None
+            raise DamagedCheckpoint(f"COMMIT is no JSON that can be read: {error}") from None
         if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise Damaged("COMMIT is of a format that this version does not know")
+            raise DamagedCheckpoint("COMMIT is of a format that this version does not know")
         if record.keys() != _KEYS:
-            raise Damaged(f"COMMIT has the keys {', '.join(sorted(record))[:200]}, not {', '.join(sorted(_KEYS))}")
+            raise DamagedCheckpoint(
+                f"COMMIT has the keys {', '.join(sorted(record))[:200]}, not {', '.join(sorted(_KEYS))}"
+            )
         step, generation, state = record["step"], record["generation"], record["state"]
         if type(step) is not int or not 0 <= step < _MOST_BYTES:
-            raise Damaged(f"COMMIT says step {str(step)[:50]}")
+            raise DamagedCheckpoint(f"COMMIT says step {str(step)[:50]}")
         if not isinstance(generation, str) or not GENERATION.fullmatch(generation):
-            raise Damaged(f"COMMIT says generation {str(generation)[:50]!r}")
+            raise DamagedCheckpoint(f"COMMIT says generation {str(generation)[:50]!r}")
         if not isinstance(state, dict):
-            raise Damaged("COMMIT holds no state of a trainer")
+            raise DamagedCheckpoint("COMMIT holds no state of a trainer")
         return cls(step, generation, _files(record["files"]), state)
 
 
 def _files(found: Any) -> dict[str, tuple[int, int]]:
     if not isinstance(found, dict):
-        raise Damaged("COMMIT names no files")
+        raise DamagedCheckpoint("COMMIT names no files")
     files = {}
     for name, about in found.items():
         if not is_plain_name(name):
-            raise Damaged(f"COMMIT names the file {name[:200]!r}, which is not one of its folder")
+            raise DamagedCheckpoint(f"COMMIT names the file {name[:200]!r}, which is not one of its folder")
         if not isinstance(about, list) or len(about) != 2 or any(type(n) is not int or n < 0 for n in about):
-            raise Damaged(f"COMMIT does not say how long {name} is")
+            raise DamagedCheckpoint(f"COMMIT does not say how long {name} is")
         files[name] = (about[0], about[1])
     if sum(size for size, _ in files.values()) > _MOST_BYTES:
-        raise Damaged("COMMIT says that its files are larger than any storage")
+        raise DamagedCheckpoint("COMMIT says that its files are larger than any storage")
     return files

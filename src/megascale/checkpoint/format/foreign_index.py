@@ -82,7 +82,7 @@ class _Unpickler(pickle.Unpickler):
         raise DataError(f"it names {module}.{name}, which an index has no use for; nothing of it was loaded")
 
 
-def read_index(path: Path) -> Metadata:
+def read_torch_index(path: Path) -> Metadata:
     """The index of a checkpoint's folder; DataError if the file holds anything else than that."""
     try:
         data = read_bounded(path, _MOST_BYTES)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megascale.checkpoint.format.chunks import overlap
+from megascale.checkpoint.format.chunks import intersect_boxes
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
 from megascale.core.tensors import Box
 
@@ -16,7 +16,7 @@ ROUND_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Want:
+class ChunkRequest:
     """What one process needs of a checkpoint.
 
     Attributes:
@@ -29,13 +29,13 @@ class Want:
     box: np.ndarray
 
 
-def want(index: CheckpointIndex, boxes: Sequence[tuple[str, Box]]) -> Want:
+def want(index: CheckpointIndex, boxes: Sequence[tuple[str, Box]]) -> ChunkRequest:
     """The chunks that some boxes of logical tensors need."""
     dims = index.columns["box"].shape[2]
     found: dict[int, tuple[list[int], list[int]]] = {}
     for name, box in boxes:
         for row in index.overlapping(name, box).tolist():
-            common = overlap(index.box(row), box)
+            common = intersect_boxes(index.box(row), box)
             if common is None:
                 continue
             low, high = list(common.offsets), [o + n for o, n in zip(common.offsets, common.sizes, strict=True)]
@@ -49,11 +49,11 @@ def want(index: CheckpointIndex, boxes: Sequence[tuple[str, Box]]) -> Want:
         low, high = found[row]
         table[i, 0, : len(low)] = low
         table[i, 1, : len(low)] = np.array(high) - low
-    return Want(np.array(rows, np.int64), table)
+    return ChunkRequest(np.array(rows, np.int64), table)
 
 
 def assign_readers(
-    index: CheckpointIndex, wants: Sequence[Want], holders: Mapping[str, Sequence[int]] | None = None
+    index: CheckpointIndex, wants: Sequence[ChunkRequest], holders: Mapping[str, Sequence[int]] | None = None
 ) -> np.ndarray:
     """[rows] which process reads each chunk, -1 where nobody needs it.
 
@@ -124,8 +124,8 @@ def _fill_up(load: np.ndarray, amount: float) -> np.ndarray:
     return np.maximum(level[k] - load, 0.0)
 
 
-def rounds(
-    index: CheckpointIndex, reader: np.ndarray, wants: Sequence[Want], limit: int = ROUND_BYTES
+def plan_rounds(
+    index: CheckpointIndex, reader: np.ndarray, wants: Sequence[ChunkRequest], limit: int = ROUND_BYTES
 ) -> list[list[np.ndarray]]:
     """[rounds][process] rows that each process reads and sends: at most about `limit` bytes to send or to read.
 
@@ -157,7 +157,7 @@ def rounds(
     return result
 
 
-def moves(reader: np.ndarray, wants: Sequence[Want]) -> np.ndarray:
+def find_moved_chunks(reader: np.ndarray, wants: Sequence[ChunkRequest]) -> np.ndarray:
     """[rows] whether some process needs a chunk that another reads."""
     result = np.zeros(len(reader), bool)
     for rank, w in enumerate(wants):

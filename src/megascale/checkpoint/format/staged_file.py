@@ -21,7 +21,7 @@ import numpy as np
 from megascale.checkpoint.format import archive
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.mapping import Filling
+from megascale.checkpoint.format.mapping import PageFiller
 from megascale.core.capacity import Capacity
 
 
@@ -40,7 +40,7 @@ class StagingMemory:
         except OSError:
             os.close(self.handle)
             raise
-        self.filling = Filling(self.map, turn)
+        self.page_filler = PageFiller(self.map, turn)
         _MEMORIES.add(self)
 
     @property
@@ -50,7 +50,7 @@ class StagingMemory:
 
     def close(self) -> None:
         """Let go of it here."""
-        self.filling.stop()
+        self.page_filler.stop()
         # A view may still be in use somewhere in this process; then the memory goes with it.
         with contextlib.suppress(BufferError):
             self.map.close()
@@ -104,7 +104,7 @@ def make_slots(count: int, size: int, index: CheckpointIndex) -> list[Slot]:
     signal when its pages are touched."""
     with _reserving, contextlib.ExitStack() as made:
         room = Capacity.here()
-        promised = sum(memory.filling.left for memory in _MEMORIES)
+        promised = sum(memory.page_filler.remaining_bytes for memory in _MEMORIES)
         if room.memory is not None and count * size > room.memory - promised:
             left = f"{max(0, room.memory - promised):,} of {count * size:,} bytes are free ({room.memory_from})"
             raise OSError(errno.ENOMEM, left)
@@ -124,7 +124,7 @@ class Progress:
         self._failed = False
         self._changed = threading.Condition()
 
-    def reach(self, ready: int) -> None:
+    def advance(self, ready: int) -> None:
         """So many are."""
         with self._changed:
             self._ready = ready
@@ -145,7 +145,7 @@ class Progress:
             return self._ready
 
 
-def frame(
+def frame_chunks(
     memory: memoryview, index: CheckpointIndex, staged: Iterable[int], progress: Progress
 ) -> tuple[np.ndarray, int]:
     """Complete a snapshot while its elements come; CRC-32 of each chunk and of the whole.
@@ -168,8 +168,8 @@ def frame(
             memory[start:data] = head
             memory[data + count : start + length] = tail
             for piece_crc, size in ((crc32(head), len(head)), (crc, count), (crc32(tail), len(tail))):
-                whole = archive.combine(whole, piece_crc, size)
-            progress.reach(start + length)
+                whole = archive.combine_crc32(whole, piece_crc, size)
+            progress.advance(start + length)
         done = rows
-    progress.reach(len(memory))
+    progress.advance(len(memory))
     return crcs, whole

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megascale.checkpoint.format.archive import crc32
-from megascale.checkpoint.format.commit import COMMIT, COMMIT_BYTES, GENERATION, METADATA, Commit, Damaged
+from megascale.checkpoint.format.commit import COMMIT, COMMIT_BYTES, GENERATION, METADATA, Commit, DamagedCheckpoint
 from megascale.checkpoint.format.coverage import check_cover
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.storage.base import Storage
@@ -56,10 +56,10 @@ def read_commit(storage: Storage, step: int) -> Commit | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise Damaged(f"COMMIT cannot be read: {error}") from None
+        raise DamagedCheckpoint(f"COMMIT cannot be read: {error}") from None
     commit = Commit.from_bytes(data)
     if commit.step != step:
-        raise Damaged(f"COMMIT is of step {commit.step}, not of this folder's")
+        raise DamagedCheckpoint(f"COMMIT is of step {commit.step}, not of this folder's")
     return commit
 
 
@@ -68,19 +68,21 @@ def read_index(storage: Storage, commit: Commit) -> CheckpointIndex:
     tensor exactly once. Damaged if not, or if the file is not what was written."""
     name = commit.index_file
     if commit.files.get(name, (0, 0))[0] > _INDEX_BYTES:
-        raise Damaged(f"{name} is {commit.files[name][0]:,} bytes long; no index has more than {_INDEX_BYTES:,}")
+        raise DamagedCheckpoint(
+            f"{name} is {commit.files[name][0]:,} bytes long; no index has more than {_INDEX_BYTES:,}"
+        )
     try:
         data = bytes(storage.read(f"{step_name(commit.step)}/{name}", 0, _INDEX_BYTES + 1))
     except OSError as error:
-        raise Damaged(f"{name} cannot be read: {error}") from None
+        raise DamagedCheckpoint(f"{name} cannot be read: {error}") from None
     if (len(data), crc32(data)) != commit.files.get(name):
-        raise Damaged(f"{name} is not what was written ({len(data)} bytes)")
+        raise DamagedCheckpoint(f"{name} is not what was written ({len(data)} bytes)")
     try:
         index = CheckpointIndex.from_bytes(data)
         index.check_places({file: size for file, (size, _) in commit.files.items()})
         check_cover(index.tensors, index.columns["tensor"], index.columns["box"])
     except ValueError as error:
-        raise Damaged(f"{name} is no index of this checkpoint: {error}") from None
+        raise DamagedCheckpoint(f"{name} is no index of this checkpoint: {error}") from None
     return index
 
 
@@ -90,28 +92,28 @@ def check_sizes(storage: Storage, commit: Commit) -> None:
         try:
             actual = storage.size(f"{step_name(commit.step)}/{name}")
         except OSError as error:
-            raise Damaged(f"{name} cannot be read: {error}") from None
+            raise DamagedCheckpoint(f"{name} cannot be read: {error}") from None
         if actual is None:
-            raise Damaged(f"{name} is missing")
+            raise DamagedCheckpoint(f"{name} is missing")
         # torch's own copy of the index is rewritten when a step is saved again; nothing of ours reads it.
         if actual != size and name != METADATA:
-            raise Damaged(f"{name} is {actual} bytes long, {size} were written")
+            raise DamagedCheckpoint(f"{name} is {actual} bytes long, {size} were written")
 
 
-def step_folders(storage: Storage) -> list[int]:
+def list_steps(storage: Storage) -> list[int]:
     """Steps that have a folder, committed or not, ascending."""
     return sorted(int(m.group(1)) for name in storage.list() if (m := _STEP.fullmatch(name)))
 
 
-def survey(storage: Storage) -> tuple[list[Commit], dict[int, str]]:
+def list_commits(storage: Storage) -> tuple[list[Commit], dict[int, str]]:
     """Readable commits, newest first, and the steps whose COMMIT cannot be read, with why.
 
     A training next to this reader may remove all that were there in the meantime: it then looks again.
     """
     for _ in range(_LOOKS):
-        steps = step_folders(storage)
+        steps = list_steps(storage)
         good, damaged = _read_commits(storage, steps)
-        if good or steps == step_folders(storage):
+        if good or steps == list_steps(storage):
             break
     return sorted(good, key=lambda commit: -commit.sequence), damaged
 
@@ -122,7 +124,7 @@ def _read_commits(storage: Storage, steps: list[int]) -> tuple[list[Commit], dic
         try:
             commit = read_commit(storage, step)
             good += [commit] if commit is not None else []
-        except Damaged as damage:
+        except DamagedCheckpoint as damage:
             damaged[step] = str(damage)
     return good, damaged
 
@@ -131,25 +133,25 @@ def is_removed(storage: Storage, commit: Commit) -> bool:
     """Return whether a commit that was there is not any more: it was pruned, or its step saved again."""
     try:
         present = read_commit(storage, commit.step)
-    except Damaged:
+    except DamagedCheckpoint:
         return False
     return present is None or present.generation != commit.generation
 
 
 def latest(folder: Place) -> int | None:
     """Step of the newest committed checkpoint, None if there is none."""
-    return next((commit.step for commit in survey(open_storage(folder))[0]), None)
+    return next((commit.step for commit in list_commits(open_storage(folder))[0]), None)
 
 
 def steps(folder: Place) -> list[int]:
     """Steps of all committed checkpoints, ascending."""
-    return sorted(commit.step for commit in survey(open_storage(folder))[0])
+    return sorted(commit.step for commit in list_commits(open_storage(folder))[0])
 
 
 def new_generation(storage: Storage, above: int = 0) -> str:
     """A generation numbered above every save that was ever begun here, whole or not, and above a given number."""
     highest = above
-    for step in step_folders(storage):
+    for step in list_steps(storage):
         for name in storage.list(step_name(step)):
             if match := GENERATION.match(name):
                 highest = max(highest, int(match.group(1)))
@@ -181,7 +183,7 @@ def renew_identity(storage: Storage) -> None:
         storage.write(_IDENTITY, secrets.token_hex(8).encode())
 
 
-def owner(storage: Storage) -> str:
+def read_owner(storage: Storage) -> str:
     """Identity of the run that this folder was given to, "" if none."""
     try:
         return _word(storage, _OWNER)
@@ -197,7 +199,7 @@ def _word(storage: Storage, name: str) -> str:
     raise DataError(f"'{storage.url}/{name}' holds no name, and so is none of this program's; move it away")
 
 
-def claim(storage: Storage, run: str, previous: str) -> bool:
+def claim_folder(storage: Storage, run: str, previous: str) -> bool:
     """Give the folder to a run; return whether it is its own now.
 
     Of several runs that start at the same moment one gets it. False if another run than `previous` has it.
@@ -205,14 +207,14 @@ def claim(storage: Storage, run: str, previous: str) -> bool:
     Args:
         previous: identity of the run whose folder it was when this start was judged, "" if it was given to none.
     """
-    current = owner(storage)
+    current = read_owner(storage)
     if current not in (run, previous):
         return False
     if not current:
         storage.create_exclusively(_OWNER, run.encode())
     elif current != run:
         storage.write(_OWNER, run.encode())
-    return owner(storage) == run
+    return read_owner(storage) == run
 
 
 def check_owner(storage: Storage, state: Mapping[str, Any]) -> None:
@@ -224,7 +226,7 @@ def check_owner(storage: Storage, state: Mapping[str, Any]) -> None:
         state: what the trainer saves beside tensors, which says of which run it is.
     """
     run = (state.get("run") or {}).get("id")
-    current = owner(storage)
+    current = read_owner(storage)
     if run and current and current != run:
         raise OtherOwner(
             errno.EBUSY,
@@ -274,7 +276,7 @@ def withdraw(storage: Storage, step: int, generation: str, late: bool = False) -
         late: the save was withdrawn before, and another may be under way in the folder by now.
     """
     place = step_name(step)
-    with contextlib.suppress(Damaged):
+    with contextlib.suppress(DamagedCheckpoint):
         commit = read_commit(storage, step)
         if commit is not None and commit.generation == generation:
             return
@@ -294,13 +296,13 @@ def remove_step(storage: Storage, step: int, names: list[str]) -> None:
     storage.clear(place, [name for name in names if name != COMMIT])
 
 
-def linked_steps(storage: Storage) -> list[int]:
+def list_linked_steps(storage: Storage) -> list[int]:
     """Return the steps whose folder is a link to a folder elsewhere, ascending."""
-    return [step for step in step_folders(storage) if storage.is_link(step_name(step))]
+    return [step for step in list_steps(storage) if storage.is_link(step_name(step))]
 
 
 def prune(
-    folder: Place, keep: int, whole: Callable[[Commit], bool] | None = None, remove_links: bool = False
+    folder: Place, keep: int, is_sound: Callable[[Commit], bool] | None = None, remove_links: bool = False
 ) -> list[int]:
     """Remove all but the newest `keep` commits and the leftovers of saves before the newest; the steps removed.
 
@@ -313,13 +315,13 @@ def prune(
         remove_links: remove the link of a superfluous step whose folder is elsewhere; default: leave it.
     """
     storage = open_storage(folder)
-    sound = (c for c in survey(storage)[0] if _sizes_hold(storage, c) and not marked_damaged(storage, c))
-    good = list(islice((c for c in sound if whole is None or whole(c)), max(keep, 1)))
+    sound = (c for c in list_commits(storage)[0] if _sizes_hold(storage, c) and not marked_damaged(storage, c))
+    good = list(islice((c for c in sound if is_sound is None or is_sound(c)), max(keep, 1)))
     kept = {commit.step: commit for commit in good}
     if not good:
         return []
     removed = []
-    for step in step_folders(storage):
+    for step in list_steps(storage):
         names = storage.list(step_name(step))
         if not names:  # a save begins here just now
             continue
@@ -333,7 +335,7 @@ def prune(
         elif newest <= good[0].sequence:
             try:
                 committed = read_commit(storage, step) is not None
-            except Damaged:
+            except DamagedCheckpoint:
                 continue
             removed += [step] if committed else []
             remove_step(storage, step, names)
@@ -350,7 +352,7 @@ def _sweep(storage: Storage, commit: Commit, names: list[str], below: int) -> No
 def _sizes_hold(storage: Storage, commit: Commit) -> bool:
     try:
         check_sizes(storage, commit)
-    except Damaged:
+    except DamagedCheckpoint:
         return False
     return True
 
@@ -394,7 +396,7 @@ def find_steps(path: Place) -> tuple[Storage, list[int]]:
             return storage, [int(match.group(1))]
     for folder in (*_location(Path(text)), f"{text}/checkpoints", text):
         storage = open_storage(folder)
-        if found := step_folders(storage):
+        if found := list_steps(storage):
             return storage, found
     raise DataError(f"there is no checkpoint in {text!r}; give a run folder, its checkpoints folder or a step-N folder")
 
@@ -408,7 +410,7 @@ def _location(run: Path) -> list[str]:
         return []
 
 
-def summarise(storage: Storage, step: int) -> Summary:
+def summarise_step(storage: Storage, step: int) -> Summary:
     """What one step's folder holds, whole or not."""
     path = f"{storage.url}/{step_name(step)}"
     try:
@@ -417,7 +419,7 @@ def summarise(storage: Storage, step: int) -> Summary:
             return Summary(path, step, False, "no COMMIT: the save did not finish")
         index = read_index(storage, commit)
         check_sizes(storage, commit)
-    except Damaged as damage:
+    except DamagedCheckpoint as damage:
         return Summary(path, step, False, str(damage))
     counts = np.bincount(index.columns["tensor"], minlength=len(index.tensors)).tolist()
     tensors = [
@@ -430,5 +432,5 @@ def summarise(storage: Storage, step: int) -> Summary:
 def inspect(folder_or_step: Place) -> Summary:
     """The newest committed checkpoint of a folder (or of the given step-N), or what is there if none is complete."""
     storage, found = find_steps(folder_or_step)
-    summaries = [summarise(storage, step) for step in found]
+    summaries = [summarise_step(storage, step) for step in found]
     return max(summaries, key=lambda summary: (summary.committed, summary.sequence, summary.step))

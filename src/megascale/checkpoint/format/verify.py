@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.step_folders import METADATA, Commit, Damaged
+from megascale.checkpoint.format.step_folders import METADATA, Commit, DamagedCheckpoint
 from megascale.checkpoint.storage.base import Storage
 
 _PIECE = 32 << 20
@@ -45,7 +45,7 @@ def verify(
     verdict = VerifyResult(step)
     try:
         commit = folders.read_commit(storage, step)
-    except Damaged as damage:
+    except DamagedCheckpoint as damage:
         verdict.problems.append(str(damage))
         return verdict
     if commit is None:
@@ -55,7 +55,7 @@ def verify(
     index: CheckpointIndex | None = None
     try:
         index = folders.read_index(storage, commit)
-    except Damaged as damage:
+    except DamagedCheckpoint as damage:
         verdict.problems.append(str(damage))
 
     def check(name: str) -> None:

@@ -22,7 +22,7 @@ from megascale.checkpoint.storage.base import PAGE, UNFINISHED, Buffer, StorageW
 from megascale.core.untrusted_files import open_regular
 
 Made = TypeVar("Made")
-_BLOCK = 16 << 20
+_BLOCK_BYTES = 16 << 20
 _BLOCKS = 4
 # Blocks of files that are done, for the next: fresh memory costs a virtual machine a quarter of a disk's rate.
 _spare: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
@@ -236,7 +236,7 @@ class _FileSink:
     def write(self, data: Buffer) -> None:
         view = memoryview(data)
         while len(view):
-            if not self._filled and len(view) >= _BLOCK and self._aligned(view):
+            if not self._filled and len(view) >= _BLOCK_BYTES and self._aligned(view):
                 # Already laid out as the file wants it (staging memory): no copy.
                 whole = len(view) - len(view) % PAGE
                 self._finish()
@@ -245,13 +245,13 @@ class _FileSink:
                 view = view[whole:]
                 continue
             block = self._block = self._block or self._take()
-            count = min(len(view), _BLOCK - self._filled)
+            count = min(len(view), _BLOCK_BYTES - self._filled)
             target = np.frombuffer(block, np.uint8)
             target[self._filled : self._filled + count] = np.frombuffer(view[:count], np.uint8)
             self._filled += count
             view = view[count:]
-            if self._filled == _BLOCK:
-                self._hand_over(_BLOCK)
+            if self._filled == _BLOCK_BYTES:
+                self._hand_over(_BLOCK_BYTES)
 
     def finish(self) -> None:
         try:
@@ -285,7 +285,7 @@ class _FileSink:
             self._made += 1
             with contextlib.suppress(queue.Empty):
                 return _spare.get_nowait()
-            block = mmap.mmap(-1, _BLOCK)
+            block = mmap.mmap(-1, _BLOCK_BYTES)
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 block.madvise(mmap.MADV_HUGEPAGE)
             return block

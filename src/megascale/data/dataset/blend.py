@@ -46,7 +46,7 @@ class Blend:
         self._block = lru_cache(maxsize=8)(self._make_block)
         self._ahead = lru_cache(maxsize=16)(self._make_ahead)
 
-    def places(self, first: int, count: int) -> NDArray[np.int64]:
+    def assign(self, first: int, count: int) -> NDArray[np.int64]:
         """int64 [count, 2]: the file of samples first and following, and its number among that file's samples."""
         out = np.empty((count, 2), dtype=np.int64)
         at = first

@@ -10,8 +10,8 @@ import numpy as np
 from megascale.config import DataConfig
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.dataset.integrity import check_sample, check_whole
-from megascale.data.dataset.manifest import part_of, read_manifest, sha256_file
-from megascale.data.dataset.tokenizer_agreement import check_replaced
+from megascale.data.dataset.manifest import find_part, read_manifest, sha256_file
+from megascale.data.dataset.tokenizer_agreement import check_unchanged_tokenizer
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError
 
@@ -46,7 +46,7 @@ class DataSetDescription:
     longest_run: tuple[int, int, int] | None
 
 
-def prefixes(path: str | Path) -> list[str]:
+def find_prefixes(path: str | Path) -> list[str]:
     """The token files that a path means: itself without suffix, or all in a folder; DataError if there are none."""
     path = Path(path)
     if not path.is_dir():
@@ -57,7 +57,7 @@ def prefixes(path: str | Path) -> list[str]:
     return found
 
 
-def describe(
+def describe_token_file(
     prefix: str | Path,
     samples: int = 3,
     tokens_shown: int = 64,
@@ -78,7 +78,7 @@ def describe(
     if full and check_whole("inspect", file.prefix):
         compared = "all"
     if tokenizer is None:
-        check_replaced(DataConfig(train=[file.prefix]))
+        check_unchanged_tokenizer(DataConfig(train=[file.prefix]))
     ends = np.concatenate([[0], np.cumsum(file.lengths, dtype=np.int64)])[file.document_indices]
     lengths = np.diff(ends)
     largest = max((int(file.stream[i : i + _READ].max()) for i in range(0, file.tokens, _READ)), default=-1)
@@ -135,7 +135,7 @@ def _longest_run(file: IndexedDataset) -> tuple[int, int, int]:
 
 
 def _check_manifest(file: IndexedDataset) -> None:
-    part = part_of(file.prefix)
+    part = find_part(file.prefix)
     if part is None:
         return
     if (part.documents, part.tokens) != (file.documents, file.tokens) or part.idx_sha256 != sha256_file(

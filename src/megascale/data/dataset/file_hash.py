@@ -12,7 +12,7 @@ _DRAWN = 64  # parts of the file in each of which a place is drawn
 _WHOLE = 1 << 18  # bytes of a file that is read as a whole
 
 
-def fingerprint(path: Path) -> str:
+def fingerprint_file(path: Path) -> str:
     """Return a file's size, a hash of places spread evenly over it, and one of places drawn at random in it.
 
     A file that was cut off, replaced, appended to or zeroed for the most part shows; a byte changed between the places

@@ -10,30 +10,30 @@ from pathlib import Path
 
 from megascale.config import Config
 from megascale.data.dataset import integrity, sources, tokenizer_agreement
-from megascale.data.dataset.file_hash import fingerprint, is_same_file
-from megascale.data.dataset.formats import files_of, is_text
+from megascale.data.dataset.file_hash import fingerprint_file, is_same_file
+from megascale.data.dataset.formats import is_text, token_files
 from megascale.data.dataset.samples import HeldOut
 from megascale.data.tokenizer.base import check_representation
-from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
+from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
 from megascale.errors import DataError
 
-NAME = "sources.json"
+SOURCES_FILE = "sources.json"
 # A sample of text that is tokenised on the fly: pieces, the records at the beginning of each, and their characters.
 _SAMPLE_PIECES, _SAMPLE_RECORDS, _SAMPLE_PIECE = 32, 16, 1 << 16
 
 
-def fingerprints(config: Config) -> dict[str, str]:
+def fingerprint_sources(config: Config) -> dict[str, str]:
     """Of all files of data.train, and of the tokenizer's where text is tokenised on the fly; by path as given.
 
     Raises DataError for a file that is missing.
     """
     files: list[Path] = []
     for entry in config.data.train:
-        files += [s.path for s in sources.find_files([Path(entry)])] if is_text(entry) else files_of(entry)
+        files += [s.path for s in sources.find_files([Path(entry)])] if is_text(entry) else token_files(entry)
     if any(map(is_text, config.data.train)):
         files.append(tokenizer_path(config.data))
     try:
-        return {str(file): fingerprint(file) for file in files}
+        return {str(file): fingerprint_file(file) for file in files}
     except OSError as error:
         raise DataError(
             f"data.train: {error.filename} cannot be read ({error.strerror}); put it back or name another file"
@@ -48,7 +48,7 @@ def keep(record: Path, now: dict[str, str]) -> None:
     os.replace(new, record)
 
 
-def watch(config: Config, consumed: int, leader: bool) -> list[str]:
+def check_run_data(config: Config, consumed: int, leader: bool) -> list[str]:
     """Check the data at a start that goes on after `consumed` samples, and return notes on it.
 
     Files and tokenizer must be those of the run's first start, the files unless checkpoint.accept_changes has
@@ -59,20 +59,20 @@ def watch(config: Config, consumed: int, leader: bool) -> list[str]:
     check_tokenizers(config)
     notes = check_text(config)
     run = config.run_folder
-    record, now = run / "samples" / NAME, fingerprints(config)
+    record, now = run / "samples" / SOURCES_FILE, fingerprint_sources(config)
     accepted = "data.train" in config.checkpoint.accept_changes
     if consumed:
         if not accepted:
-            compare(record, now)
-        tokenizer_agreement.check_run(run, config)
+            compare_fingerprints(record, now)
+        tokenizer_agreement.check_run_tokenizer(run, config)
     if leader and not (consumed and record.exists() and not accepted):
         keep(record, now)
-    if leader and not (consumed and tokenizer_agreement.remembered(run)):
+    if leader and not (consumed and tokenizer_agreement.read_identity(run)):
         tokenizer_agreement.remember(run, config)
     return notes
 
 
-def compare(record: Path, now: dict[str, str]) -> None:
+def compare_fingerprints(record: Path, now: dict[str, str]) -> None:
     """DataError naming what is missing, changed or new since `record` was kept; nothing without a record.
 
     Paths may differ (a data set may be moved), contents and order may not.
@@ -99,7 +99,7 @@ def check_tokenizers(config: Config) -> None:
 
     The run's tokenizer counts where data.tokenizer names one, and where text is tokenised on the fly.
     """
-    tokenizer_agreement.check_replaced(config.data)
+    tokenizer_agreement.check_unchanged_tokenizer(config.data)
     texts = [is_text(entry) for entry in config.data.train]
     known: dict[str, str] = {}
     for entry, text in zip(config.data.train, texts, strict=True):
@@ -107,7 +107,7 @@ def check_tokenizers(config: Config) -> None:
         if made_with is not None:
             known.setdefault(made_with.sha256, entry)
     if known and (config.data.tokenizer or any(texts)):
-        known.setdefault(tokenizer_for(config.data).sha256, str(tokenizer_path(config.data)))
+        known.setdefault(load_run_tokenizer(config.data).sha256, str(tokenizer_path(config.data)))
     if len(known) > 1:
         first, second, *_ = known.values()
         raise DataError(
@@ -117,7 +117,7 @@ def check_tokenizers(config: Config) -> None:
         )
     if config.data.valid is not None:
         own = tokenizer_agreement.of_run(config)
-        tokenizer_agreement.check_tokens("data.valid", config.data.valid, own, config.model.vocab_size)
+        tokenizer_agreement.check_token_file("data.valid", config.data.valid, own, config.model.vocab_size)
         # What cannot be opened or used is said at the start, not at the first evaluation.
         HeldOut(config.data.valid, config.model.sequence_length, config.model.vocab_size).check()
 
@@ -128,13 +128,13 @@ def check_text(config: Config) -> list[str]:
     A sample of the text is judged, and only for tokenizers that may lose text.
     """
     entries = [Path(entry) for entry in config.data.train if is_text(entry)]
-    words = tokenizer_for(config.data) if entries else None
+    words = load_run_tokenizer(config.data) if entries else None
     if words is None or not words.loses_text:
         return []
-    pieces = sources.cut(sources.find_files(entries), _SAMPLE_PIECE)
+    pieces = sources.cut_pieces(sources.find_files(entries), _SAMPLE_PIECE)
     size = lost = 0
     for piece in pieces[:: max(1, len(pieces) // _SAMPLE_PIECES)]:
-        with closing(sources.read(piece, config.data.text_key)) as records:
+        with closing(sources.read_documents(piece, config.data.text_key)) as records:
             texts = [record.text[:_SAMPLE_PIECE] for record in islice(records, _SAMPLE_RECORDS)]
         size += sum(len(text.encode()) for text in texts)
         lost += words.count_lost_bytes(texts)

@@ -29,7 +29,7 @@ def open_tokens(entry: str | Path) -> TokenFile:
     return _format(entry)(entry)
 
 
-def files_of(entry: str | Path) -> list[Path]:
+def token_files(entry: str | Path) -> list[Path]:
     """The files that a token file consists of."""
     return _format(entry).files(entry)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megascale.config import Config
-from megascale.data.dataset.file_hash import fingerprint
-from megascale.data.dataset.formats import files_of, is_text
-from megascale.data.dataset.manifest import DataSetPart, part_of, sha256_file
+from megascale.data.dataset.file_hash import fingerprint_file
+from megascale.data.dataset.formats import is_text, token_files
+from megascale.data.dataset.manifest import DataSetPart, find_part, sha256_file
 from megascale.errors import DataError
 
 
@@ -31,7 +31,7 @@ def check_sample(what: str, prefix: str) -> bool:
     path, part = _tokens_of(prefix)
     if path is None or part is None or not part.bin_fingerprint:
         return False
-    if fingerprint(path) != part.bin_fingerprint:
+    if fingerprint_file(path) != part.bin_fingerprint:
         raise _damaged(what, path)
     return True
 
@@ -48,8 +48,8 @@ def check_whole(what: str, prefix: str) -> bool:
 
 def _tokens_of(prefix: str) -> tuple[Path | None, DataSetPart | None]:
     """Return the .bin file of a token file, if it is there, and what its manifest says of it."""
-    path = next((file for file in files_of(prefix) if file.suffix == ".bin" and file.exists()), None)
-    return path, part_of(prefix) if path is not None else None
+    path = next((file for file in token_files(prefix) if file.suffix == ".bin" and file.exists()), None)
+    return path, find_part(prefix) if path is not None else None
 
 
 def _damaged(what: str, path: Path) -> DataError:

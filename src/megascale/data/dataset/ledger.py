@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megascale.data.dataset.formats import is_text
-from megascale.data.dataset.read_checksum import ReadSums, ReadTotals, parts_of, sum_of_numbers, sums_of
+from megascale.data.dataset.read_checksum import ReadSums, ReadTotals, parts_of, sum_numbers, sum_samples
 from megascale.data.dataset.samples import SampleSource, hash_ids
 
 # Tokens that are read again by default, of steps that lie evenly over the run; text is tokenised again for it.
@@ -46,7 +46,7 @@ class Checked:
     recorded: int = 0
     compared: int = 0
     unknown: int = 0
-    other_data: int = 0
+    steps_before_change: int = 0
     missing: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -62,7 +62,9 @@ class _Stretch:
     since: int
 
 
-def check(lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: int = 10, full: bool = False) -> Checked:
+def check_ledger(
+    lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: int = 10, full: bool = False
+) -> Checked:
     """Check a ledger's lines; with `source` the ids too, by drawing them again, and the tokens, by reading them again.
 
     Args:
@@ -75,16 +77,16 @@ def check(lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: i
     _check_order(lines, {stretch.step: stretch.begin for stretch in stretches}, result)
     totals = [ReadTotals.from_record(line.get("read")) for line in lines]
     recorded = [each for each in totals if each is not None]
-    since = recorded[-1].since if recorded else 0
+    since = recorded[-1].first if recorded else 0
     # Lines of older versions do not tell of a change of the data, and are compared.
     pairs = zip(lines, totals, strict=True)
-    comparable = [line for line, total in pairs if total is None or total.since == since]
-    result.other_data = len(lines) - len(comparable)
+    comparable = [line for line, total in pairs if total is None or total.first == since]
+    result.steps_before_change = len(lines) - len(comparable)
     if source is not None:
         _check_ids(comparable, source, result)
     result.recorded = len(recorded)
     for stretch in stretches:
-        if sum_of_numbers(stretch.begin, stretch.end) != stretch.sums.numbers:
+        if sum_numbers(stretch.begin, stretch.end) != stretch.sums.numbers:
             result.faults.append(f"{_named(stretch)}: the numbers that ranks read are others, or some came twice")
     if source is not None:
         chosen = [stretch for stretch in stretches if stretch.since == since]
@@ -140,7 +142,7 @@ def _check_ids(lines: Sequence[dict[str, Any]], source: SampleSource, result: Ch
     if not ids:
         return
     unique, counts = np.unique(np.concatenate(ids), axis=0, return_counts=True)
-    result.distinct, result.epochs = len(unique), source.epochs(end)
+    result.distinct, result.epochs = len(unique), source.count_epochs(end)
     for i in np.flatnonzero(counts > 1):
         result.faults.append(f"sample {tuple(unique[i].tolist())} was trained {counts[i]} times")
 
@@ -153,13 +155,13 @@ def _stretches(lines: Sequence[dict[str, Any]]) -> list[_Stretch]:
         first, stop = line["first"], line["first"] + line["count"]
         now = ReadTotals.from_record(line.get("read"))
         if now is None:
-            totals, end = ReadTotals(since=stop), stop
+            totals, end = ReadTotals(first=stop), stop
             continue
-        if now.since != totals.since:  # counted anew, as after a change of the data that was accepted
-            totals, end = ReadTotals(since=now.since), now.since
+        if now.first != totals.first:  # counted anew, as after a change of the data that was accepted
+            totals, end = ReadTotals(first=now.first), now.first
         # Where lines are out of order, which _check_order tells, the totals say nothing of this line alone.
         if end <= first:
-            stretches.append(_Stretch(line["step"], end, stop, now.sums - totals.sums, now.since))
+            stretches.append(_Stretch(line["step"], end, stop, now.sums - totals.sums, now.first))
         totals, end = now, stop
     return stretches
 
@@ -174,7 +176,7 @@ def _choose(stretches: list[_Stretch], sequence_length: int, most: int) -> list[
 def _read_again(stretch: _Stretch, source: SampleSource) -> ReadSums:
     sums = ReadSums()
     for first, count in parts_of(stretch.begin, stretch.end):
-        sums += sums_of(first, source.batch(first, count).T)
+        sums += sum_samples(first, source.batch(first, count).T)
     return sums
 
 
@@ -182,7 +184,7 @@ def _named(stretch: _Stretch) -> str:
     return f"samples {stretch.begin} to {stretch.end - 1} (up to step {stretch.step})"
 
 
-def of_step(lines: Sequence[dict[str, Any]], step: int, global_batch: int) -> tuple[int, int]:
+def find_step_samples(lines: Sequence[dict[str, Any]], step: int, global_batch: int) -> tuple[int, int]:
     """(first sample's number, how many) of a step, done or the next to be done.
 
     A step that is not in the ledger follows the last one before it that is, at `global_batch` samples a step.

@@ -102,7 +102,7 @@ def read_manifest(folder: str | Path) -> Manifest | None:
         ) from None
 
 
-def part_of(prefix: str | Path) -> DataSetPart | None:
+def find_part(prefix: str | Path) -> DataSetPart | None:
     """What the manifest beside a token file says of it, None for a file that was not built here."""
     path = Path(prefix)
     manifest = read_manifest(path.parent)

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale.data.dataset.permutation import key
+from megascale.data.dataset.permutation import derive_key
 
 MASK = (1 << 64) - 1
 _HALF = (1 << 32) - 1
 _ROWS = 256  # samples that are read at a time to be checked
 _NUMBERS = 1 << 20  # sample numbers that are hashed at a time
-_OF_NUMBER, _OF_TOKENS, _OF_SAMPLE = (key(0x5A3B1E5, i) for i in range(3))
+_OF_NUMBER, _OF_TOKENS, _OF_SAMPLE = (derive_key(0x5A3B1E5, i) for i in range(3))
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ReadSums:
         return ReadSums((self.numbers - other.numbers) & MASK, (self.tokens - other.tokens) & MASK)
 
 
-def sums_of(first: int, tokens_SB: NDArray[Any]) -> ReadSums:
+def sum_samples(first: int, tokens_SB: NDArray[Any]) -> ReadSums:
     """Return the sums of samples number `first` and following, whose tokens are the columns of `tokens_SB`."""
     numbers = np.arange(first, first + tokens_SB.shape[1], dtype=np.uint64)
     contents = _multipliers(len(tokens_SB)) @ tokens_SB.astype(np.uint64)
@@ -47,7 +47,7 @@ def sums_of(first: int, tokens_SB: NDArray[Any]) -> ReadSums:
     return ReadSums(_hash_numbers(numbers), int(samples.sum()))
 
 
-def sum_of_numbers(first: int, stop: int) -> int:
+def sum_numbers(first: int, stop: int) -> int:
     """Return ReadSums.numbers of samples first .. stop - 1, whose tokens need not be known."""
     total = 0
     for start in range(first, stop, _NUMBERS):
@@ -68,7 +68,7 @@ class ReadChecksum:
 
     def add(self, first: int, tokens_SB: NDArray[Any]) -> None:
         """Count samples `first` and following, whose tokens are the columns of `tokens_SB`."""
-        self._sums += sums_of(first, tokens_SB)
+        self._sums += sum_samples(first, tokens_SB)
         self._count += tokens_SB.shape[1]
 
     def take(self) -> list[float]:
@@ -80,7 +80,7 @@ class ReadChecksum:
         return [float(count), *map(float, halves)]
 
 
-def sums_of_step(totals: Sequence[float], count: int) -> ReadSums:
+def sum_step(totals: Sequence[float], count: int) -> ReadSums:
     """Return the sums of a step's `count` samples, from what `take` gave, summed over all ranks.
 
     Several ranks read each sample (tensor-parallel ranks, first and last stage). Their sums agree, so the totals are
@@ -96,12 +96,12 @@ def sums_of_step(totals: Sequence[float], count: int) -> ReadSums:
 class ReadTotals:
     """Running totals of all samples from number `since` on, which checkpoints and the ledger keep."""
 
-    since: int = 0
+    first: int = 0
     sums: ReadSums = ReadSums()
 
     def to_record(self) -> dict[str, Any]:
         """Return the totals as JSON holds them."""
-        return {"since": self.since, "numbers": f"{self.sums.numbers:016x}", "tokens": f"{self.sums.tokens:016x}"}
+        return {"since": self.first, "numbers": f"{self.sums.numbers:016x}", "tokens": f"{self.sums.tokens:016x}"}
 
     @staticmethod
     def from_record(record: Any) -> ReadTotals | None:

@@ -129,7 +129,7 @@ def _json_kind(path: Path) -> str:
             return "json"
 
 
-def cut(files: Iterable[SourceFile], size: int) -> list[InputPiece]:
+def cut_pieces(files: Iterable[SourceFile], size: int) -> list[InputPiece]:
     """Pieces of about `size` bytes of input each, in the order of the files."""
     pieces: list[InputPiece] = []
     group: list[str] = []
@@ -174,7 +174,7 @@ def _named_failures(*paths: str | Path) -> Iterator[None]:
         raise DataError(f"input {names} cannot be read: {error}; check its permissions or leave it out") from None
 
 
-def read(piece: InputPiece, key: str, meter: Meter | None = None) -> Generator[TextRecord, None, None]:
+def read_documents(piece: InputPiece, key: str, meter: Meter | None = None) -> Generator[TextRecord, None, None]:
     """Yield the documents of a piece in order; `meter` counts bytes and the time of reading and decompression.
 
     Raises DataError naming file and place for what cannot be read or is longer than a limit.
@@ -322,10 +322,10 @@ def _document_of(text: Any, key: str, where: str, size: int) -> TextRecord:
         raise DataError(f"{where} has {kind} under {key!r}, not text; name the key of the text with --text-key")
     if not text.strip():
         return TextRecord("", size, skipped=EMPTY_TEXT)
-    return TextRecord(clean(text), size)
+    return TextRecord(replace_surrogates(text), size)
 
 
-def clean(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """The text with lone surrogates, which JSON may hold and UTF-8 may not, replaced."""
     try:
         text.encode()

@@ -68,7 +68,7 @@ def of_run(config: Config) -> Identity | None:
     return next((found for entry in data.train if (found := of_tokens(entry))), None)
 
 
-def check_replaced(data: DataConfig) -> None:
+def check_unchanged_tokenizer(data: DataConfig) -> None:
     """Refuse a tokenizer.json that was replaced next to the data set it is taken from; DataError naming both.
 
     Nothing is checked if data.tokenizer names another, or if the data set was not built here.
@@ -120,7 +120,7 @@ def remember(run: Path, config: Config) -> None:
     new.replace(record)
 
 
-def remembered(run: Path) -> Identity | None:
+def read_identity(run: Path) -> Identity | None:
     """What a run began with; None for one of an older version, or of which nothing is known."""
     try:
         return Identity(**json.loads(read_small_text(run / RECORD)))
@@ -128,10 +128,10 @@ def remembered(run: Path) -> Identity | None:
         return None
 
 
-def check_run(run: Path, config: Config) -> Identity | None:
+def check_run_tokenizer(run: Path, config: Config) -> Identity | None:
     """The run's tokenizer; DataError if the one there now is not what the run began with."""
-    check_replaced(config.data)
-    before = remembered(run)
+    check_unchanged_tokenizer(config.data)
+    before = read_identity(run)
     try:
         now = of_run(config)
     except DataError:
@@ -144,7 +144,7 @@ def check_run(run: Path, config: Config) -> Identity | None:
     return before or now
 
 
-def check_tokens(what: str, prefix: str, own: Identity | None, vocab_size: int | None) -> None:
+def check_token_file(what: str, prefix: str, own: Identity | None, vocab_size: int | None) -> None:
     """DataError, naming both, if a token file is of another tokenizer than the run's, or has more ids than the model.
 
     Args:

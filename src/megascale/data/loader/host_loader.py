@@ -32,9 +32,9 @@ from megascale.data.loader.loader_service import PLAN, SEGMENT
 from megascale.data.loader.ring import Ring
 from megascale.errors import MegascaleError, TrainingError, named
 from megascale.services import host_service
-from megascale.services.conversation import Conversation, ErrorReply, peer
-from megascale.services.host_service import Launch, Place, ServiceFailed
-from megascale.services.private_folder import private_base
+from megascale.services.conversation import Conversation, ErrorReply, peer_credentials
+from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation
+from megascale.services.private_folder import private_base_folder
 
 log = logging.getLogger("megascale.data.loader")
 
@@ -48,7 +48,7 @@ _DEATHS = 20  # in a row, nothing read between them
 
 
 @dataclass
-class Started:
+class StartedLoader:
     """A loader that was started.
 
     Attributes:
@@ -66,36 +66,36 @@ class Started:
 
     def stop(self) -> None:
         """After the trainers have ended: end the loader, whichever process it is now, and what it left."""
-        pid = owner(self.folder)
+        pid = find_owner(self.folder)
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         if self.process.poll() is None and pid != self.process.pid:
             self.process.terminate()  # it has not come up yet
         deadline = time.monotonic() + _GO_DOWN
-        while owner(self.folder) is not None and time.monotonic() < deadline:
+        while find_owner(self.folder) is not None and time.monotonic() < deadline:
             time.sleep(0.01)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, deadline - time.monotonic()))
-        end(self.folder)
+        kill_loader(self.folder)
         self.process.wait()
 
 
-def start(config: Config, *, world: int, first_rank: int, ranks: int) -> Started | None:
+def start_loader(config: Config, *, world: int, first_rank: int, ranks: int) -> StartedLoader | None:
     """Start the loader of the host that runs `ranks` ranks of `world`, from `first_rank` on; None if it needs none.
 
     Raises MegascaleError subclasses for data that cannot be used and for too little shared memory.
     """
     plan = plan_host(config, world, first_rank, ranks)
-    if not plan.wanted(gpus=False):
+    if not plan.needs_loader(gpus=False):
         return None  # or the ranks start one, who know their device
-    folder = prepare(plan)
-    return Started(folder, host_service.start(Place(folder, NAME), _launch(folder)))
+    folder = prepare_folder(plan)
+    return StartedLoader(folder, host_service.start_service(ServiceLocation(folder, NAME), _launch(folder)))
 
 
-def prepare(plan: HostPlan, mount: Path = rings.MOUNT) -> Path:
+def prepare_folder(plan: HostPlan, mount: Path = rings.MOUNT) -> Path:
     """Make the folder that a loader of `plan` and its readers share; nothing is started."""
-    told = rings.reap(mount)
+    told = rings.remove_dead_segments(mount)
     rings.check_room(plan.shape.size, mount)
     folder = _private(secrets.token_hex(8))
     (folder / PLAN).write_text(plan.to_json())
@@ -121,18 +121,18 @@ def _sweep(base: Path) -> None:
 
 def _private(token: str) -> Path:
     """Make a new folder that only this user may enter."""
-    base = private_base()
+    base = private_base_folder()
     _sweep(base)
     folder = base / f"loader-{token}"
     folder.mkdir(mode=0o700)
     return folder
 
 
-def connect(folder: Path) -> Conversation:
+def connect_loader(folder: Path) -> Conversation:
     """A conversation with the folder's loader, which is started if none runs. Raises what kept it from starting."""
-    place = Place(folder, NAME)
+    place = ServiceLocation(folder, NAME)
     try:
-        return host_service.connect(place, _launch(folder), FROM_READER, FROM_LOADER, seconds=_COME_UP)
+        return host_service.connect_service(place, _launch(folder), FROM_READER, FROM_LOADER, seconds=_COME_UP)
     except ServiceFailed as error:
         raise named(error.kind, str(error)) from None
     except OSError as error:
@@ -151,14 +151,14 @@ def _launch(folder: Path) -> Launch:
     )
 
 
-def owner(folder: Path) -> int | None:
+def find_owner(folder: Path) -> int | None:
     """Process id of the folder's loader, None if none runs."""
-    return Place(folder, NAME).owner()
+    return ServiceLocation(folder, NAME).owner_pid()
 
 
-def end(folder: Path) -> None:
+def kill_loader(folder: Path) -> None:
     """Kill the folder's loader, if one runs, and remove all that it has."""
-    pid = owner(folder)
+    pid = find_owner(folder)
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -211,7 +211,7 @@ class LoaderReader:
     def __init__(self, folder: Path, rank: int, base: int, hang_seconds: float = HANG_SECONDS) -> None:
         self.folder, self.rank, self.base = folder, rank, base
         self.plan = HostPlan.from_json((folder / PLAN).read_text())
-        self.stream, self._seat = self.plan.shape.place(rank)
+        self.stream, self._seat = self.plan.shape.find_reader(rank)
         self.wait_seconds = 0.0
         self.generation = 0
         self._hang_seconds = hang_seconds
@@ -233,7 +233,7 @@ class LoaderReader:
     def _join(self) -> Conversation:
         """Connect, map the segment, say how far this rank is. Raises what keeps the loader from serving."""
         for _ in range(_DEATHS):
-            loader = connect(self.folder)
+            loader = connect_loader(self.folder)
             try:
                 loader.send(Attach(self.rank, self.base, self.generation), files=[self._bell])
                 answer = loader.receive()
@@ -262,7 +262,7 @@ class LoaderReader:
                 os.close(handle)
             else:
                 self.ring, self._identity = Ring(handle, self.plan.shape), identity
-            self.ring.let_go(self.stream, self._seat, self._done)
+            self.ring.release(self.stream, self._seat, self._done)
 
     def _watch(self) -> None:
         """Sleep until the loader says something: it does so only when it fails or dies."""
@@ -289,7 +289,7 @@ class LoaderReader:
 
     # reading ----------------------------------------------------------------------------------------------------
 
-    def take(self) -> Taken:
+    def read(self) -> Taken:
         """The next micro-batch, waiting until it is ready. Raises what the loader failed of."""
         number = self._next
         if not self._ready(number):
@@ -330,22 +330,22 @@ class LoaderReader:
     def _progress(self) -> float:
         """What the loader's process has done so far; -1 if it is not there."""
         try:
-            return _worked(peer(self._loader.sock)[0])
+            return _worked(peer_credentials(self._loader.sock)[0])
         except OSError:  # the watcher is about to start another
             return -1.0
 
     def _replace(self) -> None:
         """Kill a loader that hangs; the watcher starts another."""
         with contextlib.suppress(OSError):
-            pid, _ = peer(self._loader.sock)
+            pid, _ = peer_credentials(self._loader.sock)
             log.warning("the data loader (process %d) did nothing for %g seconds: killed", pid, self._hang_seconds)
             os.kill(pid, signal.SIGKILL)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Done with the oldest micro-batch taken and not let go yet: its memory may be written anew."""
         with self._lock:
             self._done += 1
-            self.ring.let_go(self.stream, self._seat, self._done)
+            self.ring.release(self.stream, self._seat, self._done)
             os.eventfd_write(self._work, 1)
 
     @property
@@ -358,7 +358,7 @@ class LoaderReader:
         self._closing = True
         with contextlib.suppress(OSError):
             self._loader.send(Bye())
-        self._loader.hang_up()
+        self._loader.shut_down()
         self._watcher.join(5.0)
         self._loader.close()
 
@@ -374,7 +374,7 @@ def _worked(pid: int) -> float:
 
 def usage(folder: Path) -> dict[str, Any]:
     """What /proc tells of the folder's loader: its process id, memory and processor time; empty if none runs."""
-    pid = owner(folder)
+    pid = find_owner(folder)
     if pid is None:
         return {}
     ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

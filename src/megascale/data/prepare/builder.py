@@ -26,14 +26,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from megascale import __version__
 from megascale.core.capacity import usable_cores
 from megascale.data.dataset import compressors, sources
-from megascale.data.dataset.file_hash import fingerprint
+from megascale.data.dataset.file_hash import fingerprint_file
 from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype
 from megascale.data.dataset.manifest import NAME, DataSetPart, Manifest, read_manifest, sha256_file
 from megascale.data.dataset.sources import InputPiece
 from megascale.data.dataset.tokenizer_agreement import has_other_tokenizer
 from megascale.data.prepare import stdlib, worker_pool
 from megascale.data.prepare.encode import SIDES, finished, part_prefix
-from megascale.data.prepare.split import FEW, Split, place
+from megascale.data.prepare.split import FEW, Split, hash_text
 from megascale.data.prepare.worker import EncodeJob
 from megascale.data.tokenizer.base import Tokenizer, check_representation
 from megascale.data.tokenizer.huggingface_file import CONFIG, configured_end
@@ -52,7 +52,7 @@ _PIECE, _PIECES = 16 << 20, 2048
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """A data set's folder, its manifest, and whether this call made it."""
 
     folder: Path
@@ -82,7 +82,7 @@ def build(
     text_key: str = "text",
     workers: int | None = None,
     progress: bool = True,
-) -> Built:
+) -> BuildResult:
     """Make `out/train`, `out/valid` (.bin/.idx), tokenizer.json and dataset.json.
 
     Args:
@@ -112,7 +112,7 @@ def build(
     done = _already(out, recipe)
     if done is not None:
         _clear(out)  # a kill may have come between the manifest and the end
-        return Built(out, done, fresh=False)
+        return BuildResult(out, done, fresh=False)
     plan = _plan_stdlib(recipe) if use_stdlib else _plan(recipe, files, [str(p) for p in inputs], held_out, text_key)
     with _bars(progress) as bars, _workplace(out, plan) as parts:
         if not (parts / TOKENIZER).exists():
@@ -135,9 +135,9 @@ def build(
             if progress:
                 bars.console.print(f"going on where a build stopped: {before} of {len(plan.pieces)} pieces are done")
         job = EncodeJob(str(parts), str(parts / TOKENIZER), plan.key, plan.split)
-        worker_pool.run(todo, job, workers or usable_cores(), lambda used: bars.advance(task, used))
+        worker_pool.encode_pieces(todo, job, workers or usable_cores(), lambda used: bars.advance(task, used))
         manifest = _join(out, parts, plan, bars)
-    return Built(out, manifest, fresh=True)
+    return BuildResult(out, manifest, fresh=True)
 
 
 def _recipe(settings: list, files: Sequence[sources.SourceFile]) -> str:
@@ -175,7 +175,7 @@ def _is_whole(out: Path, manifest: Manifest) -> bool:
             path = out / f"{name}.{kind}"
             if not path.exists() or path.stat().st_size != size:
                 return False
-        if part.bin_fingerprint and fingerprint(out / f"{name}.bin") != part.bin_fingerprint:
+        if part.bin_fingerprint and fingerprint_file(out / f"{name}.bin") != part.bin_fingerprint:
             return False
     try:
         return (out / TOKENIZER).exists() and not has_other_tokenizer(out, manifest)
@@ -185,7 +185,7 @@ def _is_whole(out: Path, manifest: Manifest) -> bool:
 
 def _plan_stdlib(recipe: str) -> _Plan:
     texts = stdlib.read_stdlib()
-    apart = stdlib.held_out(texts)
+    apart = stdlib.choose_held_out(texts)
     root = Path(sysconfig.get_path("stdlib"))
     piece = InputPiece(
         0,
@@ -200,21 +200,21 @@ def _plan_stdlib(recipe: str) -> _Plan:
 
 def _plan(recipe: str, files: Sequence[sources.SourceFile], described: list[str], share: float, key: str) -> _Plan:
     total = sum(f.size for f in files)
-    pieces = sources.cut(files, max(_PIECE, total // _PIECES))
+    pieces = sources.cut_pieces(files, max(_PIECE, total // _PIECES))
     split = Split.by_share(share, total)
     if len(files) < FEW and all(file.kind == "text" for file in files):
         split = Split.by_ends(share)
     if total <= _KNOWN:
         skipped: dict[str, int] = {}
         known: list[tuple[int, int]] = []
-        for item in (item for piece in pieces for item in sources.read(piece, key)):
+        for item in (item for piece in pieces for item in sources.read_documents(piece, key)):
             if item.text:
-                known.append((place(item.text), len(item.text.encode())))
+                known.append((hash_text(item.text), len(item.text.encode())))
             elif item.skipped:
                 skipped[item.skipped] = skipped.get(item.skipped, 0) + 1
         if not known:
             raise _no_text(described, skipped)
-        split = Split.of(known, share)
+        split = Split.for_documents(known, share)
     return _Plan(recipe, described, pieces, split, key)
 
 
@@ -283,8 +283,8 @@ def _training_text(plan: _Plan, most: int) -> Iterator[str]:
         each = most // len(chosen)
     for piece in chosen:
         left = each
-        for item in sources.read(piece, plan.key):
-            for side, text in plan.split.parts(item):
+        for item in sources.read_documents(piece, plan.key):
+            for side, text in plan.split.split_document(item):
                 if side == "train":
                     yield text[:left]
                     left -= len(text)
@@ -331,7 +331,7 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
             compressed=compressors.compress(texts) if side == "valid" else None,
             lost_bytes=lost[side],
             bin_sha256=writer.digest.hexdigest() if writer.digest is not None else "",
-            bin_fingerprint=fingerprint(out / f"{side}.bin"),
+            bin_fingerprint=fingerprint_file(out / f"{side}.bin"),
         )
     tokenizer = {
         "file": TOKENIZER,

@@ -78,10 +78,10 @@ def _place(name: str) -> float:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") / 2**64
 
 
-def held_out(texts: Mapping[str, str], share: float = HELD_OUT) -> set[str]:
+def choose_held_out(texts: Mapping[str, str], share: float = HELD_OUT) -> set[str]:
     """Names of the files kept from training: whole groups in the order of a stable hash, up to `share` of the bytes."""
     groups = defaultdict(list)
-    for name, group in near_duplicates(texts).items():
+    for name, group in group_near_duplicates(texts).items():
         groups[group].append(name)
     size = {name: len(text.encode()) for name, text in texts.items()}
     total = sum(size.values())
@@ -98,7 +98,7 @@ def held_out(texts: Mapping[str, str], share: float = HELD_OUT) -> set[str]:
     return chosen
 
 
-def near_duplicates(texts: Mapping[str, str], share: float = 0.1, window: int = 4) -> dict[str, str]:
+def group_near_duplicates(texts: Mapping[str, str], share: float = 0.1, window: int = 4) -> dict[str, str]:
     """Name of each file to the name of its group: files that have much text in common, directly or through others.
 
     Two files belong together if at least `share` of the smaller one's runs of `window` lines (blank lines and

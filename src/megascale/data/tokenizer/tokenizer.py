@@ -71,6 +71,6 @@ def tokenizer_path(data: DataConfig) -> Path:
     return Path(data.train[0]).parent / "tokenizer.json"
 
 
-def tokenizer_for(data: DataConfig) -> Tokenizer:
+def load_run_tokenizer(data: DataConfig) -> Tokenizer:
     """The run's tokenizer (see tokenizer_path); DataError if it cannot be read."""
     return load_tokenizer(tokenizer_path(data))

@@ -12,7 +12,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from megascale.services.shared_token import same
+from megascale.services.shared_token import secrets_equal
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -91,7 +91,7 @@ class Guard:
             connection.let_in(None if scope["path"] == _STREAM else ANSWER_SECONDS)
 
     def _may_read(self, headers: dict[bytes, bytes]) -> bool:
-        return self._token is None or same(bearer(headers), self._token)
+        return self._token is None or secrets_equal(bearer(headers), self._token)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str]:
         """Return the HTTP status and the reason of a refusal, (0, "") for an accepted request."""

@@ -23,14 +23,14 @@ from megascale.errors import ConfigError
 from megascale.observe.dashboard.application import Integrations, build
 from megascale.observe.dashboard.guard import Guard
 from megascale.observe.dashboard.run_reader import RunList
-from megascale.services.door import Door, DoorLimits
-from megascale.services.http_protocol import http_protocol
-from megascale.services.private_folder import private_base
+from megascale.services.door import ConnectionLimits, LimitedListener
+from megascale.services.http_protocol import make_http_protocol
+from megascale.services.private_folder import private_base_folder
 from megascale.services.shared_token import make_token
 
 PORT = 8265
 _HEAD_BYTES = 16 << 10
-_LIMITS = DoorLimits(connections=256, head_seconds=5.0, backlog=256)
+_LIMITS = ConnectionLimits(connections=256, head_seconds=5.0, backlog=256)
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,13 @@ class _Server(uvicorn.Server):
         self._listener = listener
         self._context = context
         self._end_streams = end_streams
-        self._door: Door | None = None
+        self._door: LimitedListener | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        self._door = Door([self._listener], http_protocol(self.config, self.server_state), _LIMITS, self._context)
+        self._door = LimitedListener(
+            [self._listener], make_http_protocol(self.config, self.server_state), _LIMITS, self._context
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._end_streams()
@@ -175,7 +177,7 @@ def _reading_token(listening: Listening, url: str, port: int) -> Iterator[Readin
         yield ReadingToken(make_token(listening.token_file), listening.token_file)
         return
     try:
-        file = private_base() / f"dashboard-{port}.token"
+        file = private_base_folder() / f"dashboard-{port}.token"
         file.unlink(missing_ok=True)
         token = make_token(file)
     except OSError as error:

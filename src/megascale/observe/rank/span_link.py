@@ -102,10 +102,12 @@ class SpanLink:
 
     def _hand_over(self) -> None:
         """Hand over the ring; return or raise when the service is gone."""
-        conversation = host_service.connect(self._service_place, self._launch, TO_SPANS, FROM_SPANS, make_folder=True)
+        conversation = host_service.connect_service(
+            self._service_place, self._launch, TO_SPANS, FROM_SPANS, make_folder=True
+        )
         with conversation:
             conversation.send(self._follow, files=[self.ring.handle])
-            conversation.answer()
+            conversation.receive_reply()
             with self._lock:
                 if self._closing.is_set():
                     self._is_handed_over = True
@@ -123,7 +125,7 @@ class SpanLink:
         with self._lock:
             if self._conversation is not None:
                 self._is_handed_over = True
-                self._conversation.hang_up()
+                self._conversation.shut_down()
         if self._thread.is_alive():
             self._thread.join(_END_SECONDS)
         frames = b"" if self._is_handed_over else self.ring.read()

@@ -24,7 +24,7 @@ from megascale.core import strict_json
 from megascale.core.background import FailureLog
 from megascale.core.untrusted_files import read_small_text
 from megascale.observe.clock_bounds import ClockBounds
-from megascale.services.shared_token import new_token, same
+from megascale.services.shared_token import generate_token, secrets_equal
 
 log = logging.getLogger("megascale.observe.spans")
 
@@ -66,7 +66,7 @@ class ClockServer:
 
     def __init__(self, folder: Path, clock: Callable[[], int], address: str | None = None) -> None:
         self._clock = clock
-        self._token = new_token().encode()
+        self._token = generate_token().encode()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         address = find_own_address() if address is None else address
         self._socket.bind((address, 0))
@@ -84,7 +84,9 @@ class ClockServer:
             try:
                 request, sender = self._socket.recvfrom(64)
                 nonce, proof = request[:_NONCE_BYTES], request[_NONCE_BYTES:]
-                if len(request) == _NONCE_BYTES + _PROOF_BYTES and same(proof, _make_proof(self._token, b"ask", nonce)):
+                if len(request) == _NONCE_BYTES + _PROOF_BYTES and secrets_equal(
+                    proof, _make_proof(self._token, b"ask", nonce)
+                ):
                     body = nonce + _TIME.pack(self._clock())
                     self._socket.sendto(body + _make_proof(self._token, b"say", body), sender)
             except OSError:
@@ -137,7 +139,7 @@ class HostClock:
         after = self._monotonic()
         body = answer[: _NONCE_BYTES + _TIME.size]
         proof = answer[_NONCE_BYTES + _TIME.size :]
-        if body[:_NONCE_BYTES] != nonce or not same(proof, _make_proof(token, b"say", body)):
+        if body[:_NONCE_BYTES] != nonce or not secrets_equal(proof, _make_proof(token, b"say", body)):
             return False
         (common,) = _TIME.unpack_from(body, _NONCE_BYTES)
         common -= self._base  # a float64 cannot hold nanoseconds since 1970

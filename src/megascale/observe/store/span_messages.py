@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megascale.services.conversation import Done, ErrorReply
-from megascale.services.framing import FORM
-from megascale.services.host_service import Launch, Place
+from megascale.services.framing import PROTOCOL_VERSION
+from megascale.services.host_service import Launch, ServiceLocation
 from megascale.services.messages import Count, Facts, Message, Schema
-from megascale.services.private_folder import private_base
+from megascale.services.private_folder import private_base_folder
 
 NAME = "spans"
 RANKS_FILE = "ranks.jsonl"  # in a host's folder: facts of each rank
@@ -37,10 +37,10 @@ def span_folder(run: Path, host: int) -> Path:
     return run / "spans" / f"host={host}"
 
 
-def service_place(out: Path) -> Place:
+def service_place(out: Path) -> ServiceLocation:
     """Return the place on this host of the span service that writes to `out`."""
-    identity = f"{out.absolute()}\0{os.environ.get('MEGASCALE_NODE', '')}\0{FORM}"
-    return Place(private_base() / f"spans-{hashlib.sha256(identity.encode()).hexdigest()[:16]}", NAME)
+    identity = f"{out.absolute()}\0{os.environ.get('MEGASCALE_NODE', '')}\0{PROTOCOL_VERSION}"
+    return ServiceLocation(private_base_folder() / f"spans-{hashlib.sha256(identity.encode()).hexdigest()[:16]}", NAME)
 
 
 def service_launch(

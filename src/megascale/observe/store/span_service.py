@@ -44,8 +44,8 @@ from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import open_span_sinks
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, Done, ErrorReply
-from megascale.services.host_service import Place, Ready
-from megascale.services.reception import Reception
+from megascale.services.host_service import ReadySignal, ServiceLocation
+from megascale.services.reception import ConnectionServer
 
 log = logging.getLogger("megascale.observe.spans")
 
@@ -65,7 +65,7 @@ class SpanService:
         host, hosts: index of this host and number of the job's hosts; host 0 has the common clock.
     """
 
-    reception: Reception
+    reception: ConnectionServer
 
     def __init__(self, out: Path, make_ingest: Callable[[], Ingest], host: int = 0, hosts: int = 1) -> None:
         self.out = out
@@ -124,9 +124,9 @@ class SpanService:
 
     def is_done(self) -> bool:
         """Return whether no rank needs the service."""
-        if self.reception.here:
+        if self.reception.client_count:
             return False
-        return self.reception.deserted(_LINGER_SECONDS if self.reception.came else _FIRST_RANK_SECONDS)
+        return self.reception.is_idle(_LINGER_SECONDS if self.reception.has_had_clients else _FIRST_RANK_SECONDS)
 
     # the thread ------------------------------------------------------------------------------------------------------
 
@@ -270,16 +270,16 @@ class SpanService:
             os.replace(temporary, self.out / STATE_FILE)
 
 
-def serve(folder: Path, service: SpanService, ready: Ready) -> None:
+def serve(folder: Path, service: SpanService, ready: ReadySignal) -> None:
     """Serve until the ranks have hung up. Return at once if another process serves."""
-    place = Place(folder, NAME)
+    place = ServiceLocation(folder, NAME)
 
     def begin() -> Callable[[Conversation], None]:
         service.out.mkdir(parents=True, exist_ok=True)
         service.start()
         return service.talk
 
-    owned = host_service.own(place, begin, (FROM_SPANS, TO_SPANS), ready, make_folder=True)
+    owned = host_service.claim_service(place, begin, (FROM_SPANS, TO_SPANS), ready, make_folder=True)
     if owned is None:
         return
     service.reception = owned.reception
@@ -288,7 +288,7 @@ def serve(folder: Path, service: SpanService, ready: Ready) -> None:
     finally:
         owned.reception.stop()
         service.stop()
-        place.leave(owned.lock)
+        place.release(owned.lock)
 
 
 def main() -> None:
@@ -322,7 +322,7 @@ def main() -> None:
         )
 
     service = SpanService(options.out, make_ingest, options.host, options.hosts)
-    serve(options.folder, service, Ready(options.ready, None))
+    serve(options.folder, service, ReadySignal(options.ready, None))
 
 
 if __name__ == "__main__":

@@ -294,7 +294,7 @@ def _one_scale(q: Tensor | None, q_t: Tensor | None, scale: Tensor) -> Float8:
     return Float8(q, None if q is None else scale, q_t, None if q_t is None else scale)
 
 
-def amax_of(x: Tensor, out: Tensor | None = None) -> Tensor:
+def compute_amax(x: Tensor, out: Tensor | None = None) -> Tensor:
     """The largest magnitude of x [..., N], float32 []; NaN if x has one. Into `out` ([], already >= 0) if given: the
     larger of the two."""
     if x.numel() and use_fused("float8 amax", x):
@@ -323,7 +323,7 @@ def cast_by_scale(
     if x.numel() and use_fused("float8 cast", x):
         return _one_scale(*_run_cast(x_MN, kind, _BY_SCALE, scale, None, None, amax, counts, rows, columns), scale)
     if amax is not None:
-        amax_of(x_MN, amax)
+        compute_amax(x_MN, amax)
     return _both(quantise_reference(x_MN, scale, kind, counts), scale, rows, columns)
 
 
@@ -332,7 +332,7 @@ def cast_by_amax(
     kind: Format,
     amax: Tensor | None = None,
     *,
-    old: Tensor | None = None,
+    previous_scale: Tensor | None = None,
     rows: bool = True,
     columns: bool = True,
     counts: Tensor | None = None,
@@ -344,12 +344,14 @@ def cast_by_amax(
     old: the scale (float32 []) where amax is zero, infinite or NaN; 1 without it. Others: `scale_from_amax`.
     """
     x_MN = flat_rows(x)
-    amax = amax_of(x_MN) if amax is None else amax
+    amax = compute_amax(x_MN) if amax is None else amax
     if x.numel() and use_fused("float8 cast", x):
         scale = torch.empty((), dtype=torch.float32, device=x.device)
-        q, q_t = _run_cast(x_MN, kind, _BY_AMAX, amax, old, scale, None, counts, rows, columns, margin, power_of_2)
+        q, q_t = _run_cast(
+            x_MN, kind, _BY_AMAX, amax, previous_scale, scale, None, counts, rows, columns, margin, power_of_2
+        )
         return _one_scale(q, q_t, scale)
-    scale = scale_from_amax(amax, kind, 1.0 if old is None else old, margin, power_of_2)
+    scale = scale_from_amax(amax, kind, 1.0 if previous_scale is None else previous_scale, margin, power_of_2)
     return _both(quantise_reference(x_MN, scale, kind, counts), scale, rows, columns)
 
 

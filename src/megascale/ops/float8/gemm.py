@@ -106,7 +106,7 @@ def matmul_into(
     b: Tensor,
     b_scale: Tensor,
     *,
-    unset: bool = False,
+    overwrite: bool = False,
     fast: bool = False,
 ) -> None:
     """target [M, N] (float32 or wider) += a [M, K] @ b [N, K]^T times both scales; = where `unset`, whatever it holds.
@@ -116,14 +116,14 @@ def matmul_into(
     assert target.shape == (a.shape[0], b.shape[0]), (target.shape, a.shape, b.shape)
     if not _on_tensor_cores(a, a_scale, b, b_scale):
         result = _reference(a, a_scale, b, b_scale, target.dtype)
-        if unset:
+        if overwrite:
             target.copy_(result)
         else:
             target.add_(result)
         return
     assert target.dtype == torch.float32, target.dtype
     assert all(t.is_contiguous() and t.data_ptr() % ALIGNED == 0 for t in (target, a, b)), "not aligned to 16 bytes"
-    cublaslt.matmul_into(target, a, a_scale, b, b_scale, unset=unset, fast=fast)
+    cublaslt.matmul_into(target, a, a_scale, b, b_scale, overwrite=overwrite, fast=fast)
     dispatch.note("float8 weight gradient", "added in float32 inside the GEMM")
 
 
@@ -172,4 +172,4 @@ def input_gradient(dy: Float8, w: Float8, dtype: torch.dtype = torch.bfloat16) -
 
 def weight_gradient(dy: Float8, x: Float8, main: Tensor, unset: bool = False) -> None:
     """dy [T, O], x [T, I]: dy^T @ x is added to main [O, I] (float32), or written there where it is `unset`."""
-    matmul_into(main, *_given(dy.columns, dy.columns_scale, x.columns, x.columns_scale), unset=unset)
+    matmul_into(main, *_given(dy.columns, dy.columns_scale, x.columns, x.columns_scale), overwrite=unset)

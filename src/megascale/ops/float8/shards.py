@@ -74,7 +74,7 @@ def _transpose_kernel(x_ptr, y_ptr, rows, width, BLOCK: tl.constexpr):
         tl.store(to + byte * rows, tl.trans(word), mask=there)
 
 
-def amaxes(flat: Tensor, segments: Segments, out: Tensor) -> None:
+def compute_shard_amaxes(flat: Tensor, segments: Segments, out: Tensor) -> None:
     """out [matrices] (float32, contiguous) <- the largest magnitude of each matrix's part of a shard, NaN if that has
     one, 0 where it has no part. The segments' tensors are numbers of matrices."""
     out.zero_()
@@ -87,7 +87,7 @@ def amaxes(flat: Tensor, segments: Segments, out: Tensor) -> None:
         out[row.tensor] = torch.maximum(out[row.tensor], amax_reference(flat[row.start : row.stop]))
 
 
-def scales_of(amax: Tensor, kind: Format, out: Tensor) -> None:
+def compute_shard_scales(amax: Tensor, kind: Format, out: Tensor) -> None:
     """out [matrices] (of `formats.scale_slots`) <- `scale_from_amax` of each."""
     if use_fused("float8 scales of shards", amax):
         assert out.stride(0) == SLOT, out.stride()
@@ -113,7 +113,7 @@ def cast_shard(flat: Tensor, segments: Segments, scales: Tensor, kind: Format, o
         out[part] = quantise_reference(flat[part], scales[row.tensor], kind).view(torch.uint8)
 
 
-def transposed(rows: Tensor, out: Tensor | None = None) -> Tensor:
+def transpose_rows(rows: Tensor, out: Tensor | None = None) -> Tensor:
     """A float8 matrix [M, N], contiguous -> its transpose [N, M], contiguous; in `out` if that is given."""
     M, N = rows.shape
     if out is None:

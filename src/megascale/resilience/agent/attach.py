@@ -22,7 +22,7 @@ from typing import Any
 from megascale.core.interfaces import address_of, address_towards
 from megascale.core.python_command import module_command
 from megascale.errors import MegascaleError
-from megascale.resilience.agent.node_folder import agent_process, default_folder, end_agent, prepare, remember
+from megascale.resilience.agent.node_folder import default_folder, end_agent, find_agent, prepare, remember
 from megascale.resilience.protocol.given import from_record
 
 LIMIT = 1 << 20  # bytes of a request
@@ -68,7 +68,7 @@ def answer(request: dict[str, Any]) -> None:
         say(ended=end_agent(folder))
         return
     if request["do"] == "watch":
-        if alive := agent_process(folder):
+        if alive := find_agent(folder):
             say(running=alive)
         say(over=_wait(alive, None, folder) if alive else "its end was not seen")
         return
@@ -76,7 +76,7 @@ def answer(request: dict[str, Any]) -> None:
     child = None
     with open(folder / "attach.lock", "w") as alone:  # a request whose connection broke may still be at work
         fcntl.flock(alone, fcntl.LOCK_EX)
-        alive = agent_process(folder)
+        alive = find_agent(folder)
         if not (alive and request["do"] == "adopt"):
             if not end_agent(folder):
                 say(refused=f"the agent of {node} (process {alive}) does not end by SIGKILL: a device or disk holds it")
@@ -113,7 +113,7 @@ def _wait(pid: int, child: subprocess.Popen[bytes] | None, folder: Path) -> str:
         select.select([handle], [], [])
         os.close(handle)
     except (OSError, AttributeError):
-        while agent_process(folder) == pid:
+        while find_agent(folder) == pid:
             time.sleep(_LOOK)
     return "its end was not seen"
 

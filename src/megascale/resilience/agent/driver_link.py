@@ -18,10 +18,10 @@ from megascale.resilience.agent.node_folder import known_epoch
 from megascale.resilience.agent.rank_lease import RankLease
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import LIMIT, Order, Refuse, Welcome
-from megascale.resilience.protocol.given import given, given_token
+from megascale.resilience.protocol.given import read_job, read_job_token
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Message
-from megascale.services.silence import notice_silence
+from megascale.services.silence import set_peer_timeout
 
 log = logging.getLogger("megascale.agent")
 RETRY = 0.25  # seconds between attempts to reach a driver
@@ -112,14 +112,14 @@ class DriverLink:
         return self.channel is not None and self.channel.backlog <= LIMIT
 
     async def _session(self) -> None:
-        job = given(self._folder)
+        job = read_job(self._folder)
         places = (job.driver, *job.elsewhere)
         host, port = places[self._tried % len(places)]
         async with asyncio.timeout(5.0):
             reader, writer = await connect(host, port, self._local(host))
             try:
-                notice_silence(writer.get_extra_info("socket"), 2 * job.limits.window)
-                token = given_token(self._folder)  # read anew: the next driver may have made another one
+                set_peer_timeout(writer.get_extra_info("socket"), 2 * job.limits.window)
+                token = read_job_token(self._folder)  # read anew: the next driver may have made another one
                 channel = await agent_channel.open_channel(reader, writer, token, driver=False)
                 own = {"epoch": self.epoch, "pid": os.getpid(), "version": agent_channel.VERSION}
                 sent = time.monotonic()
@@ -130,7 +130,7 @@ class DriverLink:
                 raise
         if not isinstance(welcome, Welcome):
             channel.close()
-            why = welcome.why if isinstance(welcome, Refuse) else f"it said {welcome.do!r} first"
+            why = welcome.reason if isinstance(welcome, Refuse) else f"it said {welcome.do!r} first"
             raise ProtocolError(f"the driver refused this node: {why}")
         if welcome.version != agent_channel.VERSION:
             channel.close()
@@ -156,7 +156,7 @@ class DriverLink:
         while True:
             await asyncio.sleep(RETRY)
             with contextlib.suppress(MegascaleError):
-                if given(self._folder).epoch > self.epoch:
+                if read_job(self._folder).epoch > self.epoch:
                     channel.close()
                     return
 

@@ -29,7 +29,7 @@ class MetricsTail:
         """Another driver listens: it is told the last steps again."""
         self._anew = True
 
-    def look(self) -> Steps | None:
+    def read_new_steps(self) -> Steps | None:
         """What is new since the last look, None if nothing is."""
         fresh: list[StepFigures] = []
         try:

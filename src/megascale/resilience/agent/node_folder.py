@@ -16,8 +16,8 @@ from pathlib import Path
 
 from megascale.errors import ConfigError
 from megascale.resilience.process_birth import born
-from megascale.resilience.protocol.given import JobDescription, give
-from megascale.services.private_folder import make_private
+from megascale.resilience.protocol.given import JobDescription, write_job
+from megascale.services.private_folder import make_private_folder
 
 PROCESS = "agent.json"
 _GONE = 5.0  # seconds for a killed process to be gone
@@ -45,14 +45,14 @@ def prepare(folder: Path, job: JobDescription, token: bytes, marker: str) -> Job
             "that they share"
         )
     folder.parent.mkdir(0o700, parents=True, exist_ok=True)
-    make_private(folder)
+    make_private_folder(folder)
     known = known_epoch(folder)
     if job.epoch < known:
         raise ConfigError(
             f"a driver of epoch {known} has this node, this one is of epoch {job.epoch}: it has been replaced; end it"
         )
     job = job.on(folder / "runs" / job.name, Path(job.checkpoints) if job.checkpoints else None)
-    give(folder, job, token)
+    write_job(folder, job, token)
     return job
 
 
@@ -71,7 +71,7 @@ def remember(folder: Path, pid: int) -> None:
     os.replace(temporary, folder / PROCESS)
 
 
-def agent_process(folder: Path) -> int:
+def find_agent(folder: Path) -> int:
     """Process id of the node's living agent, 0: none lives."""
     try:
         state = json.loads((folder / PROCESS).read_text())
@@ -84,7 +84,7 @@ def agent_process(folder: Path) -> int:
 def end_agent(folder: Path) -> bool:
     """SIGKILL to the node's agent, with which its fork server and trainers end; whether none lives any more."""
     deadline = time.monotonic() + _GONE
-    while pid := agent_process(folder):
+    while pid := find_agent(folder):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:

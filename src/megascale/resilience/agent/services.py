@@ -20,7 +20,7 @@ def find_services(run: Path, node: str) -> list[int]:
     return found
 
 
-def end_services(run: Path, node: str) -> list[int]:
+def end_checkpoint_services(run: Path, node: str) -> list[int]:
     """Kill them, and with them what they hold in memory: their pids."""
     ended = []
     for pid in find_services(run, node):

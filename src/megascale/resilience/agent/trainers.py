@@ -36,9 +36,9 @@ from megascale.resilience.protocol.fork_messages import (
     Frames,
     framed,
 )
-from megascale.resilience.protocol.heartbeat import TAIL, Worker, fit
+from megascale.resilience.protocol.heartbeat import TAIL, Worker, truncate
 from megascale.services.messages import Message
-from megascale.services.shared_token import derive
+from megascale.services.shared_token import derive_token
 
 log = logging.getLogger("megascale.agent")
 # Imported once by the fork server; by name, as this package does not know the trainer's.
@@ -213,7 +213,7 @@ class Trainers:
         words = ("train", str(settings), *place, *order.words)
         self.trainers = {}
         networks = _networks(address)
-        replicas = os.environ.get(REPLICA_VARIABLE) or derive(token, f"replicas of {order.job}")
+        replicas = os.environ.get(REPLICA_VARIABLE) or derive_token(token, f"replicas of {order.job}")
         for local, rank in enumerate(order.ranks):
             log = logs / f"rank-{rank}.log"
             start = log.stat().st_size if log.exists() else 0
@@ -330,16 +330,16 @@ class Trainers:
             code=code,
             phase=phase,
             step=step,
-            action=fit(action, 200),
+            action=truncate(action, 200),
             microbatch=microbatch,
             status_age=now - t.changed,
-            message=fit(message),
+            message=truncate(message),
             rss=rss,
             cpu_seconds=cpu,
             stopped=stopped,
             stderr_tail=tail,
             errno=t.errno,
-            error=fit(t.error),
+            error=truncate(t.error),
             ended_age=now - t.ended if t.status is not None else 0.0,
             by_agent=t.by_agent,
         )
@@ -356,7 +356,7 @@ class Trainers:
             with open(t.log, "rb", opener=open_regular) as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(t.log_start, size - TAIL))
-                return fit(file.read(TAIL).decode(errors="replace"), TAIL)
+                return truncate(file.read(TAIL).decode(errors="replace"), TAIL)
         except OSError:
             return ""
 

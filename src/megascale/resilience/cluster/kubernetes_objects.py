@@ -70,19 +70,19 @@ def config_map(job: str, above: Json | None = None) -> Json:
 
 def secret(job: str, token: bytes, owner: Json | None = None) -> Json:
     """The manifest: the job's secret, and those that the driver has in its environment."""
-    values = {"token": token} | {name: os.environ[name].encode() for name in own_secrets()}
+    values = {"token": token} | {name: os.environ[name].encode() for name in inherited_secrets()}
     about: Json = {"name": object_name(job), "labels": labels(job, "job")}
     about |= {"ownerReferences": [owner]} if owner else {}
     data = {name: base64.b64encode(value).decode() for name, value in values.items()}
     return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": about, "data": data}
 
 
-def own_secrets() -> list[str]:
+def inherited_secrets() -> list[str]:
     """Names of those in this process's environment."""
     return [name for name in SECRETS if os.environ.get(name)]
 
 
-def taken_over() -> dict[str, str]:
+def inherited_environment() -> dict[str, str]:
     """What nodes get of this process's environment."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
 

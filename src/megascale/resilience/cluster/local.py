@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.python_command import module_command
-from megascale.resilience.agent.services import end_services
+from megascale.resilience.agent.services import end_checkpoint_services
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.process_birth import born
-from megascale.resilience.protocol.given import JobDescription, give
+from megascale.resilience.protocol.given import JobDescription, write_job
 
 log = logging.getLogger("megascale.driver")
 DOWN = "down"
@@ -63,7 +63,7 @@ class LocalCluster:
             folder.mkdir(parents=True, exist_ok=True)
             (self.run / "checkpoints").mkdir(exist_ok=True)
             job = job.on(folder / "runs" / self.run.name, self.run / "checkpoints")
-        give(folder, replace(job, run=job.run or str(self.run)), token)
+        write_job(folder, replace(job, run=job.run or str(self.run)), token)
         return folder
 
     def nodes(self) -> list[NodeInfo]:
@@ -128,7 +128,7 @@ class LocalCluster:
         if self._agent(name) is not None:
             return False
         if name in self._blocked:
-            ended = await asyncio.to_thread(end_services, self._run_of(name), name)
+            ended = await asyncio.to_thread(end_checkpoint_services, self._run_of(name), name)
             log.info("%s was evicted: ended its checkpoint services %s", name, ended)
         return True
 

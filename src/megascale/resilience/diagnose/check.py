@@ -42,7 +42,7 @@ def absent(name: str, why: str) -> SelfCheck:
     return SelfCheck(name, "absent", details=why)
 
 
-def guarded(name: str, check: Callable[[], Iterable[SelfCheck]]) -> list[SelfCheck]:
+def run_guarded(name: str, check: Callable[[], Iterable[SelfCheck]]) -> list[SelfCheck]:
     """The check's results; what it raises is a failure, as a healthy machine raises nothing."""
     try:
         return list(check())

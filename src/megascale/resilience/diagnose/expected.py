@@ -19,7 +19,7 @@ from megascale.errors import DataError
 from megascale.resilience.diagnose.check import SelfCheck
 
 KEPT = 50  # rates of a check
-ENOUGH = 3  # rates before any fails
+LEAST_RATES = 3  # rates before any fails
 # Least part of the median that passes. CPUs are shared with whatever else runs (on one machine also with the other
 # nodes' checks), so only a collapse tells; devices are this node's own.
 TOLERANCE = {"cuda": 0.8, "cpu": 0.1}
@@ -84,7 +84,7 @@ class Expected:
             text = f"bits {check.digest} differ from {known}, which this hardware computed before; {check.details}"
             return replace(check, result="failed", details=text)
         rates = self.rates.get(self.kind, {}).get(_family(check.name), [])
-        if check.measured is None or len(rates) < ENOUGH:
+        if check.measured is None or len(rates) < LEAST_RATES:
             return check
         least = TOLERANCE["cuda" if "cuda" in check.name else "cpu"] * statistics.median(rates)
         if check.measured >= least:

@@ -49,7 +49,7 @@ class Findings:
     rounds: int
     rates: dict[str, float | None]
 
-    def check(self, node: int) -> SelfCheck:
+    def to_self_check(self, node: int) -> SelfCheck:
         """What the inquiry says of one node."""
         mine = [rate for pair, rate in self.rates.items() if str(node) in pair.split("-") and rate is not None]
         name, best = "all-reduce with neighbours", max(mine, default=None)
@@ -62,7 +62,7 @@ class Findings:
         return SelfCheck(name, "passed", best, "GB/s", details=f"{self.rounds} rounds{bad}")
 
 
-def take_part(store: Any, node: int, world: int, measure: Measure, seconds: float = _MEASURE_SECONDS) -> Findings:
+def join_inquiry(store: Any, node: int, world: int, measure: Measure, seconds: float = _MEASURE_SECONDS) -> Findings:
     """Go through the rounds; every node returns the same findings.
 
     Args:
@@ -111,11 +111,11 @@ class _Lead:
         self.held: dict[Pair, float | None] = {}  # the last round's other pairs
 
     def announce(self, number: int) -> None:
-        self.pairs = list(self.slow) or self.inquiry.next_round() if number + 1 < _ROUNDS else []
+        self.pairs = list(self.slow) or self.inquiry.choose_pairs() if number + 1 < _ROUNDS else []
         order: dict[str, Any] = {"pairs": self.pairs}
         if not self.pairs:
             i = self.inquiry
-            left = i.accused
+            left = i.suspects
             order = {"findings": {"bad": sorted(i.bad), "links": i.links, "undecided": left, "rates": self.rates}}
         self.store.set(f"round/{number}", json.dumps(order))
 
@@ -149,7 +149,7 @@ class _Lead:
         rates |= self.held
         self.held = {}
         self.rates |= {f"{a}-{b}": rate for (a, b), rate in rates.items()}
-        self.inquiry.receive((pair, rate is not None and rate >= least) for pair, rate in rates.items())
+        self.inquiry.record_results((pair, rate is not None and rate >= least) for pair, rate in rates.items())
 
     def _result(self, number: int, node: int, deadline: float) -> float | None:
         key = f"result/{number}/{node}"
@@ -161,7 +161,7 @@ class _Lead:
         return None if rate is None else float(rate)
 
 
-def in_a_process(host: str, port: int, seconds: float = _MEASURE_SECONDS) -> Measure:
+def measure_in_process(host: str, port: int, seconds: float = _MEASURE_SECONDS) -> Measure:
     """Measures by a process of its own on each side, which meet in the store at host:port."""
 
     def measure(pair: Pair, node: int, number: int) -> float:

@@ -29,25 +29,25 @@ class Inquiry:
     good: set[int] = field(default_factory=set)
     bad: set[int] = field(default_factory=set)
     broken: set[Pair] = field(default_factory=set)
-    tried: set[Pair] = field(default_factory=set)
+    tested: set[Pair] = field(default_factory=set)
 
     @property
-    def accused(self) -> list[int]:
+    def suspects(self) -> list[int]:
         """Nodes of which nothing is known yet but failed pairs, in order."""
         return [n for n in self.nodes if n not in self.good and n not in self.bad]
 
-    def next_round(self) -> list[Pair]:
+    def choose_pairs(self) -> list[Pair]:
         """Pairs to test at once, no node twice; empty when nothing more can be learned."""
-        accused = self.accused
+        accused = self.suspects
         witnesses = [n for n in self.nodes if n in self.good]
-        if not self.tried:
+        if not self.tested:
             return _neighbours(self.nodes)
         pairs: list[Pair] = []
         free, taken = list(witnesses), set()
         for node in accused:
             # A witness that stands near, and has not been tested with it.
             near = sorted(free, key=lambda w: abs(self.nodes.index(w) - self.nodes.index(node)))
-            witness = next((w for w in near if _key(node, w) not in self.tried), None)
+            witness = next((w for w in near if _key(node, w) not in self.tested), None)
             if witness is not None:
                 free.remove(witness)
                 taken.add(node)
@@ -58,22 +58,22 @@ class Inquiry:
         left = [n for n in accused if n not in taken]
         while len(left) > 1:
             node = left.pop(0)
-            partner = next((n for n in left if _key(node, n) not in self.tried), None)
+            partner = next((n for n in left if _key(node, n) not in self.tested), None)
             if partner is not None:
                 left.remove(partner)
                 pairs.append(_key(node, partner))
         return pairs
 
-    def receive(self, results: Iterable[tuple[Pair, bool]]) -> None:
+    def record_results(self, results: Iterable[tuple[Pair, bool]]) -> None:
         """Take in what pairs gave: (pair, whether it passed)."""
         received = [(_key(*pair), passed) for pair, passed in results]
         for (a, b), passed in received:
-            self.tried.add((a, b))
+            self.tested.add((a, b))
             if passed:
                 self.good |= {a, b}
             else:
                 self.broken.add((a, b))
-        for node in self.accused:
+        for node in self.suspects:
             against = {a + b - node for a, b in self.broken if node in (a, b)} & self.good
             if len(against) > 1:
                 self.bad.add(node)
@@ -87,7 +87,7 @@ class Inquiry:
     @property
     def undecided(self) -> list[int]:
         """Accused nodes for which no witness is left: all of them are suspects. Empty while there are more rounds."""
-        return self.accused if not self.next_round() else []
+        return self.suspects if not self.choose_pairs() else []
 
 
 def _key(a: int, b: int) -> Pair:

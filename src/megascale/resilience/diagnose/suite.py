@@ -10,7 +10,7 @@ from typing import Any
 
 from megascale.errors import ConfigError
 from megascale.resilience.diagnose import alltoall, compute, memory_check, nics
-from megascale.resilience.diagnose.check import SelfCheck, guarded
+from megascale.resilience.diagnose.check import SelfCheck, run_guarded
 from megascale.resilience.diagnose.expected import Expected, hardware
 
 CHECKS: dict[str, Callable[[], Iterable[SelfCheck]]] = {
@@ -28,7 +28,7 @@ CHECKS: dict[str, Callable[[], Iterable[SelfCheck]]] = {
 }
 
 
-def run(names: Iterable[str], expected: Expected) -> Iterator[tuple[SelfCheck, float]]:
+def run_checks(names: Iterable[str], expected: Expected) -> Iterator[tuple[SelfCheck, float]]:
     """Run checks by name, each judged: (check, seconds since the one before). ConfigError for an unknown name."""
     names = list(names) or list(CHECKS)
     for name in names:
@@ -36,19 +36,19 @@ def run(names: Iterable[str], expected: Expected) -> Iterator[tuple[SelfCheck, f
             raise ConfigError(f"there is no self-check {name!r}; known: {', '.join(CHECKS)}")
     for name in names:
         started = time.perf_counter()
-        for check in guarded(name, CHECKS[name]):
+        for check in run_guarded(name, CHECKS[name]):
             yield expected.judge(check), time.perf_counter() - started
             started = time.perf_counter()
 
 
-def expectations(file: Path) -> Expected:
+def load_expectations(file: Path) -> Expected:
     """What is known of this machine's kind."""
     import torch
 
     return Expected.load(file, hardware(), torch.__version__)
 
 
-def as_json(kind: str, checks: Iterable[SelfCheck]) -> dict[str, Any]:
+def make_report(kind: str, checks: Iterable[SelfCheck]) -> dict[str, Any]:
     """The report for machines."""
     checks = list(checks)
     return {

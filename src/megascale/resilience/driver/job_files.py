@@ -14,7 +14,7 @@ from megascale.core.grid import Grid
 from megascale.core.placement_file import read_placement
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.base import Cluster, ForeseesNodes
-from megascale.resilience.protocol.contact import folder
+from megascale.resilience.protocol.contact import driver_folder
 
 _KEPT = {"placement": "placement.json", "environment": "environment.env"}
 
@@ -64,7 +64,7 @@ def keep_job_files(config: Config, run: Path) -> None:
     """Copy the files into RUN/driver, readable by the run's user only: an environment may hold what others must not
     see."""
     for name, value in (("placement", config.resilience.placement), ("environment", config.resilience.environment)):
-        kept = folder(run) / _KEPT[name]
+        kept = driver_folder(run) / _KEPT[name]
         kept.unlink(missing_ok=True)
         if value is not None:
             with open(os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
@@ -95,7 +95,7 @@ def unknown_nodes(file: str, unknown: list[str], there: list[str]) -> str:
 def _file(named: str, kind: str, kept_in: Path | None) -> Path:
     if kept_in is None:
         return Path(named)
-    kept = folder(kept_in) / _KEPT[kind]
+    kept = driver_folder(kept_in) / _KEPT[kind]
     if not kept.exists():
         raise DataError(
             f"{kept} is gone, the copy of resilience.{kind}={named} that this job was started with; stop its agents "

@@ -183,7 +183,7 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     job = journal.job()
     request = ClusterRequest(run, config, _named(found.devices), say)
     cluster = CLUSTERS[config.resilience.cluster](request)
-    settings = contact.folder(run) / "job.toml"
+    settings = contact.driver_folder(run) / "job.toml"
     # A journal that has lost something must not have anything stopped: what runs is asked first.
     behind = damaged or recalled.events > 0 or job is None
     held = any(info.running for info in cluster.nodes()) or getattr(cluster, "unseen", False)
@@ -279,7 +279,7 @@ def is_running(config: Config) -> bool:
 def _write_settings(config: Config) -> None:
     run = config.run_folder.absolute()
     keep_job_files(config, run)
-    config.write(contact.folder(run) / "job.toml")
+    config.write(contact.driver_folder(run) / "job.toml")
 
 
 def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigError:

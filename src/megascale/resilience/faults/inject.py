@@ -27,7 +27,7 @@ from megascale.core.calls import read_calls
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.observe.hang.evidence import read_process_state
-from megascale.resilience.agent.services import end_services
+from megascale.resilience.agent.services import end_checkpoint_services
 from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.contact import read_contact
 
@@ -48,9 +48,9 @@ class Fault:
 
     kind: str
     target: Target
-    inside: bool
-    does: str
-    follows: str
+    is_in_trainer: bool
+    effect: str
+    expected_response: str
 
 
 FAULTS = {
@@ -117,7 +117,7 @@ def inject(run: Path, kind: str, options: Options | None = None) -> list[str]:
         raise ConfigError(f"{kind} is injected into one rank: say which with --rank N")
     if fault.target == "node" and options.node is None:
         raise ConfigError(f"{kind} is injected into one node: say which with --node NAME; `megascale nodes` names them")
-    if fault.inside:
+    if fault.is_in_trainer:
         return _ask_trainer(run, kind, options)
     outside: dict[str, Callable[[Path, Options], list[str]]] = {
         "kill-rank": _kill_rank,
@@ -214,7 +214,7 @@ def _full_disk(run: Path, options: Options) -> list[str]:
     return said
 
 
-def agent_pid(run: Path, node: str) -> int:
+def find_agent_process(run: Path, node: str) -> int:
     """The process of a node's agent on this host; TrainingError if there is none."""
     try:
         state = json.loads((run / "nodes" / node / "agent.json").read_text())
@@ -234,17 +234,17 @@ def _node(options: Options) -> str:
 
 
 def _kill_agent(run: Path, options: Options) -> list[str]:
-    pid = agent_pid(run, _node(options))
+    pid = find_agent_process(run, _node(options))
     os.kill(pid, signal.SIGKILL)
     return [f"SIGKILL to process {pid}, agent of {options.node}"]
 
 
 def _kill_node(run: Path, options: Options) -> list[str]:
-    pid = agent_pid(run, _node(options))
+    pid = find_agent_process(run, _node(options))
     down = run / "nodes" / _node(options) / "down"
     down.touch()
     os.kill(pid, signal.SIGKILL)
-    services = end_services(run, _node(options))
+    services = end_checkpoint_services(run, _node(options))
     said = [f"{options.node} is down: process {pid} killed, and none can be started while {down} exists"]
     return said + [f"its memory is lost: checkpoint service {service} killed" for service in services]
 
@@ -315,7 +315,7 @@ def _namespace(run: Path) -> list[str]:
 
 def _address_of(run: Path, node: str) -> str:
     """The node's address, as its agent binds it."""
-    words = Path(f"/proc/{agent_pid(run, node)}/cmdline").read_bytes().decode().split("\0")
+    words = Path(f"/proc/{find_agent_process(run, node)}/cmdline").read_bytes().decode().split("\0")
     return words[words.index("--address") + 1]
 
 

@@ -12,15 +12,15 @@ from megascale.services.messages import (
     Count,
     Facts,
     Finite,
-    Given,
+    Integer,
     Message,
     Name,
+    NonEmptyName,
     Part,
     Path,
     Port,
     Schema,
     Text,
-    Whole,
 )
 
 LIMIT = MAX_BYTES + 1024
@@ -38,7 +38,7 @@ _Settings = Annotated[str, Meta(max_length=SETTINGS)]
 # From an agent ----------------------------------------------------------------------------------------------------
 
 
-class HeldTrainers(Part, frozen=True):
+class RunningTrainers(Part, frozen=True):
     """What a driver must know to go on with the trainers that run, should its journal be lost (telemetry/adoption.py).
 
     Attributes:
@@ -60,8 +60,8 @@ class Hello(Message, frozen=True):
         attempt: of which it holds processes.
     """
 
-    job: Given
-    node: Given
+    job: NonEmptyName
+    node: NonEmptyName
     version: Name
     address: Name
     boot: Name
@@ -71,7 +71,7 @@ class Hello(Message, frozen=True):
     pid: Count = 0
     hardware: Facts = field(default_factory=dict)
     versions: Facts = field(default_factory=dict)
-    held: HeldTrainers | None = None
+    held: RunningTrainers | None = None
 
 
 class Join(Message, frozen=True):
@@ -80,8 +80,8 @@ class Join(Message, frozen=True):
     Fields as those of `Hello`. The driver answers `Described` or `Refuse` and hangs up.
     """
 
-    job: Given
-    node: Given
+    job: NonEmptyName
+    node: NonEmptyName
     version: Name
     address: Name
     hardware: Facts = field(default_factory=dict)
@@ -94,14 +94,14 @@ class Stopped(Message, frozen=True):
     order: Count
     attempt: Count
     port: Port
-    codes: Annotated[dict[Rank, Whole], _MANY] = field(default_factory=dict)
+    codes: Annotated[dict[Rank, Integer], _MANY] = field(default_factory=dict)
 
 
 class StartFailed(Message, frozen=True, tag="failed"):
     """An attempt could not be started; errno: of the system call that it is about, 0: none."""
 
     attempt: Count
-    why: Text
+    reason: Text
     errno: Count = 0
 
 
@@ -109,9 +109,9 @@ class Diagnosed(Message, frozen=True):
     """Result of the self-checks that order `order` asked for. code: their exit code; report: JSON; said: in words."""
 
     order: Count
-    code: Whole
+    code: Integer
     report: Annotated[str, Meta(max_length=REPORT)] = ""
-    said: Text = ""
+    stderr: Text = ""
 
 
 class Lines(Message, frozen=True):
@@ -134,7 +134,7 @@ class Steps(Message, frozen=True):
     """Steps that the trainers have done, in order; anew: those told before do not count any more."""
 
     steps: Annotated[tuple[StepFigures, ...], Meta(max_length=512)]
-    anew: bool = False
+    replaces_earlier: bool = False
 
 
 class FileData(Message, frozen=True):
@@ -149,13 +149,13 @@ class FileData(Message, frozen=True):
         whole: the file is replaced by it.
     """
 
-    name: Given
+    name: NonEmptyName
     start: Count
     data: Annotated[bytes, Meta(max_length=PIECE)]
     first: bool = False
     left_out: Count = 0
-    more: bool = False
-    whole: bool = False
+    has_more: bool = False
+    replaces_file: bool = False
 
 
 class Evidence(Message, frozen=True):
@@ -185,10 +185,10 @@ class Welcome(Message, frozen=True):
 class Refuse(Message, frozen=True):
     """The agent is not wanted."""
 
-    why: Text
+    reason: Text
 
 
-class Described(Message, frozen=True):
+class JobOffer(Message, frozen=True):
     """The job that a node asked into, as given.py has it.
 
     Attributes:
@@ -221,7 +221,7 @@ class Start(Message, frozen=True):
 
     epoch: Count
     attempt: Count
-    job: Given
+    job: NonEmptyName
     ranks: Annotated[tuple[Rank, ...], _MANY]
     world: Count
     master: tuple[Name, Port]
@@ -272,7 +272,7 @@ class Kept(Message, frozen=True):
     """The driver has written a file to position `end` of the sender's."""
 
     epoch: Count
-    name: Given
+    name: NonEmptyName
     end: Count
 
 
@@ -309,5 +309,5 @@ FROM_AGENT = Schema(
     Hello, Join, Heartbeat, Stopped, StartFailed, Diagnosed, Lines, Steps, FileData, Evidence, limit=LIMIT
 )
 FROM_DRIVER = Schema(
-    Welcome, Refuse, Described, Start, Stop, Diagnose, Explain, Kept, Inject, Heard, Parted, Leave, limit=LIMIT
+    Welcome, Refuse, JobOffer, Start, Stop, Diagnose, Explain, Kept, Inject, Heard, Parted, Leave, limit=LIMIT
 )

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from megascale.services.messages import Count, Facts, Finite, Given, Message, Name, Part, Text, Whole
+from megascale.services.messages import Count, Facts, Finite, Integer, Message, Name, NonEmptyName, Part, Text
 
 MAX_BYTES = 256 * 1024
 TAIL = 4000  # characters of stderr_tail
@@ -42,11 +42,11 @@ class Worker(Part, frozen=True):
     rank: Count
     pid: Count
     state: Literal["running", "exited", "signalled"]
-    code: Whole = 0
+    code: Integer = 0
     phase: Name = ""
-    step: Whole = 0
+    step: Integer = 0
     action: Name = ""
-    microbatch: Whole = -1
+    microbatch: Integer = -1
     status_age: Finite = 0.0
     message: Text = ""
     rss: Count = 0
@@ -84,7 +84,7 @@ class GpuReport(Part, frozen=True):
     xid: Count = 0
     throttled: bool = False
     recovery: Name = ""
-    unanswered: Finite = 0.0
+    silent_seconds: Finite = 0.0
 
 
 class NetworkTraffic(Part, frozen=True):
@@ -125,9 +125,9 @@ class Heartbeat(Message, frozen=True):
         leaving: its agent ends, and starts no ranks any more.
     """
 
-    job: Given
+    job: NonEmptyName
     attempt: Count
-    node: Given
+    node: NonEmptyName
     sequence: Count
     sent_ns: Count
     address: Name = ""
@@ -144,12 +144,12 @@ class Heartbeat(Message, frozen=True):
     leaving: bool = False
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether nothing of the job runs on the node, nor will under this agent."""
         return self.leaving and all(worker.state != "running" for worker in self.workers)
 
 
-def fit(text: str, limit: int = 2000) -> str:
+def truncate(text: str, limit: int = 2000) -> str:
     """`text` cut to what a heartbeat may hold, keeping its end; bytes that are no text (of a file's name) as "?"."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= limit else "..." + text[len(text) - limit + 3 :]

@@ -11,7 +11,7 @@ from megascale.observe.hang.scene import Scene, pack_evidence
 from megascale.resilience.protocol.agent_messages import Evidence, Explain
 
 
-def look_at(run: Path, ranks: Iterable[int], order: Explain, keep: bool) -> Iterator[Evidence]:
+def collect_evidence(run: Path, ranks: Iterable[int], order: Explain, keep: bool) -> Iterator[Evidence]:
     """Ask the ranks of this machine for their stacks, and say what is known of each; takes up to some seconds."""
     try:
         scene = collect_evidence(run, watch_seconds=order.watch, ranks=frozenset(ranks))

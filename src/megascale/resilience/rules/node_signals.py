@@ -45,7 +45,7 @@ def devices(view: View) -> list[Verdict]:
     for member in view.members:
         for gpu in member.heartbeat.gpus if member.heartbeat else ():
             history = (g for _, h in member.history for g in h.gpus)
-            first = next((g for g in history if g.index == gpu.index and not g.unanswered), gpu)
+            first = next((g for g in history if g.index == gpu.index and not g.silent_seconds), gpu)
             found += _device(member, gpu, first)
     return found
 
@@ -64,8 +64,8 @@ def _device(member: RankView, gpu: GpuReport, first: GpuReport) -> list[Verdict]
         text = f"{name} reported Xid {gpu.xid}"
     elif gpu.recovery:
         text = f"{name} needs recovery, its driver says: {gpu.recovery}"
-    elif gpu.unanswered > SILENT:
-        text = f"{name}: its driver has not answered for {gpu.unanswered:.0f} s; look at dmesg and nvidia-smi there"
+    elif gpu.silent_seconds > SILENT:
+        text = f"{name}: its driver has not answered for {gpu.silent_seconds:.0f} s; look at dmesg and nvidia-smi there"
     elif gpu.temperature > HOT:
         text = f"{name} has {gpu.temperature:.0f} degrees; above {HOT:.0f} it slows down"
     elif gpu.throttled:

@@ -103,7 +103,7 @@ STRATEGIES: dict[str, Callable[[Grid, Topology, int], Ints]] = {
 }  # fmt: skip
 
 
-def place(grid: Grid, topology: Topology, strategy: str = "data", seed: int = 0) -> Placement:
+def make_placement(grid: Grid, topology: Topology, strategy: str = "data", seed: int = 0) -> Placement:
     """Lay a grid over the fabric by a named strategy, or as a placement file says.
 
     Raises:
@@ -187,11 +187,11 @@ def step_flows(placement: Placement, axis: str, size: float, algorithm: str = "r
         raise ConfigError(f"--axis={axis!r}: only {' and '.join(AXES_BETWEEN)} leave a host")
     members = np.array(placement.groups("pipeline"))
     if members.shape[1] < 2:
-        return Flows.of([], [], [])
+        return Flows.from_arrays([], [], [])
     there = np.roll(members, -1, axis=1)
     number = np.repeat(np.arange(len(members)), members.shape[1])
-    forward = Flows.of(members.ravel(), there.ravel(), size, number)
-    backward = Flows.of(there.ravel(), members.ravel(), size, number)
+    forward = Flows.from_arrays(members.ravel(), there.ravel(), size, number)
+    backward = Flows.from_arrays(there.ravel(), members.ravel(), size, number)
     both = Flows.join(forward, backward)
     out = both.source // placement.nics != both.target // placement.nics
     return Flows(both.source[out], both.target[out], both.size[out], both.group[out])

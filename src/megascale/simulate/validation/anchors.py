@@ -20,7 +20,7 @@ from megascale.simulate.case import Case
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.measured_runs import load_predictions
 from megascale.simulate.software import MEGATRON_DEEPSPEED, Software, stack, switch
-from megascale.simulate.step import Scenario, own_software
+from megascale.simulate.step import Scenario, engine_software
 from megascale.simulate.validation.split import is_development
 
 # vTrain does not print its vocabulary; Megatron-DeepSpeed pads GPT-2's to this.
@@ -69,7 +69,7 @@ def anchor_file(name: str) -> dict[str, Any]:
     return tomllib.loads((resources.files("megascale.simulate") / "anchors" / f"{name}.toml").read_text())
 
 
-def data_folder(given: Path | None = None) -> Path | None:
+def find_data_folder(given: Path | None = None) -> Path | None:
     """Where data of others lies: the option, else MEGASCALE_ANCHORS, else ../shared/data; None if there is none."""
     if given is not None:
         if not given.is_dir():
@@ -95,7 +95,7 @@ def strong_scaling() -> Rows:
     names, cases, seconds, first = [], [], [], []
     for software, batch, gpus, step, _ in tree["strong_scaling"]["rows"]:
         replica = layout["tensor"] * layout["pipeline"]
-        cases.append(Case.of(model, stack(software), data=gpus // replica, batch=batch, **layout))
+        cases.append(Case.from_model(model, stack(software), data=gpus // replica, batch=batch, **layout))
         names.append(f"{software} {gpus:,} GPUs, batch {batch:,}")
         seconds.append(step)
         first.append(software == "megatron-2023")
@@ -108,7 +108,7 @@ def paper_development() -> Rows:
     return rows.subset(rows.gpus < LARGE)
 
 
-def own_rounds() -> list[str]:
+def list_rounds() -> list[str]:
     """Names of the prediction files whose runs have shipped measurements."""
     return list(anchor_file("own-runs"))
 
@@ -130,7 +130,7 @@ def own_runs(name: str) -> Rows:
     for one in said:
         if one.name in table["seconds"] and one.name not in apart:
             config = one.config(table.get("graphs", "off"))
-            software = own_software(config, stack(one.software))
+            software = engine_software(config, stack(one.software))
             scenario = Scenario(config, one.gpus, cluster, Calibration("none", cluster.name), software)
             names.append(one.name)
             cases.append(scenario.case())
@@ -138,7 +138,7 @@ def own_runs(name: str) -> Rows:
     return _rows(names, cases, seconds, [True] * len(names), table["measured"])
 
 
-def own_first() -> Rows:
+def load_first_round() -> Rows:
     """The first round of own runs, which constants may be fitted on."""
     return own_runs("h200")
 
@@ -153,7 +153,7 @@ def ablation() -> tuple[Rows, np.ndarray]:
         if technique != "baseline":
             software = switch(software, [technique], True)
         replica = layout["tensor"] * layout["pipeline"]
-        cases.append(Case.of(model, software, data=table["gpus"] // replica, batch=table["batch"], **layout))
+        cases.append(Case.from_model(model, software, data=table["gpus"] // replica, batch=table["batch"], **layout))
         names.append(technique if technique == "baseline" else f"+ {technique}")
     printed = np.array([mfu for _, mfu in table["rows"]])
     return _with_mfu(names, cases, printed, table["source"]), printed
@@ -166,7 +166,7 @@ def weak_scaling() -> tuple[Rows, np.ndarray]:
     names, cases = [], []
     for software, gpus, _ in table["rows"]:
         replica = layout["tensor"] * layout["pipeline"]
-        cases.append(Case.of(model, stack(software), data=gpus // replica, batch=gpus, **layout))
+        cases.append(Case.from_model(model, stack(software), data=gpus // replica, batch=gpus, **layout))
         names.append(f"{software} {gpus:,} GPUs")
     printed = np.array([mfu for _, _, mfu in table["rows"]])
     return _with_mfu(names, cases, printed, table["source"]), printed
@@ -187,7 +187,7 @@ def h200_peers(host_bound: bool = False) -> Rows:
     names, cases, seconds = [], [], []
     for tensor, pipeline, virtual, data, micro, step in tree["runs"]["host_bound" if host_bound else "rows"]:
         cases.append(
-            Case.of(
+            Case.from_model(
                 model,
                 software,
                 tensor=tensor,
@@ -203,13 +203,13 @@ def h200_peers(host_bound: bool = False) -> Rows:
     return _rows(names, cases, seconds, [True] * len(names), tree["runs"]["source"])
 
 
-def own_h100() -> Rows:
+def load_h100_runs() -> Rows:
     """Steps of this project's engine on H100s that were known before the fifth round."""
     table, cluster = anchor_file("h100-runs")["own"], load_cluster("h100-host")
     names, cases, seconds = [], [], []
     for name, gpus, settings, step in table["rows"]:
         config = configuration.load(None, [*settings, "train.precision=bfloat16"])
-        software = own_software(config, stack("megascale-h200"))
+        software = engine_software(config, stack("megascale-h200"))
         scenario = Scenario(config, gpus, cluster, Calibration("none", cluster.name), software)
         names.append(name)
         cases.append(scenario.case())
@@ -226,7 +226,7 @@ def later_peers(machine: str, host_bound: bool = False) -> Rows:
         model = ModelConfig(layers=layers, hidden=5120, heads=40, vocab_size=vocabulary, sequence_length=2048)
         software = replace(stack("megatron-core-h200"), float8=precision == "float8")
         layout = {"tensor": tensor, "pipeline": pipeline, "virtual": virtual, "data": data}
-        cases.append(Case.of(model, software, micro=micro, batch=batch, **layout))
+        cases.append(Case.from_model(model, software, micro=micro, batch=batch, **layout))
         names.append(f"{layers} layers, {precision}, TP{tensor} PP{pipeline}(x{virtual}) DP{data}, micro-batch {micro}")
         seconds.append(step)
     return _rows(names, cases, seconds, [True] * len(names), table["source"])
@@ -243,7 +243,7 @@ def nemo_h100() -> tuple[Rows, np.ndarray]:
             model, data = models[name], gpus // (tensor * pipeline)
             software = replace(stack("nemo"), float8=precision == "float8")
             layout = {"tensor": tensor, "pipeline": pipeline, "virtual": virtual, "data": data}
-            cases.append(Case.of(model, software, micro=micro, batch=batch, **layout))
+            cases.append(Case.from_model(model, software, micro=micro, batch=batch, **layout))
             names.append(f"{name} {precision} {gpus:,} GPUs TP{tensor} PP{pipeline}(x{virtual}), micro-batch {micro}")
             tokens = batch * model.sequence_length
             seconds.append(tokens / (value * gpus) if table["value"] == "tokens" else value)
@@ -274,7 +274,7 @@ def full_sharding_rows() -> list[ShardedRows]:
             model = ModelConfig(**{**tree["models"][name], "sequence_length": length})
             software = replace(base, float8=precision == "float8", recompute=recompute)
             layout = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": gpus}
-            cases.append(Case.of(model, software, micro=micro, batch=batch, **layout))
+            cases.append(Case.from_model(model, software, micro=micro, batch=batch, **layout))
             names.append(f"{name} {precision} {gpus} GPUs, {length:,} tokens, recompute {recompute}")
             seconds.append(step)
             development.append(is_development("fsdp", " ".join([table_name, *map(str, configuration_)])))
@@ -300,7 +300,7 @@ def korthikanti() -> Rows:
         older = replace(stack("megatron-2023"), attention="unfused", sequence_parallel=False, recompute="full")
         newer = replace(stack("megatron-2023"), attention="unfused", recompute="core-attention")
         for how, software, step in (("full", older, full), ("core attention", newer, selective)):
-            cases.append(Case.of(model, software, batch=batch, **layout))
+            cases.append(Case.from_model(model, software, batch=batch, **layout))
             names.append(f"{name}, {gpus} GPUs, {how} recomputed")
             seconds.append(step)
     return _rows(names, cases, seconds, [True] * len(names), tree["source"])
@@ -327,7 +327,7 @@ def vtrain(folder: Path) -> Rows:
                 layers=layers, hidden=hidden, heads=heads, vocab_size=VTRAIN_VOCABULARY, sequence_length=sequence
             )
             cases.append(
-                Case.of(
+                Case.from_model(
                     model,
                     MEGATRON_DEEPSPEED,
                     tensor=tensor,

@@ -16,9 +16,9 @@ from megascale.simulate.validation.anchors import (
     full_sharding_rows,
     h200_peers,
     later_peers,
+    load_first_round,
+    load_h100_runs,
     nemo_development,
-    own_first,
-    own_h100,
     paper_development,
     vtrain,
     vtrain_development,
@@ -60,24 +60,24 @@ def another_series() -> float:
     )
 
 
-def other_stack() -> float:
+def unfitted_stack_spread() -> float:
     """Spread under constants of another stack on the same machine."""
     return _spread(
         [
-            _under("h200-host", own_first(), "h200-host"),
+            _under("h200-host", load_first_round(), "h200-host"),
             _under("h200-host", h200_peers(), "h200-engine"),
-            _under("h100-host", own_h100(), "h100-host"),
+            _under("h100-host", load_h100_runs(), "h100-host"),
             _under("h100-host", later_peers("peers"), "h100-engine"),
         ]
     )
 
 
-def other_machine() -> float:
+def unfitted_machine_spread() -> float:
     """Spread under constants of the same stack on another machine."""
     return _spread(
         [
-            _under("h100-host", own_h100(), "h200-engine"),
-            _under("h200-host", own_first(), "h100-engine"),
+            _under("h100-host", load_h100_runs(), "h200-engine"),
+            _under("h200-host", load_first_round(), "h100-engine"),
             _under("h100-host", later_peers("peers"), "h200-host"),
             _under("h200-host", h200_peers(), "h100-host"),
             _under("h200-host", later_peers("peers-h200"), "h100-host"),
@@ -85,12 +85,12 @@ def other_machine() -> float:
     )
 
 
-def other_both() -> float:
+def unfitted_stack_and_machine_spread() -> float:
     """Spread under constants of another stack on another machine."""
     return _spread(
         [
-            _under("h100-host", own_h100(), "h200-host"),
-            _under("h200-host", own_first(), "h100-host"),
+            _under("h100-host", load_h100_runs(), "h200-host"),
+            _under("h200-host", load_first_round(), "h100-host"),
             _under("h100-host", later_peers("peers"), "h200-engine"),
             _under("h200-host", h200_peers(), "h100-engine"),
             _under("h100-dgx", nemo_development(), "h100-host"),
@@ -102,17 +102,17 @@ def without_power() -> float:
     """Return P90 of ln(measured / predicted) of steps on H100s whose cluster gives no sustained GEMM rate."""
     limited = load_cluster("h100-host")
     unlimited = limited.model_copy(update={"power": None})
-    return -ends(errors(unlimited, own_h100()))[0]
+    return -ends(errors(unlimited, load_h100_runs()))[0]
 
 
-def each_gpu_doubling(folder: Path) -> float:
+def spread_per_doubling(folder: Path) -> float:
     """Spread a doubling of GPUs beyond a fit: drifts of series under constants of other series. Needs vTrain's rows.
 
     A drift is the slope of errors over doublings of GPUs. Fits of a series' own smaller rows are no evidence: those to
     256 and to 512 GPUs do not decide their constant, which is said of such a fit wherever one is made.
     """
     paper, hdr = load_cluster("a100-roce"), load_cluster("a100-hdr")
-    rows, own, measured = paper_development(), own_first(), vtrain(folder)
+    rows, own, measured = paper_development(), load_first_round(), vtrain(folder)
     megatron, ours = rows.subset(rows.first), rows.subset(~rows.first)
     unfitted = measured.subset(vtrain_development(measured))
     found = [
@@ -150,13 +150,13 @@ def known_groups(folder: Path) -> dict[str, np.ndarray]:
         "MegaScale in the paper": np.concatenate([errors(paper, table.subset(~table.first)), techniques]),
         "Megatron-Core on H200": np.concatenate([errors(host, h200_peers()), errors(host, later_peers("peers-h200"))]),
         "Megatron-Core on H100": errors(rented, later_peers("peers")),
-        "this engine on H200": errors(host, own_first()),
-        "this engine on H100": errors(rented, own_h100()),
+        "this engine on H200": errors(host, load_first_round()),
+        "this engine on H100": errors(rented, load_h100_runs()),
         "NeMo on H100": errors(load_cluster("h100-dgx"), nemo_development()),
     }
 
 
-def nothing_fitted(folder: Path) -> tuple[float, float]:
+def unfitted_spread(folder: Path) -> tuple[float, float]:
     """P10 and P90 with nothing fitted on known machines and stacks: those of the groups furthest out.
 
     What is predicted is a group of its own, so quantiles are of groups and not of their rows. vTrain's group, which
@@ -166,7 +166,7 @@ def nothing_fitted(folder: Path) -> tuple[float, float]:
     return min(low for low, _ in both), max(high for _, high in both)
 
 
-def unseen(folder: Path) -> tuple[float, float]:
+def unseen_spread(folder: Path) -> tuple[float, float]:
     """P10 of the group that is predicted fastest and P90 of the slowest; full sharding's groups are among them."""
     groups = list(known_groups(folder).values())
     for table in full_sharding_rows():

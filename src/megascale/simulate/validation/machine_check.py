@@ -11,7 +11,7 @@ from megascale.simulate.calibration import Calibration, load_calibration
 from megascale.simulate.cluster import ClusterSpec, load_cluster
 from megascale.simulate.measured_runs import load_predictions
 from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, own_software, run
+from megascale.simulate.step import Scenario, engine_software, run
 from megascale.simulate.validation.anchors import (
     VTRAIN_FILE,
     Rows,
@@ -19,9 +19,9 @@ from megascale.simulate.validation.anchors import (
     full_sharding_rows,
     korthikanti,
     later_peers,
+    list_rounds,
+    load_h100_runs,
     nemo_h100,
-    own_h100,
-    own_rounds,
     own_runs,
     vtrain,
     vtrain_development,
@@ -51,17 +51,17 @@ MOST_OUTSIDE = 25.0
 def check_own_h100() -> AnchorCheck:
     """A11: the fifth round of own runs, by constants of the runs on H100 that were known before."""
     what = "own engine on 1, 2 and 4 H100, configurations never measured before, by the model frozen before them"
-    if ROUND not in own_rounds():
+    if ROUND not in list_rounds():
         return AnchorCheck("A11", what, skipped=f"no measurement of round {ROUND} is shipped")
     cluster, rows = load_cluster("h100-host"), own_runs(ROUND)
     engine = load_calibration(None, cluster.name, "megascale")
     predicted, held = _event_level(cluster, engine)
-    control = efficiency_control(rows, own_h100())
+    control = efficiency_control(rows, load_h100_runs())
     columns = (
         held,
         column(f"{FITTED}, closed form", cluster, rows, engine, "megascale"),
         column(f"{NOTHING}, closed form", cluster, rows, None, "megascale"),
-        column("development rows", cluster, own_h100(), engine, "megascale"),
+        column("development rows", cluster, load_h100_runs(), engine, "megascale"),
         scored("control: the earlier runs' efficiency", percent(control, rows.seconds)),
     )
     figures = {"mean": (held.mean, 3.0, "%"), "worst": (held.worst, 10.0, "%"), "coverage off 80": _off(held)}
@@ -76,7 +76,7 @@ def _event_level(cluster: ClusterSpec, engine: Calibration) -> tuple[np.ndarray,
         if one.name not in measured:
             continue
         config, base = one.config("auto"), stack(one.software)
-        scenario = Scenario(config, one.gpus, cluster, engine, own_software(config, base), base=base)
+        scenario = Scenario(config, one.gpus, cluster, engine, engine_software(config, base), base=base)
         estimates.append(run(scenario, "event"))
         seconds.append(float(measured[one.name]))
     predicted, told = np.array([one.seconds for one in estimates]), np.array(seconds)
@@ -108,7 +108,7 @@ def check_nemo() -> AnchorCheck:
     return _check("A12", what, figures, held_rows, predicted, nemo, (seen("nemo-h100"),), columns)
 
 
-def check_others_on_a100(folder: Path | None) -> AnchorCheck:
+def check_a100_stacks(folder: Path | None) -> AnchorCheck:
     """A13: whether the bands of stacks on A100s hold their held-out steps; nothing is fitted."""
     paper = load_cluster("a100-roce")
     columns = [column("Korthikanti et al. 2022, Megatron-LM", paper, korthikanti(), None, "megatron-2023")]

@@ -23,13 +23,13 @@ from megascale.simulate.validation.anchors import (
     TRACE_FILE,
     TRACE_RESULT,
     anchor_file,
+    list_rounds,
     own_cluster,
-    own_rounds,
     own_runs,
     strong_scaling,
 )
 from megascale.simulate.validation.band_check import check_bands
-from megascale.simulate.validation.machine_check import check_nemo, check_others_on_a100, check_own_h100
+from megascale.simulate.validation.machine_check import check_a100_stacks, check_nemo, check_own_h100
 from megascale.simulate.validation.score import (
     CONTROL,
     FITTED,
@@ -90,7 +90,7 @@ def _check_predictions(runs: Path | None, predictions: str) -> list[AnchorCheck]
 
 def _today(predictions: str) -> tuple[ScoreColumn, ...]:
     """What today's model says of runs that were measured since: no prediction, but how the model has changed."""
-    if predictions not in own_rounds():
+    if predictions not in list_rounds():
         return ()
     cluster, rows = load_cluster(own_cluster(predictions)), own_runs(predictions)
     engine, learnt = load_calibration(None, cluster.name, "megascale"), own_runs("h200")
@@ -165,7 +165,7 @@ def check_speed() -> list[AnchorCheck]:
 
     def many() -> object:
         return price(
-            lambda part: Case.of(model, MEGASCALE, batch=6144, **{k: v[part] for k, v in arrays.items()}),
+            lambda part: Case.from_model(model, MEGASCALE, batch=6144, **{k: v[part] for k, v in arrays.items()}),
             n,
             cluster,
             Constants(),
@@ -206,7 +206,7 @@ def validate(data: Path | None, runs: Path | None, replay: Replay, only: list[st
         ({"A10"}, lambda: check_bands(cluster, data)),
         ({"A11"}, lambda: [check_own_h100()]),
         ({"A12"}, lambda: [check_nemo()]),
-        ({"A13"}, lambda: [check_others_on_a100(data)]),
+        ({"A13"}, lambda: [check_a100_stacks(data)]),
     ]
     wanted = {key.upper() for key in only} if only else None
     checks = [check for keys, suite in suites if wanted is None or keys & wanted for check in suite()]

@@ -69,7 +69,9 @@ def test_the_job_in_few_series(served):  # noqa: F811
     assert before['megascale_job_phase{phase="running"}'] == 0
     assert before['megascale_nodes{state="up"}'] == 2
     assert "megascale_loss" not in before  # no step yet: nothing is claimed
-    driver.seen.told(Steps(anew=False, steps=(StepFigures(7, 2.5, 1.0, 0.5), StepFigures(8, float("nan"), 1.0, 0.7))))
+    driver.seen.told(
+        Steps(replaces_earlier=False, steps=(StepFigures(7, 2.5, 1.0, 0.5), StepFigures(8, float("nan"), 1.0, 0.7)))
+    )
     beat(served, {rank: 1.0 + rank / 100 for rank in range(100)})
     after = scrape(served)
     assert after["megascale_loss"] != after["megascale_loss"]
@@ -161,7 +163,7 @@ def test_labels_of_strangers_stay_labels():
 
 def test_rules_ask_for_what_is_exposed(served):  # noqa: F811
     driver = served.driver
-    driver.seen.told(Steps(anew=False, steps=(StepFigures(7, 2.5, 1.0, 0.5),)))
+    driver.seen.told(Steps(replaces_earlier=False, steps=(StepFigures(7, 2.5, 1.0, 0.5),)))
     beat(served, {0: 1.0})
     there = {name.partition("{")[0] for name in scrape(served)}
     driver.nodes["n0"].channel = None
@@ -337,7 +339,7 @@ def test_prometheus_scrapes_it_and_alertmanager_calls(served, tmp_path, daemon):
     Webhook.told.clear()
     hook = HTTPServer(("127.0.0.1", 0), Webhook)
     threading.Thread(target=hook.serve_forever, daemon=True).start()
-    served.driver.seen.told(Steps(anew=False, steps=(StepFigures(8, float("nan"), 1.0, 0.7),)))
+    served.driver.seen.told(Steps(replaces_earlier=False, steps=(StepFigures(8, float("nan"), 1.0, 0.7),)))
     (tmp_path / "rules.yml").write_text(packaged_file("rules.yml").read_text().replace("interval: 15s", "interval: 1s"))
     (tmp_path / "alerts.yml").write_text(
         "route: {receiver: hook, group_wait: 0s}\nreceivers:\n- name: hook\n"

@@ -16,7 +16,7 @@ from megascale.errors import DataError
 from megascale.observe.hang.scene import MAX_EVIDENCE_BYTES, RankEvidence, Scene, pack_evidence, unpack_evidence
 from megascale.resilience.driver.diagnosis.hang_diagnosis import refine
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Explain
-from megascale.resilience.protocol.rank_evidence import look_at
+from megascale.resilience.protocol.rank_evidence import collect_evidence
 from megascale.resilience.rules.verdicts import Verdict
 from tests.resilience.rules.views import heartbeat, view, worker
 
@@ -46,7 +46,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
         # This process has no handler for the signal that asks for a stack.
         old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         state = view({n: [heartbeat(n, 1, [worker(n, status_age=11.0)])] for n in range(2)})
-        sent = [FROM_AGENT.decode(FROM_AGENT.encode(e)) for e in look_at(tmp_path, (0, 1), ORDER, keep=False)]
+        sent = [FROM_AGENT.decode(FROM_AGENT.encode(e)) for e in collect_evidence(tmp_path, (0, 1), ORDER, keep=False)]
         assert [(e.order, e.rank) for e in sent] == [(7, 0), (7, 1)]
         scene = Scene({e.rank: unpack_evidence(e.data) for e in sent}, 2)
         found = refine(HANG, state, scene, None)
@@ -61,7 +61,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_ranks_that_left_no_record_keep_the_verdict(tmp_path):
-    (sent,) = look_at(tmp_path, (0,), ORDER, keep=False)
+    (sent,) = collect_evidence(tmp_path, (0,), ORDER, keep=False)
     assert not sent.data
     found = refine(HANG, view({0: [heartbeat(0, 1, [worker(0)])]}), Scene({}, 1), None)
     assert (found.action, found.ranks) == ("recover", ())

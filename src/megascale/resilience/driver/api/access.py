@@ -19,7 +19,7 @@ from megascale.core.ports import is_loopback
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.driver.api.tls import CERTIFICATE, trusting
 from megascale.resilience.driver.api.tokens import read_tokens
-from megascale.resilience.protocol.contact import folder, read_contact
+from megascale.resilience.protocol.contact import driver_folder, read_contact
 
 _MOST = 64 << 10  # bytes of such a file
 
@@ -71,7 +71,7 @@ def make_access(run: Path, act: bool, host: str) -> Access:
         )
     token = tokens.act if act else tokens.read
     shown = f"[{host}]" if ":" in host else host
-    certificate = (folder(run) / CERTIFICATE).read_text()
+    certificate = (driver_folder(run) / CERTIFICATE).read_text()
     return Access(contact.job, f"https://{shown}:{parts.port}", token.decode(), certificate)
 
 

@@ -27,8 +27,8 @@ from megascale.resilience.driver.api import http_limits, metrics, settable, tls,
 from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Guard
 from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_piece
 from megascale.resilience.driver.process import descriptors
-from megascale.services.door import Door, DoorLimits
-from megascale.services.http_protocol import http_protocol
+from megascale.services.door import ConnectionLimits, LimitedListener
+from megascale.services.http_protocol import make_http_protocol
 
 log = logging.getLogger("megascale.driver")
 
@@ -386,8 +386,8 @@ async def serve(driver: Driver, host: str, port: int, scrapes: metrics.Scrapes |
     log_failure(task, "the API's server", log)
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
-    door_limits = DoorLimits(http_limits.CONNECTIONS, http_limits.HEAD_SECONDS)
-    door = Door([listener], http_protocol(settings, server.server_state), door_limits, context)
+    door_limits = ConnectionLimits(http_limits.CONNECTIONS, http_limits.HEAD_SECONDS)
+    door = LimitedListener([listener], make_http_protocol(settings, server.server_state), door_limits, context)
     name = listener.getsockname()
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 

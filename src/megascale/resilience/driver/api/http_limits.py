@@ -17,7 +17,7 @@ from typing import Any
 from h11 import LocalProtocolError
 
 from megascale.resilience.driver.api.tokens import ApiTokens
-from megascale.services.shared_token import same
+from megascale.services.shared_token import secrets_equal
 
 log = logging.getLogger("megascale.driver")
 
@@ -94,7 +94,7 @@ class Guard:
         if origin is not None and origin.decode("latin-1").lower() != f"{scope['scheme']}://{host}":
             return 403, "pages of other sites may not ask here"
         given = _bearer(headers.get(b"authorization", b""))
-        acts, reads = same(given, self._tokens.act), same(given, self._tokens.read)
+        acts, reads = secrets_equal(given, self._tokens.act), secrets_equal(given, self._tokens.read)
         if not (acts or reads):
             return 401, "the token is missing or wrong; it stands in RUN/driver/token.read or token.act"
         if not acts and scope["method"] not in ("GET", "HEAD"):

@@ -9,7 +9,7 @@ from megascale.errors import DataError, TrainingError
 from megascale.resilience.driver.api.client import ask
 from megascale.resilience.driver.api.tokens import read_tokens
 from megascale.resilience.driver.state.journal import FILE, JournalReader
-from megascale.services.shared_token import same
+from megascale.services.shared_token import secrets_equal
 
 _SECONDS = 5.0  # a driver has to answer
 # Events that say something about a node's past.
@@ -83,7 +83,7 @@ def order(run: Path, token: bytes, action: str, node: str, why: str) -> dict[str
     """
     if not (run / FILE).exists():
         raise DataError(f"{run.name} was not started with `megascale launch`: nobody takes orders")
-    if not same(token, read_tokens(run).act):
+    if not secrets_equal(token, read_tokens(run).act):
         raise PermissionError(
             "this is not the run's acting token: it is the text of driver/token.act in the run folder"
         )

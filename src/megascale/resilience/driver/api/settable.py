@@ -18,7 +18,7 @@ from megascale.core import strict_json
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import ConfigError
 from megascale.resilience.driver.recovery.hot_update import FIXED
-from megascale.resilience.protocol.contact import folder
+from megascale.resilience.protocol.contact import driver_folder
 
 _LEFT = "restart.json"
 _LEFT_BYTES = 1 << 20
@@ -39,7 +39,7 @@ def settable() -> frozenset[str]:
 
 def leave_settings(run: Path, settings: Sequence[str]) -> None:
     """Put settings, each section.key=value, into the run folder for the next restart."""
-    file = folder(run) / _LEFT
+    file = driver_folder(run) / _LEFT
     file.unlink(missing_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
         out.write(strict_json.dumps(list(settings)))
@@ -47,7 +47,7 @@ def leave_settings(run: Path, settings: Sequence[str]) -> None:
 
 def take_settings(run: Path) -> list[str]:
     """The settings that were left there, once; ConfigError if there are none."""
-    file = folder(run) / _LEFT
+    file = driver_folder(run) / _LEFT
     try:
         found = strict_json.loads(read_bounded(file, _LEFT_BYTES))
         file.unlink()

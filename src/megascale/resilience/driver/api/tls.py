@@ -17,7 +17,7 @@ from pathlib import Path
 from megascale.core.ports import is_loopback
 from megascale.errors import ConfigError, remedy
 from megascale.resilience.protocol.agent_channel import DriverTls
-from megascale.resilience.protocol.contact import folder
+from megascale.resilience.protocol.contact import driver_folder
 
 CERTIFICATE = "api.crt"
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
@@ -35,7 +35,7 @@ def server_context(run: Path, host: str, certificate: str | None, key: str | Non
     Raises ConfigError for files that cannot be used, and where none can be made.
     """
     if certificate is None and is_loopback(host):
-        (folder(run) / CERTIFICATE).unlink(missing_ok=True)
+        (driver_folder(run) / CERTIFICATE).unlink(missing_ok=True)
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -43,7 +43,7 @@ def server_context(run: Path, host: str, certificate: str | None, key: str | Non
         text = _load_own(context, host)
     else:
         text = _load_given(context, certificate, key)
-    _write(folder(run) / CERTIFICATE, text)
+    _write(driver_folder(run) / CERTIFICATE, text)
     return context
 
 
@@ -61,10 +61,10 @@ def agents_tls(host: str, certificate: str | None, key: str | None) -> DriverTls
 def client_context(run: Path) -> ssl.SSLContext:
     """What a command trusts: the certificate that the run's driver has, whatever name it is reached by."""
     try:
-        return trusting((folder(run) / CERTIFICATE).read_text())
+        return trusting((driver_folder(run) / CERTIFICATE).read_text())
     except (OSError, ValueError, ConfigError) as error:
         raise ConfigError(
-            f"{folder(run) / CERTIFICATE}, by which the driver is known, cannot be used ({error}); start the driver "
+            f"{driver_folder(run) / CERTIFICATE}, by which the driver is known, cannot be used ({error}); start the driver "
             "again with `megascale launch`"
         ) from None
 

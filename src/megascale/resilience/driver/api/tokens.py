@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.resilience.protocol.contact import folder
+from megascale.resilience.protocol.contact import driver_folder
 from megascale.services import shared_token
 
 READ, ACT = "token.read", "token.act"
@@ -25,9 +25,9 @@ class ApiTokens:
 
 def make_tokens(run: Path) -> ApiTokens:
     """The run's tokens, made at the first start; DataError as shared_token.read_token."""
-    return ApiTokens(*(shared_token.make_token(folder(run) / name) for name in (READ, ACT)))
+    return ApiTokens(*(shared_token.make_token(driver_folder(run) / name) for name in (READ, ACT)))
 
 
 def read_tokens(run: Path) -> ApiTokens:
     """The run's tokens; DataError as shared_token.read_token."""
-    return ApiTokens(*(shared_token.read_token(folder(run) / name) for name in (READ, ACT)))
+    return ApiTokens(*(shared_token.read_token(driver_folder(run) / name) for name in (READ, ACT)))

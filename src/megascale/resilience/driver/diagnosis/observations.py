@@ -88,7 +88,7 @@ class Observations:
 
     def told(self, steps: Steps) -> None:
         """What steps gave, from the agent of rank 0."""
-        if steps.anew:
+        if steps.replaces_earlier:
             self._metrics.clear()
         self._metrics.extend(Metric(s.step, s.loss, s.grad_norm, s.seconds) for s in steps.steps)
 

@@ -7,7 +7,7 @@ import resource
 from typing import Any, Protocol
 
 from megascale.resilience.protocol import agent_channel
-from megascale.resilience.protocol.agent_messages import Described, Hello, Join
+from megascale.resilience.protocol.agent_messages import Hello, JobOffer, Join
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Message
@@ -25,7 +25,7 @@ class Listener(Protocol):
         """A node came: welcome it on the channel and return ""; or why it is refused."""
         ...
 
-    def asked(self, join: Join) -> Described | str:
+    def asked(self, join: Join) -> JobOffer | str:
         """A node asks into the job: what its agent must know, or why it is refused."""
         ...
 

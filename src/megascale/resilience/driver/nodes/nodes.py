@@ -328,11 +328,11 @@ class Nodes:
     def answer(self, node: Node, heartbeat: Heartbeat) -> None:
         """A heartbeat has come: its ranks may run on."""
         node.ends = node.ends or heartbeat.leaving
-        if heartbeat.over:
+        if heartbeat.is_finished:
             node.may_run = False
             if isinstance(self.cluster, Hearing):
                 self.cluster.note_end(node.name)
-        if self.leases.given and (heartbeat.over or not node.given_up):
+        if self.leases.given and (heartbeat.is_finished or not node.given_up):
             self.leases.renew(node)
             self.order(node, do="heard", sequence=heartbeat.sequence)
 

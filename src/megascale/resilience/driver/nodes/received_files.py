@@ -78,7 +78,9 @@ class ReceivedFiles:
     def keep(self, evidence: Evidence) -> None:
         """Have what an agent knows of a rank that writes elsewhere lie in the run folder (observe/hang/)."""
         if evidence.data:
-            self._put((FileData(evidence_file(evidence.rank), 0, evidence.data, whole=True), lambda name, end: None))
+            self._put(
+                (FileData(evidence_file(evidence.rank), 0, evidence.data, replaces_file=True), lambda name, end: None)
+            )
 
     def flush(self, seconds: float) -> bool:
         """Wait until what has come is written; whether it was in time. For other threads than the loop's."""
@@ -124,7 +126,7 @@ class ReceivedFiles:
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         data = piece.data
-        if piece.whole:
+        if piece.replaces_file:
             _replace(file, data)
             if piece.name == "identity":  # a start was accepted
                 _replace(self._run / "config.toml", self._settings().encode())
@@ -143,7 +145,7 @@ class ReceivedFiles:
         try:
             if in_place:
                 os.pwrite(handle, data, piece.start)
-                if not piece.more and re.fullmatch(_TOKENIZER, piece.name):
+                if not piece.has_more and re.fullmatch(_TOKENIZER, piece.name):
                     os.ftruncate(handle, piece.start + len(data))
             else:
                 os.write(handle, data)
@@ -175,7 +177,7 @@ def _write_spans(file: Path, piece: FileData) -> None:
     handle = os.open(there, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         os.pwrite(handle, piece.data, piece.start)
-        whole = table and not piece.more
+        whole = table and not piece.has_more
         if whole and not (piece.data.endswith(_PARQUET) and os.pread(handle, 4, 0) == _PARQUET):
             raise OSError(5, "it is no whole table")
     finally:
@@ -211,7 +213,7 @@ class _StepLines:
             there.seek(at)
             known = there.read(len(piece.data))
             if known == piece.data:
-                if not piece.more:
+                if not piece.has_more:
                     there.truncate(at + len(known))
             else:
                 there.truncate(at)  # first: whoever reads meanwhile sees whole lines

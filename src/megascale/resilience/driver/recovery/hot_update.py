@@ -13,7 +13,7 @@ from typing import Any
 from megascale.config import ACCEPTABLE, Config, ResilienceConfig, load
 from megascale.core.untrusted_files import read_small_text
 from megascale.errors import ConfigError
-from megascale.resilience.protocol.contact import folder
+from megascale.resilience.protocol.contact import driver_folder
 
 # What the driver and its agents hold, or what the saved state is made of.
 FIXED = ("model", "parallel", "resilience", "train.name", "train.runs", "train.device")
@@ -21,7 +21,7 @@ FIXED = ("model", "parallel", "resilience", "train.name", "train.runs", "train.d
 
 def settings_file(run: Path) -> Path:
     """Where trainers read their settings: RUN/driver/job.toml."""
-    return folder(run) / "job.toml"
+    return driver_folder(run) / "job.toml"
 
 
 class RunningSettings:

@@ -47,7 +47,7 @@ class SelfChecks:
         if any(n.report is None for n in asked) and not late:
             return
         for node in asked:
-            self.take_in(node, node.report or Diagnosed(self._attempts.order, 1, said="no result in time"))
+            self.take_in(node, node.report or Diagnosed(self._attempts.order, 1, stderr="no result in time"))
         if self._job.phase is Phase.DIAGNOSING:
             self._job.apply(JobEvent.TESTED)
 
@@ -71,7 +71,7 @@ class SelfChecks:
 
     def take_in(self, node: Node, report: Diagnosed) -> None:
         """Take in the result of a node's self-checks; one that failed is taken out."""
-        said = report.said.strip()[-500:]
+        said = report.stderr.strip()[-500:]
         passed = not report.code
         node.tested = time.time() if passed else 0.0
         verdict = "passed" if passed else f"failed: {said or 'see its report'}"

@@ -26,11 +26,11 @@ from megascale.resilience.driver.telemetry.lost_nodes import LostNodes
 from megascale.resilience.driver.telemetry.response import Response
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import (
-    Described,
     Diagnosed,
     Evidence,
     FileData,
     Hello,
+    JobOffer,
     Join,
     Lines,
     StartFailed,
@@ -123,7 +123,7 @@ class AgentTelemetry:
         self._tasks.wake.set()
         return ""
 
-    def asked(self, join: Join) -> Described | str:
+    def asked(self, join: Join) -> JobOffer | str:
         """A node that knows only where to ask: what its agent must know, or why it is refused."""
         if self._job.phase in ENDED:
             return f"the job is {self._job.phase}"
@@ -133,7 +133,7 @@ class AgentTelemetry:
                 f"a node {join.node} is in the job already, at {there.record.address}: give this one another name "
                 "(--node)"
             )
-        return self._unfit(join) or Described(epoch=self._job.state.epoch, version=agent_channel.VERSION, **self._told)
+        return self._unfit(join) or JobOffer(epoch=self._job.state.epoch, version=agent_channel.VERSION, **self._told)
 
     def _unfit(self, hello: Hello | Join) -> str:
         others = [
@@ -165,7 +165,7 @@ class AgentTelemetry:
         node.beat(heartbeat, now)
         self._nodes.answer(node, heartbeat)
         self._seen.learn(before, heartbeat)
-        if _stages(before) != _stages(heartbeat) or heartbeat.over:
+        if _stages(before) != _stages(heartbeat) or heartbeat.is_finished:
             self._tasks.wake.set()
 
     def received(self, name: str, channel: agent_channel.AgentChannel, message: Message) -> None:
@@ -180,7 +180,7 @@ class AgentTelemetry:
         elif isinstance(message, Diagnosed):
             self._checks.received(node, message)
         elif isinstance(message, StartFailed):
-            why = f"{name}: {message.why[:500]}"
+            why = f"{name}: {message.reason[:500]}"
             self._response.act([failed_start(name, self._job.state.ranks(name), why, message.errno)])
         elif isinstance(message, Lines):
             for line in message.lines:
