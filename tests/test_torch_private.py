@@ -18,13 +18,13 @@ from megascale.errors import TrainingError
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", sorted(torch_private.NAMES))
+@pytest.mark.parametrize("name", sorted(torch_private.PRIVATE_NAMES))
 def test_every_name_is_there(name: str) -> None:
     if name in torch_private.CUDA_ONLY and torch.version.cuda is None:
-        with pytest.raises(TrainingError, match=rf"{torch_private.NAMES[name][1]}.*tested with torch >= 2\.11"):
+        with pytest.raises(TrainingError, match=rf"{torch_private.PRIVATE_NAMES[name][1]}.*tested with torch >= 2\.11"):
             getattr(torch_private, name)
         return
-    assert getattr(torch_private, name) is torch_private.lookup(*torch_private.NAMES[name])
+    assert getattr(torch_private, name) is torch_private.lookup(*torch_private.PRIVATE_NAMES[name])
     assert isinstance(torch_private.flight_records(), str)
 
 

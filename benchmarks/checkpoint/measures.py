@@ -389,5 +389,5 @@ def _boxes(cuts: list[Any], rank: int, ranks: int) -> Iterator[Any]:
                 if a < b:
                     for box, _, _ in flat_boxes(piece.box, a, b):
                         yield f"model.{piece.name}", piece.shape, "float32", box
-                        for kept in OPTIMIZERS["adamw"].state(piece.name, piece.shape):
+                        for kept in OPTIMIZERS["adamw"].state_names(piece.name, piece.shape):
                             yield f"optimizer.{kept}.{piece.name}", piece.shape, "float32", box

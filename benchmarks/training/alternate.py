@@ -154,10 +154,10 @@ def measure(
         made += 1
         began, busy = time.perf_counter(), time.process_time()
         recorder = engine.runtime.recorder
-        recorder.step_begins(made)
+        recorder.begin_step(made)
         engine.start_gather()
         result = engine.step(lambda i: (rows[:-1], rows[1:]), made, 0.0, more=True)
-        recorder.step_ended()
+        recorder.end_step()
         garbage.collect(made)
         loss, norm = float(result.loss), float(result.grad_norm)  # waits for the update
         return time.perf_counter() - began, time.process_time() - busy, loss, norm

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.core import strict_json
-from megascale.core.calls import NoCalls
+from megascale.core.calls import NullCallLog
 from megascale.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def exposed(
         typer.echo(f"metrics: {out}")
 
 
-class Counting(NoCalls):
+class Counting(NullCallLog):
     """Counts what a step asks of each communicator.
 
     Attributes:
@@ -156,7 +156,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
         if number == warmup:
             engine.runtime.calls = counting
         step(number)
-    engine.runtime.calls = NoCalls()
+    engine.runtime.calls = NullCallLog()
     plain = statistics.median(seconds[1:])
     device, host = torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU
     # Which group a stream serves is known only with the host's side in the trace, which slows the step: once for that.

@@ -194,7 +194,7 @@ def recipe(name: str, config: Config, asked: str) -> str:
     from megascale.config.parts import LINEAR_PRECISIONS
 
     if asked == "auto":
-        return FLOAT8[name][0] if LINEAR_PRECISIONS[config.train.linear_precision].float8 != "none" else ""
+        return FLOAT8[name][0] if LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms != "none" else ""
     return "" if asked == "none" else asked
 
 

@@ -40,8 +40,8 @@ def schedules(
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.core.checker import check
-    from megascale.core.replay import Graph, replay
+    from megascale.core.checker import check_schedule
+    from megascale.core.replay import ActionGraph, replay_schedule
     from megascale.core.schedule import ideal_bubble, pipeline_schedule
 
     def best(work: Callable[[], object]) -> float:
@@ -55,7 +55,7 @@ def schedules(
     rows = []
     for p, v, m, replicas in CASES:
         schedule = pipeline_schedule(p, v, m)
-        graph = Graph.of(schedule)
+        graph = ActionGraph.compile(schedule)
         equal = graph.durations(1.0, 2.0)
         durations = equal if replicas == 1 else equal[:, None] * np.random.default_rng(0).uniform(1, 1.1, replicas)
         rows.append(
@@ -64,13 +64,13 @@ def schedules(
                 "chunks": v,
                 "microbatches": m,
                 "replicas": replicas,
-                "actions": graph.actions,
-                "bubble": float(replay(graph, equal).bubble),
+                "actions": graph.action_count,
+                "bubble": float(replay_schedule(graph, equal).bubble),
                 "bubble_ideal": ideal_bubble(p, v, m),
                 "make_s": best(lambda: pipeline_schedule(p, v, m)),  # noqa: B023 - called at once
-                "check_s": best(lambda: check(schedule)),  # noqa: B023
-                "compile_s": best(lambda: Graph.of(schedule)),  # noqa: B023
-                "replay_s": best(lambda: replay(graph, durations)),  # noqa: B023
+                "check_s": best(lambda: check_schedule(schedule)),  # noqa: B023
+                "compile_s": best(lambda: ActionGraph.compile(schedule)),  # noqa: B023
+                "replay_s": best(lambda: replay_schedule(graph, durations)),  # noqa: B023
             }
         )
     table = Table(title=f"pipeline schedules, best of {repeats}, seconds", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
@@ -110,7 +110,7 @@ def rounds() -> list[dict[str, Any]]:
     """The replayed step for each number of chunks and length of rounds; the logits count as a layer."""
     import numpy as np
 
-    from megascale.core.replay import Graph, replay
+    from megascale.core.replay import ActionGraph, replay_schedule
     from megascale.core.schedule import pipeline_schedule
 
     layer = COMPUTE_S / (3 * MICROBATCHES * (LAYERS + 1) / STAGES)
@@ -118,9 +118,11 @@ def rounds() -> list[dict[str, Any]]:
     def step(chunks: int, size: int, transfer: float) -> float:
         work = np.full((STAGES, chunks), LAYERS / (STAGES * chunks))
         work[-1, -1] += 1
-        graph = Graph.of(pipeline_schedule(STAGES, chunks, MICROBATCHES, micro_batch_group_size=size))
+        graph = ActionGraph.compile(pipeline_schedule(STAGES, chunks, MICROBATCHES, micro_batch_group_size=size))
         each = transfer / chunks
-        return float(replay(graph, graph.durations(work * layer, 2 * work * layer, gather=each, reduce=each)).makespan)
+        return float(
+            replay_schedule(graph, graph.durations(work * layer, 2 * work * layer, gather=each, reduce=each)).makespan
+        )
 
     return [
         {"chunks": v, "seconds": [step(v, size, WIRE_S) for size in ROUNDS], "free": step(v, STAGES, 0.0)}

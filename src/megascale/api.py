@@ -85,14 +85,14 @@ def resolve(config: Config) -> Config:
 
 def describe(config: Config) -> RunDescription:
     """Sizes of a run here without starting it."""
-    from megascale.core.flops import flops_per_token, parameters
+    from megascale.core.flops import count_parameters, flops_per_token
 
     config = with_precision(resolve(config), visible_gpus(config) > 0)
-    total = parameters(config.model)
+    total = count_parameters(config.model)
     return RunDescription(
         config,
         total,
-        total - parameters(config.model, embeddings=False),
+        total - count_parameters(config.model, embeddings=False),
         flops_per_token(config.model).training,
         config.train.steps * config.train.global_batch * config.model.sequence_length,
     )

@@ -25,7 +25,7 @@ TESTED = ("2.11", "2.14")
 
 _C10D = "torch.distributed.distributed_c10d"
 # Our name: (module, name within it).
-NAMES: dict[str, tuple[str, str]] = {
+PRIVATE_NAMES: dict[str, tuple[str, str]] = {
     "abort_process_group": (_C10D, "_abort_process_group"),
     "assert_async": ("torch", "_assert_async"),
     "current_device": ("torch._C", "_cuda_getDevice"),
@@ -48,9 +48,9 @@ CUDA_ONLY = frozenset({"current_device", "current_raw_stream"})
 
 def __getattr__(name: str) -> Any:
     """The private name behind one of ours, kept: the next use finds it like any other of this module's."""
-    if name not in NAMES:
+    if name not in PRIVATE_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = lookup(*NAMES[name])
+    found = globals()[name] = lookup(*PRIVATE_NAMES[name])
     return found
 
 

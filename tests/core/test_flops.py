@@ -34,7 +34,7 @@ def test_megatron_s_formula(layers, heads, head_eighths, sequence, vocab_units):
     ],
 )
 def test_parameters_of_known_models(name, billions, places):
-    assert round(flops.parameters(model(preset=name)) / 1e9, places) == round(billions, places)
+    assert round(flops.count_parameters(model(preset=name)) / 1e9, places) == round(billions, places)
 
 
 def test_flops_of_the_paper_s_rows():
@@ -67,7 +67,7 @@ def test_gated_and_grouped_models():
     assert layer.projections == 2 * 4096 * (4096 + 2 * 1024) + 2 * 4096 * 4096
     assert layer.mlp == 2 * 3 * 4096 * 14336
     # 6 N per token without embeddings' look-up, plus attention.
-    n = flops.parameters(m, embeddings=False) + m.vocab * m.hidden
+    n = flops.count_parameters(m, embeddings=False) + m.vocab * m.hidden
     assert flops.flops_per_token(m).training == pytest.approx(6 * n + 12 * 32 * 4096 * 8192, rel=1e-3)
 
 

@@ -64,7 +64,7 @@ def models(draw):
 @given(models(), st.integers(1, 4), st.sampled_from([1, 2, 4]))
 def test_parameters_over_stages_and_ranks_add_up(model, pipeline, tensor):
     config = configure(model, {"pipeline": pipeline, "tensor": tensor})
-    whole = flops.parameters(config.model)
+    whole = flops.count_parameters(config.model)
     alone = sum(
         stage_parameters(config.model, config.parallel.model_copy(update={"tensor": 1}), s) for s in range(pipeline)
     )
@@ -304,7 +304,7 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
 def test_a_checkpoint_holds_what_the_optimizer_declares(options, name):
     """Tensor by tensor, from the table of logical tensors."""
     model = configure({"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab_size": 50, **options}).model
-    kept = OPTIMIZERS[name].state
+    kept = OPTIMIZERS[name].state_names
     whole = sum(math.prod(shape) * (1 + len(kept(n, shape))) for n, shape in logical_shapes(model).items())
     assert checkpoint_elements(name, model) == whole
 

@@ -17,7 +17,7 @@ from megascale.core.layout import lay_out
 from megascale.core.preflight import (
     FORKED,
     GPU_TRAINER,
-    Share,
+    HostShare,
     check_processes,
     checkpoint_bytes,
     preflight,
@@ -31,7 +31,7 @@ SMALL = Capacity(memory=23 * GIB, memory_from="MemAvailable", cores=2, open_file
 ROOM = 100 * GIB
 
 
-def run(words: list[str], share: Share, capacity: Capacity = SMALL, disk: int = ROOM, file: str = "") -> list[str]:
+def run(words: list[str], share: HostShare, capacity: Capacity = SMALL, disk: int = ROOM, file: str = "") -> list[str]:
     """Lines said; FitError if refused."""
     said: list[str] = []
     config = load(EXAMPLES / file if file else None, ["--model.vocab_size=50304", *words])
@@ -39,7 +39,7 @@ def run(words: list[str], share: Share, capacity: Capacity = SMALL, disk: int = 
     return said
 
 
-def refused(*words: str, share: Share, **more) -> str:
+def refused(*words: str, share: HostShare, **more) -> str:
     with pytest.raises(FitError) as caught:
         run(list(words), share, **more)
     assert caught.value.exit_code == 3
@@ -55,33 +55,33 @@ def refused(*words: str, share: Share, **more) -> str:
 )
 def test_what_runs_on_a_small_machine_is_not_refused(file, words, ranks):
     two = replace(SMALL, memory=8 * GIB)
-    assert run([*words, "--train.global_batch=16"], Share(ranks, 0, ranks), two, 4 * GIB, file) == []
+    assert run([*words, "--train.global_batch=16"], HostShare(ranks, 0, ranks), two, 4 * GIB, file) == []
 
 
 def test_13b_on_a_host_without_gpus():
-    text = refused(share=Share(4, 0, 4), file="gpt-13b-3d.toml")
+    text = refused(share=HostShare(4, 0, 4), file="gpt-13b-3d.toml")
     for part in ("model.layers=40", "MemAvailable leaves 23.0 GiB", "optimizer", "--train.micro_batch=1", "4 ranks"):
         assert part in text
 
 
 def test_one_process_that_is_there_already_counts_its_tensors_alone():
     words = ["--model.preset=gpt-1.3b", "--train.precision=bfloat16", "--train.global_batch=64"]
-    text = refused(*words, share=Share(1, 0, 1, running=True, keeps=False))
+    text = refused(*words, share=HostShare(1, 0, 1, is_running=True, writes_checkpoints=False))
     assert "processes of" not in text
     assert "tensors of 1 rank (" in text
-    run(words, Share(1, 0, 1, running=True, keeps=False), replace(SMALL, memory=50 * GIB))
+    run(words, HostShare(1, 0, 1, is_running=True, writes_checkpoints=False), replace(SMALL, memory=50 * GIB))
 
 
 def test_graphs_are_named_where_their_memory_may_be_what_lacks():
     words = ("--model.preset=gpt-13b", "--train.micro_batch=1", "--train.global_batch=2", "--train.precision=bfloat16")
-    gpu, share = replace(SMALL, memory=200 * GIB, gpu_memory=60 * GIB), Share(2, 0, 2, gpus=True)
+    gpu, share = replace(SMALL, memory=200 * GIB, gpu_memory=60 * GIB), HostShare(2, 0, 2, uses_gpus=True)
     text = refused(*words, "--kernels.graphs=on", share=share, capacity=gpu)
     assert "--kernels.graphs=auto and --parallel.recompute=full need less" in text
     assert "graphs" not in refused(*words, share=share, capacity=gpu)
 
 
 def test_gpu_memory_is_that_of_the_fullest_stage():
-    share = Share(8, 0, 8, gpus=True)
+    share = HostShare(8, 0, 8, uses_gpus=True)
     gpu = replace(SMALL, memory=64 * GIB, gpu_memory=48 * GIB)
     text = refused(share=share, capacity=gpu, disk=10**15, file="gpt-13b-3d.toml")
     assert "of GPU memory" in text
@@ -91,7 +91,7 @@ def test_gpu_memory_is_that_of_the_fullest_stage():
 
 
 def test_3000_nodes_on_two_cores():
-    share = Share(3000, 0, 3000, nodes=3000)
+    share = HostShare(3000, 0, 3000, nodes=3000)
     words = ["--train.micro_batch=1", "--train.global_batch=3000", "--train.threads=1"]
     text = refused(*words, share=share, capacity=replace(SMALL, open_files=20_000, processes=90_000))
     for part in ("3000 ranks on 3000 nodes", "GiB for their processes alone", "23.0 GiB", "lower --nodes"):
@@ -105,13 +105,13 @@ def test_3000_nodes_on_two_cores():
 
 
 def test_a_crowd_that_fits_is_told_to_be_slow():
-    said = run(["--train.micro_batch=1", "--train.global_batch=40"], Share(40, 0, 40, nodes=40))
+    said = run(["--train.micro_batch=1", "--train.global_batch=40"], HostShare(40, 0, 40, nodes=40))
     assert said == ["40 ranks share 2 cores: starting will take long and steps will be slow"]
 
 
 def test_disk_for_a_checkpoint_and_memory_for_its_copies(tmp_path):
     words = ["--model.layers=8", "--model.hidden=512"]
-    one = Share(1, 0, 1)
+    one = HostShare(1, 0, 1)
     config = load(None, ["--model.vocab_size=50304", *words])
     needed = checkpoint_bytes(config)
     run(words, one, disk=needed)
@@ -127,7 +127,7 @@ def test_disk_for_a_checkpoint_and_memory_for_its_copies(tmp_path):
     assert "checkpoint.slots" in refused(*words, "--train.micro_batch=1", *copies, share=one, capacity=tight)
     # Half of the state on each of two hosts, and as much again of the other host's.
     copies = ["--checkpoint.background=true", "--checkpoint.slots=2", "--parallel.data=2", "--train.micro_batch=1"]
-    half, roomy = Share(2, 0, 1, gpus=True), replace(SMALL, memory=int(GPU_TRAINER + 1.5 * needed))
+    half, roomy = HostShare(2, 0, 1, uses_gpus=True), replace(SMALL, memory=int(GPU_TRAINER + 1.5 * needed))
     run([*words, *copies], half, roomy)
     assert "checkpoint.slots" in refused(*words, *copies, "--checkpoint.replicas=true", share=half, capacity=roomy)
     assert free_disk(tmp_path / "not" / "yet" / "made") > 0
@@ -145,7 +145,7 @@ def test_stages_of_a_host_are_those_of_its_ranks(tensor, pipeline, data, first, 
     for rank in range(first, first + ranks):
         stage = layout.grid.coordinate(rank).pipeline
         counted[stage] = counted.get(stage, 0) + 1
-    assert stages_here(layout, Share(world, first, ranks)) == counted
+    assert stages_here(layout, HostShare(world, first, ranks)) == counted
 
 
 # the machine --------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def kernel(folder: Path, cgroup: str = "0::/job\n") -> tuple[Path, Path]:
 
 def test_memory_and_processes_that_the_kernel_tells_of(tmp_path):
     proc, groups = kernel(tmp_path)
-    found = Capacity.here(proc, groups)
+    found = Capacity.measure(proc, groups)
     assert (found.memory, found.memory_from) == (8 * GIB, "MemAvailable")
     assert found.processes is not None
     assert found.processes <= 32_000
@@ -181,7 +181,7 @@ def test_the_tightest_control_group_counts_without_its_cache(tmp_path):
     (groups / "memory.max").write_text(f"{4 * GIB}\n")
     (groups / "memory.current").write_text(f"{3 * GIB}\n")
     (groups / "memory.stat").write_text(f"anon 5\nactive_file {GIB}\ninactive_file {GIB}\n")
-    found = Capacity.here(proc, groups)
+    found = Capacity.measure(proc, groups)
     assert (found.memory, found.memory_from) == (3 * GIB, "the control group's memory.max")
     assert (found.processes, found.processes_from) == (60, "the control group's pids.max")
 
@@ -192,25 +192,25 @@ def test_control_groups_of_version_1(tmp_path):
     memory.mkdir()
     (memory / "memory.limit_in_bytes").write_text(str(2**63 - 4096))
     (memory / "memory.usage_in_bytes").write_text("5")
-    assert Capacity.here(proc, groups).memory == 8 * GIB
+    assert Capacity.measure(proc, groups).memory == 8 * GIB
     (memory / "memory.limit_in_bytes").write_text(str(2 * GIB))
     (memory / "memory.stat").write_text(f"total_inactive_file {GIB}\n")
     (memory / "memory.usage_in_bytes").write_text(str(GIB))
-    assert Capacity.here(proc, groups).memory == 2 * GIB
+    assert Capacity.measure(proc, groups).memory == 2 * GIB
 
 
 def test_a_machine_that_tells_nothing_refuses_nothing(tmp_path):
-    found = Capacity.here(tmp_path, tmp_path)
+    found = Capacity.measure(tmp_path, tmp_path)
     assert (found.memory, found.gpu_memory) == (None, None)
     unknown = replace(found, open_files=None, processes=None)
-    run(["--train.global_batch=4096", "--train.micro_batch=1"], Share(4096, 0, 4096, nodes=4096), unknown)
+    run(["--train.global_batch=4096", "--train.micro_batch=1"], HostShare(4096, 0, 4096, nodes=4096), unknown)
 
 
 def test_open_files_are_those_of_this_process():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(256, soft // 2), hard))
     try:
-        assert Capacity.here().open_files == max(256, soft // 2)
+        assert Capacity.measure().open_files == max(256, soft // 2)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -233,7 +233,7 @@ def test_the_smallest_gpu_that_is_visible(tmp_path, monkeypatch, visible, gib):
 def test_forked_trainers_share_what_their_server_imported():
     config: Config = load(None, ["--model.vocab_size=64", "--train.global_batch=8", "--train.micro_batch=1"])
     assert config.train.fit == "check"
-    nodes = Share(8, 0, 8, nodes=8)
+    nodes = HostShare(8, 0, 8, nodes=8)
     assert FORKED * 8 < 8 * GIB
     preflight(config, nodes, replace(SMALL, memory=4 * GIB), lambda folder: ROOM)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.core.replay import STREAMS, Graph, replay, what_if
+from megascale.core.replay import STREAMS, ActionGraph, replay_schedule, what_if
 from megascale.core.schedule import (
     SEND_SLOTS,
     Action,
@@ -85,8 +85,8 @@ def reference(schedule: Schedule, durations: np.ndarray) -> dict[tuple[int, Acti
     return end
 
 
-def random_durations(graph: Graph, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).exponential(1.0, graph.actions)
+def random_durations(graph: ActionGraph, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).exponential(1.0, graph.action_count)
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,22 +94,22 @@ def random_durations(graph: Graph, seed: int) -> np.ndarray:
 def test_replay_equals_the_reference(sizes, seed, reduce_each, overlap):
     schedule = pipeline_schedule(*sizes, reduce_each=reduce_each)
     schedule = schedule if overlap else without_overlap(schedule)
-    graph = Graph.of(schedule)
+    graph = ActionGraph.compile(schedule)
     durations = random_durations(graph, seed)
-    timeline = replay(graph, durations)
+    timeline = replay_schedule(graph, durations)
     expected = reference(schedule, durations)
     flat = [expected[s, a] for s, actions in enumerate(schedule) for a in actions]
     np.testing.assert_allclose(timeline.end, flat, rtol=1e-12)
-    assert (timeline.start <= timeline.moving + 1e-12).all()
-    assert (timeline.moving <= timeline.end).all()
+    assert (timeline.start <= timeline.transfer_start + 1e-12).all()
+    assert (timeline.transfer_start <= timeline.end).all()
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 16), st.integers(1, 6), st.integers(1, 70))
 def test_bubble_is_p_minus_1_over_v_m_for_equal_stages(p, v, m):
     """Exact when p divides m, as the papers say; spread rounds keep it exact for every m >= p."""
-    graph = Graph.of(pipeline_schedule(p, v, m))
-    bubble = float(replay(graph, graph.durations(1.0, 2.0)).bubble)
+    graph = ActionGraph.compile(pipeline_schedule(p, v, m))
+    bubble = float(replay_schedule(graph, graph.durations(1.0, 2.0)).bubble)
     if m >= p or v == 1:
         assert bubble == pytest.approx(ideal_bubble(p, v, m), abs=1e-9)
     else:
@@ -118,17 +118,17 @@ def test_bubble_is_p_minus_1_over_v_m_for_equal_stages(p, v, m):
 
 @pytest.mark.parametrize(("p", "v", "m"), [(64, 1, 512), (64, 4, 512), (8, 6, 32), (35, 3, 280)])
 def test_large_schedules_reach_the_ideal_bubble(p, v, m):
-    graph = Graph.of(pipeline_schedule(p, v, m))
-    assert float(replay(graph, graph.durations(1.0, 2.0)).bubble) == pytest.approx(ideal_bubble(p, v, m))
+    graph = ActionGraph.compile(pipeline_schedule(p, v, m))
+    assert float(replay_schedule(graph, graph.durations(1.0, 2.0)).bubble) == pytest.approx(ideal_bubble(p, v, m))
 
 
 @settings(max_examples=60, deadline=None)
 @given(SMALL, SEEDS, st.booleans())
 def test_busy_and_waits_add_up_to_the_step(sizes, seed, overlap):
     schedule = pipeline_schedule(*sizes)
-    graph = Graph.of(schedule if overlap else without_overlap(schedule))
-    timeline = replay(graph, random_durations(graph, seed))
-    waits = timeline.waits()
+    graph = ActionGraph.compile(schedule if overlap else without_overlap(schedule))
+    timeline = replay_schedule(graph, random_durations(graph, seed))
+    waits = timeline.idle_times()
     np.testing.assert_allclose(timeline.busy + sum(waits.values()), timeline.makespan)
     assert all((w >= -1e-9).all() for w in waits.values())
 
@@ -137,10 +137,10 @@ def test_busy_and_waits_add_up_to_the_step(sizes, seed, overlap):
 @given(SMALL, SEEDS)
 def test_exposed_transfers_never_make_a_step_sooner(sizes, seed):
     schedule = pipeline_schedule(*sizes)
-    graph = Graph.of(schedule)
+    graph = ActionGraph.compile(schedule)
     durations = random_durations(graph, seed)
-    exposed = replay(without_overlap(schedule), durations)
-    assert (exposed.end >= replay(graph, durations).end - 1e-9).all()
+    exposed = replay_schedule(without_overlap(schedule), durations)
+    assert (exposed.end >= replay_schedule(graph, durations).end - 1e-9).all()
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (2, 2, 16), (4, 2, 8), (8, 6, 32)])
@@ -149,8 +149,8 @@ def test_without_overlap_interleaving_pays_for_each_transfer(p, v, m):
     schedule = pipeline_schedule(p, v, m)
 
     def seconds(schedule: Schedule, transfer: float) -> float:
-        graph = Graph.of(schedule)
-        return float(replay(graph, graph.durations(1.0, 2.0, transfer, transfer)).makespan)
+        graph = ActionGraph.compile(schedule)
+        return float(replay_schedule(graph, graph.durations(1.0, 2.0, transfer, transfer)).makespan)
 
     exposed = without_overlap(schedule)
     assert seconds(exposed, 0.3) >= seconds(schedule, 0.3) + 0.3 * v * m - 1e-9
@@ -160,10 +160,10 @@ def test_without_overlap_interleaving_pays_for_each_transfer(p, v, m):
 @settings(max_examples=60, deadline=None)
 @given(SMALL, SEEDS)
 def test_less_work_is_never_slower(sizes, seed):
-    graph = Graph.of(pipeline_schedule(*sizes))
+    graph = ActionGraph.compile(pipeline_schedule(*sizes))
     durations = random_durations(graph, seed)
-    faster = durations * np.random.default_rng(seed + 1).uniform(0, 1, graph.actions)
-    base, sooner = replay(graph, durations), replay(graph, faster)
+    faster = durations * np.random.default_rng(seed + 1).uniform(0, 1, graph.action_count)
+    base, sooner = replay_schedule(graph, durations), replay_schedule(graph, faster)
     assert (sooner.end <= base.end + 1e-9).all()
     assert all(gain >= -1e-9 for gain in what_if(graph, durations).values())
 
@@ -171,13 +171,13 @@ def test_less_work_is_never_slower(sizes, seed):
 @settings(max_examples=40, deadline=None)
 @given(SMALL, SEEDS)
 def test_replicas_replay_as_if_alone(sizes, seed):
-    graph = Graph.of(pipeline_schedule(*sizes))
-    durations = np.random.default_rng(seed).exponential(1.0, (graph.actions, 3))
-    together = replay(graph, durations)
+    graph = ActionGraph.compile(pipeline_schedule(*sizes))
+    durations = np.random.default_rng(seed).exponential(1.0, (graph.action_count, 3))
+    together = replay_schedule(graph, durations)
     for r in range(3):
-        alone = replay(graph, durations[:, r])
+        alone = replay_schedule(graph, durations[:, r])
         np.testing.assert_array_equal(together.end[:, r], alone.end)
-        np.testing.assert_array_equal(together.waits()["bubble"][:, r], alone.waits()["bubble"])
+        np.testing.assert_array_equal(together.idle_times()["bubble"][:, r], alone.idle_times()["bubble"])
     assert together.makespan.shape == (3,)
 
 
@@ -185,19 +185,19 @@ def test_replicas_replay_as_if_alone(sizes, seed):
 @given(SMALL, SEEDS)
 def test_streams_run_one_thing_at_a_time(sizes, seed):
     schedule = pipeline_schedule(*sizes)
-    graph = Graph.of(schedule)
-    timeline = replay(graph, random_durations(graph, seed))
+    graph = ActionGraph.compile(schedule)
+    timeline = replay_schedule(graph, random_durations(graph, seed))
     for s in range(schedule.stages):
         for kinds in ((0, 1), (2,), (4,), (6,), (7,)):
             mine = np.flatnonzero((graph.stage == s) & np.isin(graph.kind, kinds))
-            order = mine[np.argsort(timeline.moving[mine], kind="stable")]
+            order = mine[np.argsort(timeline.transfer_start[mine], kind="stable")]
             assert (order == mine).all()
-            assert (timeline.moving[mine[1:]] >= timeline.end[mine[:-1]] - 1e-12).all()
+            assert (timeline.transfer_start[mine[1:]] >= timeline.end[mine[:-1]] - 1e-12).all()
 
 
 def test_interleaved_hides_transfers_that_plain_1f1b_exposes():
     """MegaScale section 3.2: with receives posted early, steady transfers lie under compute."""
-    plain, chunks = Graph.of(one_f_one_b(4, 64)), Graph.of(interleaved_1f1b(4, 2, 64))
+    plain, chunks = ActionGraph.compile(one_f_one_b(4, 64)), ActionGraph.compile(interleaved_1f1b(4, 2, 64))
     for transfer in (0.1, 0.4):
         exposed = what_if(chunks, chunks.durations(1.0, 2.0, transfer, transfer))["send"]
         # Filling and draining the pipeline alone: at most one transfer each way and chunk boundary.
@@ -206,20 +206,20 @@ def test_interleaved_hides_transfers_that_plain_1f1b_exposes():
 
 
 def test_gathers_and_reductions_are_exposed_at_the_ends_only():
-    graph = Graph.of(interleaved_1f1b(4, 3, 12))
+    graph = ActionGraph.compile(interleaved_1f1b(4, 3, 12))
     durations = graph.durations(1.0, 2.0, gather=1.5, reduce=2.5)
     exposed = what_if(graph, durations)
     assert exposed["gather"] == pytest.approx(1.5)
     assert exposed["reduce"] == pytest.approx(2.5)
-    waits = replay(graph, durations).waits()
+    waits = replay_schedule(graph, durations).idle_times()
     assert waits["gather"][0] == pytest.approx(1.5)
     assert waits["reduce"].max() == pytest.approx(2.5)
 
 
 def test_stream_time_and_overlap():
-    graph = Graph.of(one_f_one_b(2, 4))
+    graph = ActionGraph.compile(one_f_one_b(2, 4))
     durations = graph.durations(1.0, 2.0, 0.5, 0.25, gather=3.0, reduce=1.0)
-    timeline = replay(graph, durations)
+    timeline = replay_schedule(graph, durations)
     assert timeline.stream_time("compute").tolist() == [12.0, 12.0]
     assert timeline.stream_time("send").tolist() == [4 * 0.5, 4 * 0.25]
     assert timeline.stream_time("gather").tolist() == [3.0, 3.0]
@@ -235,7 +235,7 @@ def test_stream_time_and_overlap():
         covered = {}
         for stream in ("send", "compute"):
             mine = (graph.stage == stage) & (graph.stream == STREAMS.index(stream)) & ~np.isin(graph.kind, (3, 5))
-            inside = (timeline.moving[mine, None] <= times) & (times < timeline.end[mine, None])
+            inside = (timeline.transfer_start[mine, None] <= times) & (times < timeline.end[mine, None])
             covered[stream] = inside.any(axis=0)
         both = (covered["send"] & covered["compute"]).mean() * float(timeline.makespan)
         assert under[graph.stage == stage].sum() == pytest.approx(both, abs=0.02)
@@ -243,11 +243,11 @@ def test_stream_time_and_overlap():
 
 def test_durations_may_be_a_function():
     schedule = interleaved_1f1b(3, 2, 6)
-    graph = Graph.of(schedule)
+    graph = ActionGraph.compile(schedule)
     cost = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0, ActionKind.SEND_FORWARD: 0.25}
-    by_function = replay(schedule, lambda stage, action: cost.get(action.kind, 0.0) * (1 + stage))
+    by_function = replay_schedule(schedule, lambda stage, action: cost.get(action.kind, 0.0) * (1 + stage))
     scale = 1.0 + np.arange(3)[:, None] * np.ones((1, 2))
-    by_array = replay(graph, graph.durations(1.0 * scale, 2.0 * scale, 0.25 * scale))
+    by_array = replay_schedule(graph, graph.durations(1.0 * scale, 2.0 * scale, 0.25 * scale))
     np.testing.assert_allclose(by_function.end, by_array.end)
 
 
@@ -256,34 +256,34 @@ def test_damaged_schedules_and_durations_are_refused():
     lists = [list(actions) for actions in schedule]
     without = [lists[0], [a for a in lists[1] if a.kind != ActionKind.RECV_FORWARD]]
     with pytest.raises(ValueError, match="without its receive"):
-        Graph.of(Schedule.of(schedule, without))
+        ActionGraph.compile(Schedule.replace_actions(schedule, without))
     backward = next(i for i, a in enumerate(lists[0]) if a.kind == ActionKind.BACKWARD)
     lists[0].insert(0, lists[0].pop(backward))
     with pytest.raises(ValueError, match="deadlocks"):
-        Graph.of(Schedule.of(schedule, lists))
+        ActionGraph.compile(Schedule.replace_actions(schedule, lists))
     with pytest.raises(ValueError, match="durations of 3"):
-        replay(schedule, np.zeros(3))
+        replay_schedule(schedule, np.zeros(3))
 
 
 def test_a_12288_gpu_step_replays_quickly():
     """192 replicas of 8 stages, each with its own durations. Target 0.5 s; the limit here allows a busy machine."""
-    graph = Graph.of(interleaved_1f1b(8, 6, 32))
-    durations = np.random.default_rng(0).uniform(0.9, 1.1, (graph.actions, 192))
+    graph = ActionGraph.compile(interleaved_1f1b(8, 6, 32))
+    durations = np.random.default_rng(0).uniform(0.9, 1.1, (graph.action_count, 192))
     times = []
     for _ in range(3):
         begin = time.perf_counter()
-        Graph.of(interleaved_1f1b(8, 6, 32))
-        replay(graph, durations)
+        ActionGraph.compile(interleaved_1f1b(8, 6, 32))
+        replay_schedule(graph, durations)
         times.append(time.perf_counter() - begin)
     assert min(times) < 0.5
 
 
 def test_one_long_round_hides_slow_collectives_at_equal_bubble():
     """Of two stages of four chunks with eight micro-batches, where collectives last as long as two micro-batches."""
-    short, long = (Graph.of(pipeline_schedule(2, 4, 8, False, size)) for size in (None, 8))
+    short, long = (ActionGraph.compile(pipeline_schedule(2, 4, 8, False, size)) for size in (None, 8))
     alone, slow = [], []
     for graph in (short, long):
-        alone.append(float(replay(graph, graph.durations(1.0, 2.0)).makespan))
-        slow.append(float(replay(graph, graph.durations(1.0, 2.0, gather=6.0, reduce=6.0)).makespan))
+        alone.append(float(replay_schedule(graph, graph.durations(1.0, 2.0)).makespan))
+        slow.append(float(replay_schedule(graph, graph.durations(1.0, 2.0, gather=6.0, reduce=6.0)).makespan))
     assert alone[0] == alone[1]
     assert slow[1] - alone[1] < 0.5 * (slow[0] - alone[0])

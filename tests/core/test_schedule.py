@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.core.replay import Graph, replay
+from megascale.core.replay import ActionGraph, replay_schedule
 from megascale.core.schedule import (
     Action,
     ActionKind,
@@ -73,10 +73,10 @@ def test_receives_are_posted_one_compute_slot_early(sizes):
 @given(SIZES, st.none() | st.integers(1, 45))
 def test_no_send_waits_long_for_its_receiver(sizes, micro_batch_group_size):
     """With equal computes at most p of them, however long a round is: all that time it holds a part of the device."""
-    graph = Graph.of(pipeline_schedule(*sizes, False, micro_batch_group_size))
-    timeline = replay(graph, graph.durations(1.0, 1.0))
+    graph = ActionGraph.compile(pipeline_schedule(*sizes, False, micro_batch_group_size))
+    timeline = replay_schedule(graph, graph.durations(1.0, 1.0))
     sends = np.isin(graph.kind, (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD))
-    assert (timeline.moving - timeline.start)[sends].max(initial=0.0) <= sizes[0]
+    assert (timeline.transfer_start - timeline.start)[sends].max(initial=0.0) <= sizes[0]
 
 
 @settings(deadline=None)
@@ -175,10 +175,10 @@ def test_1f1b_order_of_the_classic_example():
 @given(SIZES)
 def test_actions_and_table_say_the_same(sizes):
     schedule = pipeline_schedule(*sizes)
-    assert Schedule.of(schedule, list(schedule)) == schedule
+    assert Schedule.replace_actions(schedule, list(schedule)) == schedule
     assert len(schedule) == sizes[0]
     first = schedule[0]
-    changed = Schedule.of(schedule, [first[::-1], *list(schedule)[1:]])
+    changed = Schedule.replace_actions(schedule, [first[::-1], *list(schedule)[1:]])
     assert (changed == schedule) == (first == first[::-1])
 
 

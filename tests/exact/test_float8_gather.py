@@ -63,7 +63,7 @@ LAYOUTS[WITHOUT_LAYERS] = case(
 LAYOUTS[WITHOUT_LAYERS].tree["kernels"] = {"graphs": "on"}
 
 
-class Sizes(calls.NoCalls):
+class Sizes(calls.NullCallLog):
     """Bytes of the gathers over data-parallel ranks, by step."""
 
     def __init__(self) -> None:

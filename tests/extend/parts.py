@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.config import ModelConfig
-from megascale.core.inventory import MLP_PARTS, Kept, LogicalTensor, PartInventory, out_std
+from megascale.core.inventory import MLP_PARTS, LogicalTensor, PartInventory, SavedActivation, out_std
 from megascale.core.inventory import linear as linear_tensors
 from megascale.model import block, mlp, norm
 from megascale.model.block import SerialBlock
@@ -92,12 +92,12 @@ DENSE = MLP_PARTS["dense"]
 
 def scaled_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
     """Those of a dense MLP, and the scale."""
-    return [*DENSE.tensors(model, name), LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, value=0.5)]
+    return [*DENSE.tensors(model, name), LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, init_value=0.5)]
 
 
-def scaled_keeps(model: ModelConfig) -> list[Kept]:
+def scaled_keeps(model: ModelConfig) -> list[SavedActivation]:
     """What a dense MLP keeps, and what is scaled."""
-    return [Kept("mlp_projection", model.ffn, "columns", gradient=True), *DENSE.keeps(model)]
+    return [SavedActivation("mlp_projection", model.ffn, "columns", has_gradient=True), *DENSE.saved_activations(model)]
 
 
 def gather_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
@@ -106,9 +106,9 @@ def gather_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
     return into + linear_tensors(f"{name}.mlp.out", model.hidden, model.ffn, 1, False, out_std(model))
 
 
-def gather_keeps(model: ModelConfig) -> list[Kept]:
+def gather_keeps(model: ModelConfig) -> list[SavedActivation]:
     """The result of tanh, which is what its gradient and the GEMM behind it need."""
-    return [Kept("mlp_activation", model.ffn, "columns", gradient=True)]
+    return [SavedActivation("mlp_activation", model.ffn, "columns", has_gradient=True)]
 
 
 class EightBit(LinearPrecision):
@@ -212,13 +212,13 @@ def unregister() -> None:
     activation.ACTIVATIONS.remove("squared_relu")
     activation.KINDS.remove("squared_relu")
     norm.NORMS.remove("l1")
-    norm.KINDS.remove("l1")
+    norm.NORM_OPERATORS.remove("l1")
     block.BLOCKS.remove("mlp_first")
-    block.KINDS.remove("mlp_first")
+    block.BLOCK_MODULES.remove("mlp_first")
     block.BLOCK_PARTS.remove("mlp_first")
     for name in ("scaled", "gather"):
         mlp.MLPS.remove(name)
-        mlp.KINDS.remove(name)
+        mlp.MLP_MODULES.remove(name)
         MLP_PARTS.remove(name)
     for name in ("eight_bit", "deferred"):
         linear.LINEAR_PRECISIONS.remove(name)

@@ -11,7 +11,7 @@ import torch
 
 from megascale.config import from_tree
 from megascale.config.optimizers import OPTIMIZERS
-from megascale.core.flops import layer_flops, parameters
+from megascale.core.flops import count_parameters, layer_flops
 from megascale.core.inventory import logical_shapes
 from megascale.core.layers import ChunkLayers
 from megascale.core.memory import chunk_parameters, saved_by_layer
@@ -84,11 +84,11 @@ def test_all_that_is_counted_knows_a_part_from_outside(mlp, tensor):
     model = from_tree(case(tensor, microbatches=1, model={"mlp": mlp, "layers": LAYERS}).tree).model
     chunk = Chunk(model, range(LAYERS), first=True, last=True, axis=Axis(size=tensor))
     held = sum(p.numel() for p in chunk.parameters())
-    assert held == chunk_parameters(model, ChunkLayers.of(range(LAYERS)), 0, 1, tensor)
+    assert held == chunk_parameters(model, ChunkLayers.from_range(range(LAYERS)), 0, 1, tensor)
     names = {piece.name for p in chunk.parameters() for piece in spec_of(p).pieces}
     assert names == set(logical_shapes(model))
     assert ("layers.1.mlp.scale" in names) == (mlp == "scaled")
-    assert parameters(model) == sum(prod(shape) for shape in logical_shapes(model).values())
+    assert count_parameters(model) == sum(prod(shape) for shape in logical_shapes(model).values())
     assert layer_flops(model, 0).mlp == 2 * 2 * model.hidden * model.ffn
     kept = [saved.name for saved in saved_by_layer(model, tensor, 1, "float32")]
     assert ("mlp_projection" in kept) == (mlp == "scaled")
@@ -97,7 +97,7 @@ def test_all_that_is_counted_knows_a_part_from_outside(mlp, tensor):
 def test_what_an_optimizer_keeps_of_a_part_from_outside_is_counted():
     """It has two matrices where the model's own, gated, has three."""
     model = from_tree({"model": {"layers": 3, "vocab_size": 50, "mlp": "gather", "activation": "swiglu"}}).model
-    kept = OPTIMIZERS["muon"].state
+    kept = OPTIMIZERS["muon"].state_names
     held = sum(prod(shape) * (1 + len(kept(name, shape))) for name, shape in logical_shapes(model).items())
     assert checkpoint_elements("muon", model) == held
 

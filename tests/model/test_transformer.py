@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale import config
-from megascale.core.flops import parameters
+from megascale.core.flops import count_parameters
 from megascale.model.context import ForwardContext, KVCache
 from megascale.model.transformer import Chunk
 from megascale.ops.gradient_sink import detach, main_grad_of
@@ -77,7 +77,7 @@ def batch(samples: int = 3, length: int = 12) -> tuple[torch.Tensor, torch.Tenso
 def test_parameter_count_is_the_formula(shape):
     chunk = make(*SHAPES[shape])
     counted = sum(piece.box.count for p in chunk.parameters() for piece in spec_of(p).pieces)
-    assert counted == parameters(chunk.model)
+    assert counted == count_parameters(chunk.model)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from megascale.cli.main import app
 from megascale.config import from_tree
 from megascale.core import calls
-from megascale.core.calls import READER, Call, CallRecord, Calls, Counts, Waiting, read_calls
+from megascale.core.calls import READER, Call, CallLog, CallRecord, GroupCounts, PendingWait, read_calls
 from megascale.core.layout import Layout, lay_out
 from megascale.core.status import StatusFile, read_status
 from megascale.errors import DataError
@@ -60,53 +60,53 @@ def test_a_hang_of_replayed_microbatches_is_named(tmp_path, monkeypatch):
 
 
 def test_the_record_says_what_was_started_waited_for_and_finished(tmp_path):
-    log = Calls(tmp_path, 3, 8)
-    log.register("tensor/2", 2)
-    log.register("forward/3-5", 2)
-    log.step(7)
-    log.at(b"forward", 1, 4, 12)
-    first = log.begin("tensor/2", "all_gather", 640)
-    second = log.begin("forward/3-5", "send", 64)
-    log.wait(first)
-    log.done(first)
-    log.wait(second)
+    log = CallLog(tmp_path, 3, 8)
+    log.register_group("tensor/2", 2)
+    log.register_group("forward/3-5", 2)
+    log.begin_step(7)
+    log.set_action(b"forward", 1, 4, 12)
+    first = log.begin_call("tensor/2", "all_gather", 640)
+    second = log.begin_call("forward/3-5", "send", 64)
+    log.begin_wait(first)
+    log.end_call(first)
+    log.begin_wait(second)
     record = read_calls(log.path)
     assert record is not None
     assert (record.rank, record.world, record.step, record.action, record.index) == (3, 8, 7, "forward", 12)
-    assert record.groups == {"tensor/2": Counts(2, 1, 1), "forward/3-5": Counts(2, 1, 0)}
-    assert record.waiting == Waiting("forward/3-5", 1, record.waiting.since_ns)
+    assert record.groups == {"tensor/2": GroupCounts(2, 1, 1), "forward/3-5": GroupCounts(2, 1, 0)}
+    assert record.waiting == PendingWait("forward/3-5", 1, record.waiting.start_ns)
     assert record.calls == (
         Call("tensor/2", 1, "all_gather", 640, 7, 1, 4),
         Call("forward/3-5", 1, "send", 64, 7, 1, 4),
     )
-    assert log.begin("never named", "send", 1) == -1
-    log.done(second)
-    log.reads(4711)
+    assert log.begin_call("never named", "send", 1) == -1
+    log.end_call(second)
+    log.begin_data_wait(4711)
     record = read_calls(log.path)
     assert record.waiting.group == READER
     assert record.waiting.pid == 4711
-    log.has_read()
+    log.end_data_wait()
     assert read_calls(log.path).waiting is None
     log.close()
 
 
 def test_the_record_forgets_old_calls_and_knows_it(tmp_path):
-    log = Calls(tmp_path, 0, 2)
-    log.register("world", 2)
+    log = CallLog(tmp_path, 0, 2)
+    log.register_group("world", 2)
     for number in range(20_000):
-        log.done(log.begin("world", "all_reduce", number))
+        log.end_call(log.begin_call("world", "all_reduce", number))
     record = read_calls(log.path)
     assert [c.sequence for c in record.calls] == list(range(20_000 - len(record.calls) + 1, 20_001))
-    assert not record.whole
-    assert record.call("world", 19_999).bytes == 19_998
-    assert record.call("world", 1) is None
+    assert not record.is_complete
+    assert record.find_call("world", 19_999).bytes == 19_998
+    assert record.find_call("world", 1) is None
 
 
 def test_the_status_carries_the_place_of_the_record(tmp_path):
-    status, log = StatusFile(tmp_path, 0), Calls(tmp_path, 0, 1)
+    status, log = StatusFile(tmp_path, 0), CallLog(tmp_path, 0, 1)
     status.update("train", 4)
-    log.step(4)
-    log.at(b"backward", 0, 2, 5)
+    log.begin_step(4)
+    log.set_action(b"backward", 0, 2, 5)
     found = read_status(status.path)
     assert (found.phase, found.step, found.action, found.microbatch) == ("train", 4, "backward", 2)
 
@@ -124,15 +124,15 @@ def test_a_call_costs_little():
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        log = Calls(Path(folder), 0, 2)
-        log.register("world", 2)
+        log = CallLog(Path(folder), 0, 2)
+        log.register_group("world", 2)
 
         def thousand() -> float:
             started = time.perf_counter()
             for _ in range(1000):
-                call = log.begin("world", "all_reduce", 64)
-                log.wait(call)
-                log.done(call)
+                call = log.begin_call("world", "all_reduce", 64)
+                log.begin_wait(call)
+                log.end_call(call)
             return time.perf_counter() - started
 
         assert min(thousand() for _ in range(5)) < 0.05
@@ -155,8 +155,8 @@ def record(rank: int, made: list[Call], waits: tuple[str, int] | None, world: in
     groups = {}
     for name in names:
         started = max((c.sequence for c in made if c.group == name), default=0)
-        groups[name] = Counts(2, started, started - (1 if waits and waits[0] == name else 0))
-    waiting = Waiting(waits[0], waits[1], 10**9) if waits else None
+        groups[name] = GroupCounts(2, started, started - (1 if waits and waits[0] == name else 0))
+    waiting = PendingWait(waits[0], waits[1], 10**9) if waits else None
     step = max((c.step for c in made), default=1)
     return CallRecord(rank, 100 + rank, world, step=step, waiting=waiting, groups=groups, calls=tuple(made), **changes)
 
@@ -256,8 +256,8 @@ def test_steps_that_capture_accuse_nobody(departs):
 
 def on_device(record: CallRecord, pending: Call) -> dict[str, FlightDump]:
     """A flight record of NCCL calls, of which one has not finished: it knows neither steps nor replays."""
-    counts = {pending.group: Counts(2, pending.sequence, pending.sequence - 1)}
-    waiting = Waiting(pending.group, pending.sequence, 10**9)
+    counts = {pending.group: GroupCounts(2, pending.sequence, pending.sequence - 1)}
+    waiting = PendingWait(pending.group, pending.sequence, 10**9)
     return {"flight": FlightDump(True, CallRecord(record.rank, 0, 2, waiting=waiting, groups=counts, calls=(pending,)))}
 
 
@@ -273,11 +273,11 @@ def test_on_devices_the_host_is_ahead_of_what_hangs():
 
 
 def test_on_devices_a_rank_that_waits_for_samples_is_named():
-    reads = replace(record(0, steps("g"), None), waiting=Waiting(READER, 0, 10**9, 77))
+    reads = replace(record(0, steps("g"), None), waiting=PendingWait(READER, 0, 10**9, 77))
     other = record(1, steps("gr"), ("data_reduce/0", 2))
     done, due = Call("data_reduce/0", 1, "all_gather", 64), Call("data_reduce/0", 2, "reduce_scatter", 64)
     idle = on_device(reads, done)["flight"]
-    idle = replace(idle, record=replace(idle.record, waiting=None, groups={"data_reduce/0": Counts(2, 1, 1)}))
+    idle = replace(idle, record=replace(idle.record, waiting=None, groups={"data_reduce/0": GroupCounts(2, 1, 1)}))
     hang = judge(reads, other, rank0={"flight": idle}, rank1=on_device(other, due))
     assert (hang.kind, hang.ranks) == ("reader", (0,))
 
@@ -311,8 +311,8 @@ def test_of_several_stopped_ranks_those_that_did_not_come_are_named():
 
 def test_what_an_exchange_captures_is_no_call(tmp_path):
     """A capture launches nothing: the step after it would lack these calls, and be told for it."""
-    log = Calls(tmp_path, 0, 2)
-    log.register("tensor/0", 2)
+    log = CallLog(tmp_path, 0, 2)
+    log.register_group("tensor/0", 2)
     runtime = Runtime(calls=log)
     exchange = SimpleNamespace(captured=lambda: nullcontext("captured"))
     axis = Axis(size=2, name="tensor/0", exchange=exchange, runtime=runtime)
@@ -360,7 +360,7 @@ def test_another_size_is_a_mismatch_too():
 
 
 def test_a_reader_outweighs_those_that_wait_for_it():
-    reads = replace(record(0, steps("g"), None), waiting=Waiting(READER, 0, 10**9, 77))
+    reads = replace(record(0, steps("g"), None), waiting=PendingWait(READER, 0, 10**9, 77))
     hang = judge(reads, record(1, steps("gr"), ("data_reduce/0", 2)), rank0={"reader": "gone"})
     assert (hang.kind, hang.ranks, hang.group) == ("reader", (0,), "data_reduce/0")
     assert any("process 77, is gone" in line for line in hang.evidence)
@@ -548,10 +548,10 @@ def test_torchs_own_dumps_are_explained(tmp_path, form):
 
 def test_a_recorder_that_saw_no_call_hides_nothing(tmp_path):
     """NCCL's, in a build with CUDA whose ranks talk by gloo; nor one of another version, beside a rank's own record."""
-    ranks = [Calls(tmp_path, rank, 2) for rank in range(2)]
+    ranks = [CallLog(tmp_path, rank, 2) for rank in range(2)]
     for rank in ranks:
-        rank.register("world", 2)
-    ranks[0].wait(ranks[0].begin("world", "all_reduce", 4))
+        rank.register_group("world", 2)
+    ranks[0].begin_wait(ranks[0].begin_call("world", "all_reduce", 4))
     (tmp_path / "rank-0.json").write_text('{"nccl_comm_state":{},"pg_config":{},"pg_status":{}}')
     (tmp_path / "rank-1.json").write_text('{"new": 1}')
     assert not read_flight(tmp_path / "rank-0.json").record.calls
@@ -578,4 +578,4 @@ def test_a_dump_that_lies_or_is_cut_off_is_refused(data, tmp_path):
 
 
 def test_nothing_is_recorded_without_a_trainer():
-    assert type(Runtime().calls) is calls.NoCalls
+    assert type(Runtime().calls) is calls.NullCallLog

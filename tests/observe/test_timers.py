@@ -68,24 +68,24 @@ def test_the_schedules_actions_have_their_own_numbers():
 def test_waits_are_told_from_own_work(clock):
     kept = Kept({3})
     timers = Timers(kept)
-    timers.step_begins(3)
-    timers.begin(SpanKind.FORWARD, 0, 5)
+    timers.begin_step(3)
+    timers.begin_action(SpanKind.FORWARD, 0, 5)
     clock.ns += 100
-    launched = timers.launched(SpanAxis.TENSOR, 4096)
+    launched = timers.begin_transfer(SpanAxis.TENSOR, 4096)
     clock.ns += 10
     since = timers.mark()
     clock.ns += 30
-    timers.waited(since, SpanKind.WAIT, SpanAxis.TENSOR, 7)
-    timers.landed(launched, SpanAxis.TENSOR, 4096, 7)
+    timers.record_wait(since, SpanKind.WAIT, SpanAxis.TENSOR, 7)
+    timers.end_transfer(launched, SpanAxis.TENSOR, 4096, 7)
     clock.ns += 60
-    timers.end()
+    timers.end_action()
     since = timers.mark()
     clock.ns += 5
-    timers.waited(since, SpanKind.DATA_WAIT)  # outside of every action
-    timers.begin(SpanKind.CHECKPOINT_STALL)
+    timers.record_wait(since, SpanKind.DATA_WAIT)  # outside of every action
+    timers.begin_action(SpanKind.CHECKPOINT_STALL)
     clock.ns += 50
-    timers.end()
-    timers.step_ended()
+    timers.end_action()
+    timers.end_step()
     rollups = kept.of(ROLLUPS, 3)
     (forward,) = rows_of(rollups, SpanKind.FORWARD)
     assert (forward["count"], forward["total_ns"], forward["waited_ns"]) == (1, 200, 30)
@@ -105,15 +105,15 @@ def test_waits_are_told_from_own_work(clock):
 def test_a_long_step_is_told_in_parts_that_add_up(clock, work, frames_told):
     kept = Kept()
     timers = Timers(kept)
-    timers.step_begins(1)
+    timers.begin_step(1)
     for _ in range(4):
-        timers.begin(SpanKind.FORWARD, 0, 0)
+        timers.begin_action(SpanKind.FORWARD, 0, 0)
         since = timers.mark()
         clock.ns += 200_000_000
-        timers.waited(since, SpanKind.WAIT, SpanAxis.DATA)
+        timers.record_wait(since, SpanKind.WAIT, SpanAxis.DATA)
         clock.ns += work
-        timers.end()
-    timers.step_ended()
+        timers.end_action()
+    timers.end_step()
     assert len(kept.told) == frames_told
     rows = rows_of(kept.of(ROLLUPS, 1), SpanKind.FORWARD)
     assert rows["count"].sum() == 4
@@ -128,11 +128,11 @@ def test_spans_are_kept_for_sampled_and_for_asked_steps_only(clock):
     kept = Kept({5})
     timers = Timers(kept, every=3)
     for step in range(1, 7):
-        timers.step_begins(step)
-        timers.begin(SpanKind.OPTIMIZER)
+        timers.begin_step(step)
+        timers.begin_action(SpanKind.OPTIMIZER)
         clock.ns += 1
-        timers.end()
-        timers.step_ended()
+        timers.end_action()
+        timers.end_step()
     assert [step for kind, step, _ in kept.told if kind == SPANS] == [3, 5, 6]
     assert [step for kind, step, _ in kept.told if kind == ROLLUPS] == [1, 2, 3, 4, 5, 6]
 
@@ -172,9 +172,9 @@ def test_an_engine_times_every_action_of_its_schedule():
     engine = make_engine(0, 1, tree)
     kept = Kept({1})
     engine.runtime.recorder = timers = Timers(kept)
-    timers.step_begins(1)
+    timers.begin_step(1)
     run_step(engine, 1, Told())
-    timers.step_ended()
+    timers.end_step()
     spans = kept.of(SPANS, 1)
     done = [(int(s["kind"]), int(s["chunk"]), int(s["microbatch"])) for s in spans if s["kind"] < len(ActionKind)]
     planned = [tuple(map(int, action)) for action in engine.pipeline.actions]
@@ -183,7 +183,7 @@ def test_an_engine_times_every_action_of_its_schedule():
     step = rows_of(spans, SpanKind.STEP)[0]
     assert (spans["start_ns"] >= step["start_ns"]).all()
     assert (spans["end_ns"] <= step["end_ns"]).all()
-    timers.step_begins(2)
+    timers.begin_step(2)
     assert kept.keeping == [1, 0]  # whoever samples with it knows from when to when
 
 

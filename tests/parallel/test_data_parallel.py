@@ -17,7 +17,7 @@ from tests.exact.training import Told, make_engine, run_step
 pytestmark = pytest.mark.xdist_group("processes")
 
 
-class Log(calls.NoCalls):
+class Log(calls.NullCallLog):
     """Notes where the schedule stands and what is sent, in order."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megascale.config import from_tree
-from megascale.core.calls import NoCalls
+from megascale.core.calls import NullCallLog
 from megascale.errors import ConfigError
 from megascale.ops import dispatch
 from megascale.ops.attention import attention
@@ -20,7 +20,7 @@ from tests.exact.cases import case
 from tests.exact.training import Late, Told, make_engine, run_step
 
 
-class Log(NoCalls):
+class Log(NullCallLog):
     """Notes where its engine stands."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ def test_engines_of_one_process_share_nothing():
     for engine, one in zip((second, first), told, strict=True):
         run_step(engine, 1, one)
     assert first.runtime.calls.places[-1] == b"optimizer"
-    assert type(second.runtime.calls) is NoCalls
+    assert type(second.runtime.calls) is NullCallLog
     assert not first.runtime.stream.open
     assert not second.runtime.attention.describe()
     assert len(first.runtime.attention.describe()) == 1  # the other was told which kernel to run

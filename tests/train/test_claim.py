@@ -27,7 +27,7 @@ def configure(runs: Path, **sections: object) -> Config:
 def test_a_start_waits_for_the_ranks_of_an_older_attempt(tmp_path, monkeypatch, node, timeout, grace_period):
     """A driver's start waits half the time that rendezvous has, at most a minute."""
     waits: list[float] = []
-    take = run_lock.take
+    take = run_lock.acquire_trainer_lock
 
     def note(folder: Path, what: str, grace_period: float) -> run_lock.RunLock:
         waits.append(grace_period)
@@ -52,7 +52,7 @@ def test_a_claim_that_fails_holds_nothing(tmp_path, monkeypatch):
     shared = tmp_path / "shared"
     config = configure(tmp_path, checkpoint={"location": str(shared)})
     # The folder of checkpoints is tried last: by then the run's own lock is held.
-    with run_lock.take(shared, "another"), pytest.raises(run_lock.Busy, match="another"):
+    with run_lock.acquire_trainer_lock(shared, "another"), pytest.raises(run_lock.RunBusyError, match="another"):
         take_run_locks(config)
     for lock in take_run_locks(config):
         lock.release()
@@ -79,7 +79,7 @@ def test_a_refusal_is_told_in_a_folder_that_is_free(tmp_path, monkeypatch, rank)
         assert (status.phase, status.message) == ("failed", "refused")
     else:
         assert status is None
-    run_lock.take(folder.path, "the next", 0.0).release()  # nothing is held
+    run_lock.acquire_trainer_lock(folder.path, "the next", 0.0).release()  # nothing is held
 
 
 def test_a_refusal_is_not_told_where_another_trains(tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def test_a_refusal_is_not_told_where_another_trains(tmp_path, monkeypatch):
     config = configure(tmp_path)
     folder = RunFolder(config.run_folder)
     folder.create()
-    with run_lock.take(folder.path, "another"):
+    with run_lock.acquire_trainer_lock(folder.path, "another"):
         record_refusal(config, "refused")
     assert not folder.events.exists()
     assert not list(folder.status.iterdir())

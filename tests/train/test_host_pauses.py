@@ -39,13 +39,13 @@ def pauses():
 
 
 def step(timers: Timers, pauses: HostPauses, work) -> None:
-    timers.step_begins(1)
+    timers.begin_step(1)
     pauses.begin_step()
-    timers.begin(SpanKind.FORWARD)
+    timers.begin_action(SpanKind.FORWARD)
     work()
-    timers.end()
+    timers.end_action()
     pauses.record(timers)
-    timers.step_ended()
+    timers.end_step()
 
 
 def test_collections_are_counted_but_those_that_are_planned(pauses):

@@ -109,8 +109,8 @@ def test_without_shared_memory_there_are_times_and_no_spans(monkeypatch, caplog)
     runtime = Runtime()
     timers = RankTimers(load(None, []), RankInfo(0, 1, 0, 1, torch.device("cpu")), runtime, Grid(1, 1, 1, 1), 0)
     assert "keeps no spans" in caplog.text
-    runtime.recorder.step_begins(1)
-    runtime.recorder.step_ended()
+    runtime.recorder.begin_step(1)
+    runtime.recorder.end_step()
     assert timers.timers is not None
     assert timers.timers.last is not None
     assert timers.timers.last.step == 1

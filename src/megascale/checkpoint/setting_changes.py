@@ -135,13 +135,13 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
-    own = OPTIMIZERS[optimizer.name].settings if optimizer.name in OPTIMIZERS else ()
+    own = OPTIMIZERS[optimizer.name].own_settings if optimizer.name in OPTIMIZERS else ()
     return {key: None for key in _of_one_optimizer() if key not in own}
 
 
 def _of_one_optimizer() -> list[str]:
     """Keys that only one optimizer reads."""
-    return [key for name in OPTIMIZERS.names() for key in OPTIMIZERS[name].settings]
+    return [key for name in OPTIMIZERS.names() for key in OPTIMIZERS[name].own_settings]
 
 
 def explain_changes(name: str, changes: Sequence[Change], accepted: Sequence[str]) -> str | None:

@@ -309,7 +309,7 @@ def _alone(what: str, *places: str) -> contextlib.ExitStack:
         folders |= {path} if (path / run_lock.TRAINERS).is_file() else set()
     with contextlib.ExitStack() as undo:
         for folder in sorted(folders):
-            undo.enter_context(run_lock.take(folder, what, 0.0))
+            undo.enter_context(run_lock.acquire_trainer_lock(folder, what, 0.0))
         return undo.pop_all()
 
 

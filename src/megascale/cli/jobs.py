@@ -224,7 +224,7 @@ def _trainer_events(run: Path) -> list[dict[str, Any]]:
     found = []
     with contextlib.suppress(OSError):
         for record in RecordReader(run / "events.jsonl"):
-            time = strict_json.number(record.get("time"))
+            time = strict_json.to_float(record.get("time"))
             if record.get("by") != "driver" and is_plausible_time(time):
                 found.append(record | {"time": time, "event": str(record.get("event", ""))})
     return found

@@ -26,8 +26,8 @@ class OptimizerFacts:
         peak: its own default of lr.peak; None: the general one.
     """
 
-    state: Callable[[str, tuple[int, ...]], tuple[str, ...]]
-    settings: tuple[str, ...] = ()
+    state_names: Callable[[str, tuple[int, ...]], tuple[str, ...]]
+    own_settings: tuple[str, ...] = ()
     peak: float | None = None
 
 

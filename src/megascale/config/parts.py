@@ -56,8 +56,8 @@ class LinearFacts:
     about: str
     kept: int | None = None
     copies: int = 0
-    float8: Literal["none", "all", "all but weight gradients"] = "none"
-    gathered: int | None = None
+    float8_gemms: Literal["none", "all", "all but weight gradients"] = "none"
+    gathered_weight_bytes: int | None = None
 
 
 MODEL = "megascale.model"  # where a module may stand that registers a part of its name (registry.py)
@@ -69,7 +69,7 @@ class SpanSinks(Registry[SinkFacts]):
     def check_given(self, given: str) -> str:
         """`given`, if it is the name of a sink with the address that it needs; as a validator of the setting."""
         name, _, address = given.partition("=")
-        facts = self[self.check(name)]
+        facts = self[self.validate_name(name)]
         if facts.address and not address:
             raise ValueError(f"{self.key}={given!r} needs an address: {name}={facts.address}")
         if "@" in address:
@@ -110,11 +110,11 @@ LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
             "float8 with one scale a matrix; embedding and logits as without",
             kept=1,
             copies=2,
-            float8="all",
-            gathered=1,
+            float8_gemms="all",
+            gathered_weight_bytes=1,
         ),
         "float8_rowwise": LinearFacts(
-            "float8 with a scale a row; weight gradients as without", copies=2, float8="all but weight gradients"
+            "float8 with a scale a row; weight gradients as without", copies=2, float8_gemms="all but weight gradients"
         ),
     },
     home="megascale.parallel",
@@ -140,6 +140,6 @@ SINKS: Registry[PartFacts] = Registry(
 )
 
 # Those of a model, by the setting that names them.
-PARTS: dict[str, Registry[Any]] = {
+MODEL_PARTS: dict[str, Registry[Any]] = {
     registry.key: registry for registry in (ACTIVATIONS, NORMS, ATTENTIONS, MLPS, BLOCKS, LINEAR_PRECISIONS)
 }

@@ -156,7 +156,7 @@ class ObserveConfig(Section):
         description="Weights & Biases project to report to (pip install -e '.[wandb]'); its own environment "
         "variables hold, such as WANDB_MODE=offline",
     )
-    sinks: list[Annotated[str, AfterValidator(SINKS.check)]] = Field(
+    sinks: list[Annotated[str, AfterValidator(SINKS.validate_name)]] = Field(
         default_factory=list,
         description="further places for metrics, by name: what installed packages register (observe/metrics.py)",
     )

@@ -85,7 +85,7 @@ class Config(Section):
                 )
         if self.parallel.gather_precision == "float8":
             linear = self.train.linear_precision
-            if LINEAR_PRECISIONS[linear].gathered is None:
+            if LINEAR_PRECISIONS[linear].gathered_weight_bytes is None:
                 raise ValueError(
                     f"parallel.gather_precision=float8 needs weights with one float8 scale a matrix, and "
                     f"train.linear_precision is {linear}; set --train.linear_precision=float8 or "
@@ -100,7 +100,7 @@ class Config(Section):
             raise ValueError(f"lr.min={self.lr.min} is above lr.peak={self.lr.peak}; lower lr.min")
         return self
 
-    def microbatches(self, data_parallel: int) -> int:
+    def count_microbatches(self, data_parallel: int) -> int:
         """Micro-batches a data-parallel rank runs in a step; FitError if sizes do not divide."""
         per_micro = self.train.micro_batch * data_parallel
         if self.train.global_batch % per_micro:

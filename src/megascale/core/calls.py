@@ -21,7 +21,7 @@ from pathlib import Path
 from megascale.core.failure import reserve
 from megascale.core.untrusted_files import open_regular
 
-MOST_RANKS = 1 << 18  # a record that names more is damaged: readers make a row for each rank of the world
+MAX_RANKS = 1 << 18  # a record that names more is damaged: readers make a row for each rank of the world
 OPS = (
     "all_gather",
     "reduce_scatter",
@@ -63,35 +63,35 @@ SIZE = _ENTRIES_AT + _RING * _ENTRY.size
 _NONE = 0xFFFFFFFF  # a micro-batch of -1
 
 
-class NoCalls:
+class NullCallLog:
     """Records nothing."""
 
     waited_seconds = 0.0
 
-    def begin(self, group: str, op: str, size: int) -> int:
+    def begin_call(self, group: str, op: str, size: int) -> int:
         """A collective or transfer of `size` bytes on `group` starts; returns a handle."""
         return -1
 
-    def wait(self, call: int) -> None:
+    def begin_wait(self, call: int) -> None:
         """The host now waits for it."""
 
-    def done(self, call: int) -> None:
+    def end_call(self, call: int) -> None:
         """It has ended."""
 
-    def at(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
+    def set_action(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
         """This rank stands at an action of its schedule."""
 
     def step(self, step: int) -> None:
         """A step begins."""
 
-    def reads(self, pid: int = 0) -> None:
+    def begin_data_wait(self, pid: int = 0) -> None:
         """This rank waits for samples, from process `pid` if another process reads them."""
 
-    def has_read(self) -> None:
+    def end_data_wait(self) -> None:
         """The samples are there."""
 
 
-class Calls(NoCalls):
+class CallLog(NullCallLog):
     """Writes `FOLDER/rank-N.calls`. One thread at a time uses it (the one that runs the step)."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
@@ -110,7 +110,7 @@ class Calls(NoCalls):
         self._idle()
         self._head()
 
-    def register(self, group: str, size: int) -> None:
+    def register_group(self, group: str, size: int) -> None:
         """Name a group of `size` ranks that this rank belongs to before it is used, so that its members are known."""
         if group in self._names or len(self._names) == _SLOTS:
             return
@@ -120,7 +120,7 @@ class Calls(NoCalls):
         self._put(_SLOTS_AT + slot * _SLOT.size, _SLOT.pack(group.encode()[:56], size, 0, 0))
         self._head()
 
-    def begin(self, group: str, op: str, size: int) -> int:
+    def begin_call(self, group: str, op: str, size: int) -> int:
         """A collective or transfer of `size` bytes on `group` starts; returns a handle for `wait` and `done`."""
         slot = self._names.get(group)
         if slot is None:
@@ -135,12 +135,12 @@ class Calls(NoCalls):
         self._count(slot)
         return slot << 48 | sequence
 
-    def wait(self, call: int) -> None:
+    def begin_wait(self, call: int) -> None:
         """The host now waits for it."""
         if call >= 0:
             self._wait(call >> 48, 0, call & (1 << 48) - 1)
 
-    def done(self, call: int) -> None:
+    def end_call(self, call: int) -> None:
         """It has ended."""
         if call < 0:
             return
@@ -148,21 +148,21 @@ class Calls(NoCalls):
         self._count(call >> 48)
         self._idle()
 
-    def at(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
+    def set_action(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
         """This rank stands at an action of its schedule."""
         self._place = (index, chunk, microbatch & _NONE, action)
         self._put_place()
 
-    def step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """A step begins."""
         self._step = step
-        self.at(b"")
+        self.set_action(b"")
 
-    def reads(self, pid: int = 0) -> None:
+    def begin_data_wait(self, pid: int = 0) -> None:
         """This rank waits for samples, from process `pid` if another process reads them."""
         self._wait(-2, pid, 0)
 
-    def has_read(self) -> None:
+    def end_data_wait(self) -> None:
         """The samples are there."""
         self._idle()
 
@@ -226,7 +226,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Counts:
+class GroupCounts:
     """What a rank did on a group of `size` ranks: calls started and calls finished."""
 
     size: int
@@ -235,12 +235,12 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingWait:
     """What the host waits for: a call of a group, or READER (then `pid` reads, 0 if unknown), since `since_ns`."""
 
     group: str
     sequence: int
-    since_ns: int
+    start_ns: int
     pid: int = 0
 
 
@@ -270,14 +270,14 @@ class CallRecord:
     chunk: int = -1
     microbatch: int = -1
     index: int = -1
-    waiting: Waiting | None = None
+    waiting: PendingWait | None = None
     waited_ns: int = 0
-    groups: dict[str, Counts] = field(default_factory=dict)
+    groups: dict[str, GroupCounts] = field(default_factory=dict)
     calls: tuple[Call, ...] = ()
-    whole: bool = True
+    is_complete: bool = True
     host: str = ""
 
-    def call(self, group: str, sequence: int) -> Call | None:
+    def find_call(self, group: str, sequence: int) -> Call | None:
         """The call with that number, None if it was not made or is forgotten."""
         return next((c for c in reversed(self.calls) if c.group == group and c.sequence == sequence), None)
 
@@ -288,20 +288,20 @@ def read_calls(path: Path, history: bool = True) -> CallRecord | None:
         with open(path, "rb", opener=open_regular) as file:
             data = file.read(SIZE if history else _ENTRIES_AT)
         magic, pid, rank, world, used, host = _HEAD.unpack_from(data, 0)
-        if magic != _MAGIC or not rank < world <= MOST_RANKS:
+        if magic != _MAGIC or not rank < world <= MAX_RANKS:
             return None
         events, time_ns, step, index, chunk, microbatch, action = _PLACE.unpack_from(data, _PLACE_AT)
         names, groups = [], {}
         for slot in range(min(used, _SLOTS)):
             name, size, started, finished = _SLOT.unpack_from(data, _SLOTS_AT + slot * _SLOT.size)
             names.append(name.rstrip(b"\0").decode(errors="replace"))
-            groups[names[-1]] = Counts(size, started, finished)
+            groups[names[-1]] = GroupCounts(size, started, finished)
         slot, reader, sequence, since, waited = _WAIT.unpack_from(data, _WAIT_AT)
         waiting = None
         if slot == -2:
-            waiting = Waiting(READER, 0, since, reader)
+            waiting = PendingWait(READER, 0, since, reader)
         elif 0 <= slot < len(names):
-            waiting = Waiting(names[slot], sequence, since)
+            waiting = PendingWait(names[slot], sequence, since)
         (total,) = _TOTAL.unpack_from(data, _TOTAL_AT)
         calls = _entries(data, total, names) if history else ()
     except (OSError, struct.error):

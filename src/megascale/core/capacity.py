@@ -39,7 +39,9 @@ class Capacity:
     gpu_memory: int | None = None
 
     @classmethod
-    def here(cls, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), gpus: bool = False) -> Capacity:
+    def measure(
+        cls, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), gpus: bool = False
+    ) -> Capacity:
         """This machine now; `proc` and `cgroups` are where the kernel tells of it. `gpus`: ask for GPU memory too."""
         found: list[tuple[int | None, str]] = [(_available(proc), "MemAvailable")]
         found += [(left, f"the control group's {name}") for left, name in _memory_left(proc, cgroups)]

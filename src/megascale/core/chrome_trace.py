@@ -10,7 +10,7 @@ from megascale.core import strict_json
 Record = dict[str, object]
 
 
-def write_events(records: list[Record], path: Path) -> int:
+def write_trace(records: list[Record], path: Path) -> int:
     """Write events (times in microseconds) as JSON; a name that ends in .gz compresses. Events written."""
     text = strict_json.dumps({"traceEvents": records, "displayTimeUnit": "ms"})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,7 +22,7 @@ def write_events(records: list[Record], path: Path) -> int:
     return len(records)
 
 
-def named(pid: int, name: str, tracks: dict[int, str], order: int | None = None) -> list[Record]:
+def name_tracks(pid: int, name: str, tracks: dict[int, str], order: int | None = None) -> list[Record]:
     """The events that name a process and its tracks, and say where it stands."""
     records: list[Record] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}]
     if order is not None:

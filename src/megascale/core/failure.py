@@ -56,7 +56,7 @@ def reserve(descriptor: int, size: int) -> None:
     os.ftruncate(descriptor, size)
 
 
-def room(folders: Iterable[str | Path]) -> dict[str, float]:
+def free_bytes(folders: Iterable[str | Path]) -> dict[str, float]:
     """Folder -> bytes that this user may still write to its disk, 0 where no new file can be made either.
 
     Folders that are not there are left out.

@@ -77,7 +77,7 @@ def flops_per_token(model: ModelConfig) -> FlopCount:
     )
 
 
-def parameters(model: ModelConfig, embeddings: bool = True) -> int:
+def count_parameters(model: ModelConfig, embeddings: bool = True) -> int:
     """Number of trained parameters, padding rows not counted."""
     total = model.layers * sum(tensor.elements for tensor in layer_inventory(model))
     outer = [*norm_tensors(model, "norm")]

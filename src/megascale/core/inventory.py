@@ -37,9 +37,9 @@ class LogicalTensor:
 
     name: str
     shape: tuple[int, ...]
-    cut: int | None = None
-    std: float | None = None
-    value: float = 0.0
+    partition_dim: int | None = None
+    init_std: float | None = None
+    init_value: float = 0.0
     gemm: bool = False
     rows: int | None = None
 
@@ -58,21 +58,21 @@ class LogicalTensor:
         """The shape with padding."""
         return self.shape if self.rows is None else (self.rows, *self.shape[1:])
 
-    def local(self, ranks: int) -> tuple[int, ...]:
+    def local_shape(self, ranks: int) -> tuple[int, ...]:
         """The shape on one of `ranks` tensor-parallel ranks, with padding."""
-        return tuple(n // ranks if d == self.cut else n for d, n in enumerate(self.stored))
+        return tuple(n // ranks if d == self.partition_dim else n for d, n in enumerate(self.stored))
 
     def piece(self, rank: int, ranks: int) -> Piece:
         """The part that tensor-parallel rank `rank` holds."""
-        sizes = self.local(ranks)
-        offsets = [rank * n if d == self.cut else 0 for d, n in enumerate(sizes)]
+        sizes = self.local_shape(ranks)
+        offsets = [rank * n if d == self.partition_dim else 0 for d, n in enumerate(sizes)]
         first = min(offsets[0], self.shape[0])
         count = max(0, min(sizes[0], self.shape[0] - first))
         return Piece(self.name, self.shape, Box((first, *offsets[1:]), (count, *sizes[1:])), self.decay)
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedActivation:
     """A tensor that a forward keeps for its backward: [sequence, batch, width] values of a micro-batch.
 
     Attributes:
@@ -90,7 +90,7 @@ class Kept:
     over: Literal["sequence", "columns"]
     statistic: bool = False
     dropped: str = ""
-    gradient: bool = False
+    has_gradient: bool = False
     gemm: Literal["no", "only", "also"] = "no"
 
 
@@ -106,7 +106,7 @@ class PartInventory:
     """
 
     tensors: Callable[[ModelConfig, str], list[LogicalTensor]]
-    keeps: Callable[[ModelConfig], list[Kept]]
+    saved_activations: Callable[[ModelConfig], list[SavedActivation]]
     flops: Callable[[ModelConfig, int], float] = lambda model, layer: 0.0
     splits: bool = False
 
@@ -141,7 +141,7 @@ def out_std(model: ModelConfig) -> float:
 
 def norm_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
     """Of one norm."""
-    weight = LogicalTensor(f"{name}.weight", (model.hidden,), value=1.0)
+    weight = LogicalTensor(f"{name}.weight", (model.hidden,), init_value=1.0)
     return [weight, LogicalTensor(f"{name}.bias", (model.hidden,))] if NORMS[model.norm].bias else [weight]
 
 
@@ -156,13 +156,13 @@ def _attention_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
     return tensors + linear(f"{name}.attention.output", h, model.heads * d, 1, model.out_bias, out_std(model))
 
 
-def _attention_keeps(model: ModelConfig) -> list[Kept]:
+def _attention_keeps(model: ModelConfig) -> list[SavedActivation]:
     d, turned = model.head_size, model.positions == "rotary"
     return [
-        Kept("query_key_value", (model.heads + 2 * model.kv) * d, "columns", gradient=True),
-        *([Kept("rotated_query_key", (model.heads + model.kv) * d, "columns")] if turned else []),
-        Kept("attention_output", model.heads * d, "columns", gradient=True, gemm="also"),
-        Kept("attention_logsumexp", model.heads, "columns", statistic=True),
+        SavedActivation("query_key_value", (model.heads + 2 * model.kv) * d, "columns", has_gradient=True),
+        *([SavedActivation("rotated_query_key", (model.heads + model.kv) * d, "columns")] if turned else []),
+        SavedActivation("attention_output", model.heads * d, "columns", has_gradient=True, gemm="also"),
+        SavedActivation("attention_logsumexp", model.heads, "columns", statistic=True),
     ]
 
 
@@ -189,10 +189,10 @@ def _mlp_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
     ]
 
 
-def _mlp_keeps(model: ModelConfig) -> list[Kept]:
+def _mlp_keeps(model: ModelConfig) -> list[SavedActivation]:
     return [
-        Kept("mlp_in", model.ffn * (2 if model.gated else 1), "columns", gradient=True),
-        Kept("mlp_activation", model.ffn, "columns", dropped="activation", gradient=True, gemm="only"),
+        SavedActivation("mlp_in", model.ffn * (2 if model.gated else 1), "columns", has_gradient=True),
+        SavedActivation("mlp_activation", model.ffn, "columns", dropped="activation", has_gradient=True, gemm="only"),
     ]
 
 
@@ -255,33 +255,41 @@ def layer_inventory(model: ModelConfig, layer: int = 0) -> LayerInventory:
 
 
 @lru_cache(maxsize=256)
-def layer_keeps(model: ModelConfig) -> tuple[Kept, ...]:
+def layer_keeps(model: ModelConfig) -> tuple[SavedActivation, ...]:
     """What a layer's forward keeps, in the order of the table in core/memory.py."""
     attention, mlp = half_keeps(model)
     return attention + (mlp[1:] if BLOCK_PARTS[model.block].together else mlp)
 
 
 @lru_cache(maxsize=256)
-def half_keeps(model: ModelConfig) -> tuple[tuple[Kept, ...], tuple[Kept, ...]]:
+def half_keeps(model: ModelConfig) -> tuple[tuple[SavedActivation, ...], tuple[SavedActivation, ...]]:
     """Of them what belongs to the attention, and to the MLP; each begins with the stream that it reads."""
     h, moments = model.hidden, 2 if NORMS[model.norm].bias else 1
 
-    def norm(prefix: str) -> list[Kept]:
+    def norm(prefix: str) -> list[SavedActivation]:
         return [
-            Kept(f"{prefix}norm_statistics", moments, "sequence", statistic=True, dropped="norms"),
-            Kept(f"{prefix}norm_output", h, "sequence", dropped="norms", gemm="only"),
+            SavedActivation(f"{prefix}norm_statistics", moments, "sequence", statistic=True, dropped="norms"),
+            SavedActivation(f"{prefix}norm_output", h, "sequence", dropped="norms", gemm="only"),
         ]
 
-    attention = (Kept("input", h, "sequence"), *norm(""), *ATTENTION_PARTS[model.attention].keeps(model))
+    attention = (
+        SavedActivation("input", h, "sequence"),
+        *norm(""),
+        *ATTENTION_PARTS[model.attention].saved_activations(model),
+    )
     second = norm("second_") if BLOCK_PARTS[model.block].norms(model) == 2 else []
-    return attention, (Kept("middle", h, "sequence"), *second, *MLP_PARTS[model.mlp].keeps(model))
+    return attention, (
+        SavedActivation("middle", h, "sequence"),
+        *second,
+        *MLP_PARTS[model.mlp].saved_activations(model),
+    )
 
 
 @lru_cache(maxsize=256)
 def gradient_widths(model: ModelConfig) -> tuple[int, int]:
     """Values of a token whose gradients exist while the attention, and while the MLP goes backward."""
     parts = ATTENTION_PARTS[model.attention], MLP_PARTS[model.mlp]
-    attention, mlp = (sum(one.width for one in part.keeps(model) if one.gradient) for part in parts)
+    attention, mlp = (sum(one.width for one in part.saved_activations(model) if one.has_gradient) for part in parts)
     return attention, mlp
 
 
@@ -327,4 +335,4 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def elements(tensors: Iterator[LogicalTensor] | tuple[LogicalTensor, ...] | LayerInventory, ranks: int = 1) -> int:
     """Numbers held on one of `ranks` tensor-parallel ranks, padding included."""
-    return sum(prod(tensor.local(ranks)) for tensor in tensors)
+    return sum(prod(tensor.local_shape(ranks)) for tensor in tensors)

@@ -20,18 +20,18 @@ def state_elements(
         tables: elements of its matrices outside layers, embeddings and output.
         tensor: tensor-parallel ranks that cut the layers' matrices.
     """
-    kept, h = OPTIMIZERS[optimizer].state, model.hidden
+    kept, h = OPTIMIZERS[optimizer].state_names, model.hidden
     each = len(kept("norm.weight", (h,)))
     found = parameters * each + tables * (len(kept("embedding.token.weight", (model.padded_vocab, h))) - each)
     for count, half in zip(layers, layer_inventory(model).halves, strict=True):
         for matrix in half:
             if matrix.decay:
-                found += count * prod(matrix.local(tensor)) * (len(kept(matrix.name, matrix.shape)) - each)
+                found += count * prod(matrix.local_shape(tensor)) * (len(kept(matrix.name, matrix.shape)) - each)
     return found
 
 
 def checkpoint_elements(optimizer: str, model: ModelConfig) -> int:
     """Elements of a checkpoint: master weights, and what the optimizer keeps of them."""
-    everything = flops.parameters(model)
-    tables = everything - flops.parameters(model, embeddings=False) - (model.vocab if model.head_bias else 0)
+    everything = flops.count_parameters(model)
+    tables = everything - flops.count_parameters(model, embeddings=False) - (model.vocab if model.head_bias else 0)
     return everything + state_elements(optimizer, model, everything, (model.layers, model.layers), tables)

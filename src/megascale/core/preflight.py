@@ -42,7 +42,7 @@ def wave(cores: int) -> int:
 
 
 @dataclass(frozen=True)
-class Share:
+class HostShare:
     """What of a run this host starts.
 
     Attributes:
@@ -59,18 +59,18 @@ class Share:
     first_rank: int
     ranks: int
     nodes: int = 0
-    gpus: bool = False
-    model: bool = True
-    keeps: bool = True
-    running: bool = False
+    uses_gpus: bool = False
+    has_model: bool = True
+    writes_checkpoints: bool = True
+    is_running: bool = False
 
 
 def preflight(
     config: Config,
-    share: Share,
+    share: HostShare,
     capacity: Capacity | None = None,
     disk: Callable[[Path], int] = free_disk,
-    say: Callable[[str], None] = print_error,
+    report: Callable[[str], None] = print_error,
 ) -> None:
     """Check `share` of the run of `config` (resolved) against this machine before anything of it starts.
 
@@ -83,24 +83,24 @@ def preflight(
     """
     layout = lay_out(config, share.world)
     if capacity is None:
-        capacity = Capacity.here(gpus=share.gpus)
+        capacity = Capacity.measure(gpus=share.uses_gpus)
     faults = _process_faults(config, share, capacity)
-    if not faults and share.model:  # sizes of a crowd that cannot be are not worth counting
+    if not faults and share.has_model:  # sizes of a crowd that cannot be are not worth counting
         stages = stages_here(layout, share)
         faults += _memory_faults(config, layout, share, capacity, stages)
-    if share.keeps:
+    if share.writes_checkpoints:
         faults += _disk_faults(config, disk)
     if faults and config.train.fit == "check":
         raise FitError("\n".join(f"{fault}. This is an estimate: {FORCE} starts all the same" for fault in faults))
     for fault in faults:
-        say(f"train.fit=force: starting although {fault}")
-    if not share.gpus and share.ranks > CROWD * capacity.cores:
-        say(f"{share.ranks} ranks share {capacity.cores} cores: starting will take long and steps will be slow")
+        report(f"train.fit=force: starting although {fault}")
+    if not share.uses_gpus and share.ranks > CROWD * capacity.cores:
+        report(f"{share.ranks} ranks share {capacity.cores} cores: starting will take long and steps will be slow")
 
 
 def check_processes(option: str, count: int, each: int, capacity: Capacity | None = None) -> None:
     """Whether so many processes of at least `each` bytes fit, before the first starts; FitError naming `option`."""
-    capacity = Capacity.here() if capacity is None else capacity
+    capacity = Capacity.measure() if capacity is None else capacity
     if capacity.processes is not None and count > capacity.processes:
         raise FitError(
             f"{option}={count} processes are more than the {capacity.processes:,} that {capacity.processes_from} "
@@ -113,9 +113,9 @@ def check_processes(option: str, count: int, each: int, capacity: Capacity | Non
         )
 
 
-def stages_here(layout: Layout, share: Share) -> dict[int, int]:
+def stages_here(layout: Layout, share: HostShare) -> dict[int, int]:
     """Ranks of each pipeline stage among those that this host starts."""
-    each = layout.grid.world // layout.grid.pipeline  # ranks of a stage follow each other (core/grid.py)
+    each = layout.grid.world_size // layout.grid.pipeline  # ranks of a stage follow each other (core/grid.py)
     first, stop = share.first_rank, share.first_rank + share.ranks
     found = {}
     for stage in range(first // each, -(-stop // each)):
@@ -128,11 +128,11 @@ def checkpoint_bytes(config: Config) -> int:
     return max(4, BYTES[config.train.precision]) * checkpoint_elements(config.optimizer.name, config.model)
 
 
-def own_bytes(share: Share) -> int:
+def own_bytes(share: HostShare) -> int:
     """What the processes that are to start on this host take whatever they train."""
-    if share.running:
+    if share.is_running:
         return 0
-    if share.gpus:
+    if share.uses_gpus:
         return share.ranks * GPU_TRAINER + share.nodes * (AGENT + FORK_SERVER)
     if share.nodes:
         return share.ranks * FORKED + share.nodes * (AGENT + FORK_SERVER)
@@ -140,22 +140,22 @@ def own_bytes(share: Share) -> int:
 
 
 def _memory_faults(
-    config: Config, layout: Layout, share: Share, capacity: Capacity, stages: dict[int, int]
+    config: Config, layout: Layout, share: HostShare, capacity: Capacity, stages: dict[int, int]
 ) -> list[str]:
     memory, schedule = {}, layout.schedule()
-    most = capacity.gpu_memory - GPU_CONTEXT if share.gpus and capacity.gpu_memory is not None else None
+    most = capacity.gpu_memory - GPU_CONTEXT if share.uses_gpus and capacity.gpu_memory is not None else None
     for stage in stages:
-        memory[stage], _ = rank_memory(config, layout.grid, schedule, stage, most, share.gpus > 0)
+        memory[stage], _ = rank_memory(config, layout.grid, schedule, stage, most, share.uses_gpus > 0)
     faults = []
     fullest = max(memory.values(), key=lambda m: m.total)
     sizes = f"model.layers={config.model.layers} x model.hidden={config.model.hidden}, {config.train.precision}"
-    if share.gpus and capacity.gpu_memory is not None and fullest.total + GPU_CONTEXT > capacity.gpu_memory:
+    if share.uses_gpus and capacity.gpu_memory is not None and fullest.total + GPU_CONTEXT > capacity.gpu_memory:
         faults.append(
             f"the fullest rank needs {_size(fullest.total + GPU_CONTEXT)} of GPU memory ({_kinds(fullest)}; {sizes}) "
             f"and the GPU has {_size(capacity.gpu_memory)}; {_remedies(config, fullest.graph_buffers > 0)}"
         )
     host = own_bytes(share)
-    tensors = 0 if share.gpus else sum(memory[stage].total * ranks for stage, ranks in stages.items())
+    tensors = 0 if share.uses_gpus else sum(memory[stage].total * ranks for stage, ranks in stages.items())
     copies = _staged(config, share)
     if capacity.memory is not None and host + tensors + copies > capacity.memory:
         parts = []
@@ -176,11 +176,11 @@ def _memory_faults(
     return faults
 
 
-def _staged(config: Config, share: Share) -> int:
+def _staged(config: Config, share: HostShare) -> int:
     """Copies of the state that checkpoint services keep in this host's memory: its own, and as many of its peers, two
     at least, where there are peers."""
     settings = config.checkpoint
-    if not settings.background or not share.keeps:
+    if not settings.background or not share.writes_checkpoints:
         return 0
     slots = settings.slots or (2 if settings.memory_interval else 1)
     if settings.replicas and (share.ranks < share.world or (share.nodes and config.resilience.nodes > 1)):
@@ -188,11 +188,11 @@ def _staged(config: Config, share: Share) -> int:
     return slots * checkpoint_bytes(config) * share.ranks // share.world
 
 
-def _process_faults(config: Config, share: Share, capacity: Capacity) -> list[str]:
+def _process_faults(config: Config, share: HostShare, capacity: Capacity) -> list[str]:
     """Processes, threads and open files; and memory for processes alone, before sizes of tensors are looked at."""
     faults = []
     threads = config.train.threads or max(1, capacity.cores // max(1, share.ranks))
-    tasks = 0 if share.running else share.ranks * (THREADS + threads) + 3 * share.nodes
+    tasks = 0 if share.is_running else share.ranks * (THREADS + threads) + 3 * share.nodes
     if capacity.processes is not None and tasks > capacity.processes:
         faults.append(
             f"{_ranks(share)} need {tasks:,} processes and threads and {capacity.processes_from} leaves "
@@ -243,13 +243,13 @@ def _remedies(config: Config, graphs: bool = False) -> str:
     return f"{tried}use more or larger devices or a smaller model (`megascale plan` shows what a layout needs)"
 
 
-def _fewer(share: Share) -> str:
+def _fewer(share: HostShare) -> str:
     if share.nodes:
         return "lower --nodes (resilience.nodes) or --spares"
     return "lower parallel.data, parallel.tensor or parallel.pipeline"
 
 
-def _ranks(share: Share) -> str:
+def _ranks(share: HostShare) -> str:
     ranks = f"{share.ranks} rank{'s' * (share.ranks != 1)}"
     return f"{ranks} on {share.nodes} nodes (spares included)" if share.nodes else ranks
 

@@ -32,7 +32,7 @@ DurationOf = Callable[[int, Action], float]
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class ActionGraph:
     """A schedule compiled for replay: build once, replay many times.
 
     Actions of all stages stand one after another in list order; index n is the n-th. A SEND and its RECV share one
@@ -55,11 +55,11 @@ class Graph:
     chunk: np.ndarray
     microbatch: np.ndarray
     partner: np.ndarray
-    before: np.ndarray
+    predecessors: np.ndarray
     levels: tuple[np.ndarray, ...]
 
     @classmethod
-    def of(cls, schedule: Schedule) -> Graph:
+    def compile(cls, schedule: Schedule) -> ActionGraph:
         """Compile; ValueError if the schedule can never finish (see core/checker.py)."""
         sizes = [len(t) for t in schedule.table]
         stage = np.repeat(np.arange(schedule.stages), sizes)
@@ -69,16 +69,16 @@ class Graph:
         real = ~np.isin(kind, _RECEIVES)
         return cls(schedule, stage, kind, chunk, microbatch, partner, before, _levels(before, real))
 
-    def awaiting(self, extra: np.ndarray) -> Graph:
+    def awaiting(self, extra: np.ndarray) -> ActionGraph:
         """The same actions with more waits: action n also awaits actions extra[n], [actions, k], -1 where none.
 
         For engines that do more than the schedule asks, such as blocking exchanges. ValueError if that deadlocks.
         """
-        before = np.concatenate([self.before, extra], axis=1)
+        before = np.concatenate([self.predecessors, extra], axis=1)
         return replace(self, before=before, levels=_levels(before, ~np.isin(self.kind, _RECEIVES)))
 
     @property
-    def actions(self) -> int:
+    def action_count(self) -> int:
         """Number of actions over all stages."""
         return len(self.kind)
 
@@ -97,7 +97,7 @@ class Graph:
         reduce: object = 0.0,
     ) -> np.ndarray:
         """Durations [actions] from scalars or arrays [stages, virtual] for each kind (a RECV takes none itself)."""
-        shape = (self.schedule.stages, self.schedule.virtual)
+        shape = (self.schedule.stages, self.schedule.virtual_stages)
         costs = (forward, backward, send_forward, 0.0, send_backward, 0.0, gather, reduce)
         table = np.stack([np.broadcast_to(np.asarray(c, dtype=float), shape) for c in costs])
         return table[self.kind, self.stage, self.chunk]
@@ -114,10 +114,10 @@ class Timeline:
         moving: as start, but for SEND and RECV the moment at which both sides were ready.
     """
 
-    graph: Graph
+    graph: ActionGraph
     start: np.ndarray
     end: np.ndarray
-    moving: np.ndarray
+    transfer_start: np.ndarray
 
     @property
     def makespan(self) -> np.ndarray:
@@ -134,7 +134,7 @@ class Timeline:
         graph = self.graph
         mine = (graph.stream == STREAMS.index(stream)) & ~np.isin(graph.kind, _RECEIVES)
         total = np.zeros((graph.schedule.stages, *self.end.shape[1:]))
-        np.add.at(total, graph.stage[mine], (self.end - self.moving)[mine])
+        np.add.at(total, graph.stage[mine], (self.end - self.transfer_start)[mine])
         return total
 
     @property
@@ -143,7 +143,7 @@ class Timeline:
         busy = self.busy.max(axis=0)
         return (self.makespan - busy) / busy
 
-    def waits(self) -> dict[str, np.ndarray]:
+    def idle_times(self) -> dict[str, np.ndarray]:
         """Idle time of each stage's compute stream by cause, [stages, ...]; with `busy` they add up to the makespan.
 
         send: a transfer or a full send buffer was moving bytes meanwhile; gather: parameters were being gathered;
@@ -151,15 +151,17 @@ class Timeline:
         """
         graph, tail = self.graph, self.end.shape[1:]
         compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
-        previous = graph.before[compute, 0]
+        previous = graph.predecessors[compute, 0]
         idle_from = np.where(_column(previous >= 0, tail), self.end[previous], 0.0)
         gap = self.start[compute] - idle_from
         stages = graph.stage[compute]
         out = {name: np.zeros((graph.schedule.stages, *tail)) for name in ("send", "gather", "reduce", "bubble")}
         for name, columns in (("gather", (2,)), ("send", (1, 3, 5, 6))):
             for column in columns:
-                cause = graph.before[compute, column]
-                over = np.minimum(self.end[cause], self.start[compute]) - np.maximum(self.moving[cause], idle_from)
+                cause = graph.predecessors[compute, column]
+                over = np.minimum(self.end[cause], self.start[compute]) - np.maximum(
+                    self.transfer_start[cause], idle_from
+                )
                 share = np.minimum(np.where(_column(cause >= 0, tail), np.maximum(over, 0.0), 0.0), gap)
                 np.add.at(out[name], stages, share)
                 gap = gap - share
@@ -179,18 +181,20 @@ class Timeline:
         What a model of mutual slow-down needs: stretch durations by it and replay again. One replica only.
         """
         graph = self.graph
-        out = np.zeros(graph.actions)
+        out = np.zeros(graph.action_count)
         real = ~np.isin(graph.kind, _RECEIVES)
         for s in range(graph.schedule.stages):
             here = (graph.stage == s) & real
             mine = np.flatnonzero(here & (graph.stream == STREAMS.index(stream)))
             theirs = np.flatnonzero(here & (graph.stream == STREAMS.index(other)))
             if len(mine) and len(theirs):
-                out[mine] = _busy_between(self.moving[theirs], self.end[theirs], self.moving[mine], self.end[mine])
+                out[mine] = _busy_between(
+                    self.transfer_start[theirs], self.end[theirs], self.transfer_start[mine], self.end[mine]
+                )
         return out
 
 
-def replay(schedule: Schedule | Graph, durations: np.ndarray | DurationOf) -> Timeline:
+def replay_schedule(schedule: Schedule | ActionGraph, durations: np.ndarray | DurationOf) -> Timeline:
     """Run a schedule against durations.
 
     Args:
@@ -198,17 +202,17 @@ def replay(schedule: Schedule | Graph, durations: np.ndarray | DurationOf) -> Ti
         durations: [actions] or [actions, replicas] in the Graph's order, or a function of (stage, action). A
             transfer's duration is its SEND's; a RECV's own is not used.
     """
-    graph = schedule if isinstance(schedule, Graph) else Graph.of(schedule)
+    graph = schedule if isinstance(schedule, ActionGraph) else ActionGraph.compile(schedule)
     if callable(durations):
         pairs = ((s, action) for s, actions in enumerate(graph.schedule) for action in actions)
         durations = np.array([durations(s, action) for s, action in pairs], dtype=float)
     durations = np.asarray(durations, dtype=float)
-    if durations.shape[0] != graph.actions:
-        raise ValueError(f"durations of {durations.shape[0]} actions for a schedule of {graph.actions}")
+    if durations.shape[0] != graph.action_count:
+        raise ValueError(f"durations of {durations.shape[0]} actions for a schedule of {graph.action_count}")
     tail = durations.shape[1:]
     # One more row, always zero, stands for "awaits nothing": index -1 reads it.
-    end = np.zeros((graph.actions + 1, *tail))
-    before = graph.before
+    end = np.zeros((graph.action_count + 1, *tail))
+    before = graph.predecessors
     for level in graph.levels:
         end[level] = end[before[level]].max(axis=1) + durations[level]
     moving = end[:-1] - durations
@@ -223,14 +227,14 @@ def replay(schedule: Schedule | Graph, durations: np.ndarray | DurationOf) -> Ti
     return Timeline(graph, start, end[:-1], moving)
 
 
-def what_if(graph: Graph, durations: np.ndarray) -> dict[str, np.ndarray]:
+def what_if(graph: ActionGraph, durations: np.ndarray) -> dict[str, np.ndarray]:
     """Exposed (non-overlapped) time of each stream but compute: how much sooner the step ends were its work free."""
-    base = replay(graph, durations).makespan
+    base = replay_schedule(graph, durations).makespan
     out = {}
     for index, stream in enumerate(STREAMS[1:], start=1):
         without = durations.copy()
         without[graph.stream == index] = 0.0
-        out[stream] = base - replay(graph, without).makespan
+        out[stream] = base - replay_schedule(graph, without).makespan
     return out
 
 
@@ -258,7 +262,7 @@ def _previous(marks: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def _key(schedule: Schedule, stage: np.ndarray, chunk: np.ndarray, microbatch: np.ndarray) -> np.ndarray:
-    return (stage * schedule.virtual + chunk) * schedule.microbatches + microbatch
+    return (stage * schedule.virtual_stages + chunk) * schedule.microbatches + microbatch
 
 
 def _partners(
@@ -295,7 +299,7 @@ def _dependencies(
     """The array `Graph.before`."""
     before = np.full((len(kind), 7), -1)
     before[:, 0] = _previous(kind <= ActionKind.BACKWARD, stage)
-    size = schedule.stages * schedule.virtual * schedule.microbatches
+    size = schedule.stages * schedule.virtual_stages * schedule.microbatches
     key = _key(schedule, stage, chunk, np.maximum(microbatch, 0))
     at: dict[ActionKind, np.ndarray] = {}
     for k in ActionKind:
@@ -320,17 +324,17 @@ def _dependencies(
         before[at[compute][key[sends]], 3] = held
     reduces, backwards = np.flatnonzero(kind == ActionKind.REDUCE_GRADS), np.flatnonzero(kind == ActionKind.BACKWARD)
     # A chunk's next backward after the reduction in the list: of all sorted by chunk, then position.
-    by_chunk = np.lexsort((backwards, stage[backwards] * schedule.virtual + chunk[backwards]))
-    place = (stage * schedule.virtual + chunk) * len(kind) + np.arange(len(kind))
+    by_chunk = np.lexsort((backwards, stage[backwards] * schedule.virtual_stages + chunk[backwards]))
+    place = (stage * schedule.virtual_stages + chunk) * len(kind) + np.arange(len(kind))
     before[reduces, 0] = backwards[by_chunk][np.searchsorted(place[backwards][by_chunk], place[reduces])]
     # The first forward of a chunk awaits its gather.
     forwards = np.flatnonzero(kind == ActionKind.FORWARD)
-    _, first = np.unique(stage[forwards] * schedule.virtual + chunk[forwards], return_index=True)
+    _, first = np.unique(stage[forwards] * schedule.virtual_stages + chunk[forwards], return_index=True)
     first = forwards[first]
     gathers = np.flatnonzero(kind == ActionKind.GATHER_PARAMS)
     gathered = np.full(schedule.chunks, -1)
-    gathered[stage[gathers] * schedule.virtual + chunk[gathers]] = gathers
-    before[first, 2] = gathered[stage[first] * schedule.virtual + chunk[first]]
+    gathered[stage[gathers] * schedule.virtual_stages + chunk[gathers]] = gathers
+    before[first, 2] = gathered[stage[first] * schedule.virtual_stages + chunk[first]]
     # A transfer also awaits the compute before its RECV on the other side.
     sends = np.flatnonzero(np.isin(kind, _SENDS))
     before[sends, 1] = before[partner[sends], 0]

@@ -56,7 +56,7 @@ class Holder:
         return f"process {self.pid} on {self.host} ({self.what}, since {self.since})"
 
 
-class Busy(ConfigError):
+class RunBusyError(ConfigError):
     """Somebody else trains here (exit 2)."""
 
 
@@ -116,7 +116,7 @@ def _drop_all() -> None:
 os.register_at_fork(after_in_child=_drop_all)
 
 
-def take(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
+def acquire_trainer_lock(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
     """The right to train in a folder (of a run, or of checkpoints), or to change what is there.
 
     Args:
@@ -139,7 +139,7 @@ def take(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock
     return _told(lock, folder)
 
 
-def check(folder: Path, grace_period: float = GRACE_PERIOD) -> None:
+def check_available(folder: Path, grace_period: float = GRACE_PERIOD) -> None:
     """Raise what `take` would, before anything is started."""
     if (folder / TRAINERS).exists() or (folder / DRIVERS).exists():
         _claim(folder, grace_period).drop()
@@ -232,7 +232,7 @@ def _read(path: Path) -> Holder:
         return Holder()
 
 
-def _busy(folder: Path, holder: Holder) -> Busy:
+def _busy(folder: Path, holder: Holder) -> RunBusyError:
     if holder.driver:
         remedy = (
             f"`megascale events {folder}` tells how its job stands, Ctrl-C in its terminal saves and ends it, and "
@@ -240,4 +240,4 @@ def _busy(folder: Path, holder: Holder) -> Busy:
         )
     else:
         remedy = "wait for it, or end it (it saves on SIGTERM)"
-    return Busy(f"{folder} is in use by {holder}: {remedy}; for a run beside it give another --train.name")
+    return RunBusyError(f"{folder} is in use by {holder}: {remedy}; for a run beside it give another --train.name")

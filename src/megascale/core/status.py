@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from megascale.core import strict_json
-from megascale.core.calls import MOST_RANKS, read_calls
+from megascale.core.calls import MAX_RANKS, read_calls
 from megascale.core.failure import reserve
 from megascale.core.untrusted_files import open_regular
 
@@ -48,7 +48,7 @@ class Status:
         compute_seconds: of the last step, without the time this rank waited for others.
     """
 
-    rank: Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     pid: Annotated[int, Meta(ge=0, lt=1 << 31)]
     phase: _Word
     step: _Step

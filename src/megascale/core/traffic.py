@@ -37,7 +37,7 @@ class TrafficEstimate:
 
 def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
     """Whether `data` data-parallel ranks gather matrices as float8: parallel.gather_precision with auto resolved."""
-    can = LINEAR_PRECISIONS[linear_precision].gathered is not None and parallel.zero > 0 and data > 1
+    can = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is not None and parallel.zero > 0 and data > 1
     return can and parallel.gather_precision != "default"
 
 
@@ -49,7 +49,7 @@ def gathered_bytes(
     if not gathers_float8(parallel, linear_precision, data):
         return width * count
     matrices = stage_matrices(model, parallel, stage)
-    return width * (count - matrices) + (LINEAR_PRECISIONS[linear_precision].gathered or width) * matrices
+    return width * (count - matrices) + (LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or width) * matrices
 
 
 def layer_collectives(model: ModelConfig) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def stage_traffic(
     gathers, scatters = layer_collectives(model)
     # Forward, its mirror in backward, inputs gathered again; full recompute runs the forward twice.
     passes = 2 if parallel.recompute == "full" else 1
-    moves = round(sum(own.count for own in layers) * ((gathers + scatters) * (1 + passes) + gathers))
+    moves = round(sum(own.layer_count for own in layers) * ((gathers + scatters) * (1 + passes) + gathers))
     # Embedding: scatter forward, gather backward. Logits: gather forward, scatter backward.
     moves += 2 * (stage == 0) + 2 * (stage == grid.pipeline - 1)
     kinds = schedule.table[stage][:, 0]
@@ -96,5 +96,5 @@ def stage_traffic(
         if parallel.zero
         else 0.0,
         data_reduce=share * reduce_bytes * count * (2 if parallel.zero == 0 else reductions),
-        embedding=float(master * prod(output_matrix(model).local(t))) if tied else 0.0,
+        embedding=float(master * prod(output_matrix(model).local_shape(t))) if tied else 0.0,
     )

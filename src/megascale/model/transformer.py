@@ -63,7 +63,7 @@ class Chunk(nn.Module):
         tokens, *positions = embedding_tensors(model)
         self.token_embedding = self._local(tokens) if tied_here else None
         self.position_embedding = self._local(positions[0]) if first and positions else None
-        own = ChunkLayers.of(layers) if isinstance(layers, range) else layers
+        own = ChunkLayers.from_range(layers) if isinstance(layers, range) else layers
         self.blocks = nn.ModuleList(
             make_block(LayerSetup(model, i, self.linears, dtype), recompute, half) for i, half in own
         )
@@ -82,7 +82,7 @@ class Chunk(nn.Module):
         embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.first and p is not None]
         return [embeddings, *blocks, list(self.parameters())]
 
-    def matrices(self) -> dict[str, torch.Tensor]:
+    def linear_weights(self) -> dict[str, torch.Tensor]:
         """The weights [O, I] that `linears` multiplies with, by the logical tensors in them; not the vocabulary's."""
         linears = [part for part in self.modules() if isinstance(part, ColumnLinear | RowLinear)]
         return {" + ".join(piece.name for piece in spec_of(m.weight).pieces): m.weight for m in linears}

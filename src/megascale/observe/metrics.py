@@ -23,7 +23,7 @@ from megascale.config import Config
 from megascale.config.parts import SINKS, PartFacts
 from megascale.config.registry import Registry
 from megascale.core import strict_json
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 
 
 class MetricSink(Protocol):
@@ -115,7 +115,7 @@ class Wandb:
             import wandb
         except ImportError:
             raise ConfigError(
-                f"observe.wandb={project!r} needs the package wandb; {remedy('wandb')} or leave the key out"
+                f"observe.wandb={project!r} needs the package wandb; {describe_install('wandb')} or leave the key out"
             ) from None
         identity_file = run / "wandb-id"
         identity = identity_file.read_text().strip() if identity_file.exists() else secrets.token_hex(4)

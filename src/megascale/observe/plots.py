@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megascale.core.bounded_lines import RecordReader
-from megascale.core.strict_json import number
+from megascale.core.strict_json import to_float
 from megascale.errors import DataError
 
 Axis = Literal["tokens", "steps", "hours"]
@@ -98,7 +98,7 @@ class Curves:
 
 def _parse_number(value: Any) -> float:
     """Return a value that can be drawn, or NaN."""
-    parsed = number(value)
+    parsed = to_float(value)
     if not abs(parsed) <= _LARGEST:
         return math.nan
     return parsed if abs(parsed) * _LARGEST >= 1 else 0.0

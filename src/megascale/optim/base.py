@@ -36,7 +36,7 @@ class StatePart:
     segments: Segments
     state: dict[str, torch.Tensor]
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
         """This part of a tensor as long as the shard."""
         return flat[self.start : self.stop]
 
@@ -81,7 +81,7 @@ class Shards:
     """
 
     states: Sequence[ShardState]
-    order: Sequence[ShardState]
+    update_order: Sequence[ShardState]
     names: Sequence[str]
     tensor: Axis = SINGLE_RANK
     stage: Axis = SINGLE_RANK
@@ -93,7 +93,7 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class Step:
+class UpdateStep:
     """One update.
 
     Attributes:
@@ -105,7 +105,7 @@ class Step:
 
     learning_rate: float
     number: int
-    scale: torch.Tensor | None
+    grad_scale: torch.Tensor | None
     skip: torch.Tensor
 
 
@@ -116,7 +116,7 @@ class Rule(ABC):
         self.config, self.shards = config, shards
 
     @abstractmethod
-    def update(self, step: Step, updated: Callable[[FlatShard], None]) -> None:
+    def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
         """Update master weights, weights in use and state in place; never makes the host wait.
 
         Calls updated(shard) for each of `shards.order` in that order, as soon as its weights in use are written:
@@ -128,7 +128,7 @@ def cut_parts(shard: FlatShard, master: torch.Tensor, facts: OptimizerFacts, ids
     """The parts of a shard, with their state at zero; `ids`: numbers of all logical tensors."""
     groups: list[tuple[tuple[str, ...], list[Extent]]] = []
     for extent in shard.extents:
-        kept = facts.state(extent.piece.name, extent.piece.shape)
+        kept = facts.state_names(extent.piece.name, extent.piece.shape)
         if groups and groups[-1][0] == kept:
             groups[-1][1].append(extent)
         else:

@@ -14,7 +14,7 @@ import torch
 from megascale import torch_private
 from megascale.config import OptimizerConfig
 from megascale.config.optimizers import OPTIMIZERS
-from megascale.optim.base import Shards, ShardState, Step, cut_parts
+from megascale.optim.base import Shards, ShardState, UpdateStep, cut_parts
 from megascale.optim.rules import RULES
 from megascale.parallel.buffers import Extent, FlatShard, ParamAndGradBuffer, extent_boxes
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce
@@ -91,7 +91,7 @@ class ShardedOptimizer:
         if config.clip:
             scale = (config.clip / (norm + 1e-6)).clamp(max=1.0)
         skip = ~torch.isfinite(norm)
-        self.rule.update(Step(learning_rate, step, scale, skip), updated)
+        self.rule.update(UpdateStep(learning_rate, step, scale, skip), updated)
         return norm, piggybacked_scalars
 
     def _summed(

@@ -6,29 +6,29 @@ from collections.abc import Callable
 
 from megascale.config import OptimizerConfig
 from megascale.ops.adamw import adamw_apply
-from megascale.optim.base import Rule, ShardState, StatePart, Step
+from megascale.optim.base import Rule, ShardState, StatePart, UpdateStep
 from megascale.parallel.buffers import FlatShard
 
 
 class ShardedAdamW(Rule):
     """State: exp_avg and exp_avg_sq of every tensor."""
 
-    def update(self, step: Step, updated: Callable[[FlatShard], None]) -> None:
+    def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
         """One pass over each shard."""
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             for part in s.parts:
                 adamw_part(self.config, s, part, step)
             updated(s.shard)
 
 
-def adamw_part(config: OptimizerConfig, s: ShardState, part: StatePart, step: Step) -> None:
+def adamw_part(config: OptimizerConfig, s: ShardState, part: StatePart, step: UpdateStep) -> None:
     """AdamW on a part that keeps its moments."""
     adamw_apply(
-        part.of(s.master),
+        part.view(s.master),
         part.state["exp_avg"],
         part.state["exp_avg_sq"],
-        part.of(s.shard.grads),
-        None if s.param_out is None else part.of(s.param_out),
+        part.view(s.shard.grads),
+        None if s.param_out is None else part.view(s.param_out),
         lr=step.learning_rate,
         beta1=config.beta1,
         beta2=config.beta2,
@@ -36,6 +36,6 @@ def adamw_part(config: OptimizerConfig, s: ShardState, part: StatePart, step: St
         weight_decay=config.weight_decay,
         step=step.number,
         segments=part.segments,
-        grad_scale=step.scale,
+        grad_scale=step.grad_scale,
         skip=step.skip,
     )

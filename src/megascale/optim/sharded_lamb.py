@@ -9,7 +9,7 @@ import torch
 
 from megascale.config import OptimizerConfig
 from megascale.ops.lamb import lamb_apply, lamb_direction
-from megascale.optim.base import Rule, Shards, Step
+from megascale.optim.base import Rule, Shards, UpdateStep
 from megascale.parallel.buffers import FlatShard
 from megascale.parallel.collectives import all_reduce
 
@@ -28,16 +28,16 @@ class ShardedLamb(Rule):
                 self._adapted[ids[e.piece.name]] = float(e.piece.decay)
                 self._counted[ids[e.piece.name]] = float(shards.tensor.rank == 0 or not e.spec.replicated)
 
-    def update(self, step: Step, updated: Callable[[FlatShard], None]) -> None:
+    def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
         """Directions and sums over all shards, one all-reduce, then the weights."""
         config = self.config
         sums = torch.zeros(2, len(self.shards.names), dtype=torch.float64, device=step.skip.device)
         for s in self.shards.states:
             for part in s.parts:
-                grads = part.of(s.shard.grads)
+                grads = part.view(s.shard.grads)
                 # The gradient has served once its direction is known, so the direction takes its place.
                 sums += lamb_direction(
-                    part.of(s.master),
+                    part.view(s.master),
                     part.state["exp_avg"],
                     part.state["exp_avg_sq"],
                     grads,
@@ -49,16 +49,16 @@ class ShardedLamb(Rule):
                     step=step.number,
                     segments=part.segments,
                     bias_correction=config.lamb_bias_correction,
-                    grad_scale=step.scale,
+                    grad_scale=step.grad_scale,
                     skip=step.skip,
                 )
         sums = all_reduce(sums * self._counted, self.shards.stage).wait() * self._adapted
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             for part in s.parts:
                 lamb_apply(
-                    part.of(s.master),
-                    part.of(s.shard.grads),
-                    None if s.param_out is None else part.of(s.param_out),
+                    part.view(s.master),
+                    part.view(s.shard.grads),
+                    None if s.param_out is None else part.view(s.param_out),
                     sums,
                     lr=step.learning_rate,
                     trust_min=config.trust_min,

@@ -26,7 +26,7 @@ from megascale import torch_private
 from megascale.config import OptimizerConfig
 from megascale.core.tensors import Box, flat_boxes
 from megascale.ops.newton_schulz import newton_schulz
-from megascale.optim.base import Rule, Shards, ShardState, StatePart, Step
+from megascale.optim.base import Rule, Shards, ShardState, StatePart, UpdateStep
 from megascale.optim.sharded_adamw import adamw_part
 from megascale.parallel.buffers import FlatShard
 from megascale.parallel.collectives import Axis, all_to_all
@@ -72,13 +72,13 @@ class ShardedMuon(Rule):
         self._batches = batches({n: shape for n, shape in sorted(shapes.items()) if owner[n] == shards.stage.rank})
         self._parts = [(s, part) for s in shards.states for part in s.parts if "momentum" in part.state]
 
-    def update(self, step: Step, updated: Callable[[FlatShard], None]) -> None:
+    def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
         """Momentum to the owners, AdamW under it, updates back, then the matrices."""
         stage = self.shards.stage
         directions = {id(part): self._direction(s, part, step) for s, part in self._parts}
         sent = _cat([directions[id(part)][a:b] for part, a, b in self._out], self.shards.states[0])
         arriving = all_to_all(sent, self._to, self._from, stage, self._sent)
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             for part in s.parts:
                 if "momentum" not in part.state:
                     adamw_part(self.config, s, part, step)
@@ -87,18 +87,18 @@ class ShardedMuon(Rule):
         runs = returned.split([b - a for _, a, b in self._out]) if self._out else []
         if runs:
             torch_private.foreach_copy_([directions[id(part)][a:b] for part, a, b in self._out], list(runs))
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             for part in s.parts:
                 if (direction := directions.get(id(part))) is not None:
                     self._apply(s, part, direction, step)
             updated(s.shard)
 
-    def _direction(self, s: ShardState, part: StatePart, step: Step) -> torch.Tensor:
+    def _direction(self, s: ShardState, part: StatePart, step: UpdateStep) -> torch.Tensor:
         """Update the part's momentum; what is to be orthogonalised, in the type of the GEMMs."""
         held, beta = part.state["momentum"], self.config.muon_momentum
-        grad = part.of(s.shard.grads).to(held.dtype)
-        if step.scale is not None:
-            grad = grad * step.scale.to(held.dtype)
+        grad = part.view(s.shard.grads).to(held.dtype)
+        if step.grad_scale is not None:
+            grad = grad * step.grad_scale.to(held.dtype)
         new = torch.add(grad, held, alpha=beta)
         direction = torch.add(grad, new, alpha=beta) if self.config.muon_nesterov else new
         held.copy_(torch.where(step.skip, held, new))
@@ -129,13 +129,13 @@ class ShardedMuon(Rule):
         torch_private.foreach_copy_(runs, views)
         return arrived
 
-    def _apply(self, s: ShardState, part: StatePart, direction: torch.Tensor, step: Step) -> None:
-        master = part.of(s.master)
+    def _apply(self, s: ShardState, part: StatePart, direction: torch.Tensor, step: UpdateStep) -> None:
+        master = part.view(s.master)
         new = master * (1 - step.learning_rate * self.config.weight_decay)
         new.sub_(direction.to(master.dtype), alpha=step.learning_rate)
         master.copy_(torch.where(step.skip, master, new))
         if s.param_out is not None:
-            part.of(s.param_out).copy_(master)
+            part.view(s.param_out).copy_(master)
 
 
 def owners(shapes: Mapping[str, Shape], ranks: int) -> dict[str, int]:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.core.calls import NoCalls
+from megascale.core.calls import NullCallLog
 from megascale.core.schedule import Action, ActionKind
 from megascale.ops.gradient_sink import GradientSink, sink_of
 from megascale.parallel.buffers import ParamAndGradBuffer
@@ -255,7 +255,7 @@ class ChunkGraphs:
         if exchange is None:
             yield
             return
-        record, self._runtime.calls = self._runtime.calls, NoCalls()
+        record, self._runtime.calls = self._runtime.calls, NullCallLog()
         try:
             with exchange.capture() as calls:
                 told.append(calls)

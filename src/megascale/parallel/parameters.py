@@ -36,11 +36,14 @@ class Spec:
 def local_parameter(tensors: Sequence[LogicalTensor], rank: int, ranks: int, dtype: torch.dtype) -> nn.Parameter:
     """What tensor-parallel rank `rank` of `ranks` holds of logical tensors that are cut and begin alike, stacked."""
     first = tensors[0]
-    assert all((t.cut, t.std, t.value) == (first.cut, first.std, first.value) for t in tensors), tensors
-    rows = sum(tensor.local(ranks)[0] for tensor in tensors)
+    assert all(
+        (t.partition_dim, t.init_std, t.init_value) == (first.partition_dim, first.init_std, first.init_value)
+        for t in tensors
+    ), tensors
+    rows = sum(tensor.local_shape(ranks)[0] for tensor in tensors)
     pieces = tuple(tensor.piece(rank, ranks) for tensor in tensors)
-    spec = Spec(pieces, first.std, first.value, replicated=first.cut is None)
-    return parameter((rows, *first.local(ranks)[1:]), spec, dtype)
+    spec = Spec(pieces, first.init_std, first.init_value, replicated=first.partition_dim is None)
+    return parameter((rows, *first.local_shape(ranks)[1:]), spec, dtype)
 
 
 def parameter(shape: tuple[int, ...], spec: Spec, dtype: torch.dtype) -> nn.Parameter:

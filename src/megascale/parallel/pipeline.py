@@ -100,8 +100,8 @@ class PipelineExecutor:
         started: set[int] = set()
         recorder = self.runtime.recorder
         for index, (kind, chunk, i) in enumerate(self.actions):
-            self.runtime.calls.at(_LABELS[kind], chunk, i, index)
-            recorder.begin(kind, chunk, i)
+            self.runtime.calls.set_action(_LABELS[kind], chunk, i, index)
+            recorder.begin_action(kind, chunk, i)
             if kind.is_compute and self.schedule.exposed:
                 for queue in sending.values():
                     self._free(queue, 0)
@@ -143,7 +143,7 @@ class PipelineExecutor:
                 data.start_gather(chunk)
             elif kind == ActionKind.REDUCE_GRADS:
                 data.arm_reductions(chunk)
-            recorder.end()
+            recorder.end_action()
         for queue in sending.values():
             for _, pending in queue:
                 pending.wait()
@@ -155,9 +155,9 @@ class PipelineExecutor:
         outputs, single_stage = [], self.schedule.stages == 1
         for i in range(microbatches):
             y = None
-            for chunk in range(self.schedule.virtual):
+            for chunk in range(self.schedule.virtual_stages):
                 x = y if single_stage else None
-                self.runtime.calls.at(b"evaluate", chunk, i)
+                self.runtime.calls.set_action(b"evaluate", chunk, i)
                 if not single_stage and not self._is_first(chunk):
                     x, pending = self._receive(ActionKind.RECV_FORWARD)
                     pending.wait()

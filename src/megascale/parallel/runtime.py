@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megascale.core.calls import NoCalls
+from megascale.core.calls import NullCallLog
 from megascale.core.spans import Mark, NoRecorder, Recorder, SpanKind
 from megascale.ops import side_stream
 from megascale.ops.attention import AttentionChooser
@@ -34,7 +34,7 @@ class Runtime:
             works (ops/dispatch.py).
     """
 
-    calls: NoCalls = field(default_factory=NoCalls)
+    calls: NullCallLog = field(default_factory=NullCallLog)
     recorder: Recorder = field(default_factory=NoRecorder)
     stream: InlineStream = field(default_factory=_in_order)
     attention: AttentionChooser = field(default_factory=AttentionChooser)
@@ -56,7 +56,7 @@ class Runtime:
 
         waited_on: the rank that has to act too, -1 for several.
         """
-        return Transfer(self, self.calls.begin(group, op, nbytes), axis, nbytes, waited_on)
+        return Transfer(self, self.calls.begin_call(group, op, nbytes), axis, nbytes, waited_on)
 
 
 class Transfer:
@@ -66,17 +66,17 @@ class Transfer:
 
     def __init__(self, runtime: Runtime, call: int, axis: int, nbytes: int, waited_on: int) -> None:
         self._runtime, self._call, self._axis, self._bytes, self._waited_on = runtime, call, axis, nbytes, waited_on
-        self._since = runtime.recorder.launched(axis, nbytes)
+        self._since = runtime.recorder.begin_transfer(axis, nbytes)
 
     def waiting(self) -> Mark:
         """The stream, or on a CPU the host, now waits for it."""
-        self._runtime.calls.wait(self._call)
+        self._runtime.calls.begin_wait(self._call)
         return self._runtime.recorder.mark()
 
     def done(self, waiting: Mark = None) -> None:
         """It has ended; waiting: what `waiting` gave."""
-        self._runtime.calls.done(self._call)
+        self._runtime.calls.end_call(self._call)
         recorder = self._runtime.recorder
         if waiting is not None:
-            recorder.waited(waiting, SpanKind.WAIT, self._axis, self._waited_on)
-        recorder.landed(self._since, self._axis, self._bytes, self._waited_on)
+            recorder.record_wait(waiting, SpanKind.WAIT, self._axis, self._waited_on)
+        recorder.end_transfer(self._since, self._axis, self._bytes, self._waited_on)

@@ -253,7 +253,7 @@ def shutdown(groups: Groups, failed: bool = False) -> None:
 
 
 def _leave(store: Any, groups: Groups) -> None:
-    last = store.add("left", 1) == groups.grid.world
+    last = store.add("left", 1) == groups.grid.world_size
     if hasattr(store, "remove_all"):
         if last:
             store.remove_all()

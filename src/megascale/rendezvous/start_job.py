@@ -168,8 +168,8 @@ def _start_groups(
         timeout=group_timeout,
         store=dist.PrefixStore("job", store),
         channels={
-            **dict.fromkeys(DIRECTIONS, config.overlap.channels("pipeline")),
-            **dict.fromkeys(("data_gather", "data_reduce"), config.overlap.channels("data")),
+            **dict.fromkeys(DIRECTIONS, config.overlap.max_channels("pipeline")),
+            **dict.fromkeys(("data_gather", "data_reduce"), config.overlap.max_channels("data")),
         },
     )
     groups.root_store = store

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megascale.core.replay import Graph, Timeline, replay
+from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import ActionKind
 from megascale.core.schedule_registry import checked_schedule
 from megascale.simulate.calibration import Constants
@@ -71,7 +71,7 @@ def simulate(
     p, v, m = int(case.pipeline), int(case.virtual), int(case.microbatches)
     times = stage_times(cluster, case, constants, network)
     group = int(case.micro_batch_group_size) or None
-    graph = Graph.of(checked_schedule(schedule, p, v, m, bool(case.reduce_each), group))
+    graph = ActionGraph.compile(checked_schedule(schedule, p, v, m, bool(case.reduce_each), group))
     blocking = float(times.exchanges) > 0
     if blocking:
         graph = graph.awaiting(blocking_waits(graph))
@@ -97,11 +97,11 @@ def simulate(
     if jitter > 0:
         noise = np.random.default_rng(seed).normal(0.0, jitter, size=(int(compute.sum()), len(kinds)))
         each[compute] *= np.maximum(0.5, 1.0 + noise)
-    timeline = replay(graph, each)
+    timeline = replay_schedule(graph, each)
     reduced = _reduced(graph, timeline, case, times, stage_shares)
     makespan = timeline.makespan
     last = int(makespan.argmax())
-    one = Timeline(graph, timeline.start[:, last], timeline.end[:, last], timeline.moving[:, last])
+    one = Timeline(graph, timeline.start[:, last], timeline.end[:, last], timeline.transfer_start[:, last])
     tail = float(times.optimizer) + (0.0 if case.dp_overlap else float(times.gather))
     seconds = float(reduced.max()) + tail + float(times.tied) + float(late_seconds(cluster, case, constants))
     return SimulatedEvent(seconds, one, makespan[which], reduced, times, slow)
@@ -111,13 +111,13 @@ def _durations(
     cluster: ClusterSpec,
     case: Case,
     times: StageTimes,
-    graph: Graph,
+    graph: ActionGraph,
     blocking: bool,
     layers: np.ndarray | None,
     shares: np.ndarray,
 ) -> np.ndarray:
     """Seconds of each action of a replica of healthy hosts; shares: [stages] of collectives' times."""
-    p, v = graph.schedule.stages, graph.schedule.virtual
+    p, v = graph.schedule.stages, graph.schedule.virtual_stages
     if layers is None:
         layers = np.full((p, v), float(case.middle) / v)
         layers[-1] = float(case.last) / v
@@ -149,13 +149,13 @@ def _durations(
     return durations
 
 
-def _sends(graph: Graph) -> np.ndarray:
+def _sends(graph: ActionGraph) -> np.ndarray:
     """[actions] whether each is a transfer to a neighbour stage."""
     found: np.ndarray = (graph.kind == ActionKind.SEND_FORWARD) | (graph.kind == ActionKind.SEND_BACKWARD)
     return found
 
 
-def _between_hosts(cluster: ClusterSpec, case: Case, graph: Graph) -> np.ndarray:
+def _between_hosts(cluster: ClusterSpec, case: Case, graph: ActionGraph) -> np.ndarray:
     """[actions] whether each is a transfer to a stage on another host."""
     p = graph.schedule.stages
     host = np.arange(p) * int(case.tensor) * int(case.replicas) // cluster.gpus_per_host
@@ -169,16 +169,16 @@ def _rest(case: Case) -> float:
     return (buckets - 1) / buckets
 
 
-def blocking_waits(graph: Graph) -> np.ndarray:
+def blocking_waits(graph: ActionGraph) -> np.ndarray:
     """What compute waits for where exchanges block, [actions, 2]: Megatron-LM's way of January 2023.
 
     Warm-up and cool-down: the transfer of the compute before. Steady state with interleaved chunks: one exchange
     after each forward and backward, in which both results leave and both next inputs arrive. With one chunk: an
     exchange after each.
     """
-    extra = np.full((graph.actions, 2), -1)
-    sends = np.full(graph.actions, -1)
-    m, v = graph.schedule.microbatches, graph.schedule.virtual
+    extra = np.full((graph.action_count, 2), -1)
+    sends = np.full(graph.action_count, -1)
+    m, v = graph.schedule.microbatches, graph.schedule.virtual_stages
     key = (graph.stage * v + graph.chunk) * m + graph.microbatch
     for kind, send in ((ActionKind.FORWARD, ActionKind.SEND_FORWARD), (ActionKind.BACKWARD, ActionKind.SEND_BACKWARD)):
         sent = np.flatnonzero(graph.kind == send)
@@ -198,12 +198,12 @@ def blocking_waits(graph: Graph) -> np.ndarray:
     return extra
 
 
-def _stretched(cluster: ClusterSpec, graph: Graph, durations: np.ndarray, times: StageTimes) -> np.ndarray:
+def _stretched(cluster: ClusterSpec, graph: ActionGraph, durations: np.ndarray, times: StageTimes) -> np.ndarray:
     """Durations with what runs beside them: collectives slow compute, transfers share the NIC with collectives."""
     compute = graph.kind <= ActionKind.BACKWARD
     longer = durations
     for _ in range(PASSES):
-        timeline = replay(graph, longer)
+        timeline = replay_schedule(graph, longer)
         hidden_by = sum(timeline.overlap("compute", stream) for stream in ("gather", "reduce"))
         moving = sum(timeline.overlap("send", stream) for stream in ("gather", "reduce"))
         longer = durations + np.where(compute, cluster.overlap.slowdown * hidden_by, moving)
@@ -232,7 +232,7 @@ def draw_hosts(cluster: ClusterSpec, case: Case, seed: int, slow_by: float | Non
     return {int(h): 1.0 + by for h in chosen}
 
 
-def _reduced(graph: Graph, timeline: Timeline, case: Case, times: StageTimes, shares: np.ndarray) -> np.ndarray:
+def _reduced(graph: ActionGraph, timeline: Timeline, case: Case, times: StageTimes, shares: np.ndarray) -> np.ndarray:
     """When each stage's gradients are reduced: a reduction starts when the last replica has launched it."""
     stages = graph.schedule.stages
     done = np.zeros(stages)
@@ -241,8 +241,8 @@ def _reduced(graph: Graph, timeline: Timeline, case: Case, times: StageTimes, sh
         np.maximum.at(done, graph.stage[compute], timeline.end[compute].max(axis=1))
         return done + float(times.scatter) * shares
     reduces = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)
-    launched = timeline.end[graph.before[reduces, 0]].max(axis=1)
-    lengths = (timeline.end - timeline.moving)[reduces].max(axis=1)
+    launched = timeline.end[graph.predecessors[reduces, 0]].max(axis=1)
+    lengths = (timeline.end - timeline.transfer_start)[reduces].max(axis=1)
     early = 0.0 if case.virtual > 1 else _rest(case)
     for n, ready, length in zip(reduces.tolist(), launched, lengths, strict=True):
         stage = graph.stage[n]

@@ -53,7 +53,7 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
                 int(graph.stage[n]), int(graph.kind[n] == ActionKind.BACKWARD), int(graph.chunk[n]),
                 int(graph.microbatch[n]), round(float(timeline.start[n]), 3), round(float(timeline.end[n]), 3),
             ]
-            for n in range(graph.actions) if graph.kind[n] <= ActionKind.BACKWARD
+            for n in range(graph.action_count) if graph.kind[n] <= ActionKind.BACKWARD
         ]  # fmt: skip
     found = plan.to_dict() | {"bars": bars, "makespan": float(timeline.makespan), "precision": config.train.precision}
     predicted, why = None, ""

@@ -203,7 +203,7 @@ def engine_software(config: Config, base: Software) -> Software:
     off are off; an attention kernel that it names is taken.
     """
     model, parallel, overlap, kernels = config.model, config.parallel, config.overlap, config.kernels
-    float8 = LINEAR_PRECISIONS[config.train.linear_precision].float8
+    float8 = LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms
     if _launches(base) == _launches(MEGASCALE_H200) and not why_no_graphs(config):
         graphs = MEGASCALE_H200_GRAPHS
         base = replace(base, launch_us=graphs.launch_us, region_host_us=graphs.region_host_us)
@@ -246,7 +246,7 @@ def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Softwar
 
 
 def _asks_float8(config: Config) -> bool:
-    return LINEAR_PRECISIONS[config.train.linear_precision].float8 != "none"
+    return LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms != "none"
 
 
 def run(

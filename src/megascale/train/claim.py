@@ -31,7 +31,9 @@ def take_run_locks(config: Config) -> list[RunLock]:
         # A node with a run folder of its own: what it shares with the others, cut off ones too, is this.
         places.append(shared.resolve())
     with contextlib.ExitStack() as undo:
-        locks = [undo.enter_context(run_lock.take(path, "megascale train", grace_period)) for path in places]
+        locks = [
+            undo.enter_context(run_lock.acquire_trainer_lock(path, "megascale train", grace_period)) for path in places
+        ]
         undo.pop_all()
     for lock in locks:
         if lock.warning:
@@ -70,7 +72,7 @@ def record_refusal(config: Config, message: str) -> None:
     if not folder.path.is_dir() or not rank.isdecimal():
         return
     try:
-        lock = run_lock.take(folder.path, "a start that failed", 0.0) if rank == "0" else None
+        lock = run_lock.acquire_trainer_lock(folder.path, "a start that failed", 0.0) if rank == "0" else None
     except MegascaleError:
         return
     with contextlib.suppress(OSError):

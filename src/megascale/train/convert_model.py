@@ -13,7 +13,7 @@ import torch
 from megascale import checkpoint
 from megascale.config import Config, from_tree
 from megascale.core.events import Event
-from megascale.core.flops import parameters
+from megascale.core.flops import count_parameters
 from megascale.core.inventory import logical_shapes
 from megascale.data.tokenizer import convert_tokenizer
 from megascale.data.tokenizer.base import Tokenizer
@@ -108,7 +108,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     place.append_event(Event.IMPORTED, family=found.family.name, source=str(folder), notes=notes)
     # Last, because a folder with it counts as a run.
     place.accept(config, identity)
-    return Conversion(run, found.family.name, parameters(model), tokenizer is not None, notes)
+    return Conversion(run, found.family.name, count_parameters(model), tokenizer is not None, notes)
 
 
 def _config(run: Path, tree: dict) -> Config:
@@ -152,7 +152,7 @@ def export_model(
     checkpoints = checkpoint_folder(run, config)
     shapes = logical_shapes(model)
     kind = EXPORT_DTYPES[dtype]
-    total = parameters(model) * kind.itemsize
+    total = count_parameters(model) * kind.itemsize
     found, note = _find_tokenizer(run, config, step, tokenizer)
     generation = load_generation_config(run)
     ids = token_ids(generation, found[1].end_of_document if found is not None else None, model.vocab)
@@ -191,7 +191,7 @@ def export_model(
             late = time.monotonic() - begun > _RETRY_SECONDS
             if late or step is not None or source in checkpoint.steps(checkpoints):
                 raise
-    return Conversion(out, chosen.name, parameters(model), found is not None, [note] if note else [])
+    return Conversion(out, chosen.name, count_parameters(model), found is not None, [note] if note else [])
 
 
 def _find_tokenizer(

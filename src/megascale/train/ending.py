@@ -11,7 +11,7 @@ from megascale.config import Config
 from megascale.core.events import Event
 from megascale.core.failure import NO_ROOM
 from megascale.core.status import FAILED_IN_STEP, StatusFile
-from megascale.core.terminal import end_signals
+from megascale.core.terminal import termination_signals
 from megascale.errors import MegascaleError, TrainingError
 from megascale.rendezvous.groups import describe_lost_peer
 from megascale.train.checkpoint_policy import kept
@@ -31,7 +31,7 @@ class Interrupts:
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        for number in end_signals():
+        for number in termination_signals():
             try:
                 self._old[number] = signal.signal(number, self._ask)
             except ValueError:  # not the main thread: the caller handles signals

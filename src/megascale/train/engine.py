@@ -129,7 +129,7 @@ class Engine:
         tensor = engine_axes.make_axis(runtime, groups, "tensor", grid.tensor, at.tensor)
         self.tensor, said = engine_axes.overlapped(tensor, config, DTYPES[config.train.precision], device)
         self.active |= said | engine_axes.other_overlaps(layout, device)
-        self.world = engine_axes.make_axis(runtime, groups, "world", grid.world, rank)
+        self.world = engine_axes.make_axis(runtime, groups, "world", grid.world_size, rank)
         stage, stages = at.pipeline, grid.pipeline
         self.first, self.last = stage == 0, stage == stages - 1
         axes = engine_axes.make_axes(runtime, groups, layout, rank, self.tensor)
@@ -183,14 +183,14 @@ class Engine:
                 )
             bucket = config.parallel.bucket_elements if grid.data > 1 else None
             # Apart also where they are gathered in their own type: sums over shards are then the same to the bit.
-            apart = LINEAR_PRECISIONS[config.train.linear_precision].gathered is not None and grid.data > 1
+            apart = LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is not None and grid.data > 1
             self.chunks.append(chunk)
             self.flats.append(ParamAndGradBuffer(chunk, self.device, axes, config.parallel.zero, bucket, apart))
             initialise(chunk, config.train.seed)
         for chunk in self.chunks:
             tokens = config.model.sequence_length * config.train.micro_batch
             with self.runtime.kernels.as_current():
-                chunk.linears.check(chunk.matrices(), tokens, self.device)
+                chunk.linears.check(chunk.linear_weights(), tokens, self.device)
         if any(chunk.linears.collects_amax for chunk in self.chunks):
             self.runtime.kernels.amaxes = AmaxSlots()
 
@@ -199,7 +199,7 @@ class Engine:
         config, data = self.config, self.layout.grid.data
         float8 = gathers_float8(config.parallel, config.train.linear_precision, data)
         wanted, rest = config.parallel.gather_precision, config.train.precision
-        if LINEAR_PRECISIONS[config.train.linear_precision].gathered is None:
+        if LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is None:
             return float8
         if float8:
             self.active["parameters gathered in"] = f"float8: linear layers' matrices; {rest}: all else"
@@ -264,7 +264,7 @@ class Engine:
         well, whose sender may at that moment load a kernel itself and wait for a transfer of its own. So all are loaded
         before the first transfer.
         """
-        self.runtime.calls.at(b"kernels")
+        self.runtime.calls.set_action(b"kernels")
         model, train = self.config.model, self.config.train
         tokens = torch.zeros(model.sequence_length, train.micro_batch, dtype=torch.int64, device=self.device)
         where = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
@@ -296,9 +296,9 @@ class Engine:
     @with_own_kernels
     def start_gather(self) -> None:
         """Begin the schedule's first gather: called before the batch is read, so that both go on together."""
-        self.runtime.recorder.begin(SpanKind.GATHER_PARAMS, self.pipeline.first_gather)
+        self.runtime.recorder.begin_action(SpanKind.GATHER_PARAMS, self.pipeline.first_gather)
         self.data_parallel.start_gather(self.pipeline.first_gather)
-        self.runtime.recorder.end()
+        self.runtime.recorder.end_action()
 
     @with_own_kernels
     def step(
@@ -357,11 +357,11 @@ class Engine:
         if self.graphs is not None:
             self.graphs.end_step()
         recorder = self.runtime.recorder
-        self.runtime.calls.at(b"reduce")
-        recorder.begin(SpanKind.FINISH_REDUCTIONS)
+        self.runtime.calls.set_action(b"reduce")
+        recorder.begin_action(SpanKind.FINISH_REDUCTIONS)
         self.data_parallel.finish_reductions()
-        recorder.end()
-        self.runtime.calls.at(b"optimizer")
+        recorder.end_action()
+        self.runtime.calls.set_action(b"optimizer")
         if self.before_update_hooks:
             self.data_parallel.finish_tied()
         for look in tuple(self.before_update_hooks):
@@ -379,19 +379,19 @@ class Engine:
         for index, number in enumerate(read_checksum, 5):
             if number:  # ranks between the first and the last stage have read nothing
                 piggybacked_scalars[index].fill_(number)
-        recorder.begin(SpanKind.CHECKPOINT_STALL)
+        recorder.begin_action(SpanKind.CHECKPOINT_STALL)
         before_update()
-        recorder.end()
+        recorder.end_action()
         self._weights_changed()  # what was made of them need not be there beside what the update needs
         self.data_parallel.invalidate_gathered()
         # The next step's list begins with a gather: it is armed now, and its buckets leave as they are updated.
         updated = self.data_parallel.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
-        recorder.begin(SpanKind.OPTIMIZER)
+        recorder.begin_action(SpanKind.OPTIMIZER)
         norm, summed = self.optimizer.step(
             learning_rate, step, piggybacked_scalars, updated, self.data_parallel.finish_tied
         )
         self.data_parallel.end_update()
-        recorder.end()
+        recorder.end_action()
         assert summed is not None
         for look in self.after_update_hooks:
             look(step)

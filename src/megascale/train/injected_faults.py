@@ -211,7 +211,7 @@ class FaultInjector:
             read = batches(first)
 
             def batch(i: int) -> Any:
-                self.trainer.engine.runtime.calls.reads(child)
+                self.trainer.engine.runtime.calls.begin_data_wait(child)
                 os.read(inner, 1)  # nobody writes: the other end stays open here
                 return read(i)
 

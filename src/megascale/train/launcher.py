@@ -17,9 +17,9 @@ from types import FrameType
 from megascale.config import Config
 from megascale.core import run_lock
 from megascale.core.ports import LISTENER
-from megascale.core.preflight import CAME, CHECKED, Share, preflight, wave
+from megascale.core.preflight import CAME, CHECKED, HostShare, preflight, wave
 from megascale.core.python_command import module_command
-from megascale.core.terminal import end_signals
+from megascale.core.terminal import termination_signals
 from megascale.core.untrusted_files import read_end
 from megascale.data.loader import host_loader
 from megascale.errors import (
@@ -88,7 +88,7 @@ def check_host_fits(config: Config, world: int, *, model: bool = True, keeps: bo
         gpus = torch.cuda.device_count() > 0
         if config.train.device == "cuda" and not gpus:
             raise ConfigError("train.device=cuda but this host has no CUDA device; use --train.device=cpu or auto")
-    preflight(config, Share(world, 0, world, gpus=gpus, model=model, keeps=keeps))
+    preflight(config, HostShare(world, 0, world, uses_gpus=gpus, has_model=model, writes_checkpoints=keeps))
 
 
 def launch(
@@ -113,7 +113,7 @@ def launch(
     time: many that start together on few cores each take as long as all of them.
     """
     check_host_fits(config, world, model=holds_model, keeps=saves_checkpoints)
-    run_lock.check(config.run_folder)  # said once, before any process starts
+    run_lock.check_available(config.run_folder)  # said once, before any process starts
     logs = config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     command = module_command(program, *words)
@@ -134,7 +134,7 @@ def launch(
         interruptions.append(now)
         _tell(ranks, number if len(interruptions) > 1 else signal.SIGTERM)
 
-    old = {number: signal.signal(number, pass_on) for number in end_signals()}
+    old = {number: signal.signal(number, pass_on) for number in termination_signals()}
     try:
         loader = host_loader.start_loader(config, world=world, first_rank=0, ranks=world)
         if loader is not None:

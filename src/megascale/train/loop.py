@@ -20,7 +20,7 @@ from megascale.core.layout import lay_out
 from megascale.core.spans import SpanKind
 from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
-from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, kind_of, named
+from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, kind_of, make_error
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
@@ -139,7 +139,7 @@ class Trainer:
             life.callback(self._leave)
             mine = (self.attempt, self.config.train.precision, refusal and (kind_of(refusal), str(refusal)))
             self.attempt, precision, told = Peers().broadcast(mine, tuple[int, str, tuple[str, str] | None])
-            refusal = refusal or (named(*told) if told else self._other_precision(precision))
+            refusal = refusal or (make_error(*told) if told else self._other_precision(precision))
         if refusal is not None:
             self.ending.told = True  # whoever trains there has the word
             raise refusal
@@ -251,7 +251,7 @@ class Trainer:
         step, first = self.step + 1, self.consumed
         recorder = self.engine.runtime.recorder
         self.telemetry.step_begins(step)
-        recorder.step_begins(step)
+        recorder.begin_step(step)
         self.pauses.begin_step()
         self.ending.in_step = True
         if self.faults is not None:
@@ -271,7 +271,7 @@ class Trainer:
         )
         self.clock.stop()
         self.pauses.record(recorder)
-        recorder.step_ended()
+        recorder.end_step()
         self.telemetry.step_ended()
         self.ending.in_step = False
         # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
@@ -284,11 +284,11 @@ class Trainer:
             self._told_graphs = True
             self.reporter.say(f"CUDA graphs are off from here on: {graphs.failure}; --kernels.graphs=off does not try")
         if self.garbage.due(step):
-            recorder.begin(SpanKind.GARBAGE)
+            recorder.begin_action(SpanKind.GARBAGE)
             self.pauses.planned = True
             self.garbage.collect(step)
             self.pauses.planned = False
-            recorder.end()
+            recorder.end_action()
         self.step = self.ending.step = step
         self.consumed = first + train.global_batch
         self.tokens += train.global_batch * self.tokens_per_sample
@@ -311,11 +311,11 @@ class Trainer:
 
         def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
             calls, recorder = self.engine.runtime.calls, self.engine.runtime.recorder
-            calls.reads()
+            calls.begin_data_wait()
             since = recorder.mark()
             found = read(i)
-            recorder.waited(since, SpanKind.DATA_WAIT)
-            calls.has_read()
+            recorder.record_wait(since, SpanKind.DATA_WAIT)
+            calls.end_data_wait()
             return found
 
         return batch
@@ -391,9 +391,9 @@ class Trainer:
             "attention": self.engine.attention_choices,
         }
         recorder = self.engine.runtime.recorder
-        recorder.begin(SpanKind.CHECKPOINT_SAVE)
+        recorder.begin_action(SpanKind.CHECKPOINT_SAVE)
         self.saves.save(self.step, state, persist, last)
-        recorder.end()
+        recorder.end_action()
         if not self.config.checkpoint.background:
             self.clock.pause()
 
@@ -489,7 +489,7 @@ class Trainer:
         self._flush()
         self.status.update("evaluate", self.step)
         recorder = self.engine.runtime.recorder
-        recorder.begin(SpanKind.EVALUATE)
+        recorder.begin_action(SpanKind.EVALUATE)
         found = evaluate_file(self.engine, self.config, prefix, self.config.train.eval_samples)
         record = {
             "step": self.step,
@@ -503,7 +503,7 @@ class Trainer:
                 self.callbacks.evaluated(found)
                 found = evaluate_file(self.engine, self.config, prefix)
             record |= {"valid_whole_loss": found.loss, "valid_whole_tokens": found.tokens}
-        recorder.end()
+        recorder.end_action()
         if found.bits_per_byte is not None:
             record["valid_bits_per_byte"] = found.bits_per_byte
         self.reporter.record(record)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megascale.config import Config
-from megascale.core.preflight import CAME, CHECKED, Share, preflight
+from megascale.core.preflight import CAME, CHECKED, HostShare, preflight
 from megascale.errors import ConfigError
 
 
@@ -87,7 +87,12 @@ def check_local_ranks(config: Config, place: RankInfo, *, saves_checkpoints: boo
         return
     gpus = place.device.type == "cuda"
     first = place.rank - place.local_rank
-    preflight(config, Share(place.world, first, place.local_world, gpus=gpus, keeps=saves_checkpoints, running=True))
+    preflight(
+        config,
+        HostShare(
+            place.world, first, place.local_world, uses_gpus=gpus, writes_checkpoints=saves_checkpoints, is_running=True
+        ),
+    )
 
 
 def count_threads(local_world: int) -> int:

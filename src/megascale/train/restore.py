@@ -37,7 +37,7 @@ def restore_engine(
     update: dict[str, object] = {"global_batch": config.train.micro_batch}
     if linear_precision is not None:
         try:
-            update["linear_precision"] = LINEAR_PRECISIONS.check(linear_precision)
+            update["linear_precision"] = LINEAR_PRECISIONS.validate_name(linear_precision)
         except ValueError as error:
             raise ConfigError(str(error)) from None
     train = config.train.model_copy(update=update)

@@ -49,7 +49,7 @@ class RunFolder:
             about = os.fstat(handle)
             if about.st_mode & 0o077 and about.st_uid == os.geteuid():
                 os.fchmod(handle, 0o600)  # of an older version
-            json_lines.append(handle, strict_json.dumps(record).encode() + b"\n")
+            json_lines.append_lines(handle, strict_json.dumps(record).encode() + b"\n")
             os.fsync(handle)
         finally:
             os.close(handle)
@@ -114,7 +114,7 @@ class RunFolder:
         for file in (self.metrics, self.samples):
             if not file.exists():
                 continue
-            kept = [line for line in read_records(file) if strict_json.number(line.get("step", 0)) <= step]
+            kept = [line for line in read_records(file) if strict_json.to_float(line.get("step", 0)) <= step]
             temporary = file.with_suffix(".tmp")
             temporary.write_text("".join(strict_json.dumps(line) + "\n" for line in kept))
             os.replace(temporary, file)

@@ -36,9 +36,9 @@ def _replace_companions(source: Path, run: Path) -> None:
     """Put the files beside a tokenizer.json in the place of those that a run keeps of another."""
     remove_companions(run)
     copy_companions(source, run)
-    (run / generation_config.NAME).unlink(missing_ok=True)
-    if (source / generation_config.NAME).exists():
-        copy_file(source / generation_config.NAME, run / generation_config.NAME)
+    (run / generation_config.FILE_NAME).unlink(missing_ok=True)
+    if (source / generation_config.FILE_NAME).exists():
+        copy_file(source / generation_config.FILE_NAME, run / generation_config.FILE_NAME)
 
 
 def find_tokenizer(run: Path, config: Config, sha256: str | None) -> tuple[Path, Tokenizer]:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megascale.config import Config, load
-from megascale.config.parts import PARTS
+from megascale.config.parts import MODEL_PARTS
 from megascale.errors import MegascaleError
 from tests.chaos.soak.command import Report, SoakCase
 
@@ -229,7 +229,7 @@ def _another(key: str, config: Config, folder: Path, rng: random.Random) -> str:
     section, _, name = key.partition(".")
     old = getattr(getattr(config, section), name)
     annotation = type(getattr(config, section)).model_fields[name].annotation
-    named = [name for name in PARTS[key].names() if name != old] if key in PARTS else []
+    named = [name for name in MODEL_PARTS[key].names() if name != old] if key in MODEL_PARTS else []
     candidates = several.get(key) or named or _candidates(annotation, old, rng)
     rng.shuffle(candidates)
     for value in candidates:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.replay import Graph, replay
+from megascale.core.replay import ActionGraph, replay_schedule
 from megascale.core.schedule import ActionKind, pipeline_schedule
 from megascale.observe.analysis.operation_trace import OperationTrace, make_trace
 
@@ -41,7 +41,7 @@ class Job:
         slow: dict[tuple[int, int], float] | None = None,
         noise: float = 0.0,
     ) -> None:
-        self.graph = Graph.of(pipeline_schedule(stages, virtual, microbatches))
+        self.graph = ActionGraph.compile(pipeline_schedule(stages, virtual, microbatches))
         self.shape = (stages, replicas)
         factors = np.ones((stages, replicas))
         for worker, factor in (slow or {}).items():
@@ -60,7 +60,7 @@ class Job:
         normal = mean[:, 0].copy()
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             normal[self.graph.kind == kind] = mean[self.graph.kind == kind].mean()
-        self.ideal = float(replay(self.graph, normal).makespan) + REDUCE + CLIP + UPDATE
+        self.ideal = float(replay_schedule(self.graph, normal).makespan) + REDUCE + CLIP + UPDATE
         names = ("replica", "stage", "rank", "step", "kind", "sequence", "chunk", "microbatch", "global_chunk")
         self.trace: OperationTrace = make_trace(
             dict(zip((*names, "start", "duration"), map(np.array, zip(*rows, strict=True)), strict=True))
@@ -68,7 +68,7 @@ class Job:
 
     def _record(self, step: int, took: np.ndarray[Any, Any], rows: list[tuple[Any, ...]]) -> float:
         graph, (stages, replicas) = self.graph, self.shape
-        timeline = replay(graph, took)
+        timeline = replay_schedule(graph, took)
         computed = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
         last = np.zeros((stages, replicas))
         np.maximum.at(last, graph.stage[computed], timeline.end[computed])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megascale.cli.main import app
-from megascale.core.calls import Calls
+from megascale.core.calls import CallLog
 from megascale.core.status import StatusFile
 from megascale.errors import MegascaleError
 from megascale.observe.dashboard import questions
@@ -75,10 +75,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_orphan(run / "spans" / "host=1", {"ranks": [{"rank": 0, "attempt": 0}], "clock_ns": 5}, 7, b"")
     (run / "spans" / "host=1" / "state.json").write_text('{"network": [], "steps": {"0": 12}}')
     for rank in range(WORLD):
-        status, calls = StatusFile(run / "status", rank), Calls(run / "status", rank, WORLD)
-        calls.register("world", WORLD)
+        status, calls = StatusFile(run / "status", rank), CallLog(run / "status", rank, WORLD)
+        calls.register_group("world", WORLD)
         status.update("train", 3)
-        calls.wait(calls.begin("world", "all_reduce", 4))
+        calls.begin_wait(calls.begin_call("world", "all_reduce", 4))
         calls.close()
         status.close()
     Journal.take(run, 1.0)[0].close()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.core.calls import Calls
+from megascale.core.calls import CallLog
 from megascale.core.json_lines import append_record
 from megascale.core.status import StatusFile
 from megascale.errors import DataError
@@ -221,7 +221,7 @@ def test_what_a_run_does_now_is_its_status(tmp_path):
     add(tmp_path / "metrics.jsonl", {"step": 5, "loss": 1.0, "time": now - 3600.0, "seconds": 1.0})
     add(tmp_path / "events.jsonl", {"event": "run_started", "time": now - 3601.0, "attempt": 0})
     add(tmp_path / "events.jsonl", {"event": "checkpoint_saved", "time": now - 3599.0, "attempt": 0})
-    calls, status = Calls(tmp_path / "status", 0, 1), StatusFile(tmp_path / "status", 0)
+    calls, status = CallLog(tmp_path / "status", 0, 1), StatusFile(tmp_path / "status", 0)
     status.update("evaluate", 5)
     found = RunReader(tmp_path, lambda run: None).overview()
     assert (found["now"]["phase"], found["now"]["alive"]) == ("running", True)

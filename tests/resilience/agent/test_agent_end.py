@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megascale.config import ResilienceConfig
-from megascale.core.calls import Calls
+from megascale.core.calls import CallLog
 from megascale.resilience.agent.agent import Agent
 from megascale.resilience.agent.trainers import TrainerProcess
 from megascale.resilience.driver.nodes.agent_server import AgentServer
@@ -149,7 +149,7 @@ def test_without_a_lease_it_waits_for_no_answer(tmp_path, monkeypatch):
 
 def garble(folder: Path, pid: int) -> None:
     """Write a status record whose time is no number, beside a sound record of calls of the same process."""
-    Calls(folder, 0, 1).close()
+    CallLog(folder, 0, 1).close()
     body = json.dumps({"rank": 0, "pid": pid, "phase": "train", "step": 1, "time_ns": "now"}).encode()
     (folder / "rank-0.status").write_bytes(struct.pack("<QI", 2, len(body)) + body)
 

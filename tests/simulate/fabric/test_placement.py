@@ -19,11 +19,11 @@ GRID = Grid(2, 16, 4, ranks_per_host=2)
 def test_each_host_is_used_once_and_bytes_are_all_there(strategy):
     built = fabric()
     laid = p.make_placement(GRID, built, strategy, seed=3)
-    assert len(set(laid.hosts.tolist())) == GRID.hosts
+    assert len(set(laid.hosts.tolist())) == GRID.host_count
     sent = p.step_flows(laid, "data", 16e6)
     # A ring of 16 sends 15/16 of the tensor from each of 16 members, in 8 groups.
     assert p.bytes_by_tier(built, sent).sum() == pytest.approx(8 * 15 * 16e6)
-    assert (p.step_flows(laid, "pipeline", 1.0).size.sum()) == 2 * GRID.world
+    assert (p.step_flows(laid, "pipeline", 1.0).size.sum()) == 2 * GRID.world_size
 
 
 def test_groups_are_the_grids():

@@ -103,7 +103,7 @@ def make_slots(count: int, size: int, index: CheckpointIndex) -> list[Slot]:
     """Memory for so many snapshots of `size` bytes. Raises OSError, and keeps none, where it lacks: now, and not by a
     signal when its pages are touched."""
     with _reserving, contextlib.ExitStack() as made:
-        room = Capacity.here()
+        room = Capacity.measure()
         promised = sum(memory.page_filler.remaining_bytes for memory in _MEMORIES)
         if room.memory is not None and count * size > room.memory - promised:
             left = f"{max(0, room.memory - promised):,} of {count * size:,} bytes are free ({room.memory_from})"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from megascale.data.dataset.compressed_files import CHUNK, compression_of, read_chunks
 from megascale.data.dataset.json_values import TooLongError, read_values
 from megascale.data.dataset.meter import Meter, MeteredFile, open_metered
-from megascale.errors import DataError, remedy
+from megascale.errors import DataError, describe_install
 
 _LINES = (".jsonl", ".ndjson", ".jsonlines")
 # Limits of what is held in memory as a whole. A small compressed file may hold gigabytes without a line's end.
@@ -383,7 +383,7 @@ def _arrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f"parquet files need the package pyarrow; {remedy('formats')}") from None
+        raise DataError(f"parquet files need the package pyarrow; {describe_install('formats')}") from None
     return pyarrow
 
 

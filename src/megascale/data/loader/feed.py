@@ -222,7 +222,7 @@ def open_feed(
         store: the job's, through which local rank 0 tells the others where the loader is, if nobody started one
             before the ranks.
     """
-    plan = plan_host(layout.config, layout.grid.world, rank - local_rank, local_world)
+    plan = plan_host(layout.config, layout.grid.world_size, rank - local_rank, local_world)
     if not plan.needs_loader(gpus=device.type == "cuda"):
         return LocalFeed(layout, rank, local_rank, device)
     place = os.environ.get(host_loader.VARIABLE)

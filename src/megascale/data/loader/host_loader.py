@@ -30,7 +30,7 @@ from megascale.data.loader.host_layout import HostPlan, plan_host
 from megascale.data.loader.loader_messages import FROM_LOADER, FROM_READER, NAME, Attach, Bye, Seated
 from megascale.data.loader.loader_service import PLAN, SEGMENT
 from megascale.data.loader.ring import Ring
-from megascale.errors import MegascaleError, TrainingError, named
+from megascale.errors import MegascaleError, TrainingError, make_error
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply, peer_credentials
 from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation
@@ -134,7 +134,7 @@ def connect_loader(folder: Path) -> Conversation:
     try:
         return host_service.connect_service(place, _launch(folder), FROM_READER, FROM_LOADER, seconds=_COME_UP)
     except ServiceFailed as error:
-        raise named(error.kind, str(error)) from None
+        raise make_error(error.kind, str(error)) from None
     except OSError as error:
         raise TrainingError(
             f"the data loader of this host does not come up ({error}); its last words in "
@@ -239,7 +239,7 @@ class LoaderReader:
                 answer = loader.receive()
                 if isinstance(answer, ErrorReply):
                     loader.close()
-                    raise named(answer.kind, answer.error)
+                    raise make_error(answer.kind, answer.error)
                 self._map(loader.files)
                 self.generation = answer.generation
                 loader.send(Seated(self.base))
@@ -274,7 +274,7 @@ class LoaderReader:
                 return
             try:
                 if isinstance(told, ErrorReply):
-                    raise named(told.kind, told.error)
+                    raise make_error(told.kind, told.error)
                 self._loader.close()
                 self._loader = self._join()
                 log.warning("rank %d reads from generation %d of the data loader", self.rank, self.generation)

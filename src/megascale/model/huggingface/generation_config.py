@@ -10,7 +10,7 @@ from typing import Any
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import DataError
 
-NAME = "generation_config.json"
+FILE_NAME = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _BYTES = 1 << 20
 _SHOWN = 8  # ids in a note
@@ -24,9 +24,9 @@ def import_generation_config(folder: Path, settings: Mapping[str, Any]) -> tuple
             All ids of eos_token_id are kept, whichever file names them.
     """
     values, notes = {}, []
-    if (folder / NAME).exists():
+    if (folder / FILE_NAME).exists():
         try:
-            values = _read(folder / NAME)
+            values = _read(folder / FILE_NAME)
         except DataError as error:
             notes.append(f"{error}; it is left out")
     ends = list(dict.fromkeys([*end_ids(values), *end_ids(settings)]))
@@ -35,7 +35,7 @@ def import_generation_config(folder: Path, settings: Mapping[str, Any]) -> tuple
             values[key] = settings[key]
     if set(end_ids(values)) != set(ends):
         shown = ", ".join(map(str, ends[:_SHOWN])) + (" ..." if len(ends) > _SHOWN else "")
-        notes.append(f"{NAME} and config.json name different ends of a text (eos_token_id); all are kept: {shown}")
+        notes.append(f"{FILE_NAME} and config.json name different ends of a text (eos_token_id); all are kept: {shown}")
     if ends:
         values["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     return values, notes
@@ -43,12 +43,12 @@ def import_generation_config(folder: Path, settings: Mapping[str, Any]) -> tuple
 
 def load_generation_config(run: Path) -> dict[str, Any]:
     """Return the generation settings that a run folder keeps, {} without any. Raises DataError if they are damaged."""
-    return _read(run / NAME) if (run / NAME).exists() else {}
+    return _read(run / FILE_NAME) if (run / FILE_NAME).exists() else {}
 
 
 def write_generation_config(folder: Path, values: Mapping[str, Any]) -> None:
     """Write generation settings into a folder."""
-    (folder / NAME).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / FILE_NAME).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def end_ids(values: Mapping[str, Any]) -> list[int]:

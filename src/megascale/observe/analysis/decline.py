@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megascale.core.bounded_lines import RecordReader
-from megascale.core.strict_json import number
+from megascale.core.strict_json import to_float
 from megascale.errors import ConfigError
 from megascale.observe.analysis.gpu_counters import find_newly_throttled
 from megascale.observe.analysis.rank_parts import PARTS, RankParts
@@ -419,8 +419,8 @@ def _read_mfu(tables: SpanTables | None, window: tuple[int, int]) -> float:
     values = []
     try:
         for record in RecordReader(tables.folder.parent / "metrics.jsonl") if tables is not None else ():
-            mfu = number(record.get("mfu"))
-            if window[0] <= number(record.get("step")) <= window[1] and 0.0 < mfu < 10.0:
+            mfu = to_float(record.get("mfu"))
+            if window[0] <= to_float(record.get("step")) <= window[1] and 0.0 < mfu < 10.0:
                 values.append(mfu)
     except OSError:
         return float("nan")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.calls import MOST_RANKS
+from megascale.core.calls import MAX_RANKS
 from megascale.errors import ConfigError, DataError
 from megascale.observe.analysis.run_steps import parse_step_range
 from megascale.observe.store.tables import SpanTables
@@ -114,7 +114,7 @@ class RankParts:
         recorded = self.coordinates[(self.coordinates >= 0).all(1)]
         world = math.prod((recorded.max(0) + 1).tolist()) if len(recorded) else 0
         world = max(world, int(self.ranks.max()) + 1)
-        return sorted(set(range(min(world, MOST_RANKS))) - set(self.ranks.tolist()))
+        return sorted(set(range(min(world, MAX_RANKS))) - set(self.ranks.tolist()))
 
     @property
     def silent_ranks(self) -> dict[int, int]:

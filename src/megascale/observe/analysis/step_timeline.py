@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.replay import Graph, replay
+from megascale.core.replay import ActionGraph, replay_schedule
 from megascale.core.schedule import ActionKind, Schedule
 from megascale.errors import ConfigError, DataError
 from megascale.observe.analysis.run_steps import (
@@ -368,7 +368,7 @@ class _TimelineBuilder:
         if not complete:
             return {}, float("nan"), float("nan")
         graph = self._make_graph(*complete[0])
-        plan = replay(graph, self._measure_durations(graph))
+        plan = replay_schedule(graph, self._measure_durations(graph))
         computes = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
         planned: dict[int, list[PlannedCompute]] = {}
         recorded_seconds = 0.0
@@ -393,7 +393,7 @@ class _TimelineBuilder:
                 ]
         return planned, float(plan.makespan) / 1e9, recorded_seconds
 
-    def _make_graph(self, tensor: int, data: int) -> Graph:
+    def _make_graph(self, tensor: int, data: int) -> ActionGraph:
         """Return the dependency graph of a pipeline's recorded schedule."""
         tables = []
         for stage in range(self.stages):
@@ -412,11 +412,11 @@ class _TimelineBuilder:
                     f"{microbatches:,} micro-batches of {self.virtual:,} chunks have more passes than recorded"
                 )
             actions = tuple(np.array(rows, dtype=np.int32) for rows in tables)
-            return Graph.of(Schedule("recorded", self.stages, self.virtual, microbatches, actions))
+            return ActionGraph.compile(Schedule("recorded", self.stages, self.virtual, microbatches, actions))
         except (ValueError, IndexError) as error:
             raise DataError(f"the recorded actions are not a valid schedule ({error}); choose another step") from None
 
-    def _measure_durations(self, graph: Graph) -> np.ndarray[Any, Any]:
+    def _measure_durations(self, graph: ActionGraph) -> np.ndarray[Any, Any]:
         """Return the planned duration of each action in nanoseconds."""
         own_times: dict[tuple[int, str, int], list[int]] = defaultdict(list)
         transfer_times: list[int] = []
@@ -430,8 +430,8 @@ class _TimelineBuilder:
                 waits = act.select_waits("pipeline")
                 if message is not None and waits and waits[0].end - waits[0].begin > _NO_WAIT:
                     transfer_times.append(waits[0].end - max(message[1].begin, waits[0].begin))
-        durations = np.full(graph.actions, float(max(0, min(transfer_times, default=0))))
-        for n in range(graph.actions):
+        durations = np.full(graph.action_count, float(max(0, min(transfer_times, default=0))))
+        for n in range(graph.action_count):
             kind = ActionKind(int(graph.kind[n]))
             if kind <= ActionKind.BACKWARD:
                 durations[n] = np.median(own_times[int(graph.stage[n]), kind.label, int(graph.chunk[n])])

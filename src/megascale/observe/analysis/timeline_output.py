@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megascale.core.chrome_trace import Record, named, write_events
+from megascale.core.chrome_trace import Record, name_tracks, write_trace
 from megascale.errors import ConfigError
 from megascale.observe.analysis.run_steps import ActionSpan
 from megascale.observe.analysis.step_timeline import StepTimeline, Track
@@ -206,7 +206,9 @@ def write_trace_events(timeline: StepTimeline, path: Path) -> int:
     names = {_ACTIONS: "actions", _WAITS: "waits", _PLAN: "planned", _TRANSFERS: "transfers"}
     for order, track in enumerate(timeline.tracks):
         tensor, stage, data = track.coordinates
-        records += named(track.rank, f"rank {track.rank} (stage {stage}, tensor {tensor}, data {data})", names, order)
+        records += name_tracks(
+            track.rank, f"rank {track.rank} (stage {stage}, tensor {tensor}, data {data})", names, order
+        )
         for number, act in enumerate(track.actions):
             begin, end = act.begin - timeline.origin, act.end - timeline.origin
             details: Record = {"chunk": act.chunk, "microbatch": act.microbatch}
@@ -234,7 +236,7 @@ def write_trace_events(timeline: StepTimeline, path: Path) -> int:
         shared = {"cat": "message", "id": number, "name": "message", "tid": _ACTIONS}
         records.append({"ph": "s", "pid": sender, "ts": sent * _US, **shared})
         records.append({"ph": "f", "bp": "e", "pid": receiver, "ts": max(sent, needed) * _US, **shared})
-    return write_events(records, path)
+    return write_trace(records, path)
 
 
 def _make_bar(rank: int, track: int, name: str, begin: int, end: int, details: Record) -> Record:

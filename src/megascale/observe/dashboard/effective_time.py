@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megascale.core.events import Event, is_plausible_time
-from megascale.core.strict_json import number
+from megascale.core.strict_json import to_float
 
 Array = np.ndarray[Any, Any]
 
@@ -87,7 +87,7 @@ def measure_effective_time(
         now: seconds since 1970 for a live run; None: the run ended with its last record.
         activity: what a live run has done since its last event.
     """
-    timed_events = [(number(event.get("time")), event) for event in events]
+    timed_events = [(to_float(event.get("time")), event) for event in events]
     timed_events = sorted(
         ((time, event) for time, event in timed_events if is_plausible_time(time)), key=lambda item: item[0]
     )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megascale.core import strict_json
-from megascale.core.strict_json import number
+from megascale.core.strict_json import to_float
 from megascale.core.untrusted_files import open_regular
 
 _MAX_LINE_BYTES = 1 << 20  # a longer line is damage
@@ -90,7 +90,7 @@ class RecordTail:
             if not line.strip():
                 continue
             try:
-                record = strict_json.loads(line, most=_MAX_LINE_BYTES)
+                record = strict_json.loads(line, max_bytes=_MAX_LINE_BYTES)
             except ValueError:
                 record = None
             if isinstance(record, dict):
@@ -128,7 +128,7 @@ class MetricColumns:
             self._clear()
         added = 0
         for record in records:
-            if 0 <= number(record.get("step")) < _MAX_STEP:
+            if 0 <= to_float(record.get("step")) < _MAX_STEP:
                 self._add(record)
                 added += 1
             else:
@@ -145,7 +145,7 @@ class MetricColumns:
                     continue
                 self._columns[str(key)[:100]] = array("d", [math.nan]) * self.rows
             column = self._columns[str(key)[:100]]
-            column.append(number(value))
+            column.append(to_float(value))
             self.latest[key] = column[-1]
         self.rows += 1
         for column in self._columns.values():

@@ -17,7 +17,7 @@ from megascale.config.text_files import decode_text
 from megascale.core.calls import read_calls
 from megascale.core.events import is_plausible_time
 from megascale.core.status import read_status
-from megascale.core.strict_json import number
+from megascale.core.strict_json import to_float
 from megascale.core.untrusted_files import is_plain_name, read_bounded
 from megascale.errors import DataError, MegascaleError
 from megascale.observe.dashboard.effective_time import BETWEEN_STEPS, measure_effective_time
@@ -155,7 +155,7 @@ class RunReader:
             "rows": self.metrics.rows,
             "events": self.event_count,
             "latest": latest,
-            "event": {"event": newest.get("event", ""), "time": finite(number(newest.get("time")))},
+            "event": {"event": newest.get("event", ""), "time": finite(to_float(newest.get("time")))},
             "now": self.describe_state(job),
         }
 
@@ -165,13 +165,13 @@ class RunReader:
         if job is not None:
             state = {"phase": str(job["phase"]), "alive": bool(job["driver"]), "attempt": job["attempt"]}
             state["why"] = str(job["why"])
-            step = max(step, number(job["step"]))
+            step = max(step, to_float(job["step"]))
             if not state["alive"] and state["phase"] not in _ENDED_PHASES.values():
                 state["why"] = f"no driver is running; last entry of its journal: {job['why']}"
         else:
             state = self._describe_unlaunched()
         train = self.read_settings()[0].get("train", {})
-        steps = number(train.get("steps")) if isinstance(train, dict) else math.nan
+        steps = to_float(train.get("steps")) if isinstance(train, dict) else math.nan
         return state | {
             "step": finite(step),
             "steps": finite(steps),
@@ -183,7 +183,7 @@ class RunReader:
         """Return phase, attempt and liveness of a run without a driver, from its records."""
         times = [self.metrics.latest.get("time", math.nan)]
         if self.events:
-            times.append(number(self.events[-1].get("time")))
+            times.append(to_float(self.events[-1].get("time")))
         age = time.time() - max((value for value in times if is_plausible_time(value)), default=-math.inf)
         phase = ""
         for event in reversed(self.events):
@@ -195,7 +195,7 @@ class RunReader:
         quiet = max(_QUIET_SECONDS, _QUIET_STEPS * self.metrics.latest.get("seconds", 0.0))
         is_alive = not phase and (age < quiet or self._read_process()[1])
         phase = phase or ("running" if is_alive else "silent")
-        attempts = [number(event["attempt"]) for event in self.events if "attempt" in event]
+        attempts = [to_float(event["attempt"]) for event in self.events if "attempt" in event]
         return {
             "phase": phase,
             "alive": is_alive,
@@ -253,7 +253,7 @@ class RunReader:
             return []
         restarts = []
         for event in self.events:
-            event_time = number(event.get("time"))
+            event_time = to_float(event.get("time"))
             if event["event"] in ("attempt_started", "resumed") and is_plausible_time(event_time):
                 row = int((times < event_time).sum())
                 if 0 < row < len(steps):

@@ -18,7 +18,7 @@ from typing import Any
 import uvicorn
 
 from megascale.core.ports import is_loopback
-from megascale.core.terminal import end_signals
+from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
 from megascale.observe.dashboard.application import Integrations, build
 from megascale.observe.dashboard.guard import Guard
@@ -141,7 +141,7 @@ class _Server(uvicorn.Server):
             self.force_exit |= self.should_exit  # the second signal
             self.should_exit = True
 
-        before = {number: signal.signal(number, end) for number in end_signals()}
+        before = {number: signal.signal(number, end) for number in termination_signals()}
         try:
             yield
         finally:

@@ -75,7 +75,7 @@ def _find_in_step(records: Mapping[int, CallRecord], layout: Layout | None, step
 
 def _find_skipped_transfer(rank: int, record: CallRecord, layout: Layout, steps_ago: int) -> Departure | None:
     step = record.step - steps_ago
-    if layout.grid.pipeline == 1 or not 0 <= rank < layout.grid.world or step < 1:
+    if layout.grid.pipeline == 1 or not 0 <= rank < layout.grid.world_size or step < 1:
         return None
     if not steps_ago and record.action in ("", "kernels", "evaluate"):
         return None
@@ -142,7 +142,7 @@ def _has_capture(record: CallRecord, step: int) -> bool:
 
 def _has_whole_step(record: CallRecord, step: int) -> bool:
     """Return whether the record still has all calls of a step."""
-    return record.whole or any(call.step < step for call in record.calls)
+    return record.is_complete or any(call.step < step for call in record.calls)
 
 
 def _find_first_difference(calls: Sequence[Call], expected: Sequence[Call]) -> int | None:
@@ -156,7 +156,7 @@ def _compare_with_siblings(
     rank: int, records: Mapping[int, CallRecord], layout: Layout | None, step: int
 ) -> Departure | None:
     """Return the departure of a rank from the majority of its stage."""
-    if layout is None or rank >= layout.grid.world or not _has_whole_step(records[rank], step):
+    if layout is None or rank >= layout.grid.world_size or not _has_whole_step(records[rank], step):
         return None
     record = records[rank]
     siblings = [r for r in layout.grid.group(("tensor", "data"), rank) if r != rank and r in records]
@@ -195,7 +195,7 @@ def _find_additional_call(record: CallRecord, step: int) -> Departure | None:
     """
     before = step - 1
     expected = _select_step(record, before)
-    follows_first_step = record.whole and not any(call.step < before for call in record.calls)
+    follows_first_step = record.is_complete and not any(call.step < before for call in record.calls)
     if not (follows_first_step or _has_capture(record, step)) or not _has_whole_step(record, before) or not expected:
         return None
     usual = Counter(_make_key(call) for call in expected)

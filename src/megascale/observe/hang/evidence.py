@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megascale.core.calls import MOST_RANKS, READER, read_calls
+from megascale.core.calls import MAX_RANKS, READER, read_calls
 from megascale.core.status import read_status
 from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
@@ -115,7 +115,7 @@ def _list_ranks(status: Path, flight: Path) -> list[int]:
     names = [path.name for folder in (status, flight) if folder.is_dir() for path in folder.iterdir()]
     matches = [match for match in map(_RANK_FILE.fullmatch, names) if match]
     ranks = {int(next(group for group in match.groups() if group)) for match in matches}
-    return sorted(rank for rank in ranks if rank < MOST_RANKS)
+    return sorted(rank for rank in ranks if rank < MAX_RANKS)
 
 
 def _flight_files(folder: Path, rank: int) -> tuple[Path, ...]:
@@ -155,7 +155,7 @@ def _read_rank(folder: Path, rank: int) -> RankEvidence:
 
 
 def _find_world(evidence: dict[int, RankEvidence]) -> int:
-    worlds = [item.record.world for item in evidence.values() if item.record and item.record.world <= MOST_RANKS]
+    worlds = [item.record.world for item in evidence.values() if item.record and item.record.world <= MAX_RANKS]
     return max([*worlds, max(evidence) + 1])
 
 

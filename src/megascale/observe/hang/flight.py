@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
-from megascale.core.calls import Call, CallRecord, Counts, Waiting
+from megascale.core.calls import Call, CallRecord, GroupCounts, PendingWait
 from megascale.core.plain_pickle import check_pickle
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import DataError
@@ -96,14 +96,14 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
         started[call.group] = max(started.get(call.group, 0), call.sequence)
     open_calls = Counter(call.group for _, call in pending)
     sizes = {group: len(members.get("0" if group == "world" else group, ())) for group in started}
-    groups = {group: Counts(sizes[group], count, count - open_calls[group]) for group, count in started.items()}
+    groups = {group: GroupCounts(sizes[group], count, count - open_calls[group]) for group, count in started.items()}
     waiting = None
     if pending:
         start_ns, oldest = min(pending, key=lambda item: item[0])
-        waiting = Waiting(oldest.group, oldest.sequence, start_ns)
+        waiting = PendingWait(oldest.group, oldest.sequence, start_ns)
     if sizes:
         world = max(world, *sizes.values(), 1)
-    record = CallRecord(rank, 0, world, waiting=waiting, groups=groups, calls=tuple(calls), whole=False)
+    record = CallRecord(rank, 0, world, waiting=waiting, groups=groups, calls=tuple(calls), is_complete=False)
     return FlightDump(is_device, record)
 
 

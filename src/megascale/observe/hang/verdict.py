@@ -201,7 +201,7 @@ def _list_waits(scene: Scene, records: Mapping[int, CallRecord], members: Mappin
         waiting = record.waiting
         if waiting is None or scene.ranks[rank].process == "gone":
             continue
-        seconds = max(0.0, (scene.now_ns - waiting.since_ns) / 1e9) if waiting.since_ns else 0.0
+        seconds = max(0.0, (scene.now_ns - waiting.start_ns) / 1e9) if waiting.start_ns else 0.0
         if waiting.group == READER:
             waits.append(Wait(rank, READER, "read", record.step, on=(), all_came=False, seconds=seconds))
             continue
@@ -213,7 +213,7 @@ def _list_waits(scene: Scene, records: Mapping[int, CallRecord], members: Mappin
         if all_came:
             inside = [m for m in peers if _is_in_call(records[m], waiting.group, waiting.sequence)]
             on = inside or peers
-        call = record.call(waiting.group, waiting.sequence)
+        call = record.find_call(waiting.group, waiting.sequence)
         op = call.op if call else ""
         waits.append(Wait(rank, waiting.group, op, waiting.sequence, tuple(on), all_came, seconds))
     return waits

@@ -93,22 +93,22 @@ class DeviceTimers(Timers):
         self._newest = mark
         return mark
 
-    def step_begins(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """See Recorder."""
         self._stream = torch.cuda.current_stream(self._device)
-        super().step_begins(step)
+        super().begin_step(step)
 
-    def begin(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
+    def begin_action(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
         """See Recorder."""
-        super().begin(kind, chunk, microbatch)
+        super().begin_action(kind, chunk, microbatch)
         if self._pending:
             self._pending[0].has_happened()  # an early observation gives tighter bounds of the clocks
 
-    def launched(self, axis: int, nbytes: int) -> Any:
+    def begin_transfer(self, axis: int, nbytes: int) -> Any:
         """See Recorder. The start is marked in sampled steps."""
         return self.mark() if self._block.sampled else None
 
-    def landed(self, since: Any, axis: int, nbytes: int, waited_on: int = -1) -> None:
+    def end_transfer(self, since: Any, axis: int, nbytes: int, waited_on: int = -1) -> None:
         """See Recorder. Without a marked start only the bytes count."""
         last = self._newest  # end of the wait that has just ended
         _, chunk, microbatch = self._open or (-1, -1, -1)

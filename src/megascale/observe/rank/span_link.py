@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.background import FailureLog
-from megascale.core.spans import SCHEMA
+from megascale.core.spans import SPAN_SCHEMA
 from megascale.observe.store.span_messages import FROM_SPANS, TO_SPANS, Follow, service_launch, service_place
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.spool import save_orphan
@@ -64,7 +64,7 @@ class SpanLink:
         self._header: dict[str, Any] = {
             "job": job,
             "host": host,
-            "schema": SCHEMA,
+            "schema": SPAN_SCHEMA,
             "clock_ns": time.time_ns() - time.monotonic_ns(),
             "ranks": [{"attempt": ring.attempt, "rank": ring.rank, **facts}],
         }

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megascale.core.spans import WAITS, SpanAxis, SpanKind
+from megascale.core.spans import WAIT_KINDS, SpanAxis, SpanKind
 from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
 
 Array = np.ndarray[Any, Any]
@@ -57,7 +57,7 @@ def roll_up(rows: Sequence[Row]) -> Array:
                 entry[5] = start
             if end > entry[6]:
                 entry[6] = end
-        if kind in WAITS:
+        if kind in WAIT_KINDS:
             if parent >= 0:
                 waited[parent << 8] = waited.get(parent << 8, 0) + duration
             if parent not in _BETWEEN_STEPS:
@@ -105,7 +105,7 @@ class StepTotals:
                 self.own_seconds += total - waited
             elif kind == SpanKind.CHECKPOINT_STALL:
                 self.own_seconds -= total
-            elif kind in WAITS:
+            elif kind in WAIT_KINDS:
                 name = SpanAxis(axis).label if kind == SpanKind.WAIT else "samples"
                 self.waits[name] = self.waits.get(name, 0.0) + total
 
@@ -173,7 +173,7 @@ class Timers:
 
     # the recorder -------------------------------------------------------------------------------------------------
 
-    def step_begins(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """See Recorder."""
         self._close_block()
         is_sampled = (bool(self.every) and step % self.every == 0) or self.sink.is_requested(step)
@@ -183,7 +183,7 @@ class Timers:
         self._open = None
         self._step_since = self.mark()
 
-    def step_ended(self) -> None:
+    def end_step(self) -> None:
         """See Recorder."""
         if self._step_since is not None:
             self._add_row(SpanKind.STEP, 0, -1, -1, -1, 0, -1, self._step_since, self.mark())
@@ -193,12 +193,12 @@ class Timers:
             self.sink.mark_sampled(0)
         self._close_block()
 
-    def begin(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
+    def begin_action(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
         """See Recorder."""
         self._open = (kind, chunk, microbatch)
         self._since = self.mark()
 
-    def end(self) -> None:
+    def end_action(self) -> None:
         """See Recorder."""
         if self._open is None:
             return
@@ -208,16 +208,16 @@ class Timers:
         if time.perf_counter_ns() - self._block_end > PERIOD_NS:
             self._close_block()
 
-    def waited(self, since: Any, kind: int, axis: int = 0, waited_on: int = -1) -> None:
+    def record_wait(self, since: Any, kind: int, axis: int = 0, waited_on: int = -1) -> None:
         """See Recorder."""
         parent, chunk, microbatch = self._open or (-1, -1, -1)
         self._add_row(kind, axis, chunk, microbatch, waited_on, 0, parent, since, self.mark())
 
-    def launched(self, axis: int, nbytes: int) -> Any:
+    def begin_transfer(self, axis: int, nbytes: int) -> Any:
         """See Recorder."""
         return self.mark()
 
-    def landed(self, since: Any, axis: int, nbytes: int, waited_on: int = -1) -> None:
+    def end_transfer(self, since: Any, axis: int, nbytes: int, waited_on: int = -1) -> None:
         """See Recorder."""
         _, chunk, microbatch = self._open or (-1, -1, -1)
         self._add_row(SpanKind.TRANSFER, axis, chunk, microbatch, waited_on, nbytes, -1, since, self.mark())

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.xid import LOST
+from megascale.core.xid import OFF_BUS_XID
 from megascale.observe.store.frames import COUNTER
 
 _NIC = ("rx_bytes", "tx_bytes", "rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "rx_fifo_errors")
@@ -263,7 +263,7 @@ def parse_xid(line: str) -> tuple[str, int] | None:
     if match:
         return match["bus"].lower(), int(match["xid"])
     match = _GPU_LOST.search(line)
-    return (match["bus"].lower(), LOST) if match else None
+    return (match["bus"].lower(), OFF_BUS_XID) if match else None
 
 
 class XidEvents:

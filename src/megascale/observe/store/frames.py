@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megascale.core.calls import MOST_RANKS
-from megascale.core.spans import SCHEMA
+from megascale.core.calls import MAX_RANKS
+from megascale.core.spans import SPAN_SCHEMA
 
 ROLLUPS, SPANS, CLOCKS, COUNTERS = range(4)
 
@@ -89,7 +89,7 @@ def pack_frame(head: FrameHead, records: np.ndarray[Any, Any] | memoryview) -> b
     """Return a frame of records."""
     data = records.tobytes()
     fields = (head.ring, head.number, head.step, head.rank, head.attempt, head.error_ns, head.lost)
-    start = _HEAD.pack(_MAGIC, SCHEMA, head.kind, len(data), *fields, 0)[:_CHECKSUM_OFFSET]
+    start = _HEAD.pack(_MAGIC, SPAN_SCHEMA, head.kind, len(data), *fields, 0)[:_CHECKSUM_OFFSET]
     return start + _CHECKSUM.pack(zlib.crc32(data, zlib.crc32(start))) + data
 
 
@@ -121,8 +121,8 @@ def scan_frames(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[
         magic, schema, kind, size, ring, number, step, rank, attempt, error, lost, crc = _HEAD.unpack_from(view, offset)
         if magic != _MAGIC:
             raise TornFrame("the bytes are not a frame of spans", offset)
-        if schema != SCHEMA:
-            raise TornFrame(f"the frame has schema {schema}; this version reads {SCHEMA}", offset)
+        if schema != SPAN_SCHEMA:
+            raise TornFrame(f"the frame has schema {schema}; this version reads {SPAN_SCHEMA}", offset)
         if kind not in RECORDS or size > _MAX_RECORD_BYTES or size % RECORDS[kind].itemsize:
             raise TornFrame(f"the frame of kind {kind} has an invalid size of {size} bytes", offset)
         end = offset + HEAD_BYTES + size
@@ -131,7 +131,7 @@ def scan_frames(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[
         body = view[offset + HEAD_BYTES : end]
         if check and zlib.crc32(body, zlib.crc32(view[offset : offset + _CHECKSUM_OFFSET])) != crc:
             raise TornFrame("the checksum of a frame is wrong", offset)
-        if rank >= MOST_RANKS or attempt >= 1 << 31 or max(step, error, lost) >= 1 << 62:
+        if rank >= MAX_RANKS or attempt >= 1 << 31 or max(step, error, lost) >= 1 << 62:
             raise TornFrame(f"the frame has an invalid rank {rank}, attempt {attempt} or step {step}", offset)
         yield FrameHead(kind, ring, number, rank, attempt, step, error, lost), body, end
         offset = end

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megascale.core import strict_json
-from megascale.core.spans import SCHEMA
+from megascale.core.spans import SPAN_SCHEMA
 from megascale.observe.store.columns import TABLES
 from megascale.observe.store.frames import (
     CLOCK,
@@ -107,7 +107,7 @@ class Ingest:
             adopt_orphan(orphan, segment_file(folder, newest), last)
             self._ended.append(newest)
         self._first_own = newest + 1  # first segment of this process
-        header = {"job": job, "host": host, "hostname": hostname, "schema": SCHEMA, "clock_ns": self.clock_ns}
+        header = {"job": job, "host": host, "hostname": hostname, "schema": SPAN_SCHEMA, "clock_ns": self.clock_ns}
         self._spool = Spool(folder, header, newest + 1, last)
         self._host_ring = int.from_bytes(os.urandom(8), "little")
         self._host_frames = 0

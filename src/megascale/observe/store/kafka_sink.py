@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config.text_files import read_text
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 from megascale.observe.store.columns import TABLES, group_by_table, make_columns
 from megascale.observe.store.parquet import SMALL_DATABASE, quote_sql, table_query
 from megascale.observe.store.spool import Segment, folder_identity
@@ -45,7 +45,7 @@ class KafkaSink:
             import confluent_kafka
         except ImportError:
             raise ConfigError(
-                f"observe.span_sinks: kafka needs confluent-kafka; {remedy('kafka')}, or leave it out"
+                f"observe.span_sinks: kafka needs confluent-kafka; {describe_install('kafka')}, or leave it out"
             ) from None
         brokers, _, prefix = address.partition("/")
         if not brokers:

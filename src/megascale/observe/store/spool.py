@@ -111,7 +111,7 @@ def read_segment(file: Path, check: bool = True) -> Segment:
 
 def _parse_header(text: bytes) -> Segment:
     """Return a segment without frames. ValueError, AttributeError, TypeError or OverflowError if it is damaged."""
-    header = strict_json.loads(text, most=_MAX_HEADER_BYTES)
+    header = strict_json.loads(text, max_bytes=_MAX_HEADER_BYTES)
     last = {int(ring): int(number) for ring, number in header.pop("rings", {}).items()}
     header["ranks"] = [dict(rank) for rank in header.get("ranks", ())]
     header["clock_ns"] = int(header.get("clock_ns", 0))

@@ -18,7 +18,7 @@ import numpy as np
 
 from megascale.core import strict_json
 from megascale.core.bounded_lines import RecordReader
-from megascale.core.calls import MOST_RANKS
+from megascale.core.calls import MAX_RANKS
 from megascale.core.untrusted_files import open_regular, read_small_text
 from megascale.errors import DataError
 from megascale.observe.store.columns import TABLES, group_by_table, make_columns
@@ -36,8 +36,8 @@ _NEWEST_ATTEMPT = "(SELECT max(attempt) FROM rollups WHERE action = 'step')"
 _REQUEST_SECONDS = 2.0  # time in which every host's service reads a request and informs its ranks
 _TRIES = 5
 _RANK_COLUMNS = {
-    "attempt": 1 << 31, "rank": MOST_RANKS, "host": MOST_RANKS, "tensor": MOST_RANKS, "pipeline": MOST_RANKS,
-    "data": MOST_RANKS,
+    "attempt": 1 << 31, "rank": MAX_RANKS, "host": MAX_RANKS, "tensor": MAX_RANKS, "pipeline": MAX_RANKS,
+    "data": MAX_RANKS,
 }  # fmt: skip
 
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from megascale.core.background import keep_running, log_failure
 from megascale.core.failure import errno_of, keep_no_bytecode
-from megascale.core.ports import free_port
+from megascale.core.ports import find_free_port
 from megascale.core.python_command import module_command
-from megascale.core.terminal import end_signals, keep_working
+from megascale.core.terminal import keep_working, termination_signals
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.metrics_page import MetricsPage
 from megascale.resilience.agent.rank_lease import RankLease
@@ -78,7 +78,7 @@ class Agent:
         self.trainers.serve()
         self.lease.start()
         loop = asyncio.get_running_loop()
-        for number in end_signals():
+        for number in termination_signals():
             loop.add_signal_handler(number, self.ended.set)
         works = {
             "the link to the driver": self.link.talk,
@@ -176,7 +176,7 @@ class Agent:
             ended = await asyncio.to_thread(end_checkpoint_services, self.run_folder, self.node)
             log.info("memory is not trusted: ended checkpoint services %s", ended)
         codes = {w.rank: w.code for w in self.trainers.workers()}
-        port = free_port(self.address, self._offered)
+        port = find_free_port(self.address, self._offered)
         self._offered.append(port)  # where it was taken by the time of its use, the next is another one
         self.link.say(do="stopped", attempt=self.trainers.attempt, order=order.order, port=port, codes=codes)
 

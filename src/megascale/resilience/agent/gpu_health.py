@@ -15,7 +15,7 @@ import msgspec
 
 from megascale.core.background import FailureLog
 from megascale.core.gpu_names import gpu_names
-from megascale.core.xid import FATAL_XIDS, LOST, RECOVERY
+from megascale.core.xid import FATAL_XIDS, OFF_BUS_XID, RECOVERY
 from megascale.resilience.protocol.heartbeat import GpuReport
 
 log = logging.getLogger("megascale.agent")
@@ -127,7 +127,7 @@ class GpuHealth:
         recovery = self._recovery(ask)
         assert self._xids is not None
         if lost:
-            self._xids.note(index, LOST)  # a device that is off the bus may send no event any more
+            self._xids.note(index, OFF_BUS_XID)  # a device that is off the bus may send no event any more
         text = name.decode() if isinstance(name, bytes) else str(name or "unknown")
         return GpuReport(index, text, temperature, power, ecc, self._xids.worst(index), slowed, recovery)
 

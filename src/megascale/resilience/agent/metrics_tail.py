@@ -61,8 +61,8 @@ class MetricsTail:
 def _figures(line: bytes) -> StepFigures | None:
     """Return the figures of a training step; None for other lines, damaged ones and pieces of lines."""
     try:
-        record = strict_json.loads(line, most=_CHUNK)
-        step, seconds = strict_json.number(record["step"]), strict_json.number(record["seconds"])
+        record = strict_json.loads(line, max_bytes=_CHUNK)
+        step, seconds = strict_json.to_float(record["step"]), strict_json.to_float(record["seconds"])
         loss, norm = float(record["loss"]), float(record["grad_norm"])
     except (ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -104,7 +104,7 @@ def _be_first_process() -> None:
     child = os.fork()
     if not child:
         return
-    for number in terminal.end_signals():
+    for number in terminal.termination_signals():
         signal.signal(number, lambda number, frame: os.kill(child, number))
     while True:
         pid, status = os.wait()

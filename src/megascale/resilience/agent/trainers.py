@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megascale.core.background import FailureLog
-from megascale.core.failure import room
+from megascale.core.failure import free_bytes
 from megascale.core.interfaces import interface_of
 from megascale.core.ports import is_loopback
 from megascale.core.python_command import module_command
@@ -348,7 +348,7 @@ class Trainers:
         """Bytes left on the disks that trainers write to, when one of them has ended badly; else nothing."""
         if not any(t.status for t in self.trainers.values()):
             return {}
-        return room([self.run, self.run / "logs", self.run / "checkpoints", tempfile.gettempdir(), "/dev/shm"])
+        return free_bytes([self.run, self.run / "logs", self.run / "checkpoints", tempfile.gettempdir(), "/dev/shm"])
 
     def _tail(self, t: TrainerProcess) -> str:
         """The end of what this attempt wrote into the rank's log."""

@@ -75,7 +75,7 @@ class AuditLog:
         handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             while self._late:
-                json_lines.append(handle, self._late[0].encode())
+                json_lines.append_lines(handle, self._late[0].encode())
                 self._late.popleft()
         finally:
             os.close(handle)

@@ -22,7 +22,7 @@ from megascale.core.failure import keep_no_bytecode
 from megascale.core.gpu_names import gpu_names
 from megascale.core.ports import is_loopback
 from megascale.core.secrets import PASSWORD_VARIABLE
-from megascale.core.terminal import end_signals
+from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError, DataError, FitError, TrainingError
 from megascale.resilience.agent.node_health import gpu_count
 from megascale.resilience.cluster.base import ForeseesNodes, Outlasting
@@ -300,7 +300,7 @@ async def _serve(driver: Driver) -> int:
 
     loop = asyncio.get_running_loop()
     scrapes = Scrapes()
-    for number in end_signals():
+    for number in termination_signals():
         handed = number != signal.SIGINT and getattr(driver.nodes.cluster, "hands_over", False)
         loop.add_signal_handler(number, driver.hand_over if handed else driver.operations.interrupt)
     limits = driver.limits

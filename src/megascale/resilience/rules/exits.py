@@ -252,7 +252,7 @@ def _verdict(view: View, cause: Cause, ended: list[tuple[RankView, Worker]]) -> 
     elif cause is CODE and _many(view, ended):
         action = "stop"
         evidence.append("the same exception on several ranks at once is in the code or the data, not in a machine")
-    elif cause is CODE and view.grid.world == 1 and _before(view, cause, nodes, words):
+    elif cause is CODE and view.grid.world_size == 1 and _before(view, cause, nodes, words):
         action = "stop"
     elif _before(view, cause, nodes, words):
         action = cause.again

@@ -100,7 +100,7 @@ def slow_nodes(view: View) -> list[Verdict]:
     series = {rank: (member, values) for member in view.members for rank, values in _compute(member).items()}
     stages: dict[int, list[int]] = defaultdict(list)
     for rank in series:
-        if rank < view.grid.world:
+        if rank < view.grid.world_size:
             stages[view.grid.coordinate(rank).pipeline].append(rank)
     found: dict[str, list[str]] = {}
     guilty: dict[str, list[int]] = {}
@@ -192,7 +192,7 @@ def checksums(view: View) -> list[Verdict]:
         for _, heartbeat in list(member.history)[-CHECKSUM_BEATS:]:
             for key, value in heartbeat.checksums.items():
                 step, _, rank_text = key.partition(":")
-                if not (step.isdigit() and rank_text.isdigit()) or int(rank_text) >= view.grid.world:
+                if not (step.isdigit() and rank_text.isdigit()) or int(rank_text) >= view.grid.world_size:
                     continue
                 rank = int(rank_text)
                 at = view.grid.coordinate(rank)

@@ -84,11 +84,11 @@ def slow_start(view: View) -> list[Verdict]:
     late = [w for w in workers if w.phase in order]
     least = min((order.index(w.phase) for w in late), default=0)
     behind = tuple(w.rank for w in late if order.index(w.phase) == least)
-    absent = sorted(set(range(view.grid.world)) - {w.rank for w in workers})
+    absent = sorted(set(range(view.grid.world_size)) - {w.rank for w in workers})
     evidence = [text]
     if absent:
         evidence.append(f"nothing was received from ranks {absent[:12]}")
-    elif len(behind) < view.grid.world:
+    elif len(behind) < view.grid.world_size:
         evidence.append(f"ranks {list(behind)[:12]} are still in phase {order[least] or 'before start'!r}")
     return [Verdict(Event.START_TOO_SLOW, (), tuple(absent) or behind, "recover", tuple(evidence))]
 

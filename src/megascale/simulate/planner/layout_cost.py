@@ -16,7 +16,7 @@ from megascale.core.inventory import BLOCK_PARTS
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import MemoryEstimate, stage_parameters
 from megascale.core.rank_memory import rank_memory
-from megascale.core.replay import Graph, Timeline, replay
+from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import Schedule, ideal_bubble
 from megascale.core.traffic import TrafficEstimate, stage_traffic
 
@@ -62,19 +62,19 @@ class LayoutCost:
     @cached_property
     def timeline(self) -> Timeline:
         """The step replayed with free transfers: work of a chunk by its FLOPs and what one of their kind takes."""
-        graph = Graph.of(self.schedule)
+        graph = ActionGraph.compile(self.schedule)
         forward, backward = self.work
-        return replay(graph, graph.durations(forward, backward))
+        return replay_schedule(graph, graph.durations(forward, backward))
 
     @cached_property
     def work(self) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward work of each chunk [stages, virtual], in forwards of the mean layer."""
-        return self._work([chunk.count for chunk in self.layout.layers])
+        return self._work([chunk.layer_count for chunk in self.layout.layers])
 
     def _work(self, split: Sequence[int | float]) -> tuple[np.ndarray, np.ndarray]:
         model, p = self.config.model, self.layout.grid.pipeline
         period = [flops.layer_flops(model, i) for i in range(len(model.window_pattern))]
-        linear = 1.0 if LINEAR_PRECISIONS[self.config.train.linear_precision].float8 == "none" else FLOAT8_TIME
+        linear = 1.0 if LINEAR_PRECISIONS[self.config.train.linear_precision].float8_gemms == "none" else FLOAT8_TIME
         halves = [half for one in period for half in (linear * one.projections + one.attention, linear * one.mlp)]
         work = np.resize(halves, 2 * model.layers)
         unit = work.sum() / model.layers
@@ -134,7 +134,7 @@ class LayoutCost:
         one layer at a time off the busiest stage and replaying, or then half a layer where blocks divide, so it is no
         proof that no better one exists.
         """
-        stages, counts = self.layout.grid.pipeline, [chunk.count for chunk in self.layout.layers]
+        stages, counts = self.layout.grid.pipeline, [chunk.layer_count for chunk in self.layout.layers]
         if stages == 1:
             return None
         first = best = float(self.timeline.makespan)
@@ -155,14 +155,14 @@ class LayoutCost:
         targets = [c for c in reversed(range(len(counts))) if c % stages != busiest]  # later: fewer in flight
         number = len(sources) * len(targets)
         moves = []
-        for at in range(0, number, 1 + number * graph.actions // _REPLAYED):
+        for at in range(0, number, 1 + number * graph.action_count // _REPLAYED):
             move = counts.copy()
             move[sources[at // len(targets)]] -= size
             move[targets[at % len(targets)]] += size
             moves.append([round(n) if n == round(n) else n for n in move])
         if not moves:
             return None
-        times = replay(graph, np.stack([graph.durations(*self._work(m)) for m in moves], axis=-1)).makespan
+        times = replay_schedule(graph, np.stack([graph.durations(*self._work(m)) for m in moves], axis=-1)).makespan
         return moves[int(np.argmin(times))], float(times.min())
 
     def notes(self) -> list[str]:
@@ -182,7 +182,7 @@ class LayoutCost:
                 f"{self.layout.microbatches} micro-batches cannot fill {grid.pipeline} stages; raise "
                 f"train.global_batch to {grid.pipeline * grid.data * self.config.train.micro_batch} or more"
             )
-        counts = [chunk.count for chunk in self.layout.layers]
+        counts = [chunk.layer_count for chunk in self.layout.layers]
         if len(set(counts)) > 1:
             notes.append(f"layers are split unevenly over chunks: {_runs(counts)} (logits weigh in layers)")
         if parallel.layer_split is None and self.faster_split is not None:
@@ -216,7 +216,7 @@ class LayoutCost:
         config = self.config.model_copy(
             update={name: getattr(self.config, name).model_copy(update=keys) for name, keys in sections.items()}
         )
-        return replace(self, layout=lay_out(config, self.layout.grid.world))
+        return replace(self, layout=lay_out(config, self.layout.grid.world_size))
 
     def remedies(self) -> list[str]:
         """Overrides, each of which alone makes a plan fit that does not; cheapest first."""
@@ -250,30 +250,30 @@ class LayoutCost:
         count = flops.flops_per_token(model)
         tokens = train.global_batch * model.sequence_length
         return {
-            "gpus": grid.world,
-            "hosts": grid.hosts,
+            "gpus": grid.world_size,
+            "hosts": grid.host_count,
             "layout": {
                 "tensor": grid.tensor,
                 "pipeline": grid.pipeline,
                 "virtual_stages": self.config.parallel.virtual_stages,
                 "data": grid.data,
                 "microbatches": self.layout.microbatches,
-                "layers_by_chunk": [chunk.count for chunk in self.layout.layers],
+                "layers_by_chunk": [chunk.layer_count for chunk in self.layout.layers],
                 "zero": self.config.parallel.zero,
                 "recompute": self.config.parallel.recompute,
             },
-            "parameters": flops.parameters(model),
+            "parameters": flops.count_parameters(model),
             "parameters_by_stage": [stage_parameters(model, self.config.parallel, s) for s in range(grid.pipeline)],
             "flops": {
                 "convention": flops.CONVENTION,
                 "per_token": count.training,
                 "per_step": count.training * tokens,
-                "per_step_and_gpu": count.training * tokens / grid.world,
+                "per_step_and_gpu": count.training * tokens / grid.world_size,
             },
             "tokens_per_step": tokens,
             "schedule": {
                 "name": self.schedule.name,
-                "bubble_ideal": ideal_bubble(grid.pipeline, self.schedule.virtual, self.layout.microbatches),
+                "bubble_ideal": ideal_bubble(grid.pipeline, self.schedule.virtual_stages, self.layout.microbatches),
                 "bubble_replayed": self.bubble,
                 "idle": self.idle,
                 "in_flight_by_stage": [self.schedule.in_flight(s) for s in range(grid.pipeline)],

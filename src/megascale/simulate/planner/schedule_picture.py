@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megascale.core.replay import Graph, Timeline, replay
+from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import ActionKind, Schedule
 from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB, LayoutCost
 
@@ -31,8 +31,8 @@ def colour(backward: bool, chunk: int, virtual: int) -> str:
 
 def unit_timeline(schedule: Schedule) -> Timeline:
     """The schedule with equal chunks: a forward takes 1, a backward 2, transfers nothing."""
-    graph = Graph.of(schedule)
-    return replay(graph, graph.durations(1.0, 2.0))
+    graph = ActionGraph.compile(schedule)
+    return replay_schedule(graph, graph.durations(1.0, 2.0))
 
 
 def terminal_rows(schedule: Schedule, width: int) -> list[Text] | None:
@@ -42,7 +42,7 @@ def terminal_rows(schedule: Schedule, width: int) -> list[Text] | None:
     """
     from rich.text import Text
 
-    columns = 3 * schedule.virtual * (schedule.microbatches + schedule.stages)
+    columns = 3 * schedule.virtual_stages * (schedule.microbatches + schedule.stages)
     if columns > 4 * width:
         return None
     timeline = unit_timeline(schedule)
@@ -61,7 +61,7 @@ def terminal_rows(schedule: Schedule, width: int) -> list[Text] | None:
             cells = (end - start) * scale
             label = str(graph.microbatch[n])[-cells if backward else -scale :]
             label = label.ljust(cells, "<") if backward else label.rjust(cells)
-            shade = colour(bool(backward), int(graph.chunk[n]), schedule.virtual)
+            shade = colour(bool(backward), int(graph.chunk[n]), schedule.virtual_stages)
             row.append(label, style=f"{'black' if _light(shade) else 'white'} on {shade}")
             at = end
         row.append(" " * ((columns - at) * scale))
@@ -96,7 +96,7 @@ def _draw_schedule(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-d
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
-    timeline, graph, v = plan.timeline, plan.timeline.graph, plan.schedule.virtual
+    timeline, graph, v = plan.timeline, plan.timeline.graph, plan.schedule.virtual_stages
     makespan = float(timeline.makespan)
     compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
     until = 100.0

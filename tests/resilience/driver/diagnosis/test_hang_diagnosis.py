@@ -11,7 +11,7 @@ import zlib
 
 import pytest
 
-from megascale.core.calls import Call, CallRecord, Calls
+from megascale.core.calls import Call, CallLog, CallRecord
 from megascale.errors import DataError
 from megascale.observe.hang.scene import MAX_EVIDENCE_BYTES, RankEvidence, Scene, pack_evidence, unpack_evidence
 from megascale.resilience.driver.diagnosis.hang_diagnosis import refine
@@ -28,9 +28,9 @@ HANG = Verdict("hang", (), (), "recover", ("no rank has moved for 11 s",))
 def test_a_hang_gets_its_rank_and_its_node(tmp_path):
     """Rank 1 is a stopped process; rank 0, here, waits for it."""
     status = tmp_path / "status"
-    mine = Calls(status, 0, 2)
-    mine.register("world", 2)
-    mine.wait(mine.begin("world", "all_reduce", 24))
+    mine = CallLog(status, 0, 2)
+    mine.register_group("world", 2)
+    mine.begin_wait(mine.begin_call("world", "all_reduce", 24))
     code = f"""
 import os, signal
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_evidence_of_a_rank_is_cut_to_a_message_and_nonsense_is_none():
     kept = len(found.record.calls)
     assert 0 < kept < len(calls)
     assert found.record.calls == calls[-kept:]
-    assert not found.record.whole
+    assert not found.record.is_complete
     for nonsense in (
         b"",
         b"x" * 100,

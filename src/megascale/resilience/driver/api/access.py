@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from megascale.core.interfaces import addresses
+from megascale.core.interfaces import list_interface_addresses
 from megascale.core.ports import is_loopback
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.driver.api.tls import CERTIFICATE, trusting
@@ -63,7 +63,7 @@ def make_access(run: Path, act: bool, host: str) -> Access:
     host = host or parts.hostname or ""
     if host in ("0.0.0.0", "::"):
         # This machine's own name means loopback on many.
-        host = next((address for address in addresses().values() if not is_loopback(address)), host)
+        host = next((address for address in list_interface_addresses().values() if not is_loopback(address)), host)
     if parts.scheme != "https" or is_loopback(host) or host in ("0.0.0.0", "::"):
         raise ConfigError(
             f"the driver of {run} is at {contact.api}, which only its own machine reaches: launch with "

@@ -126,7 +126,7 @@ def _compute(view: View) -> list[Family]:
 
 
 def _stage(grid: Grid, rank: int) -> int:
-    return grid.coordinate(rank).pipeline if grid.pipeline > 1 and rank < grid.world else 0
+    return grid.coordinate(rank).pipeline if grid.pipeline > 1 and rank < grid.world_size else 0
 
 
 def _nodes(driver: Driver) -> list[Family]:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from megascale.core.ports import is_loopback
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 from megascale.resilience.protocol.agent_channel import DriverTls
 from megascale.resilience.protocol.contact import driver_folder
 
@@ -113,7 +113,7 @@ def _make(host: str) -> tuple[bytes, bytes]:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         raise ConfigError(
-            f"resilience.listen={host} is reached by other machines, so the API needs TLS: {remedy('driver')} for the "
+            f"resilience.listen={host} is reached by other machines, so the API needs TLS: {describe_install('driver')} for the "
             "package cryptography, with which the job makes a certificate; or give resilience.tls_certificate and "
             "resilience.tls_key; or listen on 127.0.0.1"
         ) from None

@@ -158,7 +158,7 @@ def _append_lines(file: Path, piece: FileData) -> None:
     lines = _new_lines(file, piece.data) if piece.first else piece.data
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        json_lines.append(handle, lines)
+        json_lines.append_lines(handle, lines)
     finally:
         os.close(handle)
 
