@@ -23,10 +23,10 @@ class _Kept:
         if kind == SPANS:
             self.spans[step] = (records, error_ns)
 
-    def wants(self, step: int) -> bool:
+    def is_requested(self, step: int) -> bool:
         return True
 
-    def keeps(self, step: int) -> None: ...
+    def mark_sampled(self, step: int) -> None: ...
 
 
 def measure(steps: int = 40) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from megascale.core.schedule import ActionKind, Schedule, pipeline_schedule
 from megascale.core.spans import SpanAxis, SpanKind
-from megascale.observe.rank.rollup import make_spans, roll_up
+from megascale.observe.rank.timers import make_spans, roll_up
 
 Array = np.ndarray[Any, Any]
 

@@ -18,12 +18,12 @@ from megascale.core.preflight import (
     FORKED_TRAINER_BYTES,
     GPU_TRAINER_BYTES,
     HostShare,
-    check_local_ranks,
     check_processes,
     checkpoint_bytes,
     count_local_stage_ranks,
 )
 from megascale.errors import FitError
+from megascale.train.rank_info import check_local_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GIB = 2**30

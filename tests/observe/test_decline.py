@@ -12,7 +12,7 @@ from benchmarks.observe.synthetic_spans import Job
 from megascale.cli.decline import print_tables, to_dict
 from megascale.core import strict_json
 from megascale.observe.analysis.decline import Decline, choose_windows, explain_decline
-from megascale.observe.analysis.decline_plot import draw_decline
+from megascale.observe.analysis.plots import draw_decline
 from megascale.observe.analysis.rank_parts import read_rank_parts
 from megascale.observe.store.tables import SpanTables
 

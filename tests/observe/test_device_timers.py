@@ -68,10 +68,10 @@ class Kept:
     def write(self, kind: int, step: int, records: Any, error_ns: int) -> None:
         self.told.append((kind, step, records, error_ns))
 
-    def wants(self, step: int) -> bool:
+    def is_requested(self, step: int) -> bool:
         return True
 
-    def keeps(self, step: int) -> None: ...
+    def mark_sampled(self, step: int) -> None: ...
 
 
 @pytest.fixture(params=[0.0, 30e-6])

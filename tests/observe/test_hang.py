@@ -29,9 +29,8 @@ from megascale.core.status import StatusFile, read_status
 from megascale.errors import DataError
 from megascale.observe.hang.evidence import collect_evidence, read_process_state
 from megascale.observe.hang.flight import FlightDump, read_flight
-from megascale.observe.hang.hang_report import examine_run
 from megascale.observe.hang.scene import RankEvidence, Scene
-from megascale.observe.hang.verdict import Hang, explain_hang
+from megascale.observe.hang.verdict import Hang, examine_run, explain_hang
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import Axis
 from megascale.parallel.runtime import Runtime
@@ -297,7 +296,7 @@ def test_on_devices_a_stopped_rank_is_missed_in_what_another_launched(flight):
         "reduce_scatter",
         7,
     )
-    assert any("rank 1 did not come to it" in line for line in hang.evidence)
+    assert any("rank 1 did not join it" in line for line in hang.evidence)
 
 
 def test_of_several_stopped_ranks_those_that_did_not_come_are_named():
@@ -307,7 +306,7 @@ def test_of_several_stopped_ranks_those_that_did_not_come_are_named():
         ahead, came, did_not, rank1={"process": "stopped"}, rank2={"process": "stopped"}, rank0={"process": "running"}
     )
     assert (hang.ranks, hang.op, hang.sequence) == ((1, 2), "reduce_scatter", 2)
-    assert "rank 0 launched reduce_scatter (call 2 of data_reduce/0), rank 2 did not come to it" in hang.evidence
+    assert "rank 0 launched reduce_scatter (call 2 of data_reduce/0), rank 2 did not join it" in hang.evidence
 
 
 def test_what_an_exchange_captures_is_no_call(tmp_path):
@@ -462,7 +461,7 @@ def stands_here():
     time.sleep(1000)
 stands_here()
 """
-    monkeypatch.setattr("megascale.observe.hang.evidence._ANSWER", 0.3 if deaf else 30.0)
+    monkeypatch.setattr("megascale.observe.hang.evidence._ANSWER_SECONDS", 0.3 if deaf else 30.0)
     child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     try:
         wait_for(tmp_path, 1)
@@ -496,7 +495,7 @@ def work():
             thread.join()
 for _ in range(2):
     threading.Thread(target=work, daemon=True).start()
-telemetry.begin_step(1)
+telemetry.step_begins(1)
 telemetry._calls.begin("world", "all_reduce", 4)
 work()
 """
@@ -574,7 +573,7 @@ def test_a_dump_that_would_run_code_is_refused(tmp_path):
 @pytest.mark.parametrize("data", [b'{"a":' * 100_000, pickle.dumps(b"x" * 300)[:-5], b"\x80\x04\x8e" + b"\xff" * 8])
 def test_a_dump_that_lies_or_is_cut_off_is_refused(data, tmp_path):
     (tmp_path / "nccl_trace_rank_0").write_bytes(data)
-    with pytest.raises(DataError, match="no flight-recorder dump"):
+    with pytest.raises(DataError, match="not a flight-recorder dump"):
         read_flight(tmp_path / "nccl_trace_rank_0")
 
 

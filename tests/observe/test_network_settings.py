@@ -32,7 +32,7 @@ def test_what_is_wrong_is_told_from_what_cannot_be_read(system):
     told = {(one.device, one.name): one.good for one in found}
     assert told == {
         ("", "time-out"): True, ("mlx5_0/1", "link"): True, ("mlx5_0/1", "traffic class"): True,
-        ("mlx5_0/1", "ECN marks are told"): True, ("mlx5_0/1", "ECN marks are obeyed"): False,
+        ("mlx5_0/1", "ECN notification"): True, ("mlx5_0/1", "ECN reaction"): False,
         ("mlx5_0/1", "PFC"): None, ("mlx5_0/1", "adaptive retransmission"): None, ("mlx5_1/1", "link"): False,
     }  # fmt: skip
     assert next(one for one in found if one.name == "time-out").value.endswith(": 137.4 s")

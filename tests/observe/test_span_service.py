@@ -69,7 +69,7 @@ def out(tmp_path):
 
 
 def test_two_ranks_one_service_and_a_kill(out, monkeypatch):
-    monkeypatch.setattr(span_link, "_AGAIN", (0.05, 60.0))
+    monkeypatch.setattr(span_link, "_RETRY_SECONDS", (0.05, 60.0))
     rings = [SpanRing(rank=rank, attempt=3) for rank in (0, 1)]
     links = [link(ring, out) for ring in rings]
     for ring in rings:
@@ -134,8 +134,8 @@ def test_a_rank_that_dies_loses_nothing_it_wrote(out, tmp_path):
 
 
 def test_a_service_that_cannot_start_costs_nothing_but_detail(out, monkeypatch):
-    monkeypatch.setattr(span_link, "launch", lambda *words: span_link.host_service.Launch("no.such.module", []))
-    monkeypatch.setattr(span_link.host_service, "START_TIMEOUT", 1.0)
+    monkeypatch.setattr(span_link, "service_launch", lambda *words: span_link.host_service.Launch("no.such.module", []))
+    monkeypatch.setattr(span_link.host_service, "COME_UP", 1.0)
     ring = SpanRing()
     one = link(ring, out)
     write(ring, 1)

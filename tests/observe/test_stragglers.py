@@ -37,7 +37,7 @@ def test_parts_add_up_to_the_step(run):
         assert choose_window(tables) == (1, 3, 60)  # a minute of them, without two that warm up
         assert choose_window(tables, last=20) == (1, 41, 60)
         assert choose_window(tables, "7-9") == (1, 7, 9)
-        with pytest.raises(ConfigError, match=r"--steps=90: roll-ups are there of steps 1 to 60"):
+        with pytest.raises(ConfigError, match=r"--steps=90: roll-ups exist for steps 1 to 60 only"):
             choose_window(tables, "90")
         parts = read_rank_parts(tables, 1, 11, 60)
         with pytest.raises(DataError, match="steps 70 to 80"):
@@ -79,8 +79,8 @@ def test_ranks_that_are_missing_are_named_and_the_rest_is_judged(run, tmp_path, 
     ]
     assert [link.ranks for link in found.links] == [(LINK,)]
     told = megascale("stragglers", tmp_path).stdout
-    assert "3 ranks (8, 9, 17) have no records in these steps: not compared" in told
-    assert "rank 20 has no records after step 30, though other ranks have" in told
+    assert "of 3 ranks (8, 9, 17) nothing is recorded in these steps: not judged" in told
+    assert "rank 20 tells of no step after step 30, though others do" in told
 
 
 def test_the_command_tells_draws_and_prints_json(run, megascale, tmp_path):
@@ -108,7 +108,7 @@ def parts_of(ranks: int, device: str = "GPU", hosts: int = 2) -> RankParts:
         "queued": np.zeros(shape),
     }
     waits = {axis: np.zeros(shape) for axis in ("tensor", "pipeline", "data", "world")}
-    more = {"count": np.ones(shape), "forward": 0.03 * noisy, "backward": 0.07 * noisy, "compute_whole": 0.1 * noisy}
+    more = {"count": np.ones(shape), "forward": 0.03 * noisy, "backward": 0.07 * noisy, "compute_total": 0.1 * noisy}
     more |= {"host": 0.05 * noisy, "first": np.full(shape, 1.0), "last": np.full(shape, 2.0)}
     place = np.stack([np.zeros(ranks, int), np.zeros(ranks, int), np.arange(ranks)], 1)
     host = np.arange(ranks) // (ranks // hosts)
@@ -141,9 +141,9 @@ def test_the_cause_is_what_takes_longer(part, device, cause):
 
 def test_a_gpu_that_waits_for_its_host_is_the_host_s():
     parts = parts_of(8)
-    for values in (parts.parts["compute"], parts.details["compute_whole"]):
+    for values in (parts.parts["compute"], parts.details["compute_total"]):
         values[3] *= 1.2
-    parts.details["host"][3] = parts.details["compute_whole"][3]
+    parts.details["host"][3] = parts.details["compute_total"][3]
     (one,) = find_stragglers(parts).ranks
     assert one.cause == "host: launch"
     assert "the GPU waits for its host" in one.evidence[-1]

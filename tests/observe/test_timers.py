@@ -11,8 +11,7 @@ from megascale.core.schedule import ActionKind
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.observe.clock_bounds import MOST_DRIFT, ClockBounds
 from megascale.observe.rank import timers as timers_module
-from megascale.observe.rank.rollup import roll_up
-from megascale.observe.rank.timers import Timers
+from megascale.observe.rank.timers import Timers, roll_up
 from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS, FrameHead, TornFrame, pack_frame, scan_frames
 from tests.exact.cases import case
 from tests.exact.training import Told, make_engine, run_step
@@ -29,10 +28,10 @@ class Kept:
     def write(self, kind: int, step: int, records: np.ndarray[Any, Any], error_ns: int) -> None:
         self.told.append((kind, step, records))
 
-    def wants(self, step: int) -> bool:
+    def is_requested(self, step: int) -> bool:
         return step in self.wanted
 
-    def keeps(self, step: int) -> None:
+    def mark_sampled(self, step: int) -> None:
         self.keeping.append(step)
 
     def of(self, kind: int, step: int) -> np.ndarray[Any, Any]:
@@ -96,7 +95,7 @@ def test_waits_are_told_from_own_work(clock):
     assert (transfer["bytes"], transfer["total_ns"]) == (4096, 40)
     assert timers.last is not None
     assert timers.last.seconds == pytest.approx(255e-9)
-    assert timers.last.own == pytest.approx(170e-9)  # 255 less 30 and 5 of waiting and 50 for the checkpoint
+    assert timers.last.own_seconds == pytest.approx(170e-9)  # 255 less 30 and 5 of waiting and 50 for the checkpoint
     assert timers.last.waits == pytest.approx({"tensor": 30e-9, "samples": 5e-9})
     (wait,) = rows_of(kept.of(SPANS, 3), SpanKind.WAIT, SpanAxis.TENSOR)
     assert (wait["microbatch"], wait["waited_on"], wait["end_ns"] - wait["start_ns"]) == (5, 7, 30)
@@ -122,7 +121,7 @@ def test_a_long_step_is_told_in_parts_that_add_up(clock, work, frames_told):
     assert rows["waited_ns"].sum() == 800_000_000
     assert rows_of(kept.of(ROLLUPS, 1), SpanKind.STEP)["waited_ns"].sum() == 800_000_000
     assert timers.last is not None
-    assert timers.last.own == pytest.approx(4 * work / 1e9)
+    assert timers.last.own_seconds == pytest.approx(4 * work / 1e9)
 
 
 def test_spans_are_kept_for_sampled_and_for_asked_steps_only(clock):

@@ -24,10 +24,10 @@ class Kept:
         assert kind == ROLLUPS
         self.rows += [(int(r["kind"]), int(r["count"]), int(r["total_ns"])) for r in records]
 
-    def wants(self, step):
+    def is_requested(self, step):
         return False
 
-    def keeps(self, step): ...
+    def mark_sampled(self, step): ...
 
 
 @pytest.fixture

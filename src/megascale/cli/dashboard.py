@@ -63,7 +63,7 @@ def dashboard(
     require("uvicorn", "dashboard")
     from megascale.observe.dashboard.application import Integrations
     from megascale.observe.dashboard.questions import Sources
-    from megascale.observe.dashboard.run_list import RunList
+    from megascale.observe.dashboard.run_reader import RunList
     from megascale.observe.dashboard.serve import Listening, make_tls_context, serve
     from megascale.resilience.driver.api import job_view
     from megascale.simulate.run_plan import run_plan

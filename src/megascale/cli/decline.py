@@ -68,7 +68,7 @@ def decline(
             lambda low, high: read_rank_parts(tables, attempt, low, high), first, second, tables, series
         )
     if plot is not None:
-        from megascale.observe.analysis.decline_plot import draw_decline
+        from megascale.observe.analysis.plots import draw_decline
 
         draw_decline(report, plot)
         typer.echo(f"step time and causes: {plot}", err=as_json)

@@ -157,14 +157,14 @@ def hang(
 
       megascale hang dumps-from-another-cluster --no-ask
     """
-    from megascale.observe.hang import hang_report
+    from megascale.observe.hang import verdict as hang_verdict
 
     has_remote_ranks = (folder / "driver").is_dir() and not any((folder / "status").glob("rank-*.calls"))
     if ask and has_remote_ranks:
         _request_remote_ranks(folder, watch)
-    scene, verdict = hang_report.examine_run(folder, ask, watch)
+    scene, verdict = hang_verdict.examine_run(folder, ask, watch)
     if as_json:
-        print_json(hang_report.as_json(scene, verdict), indent=2)
+        print_json(hang_verdict.as_json(scene, verdict), indent=2)
     else:
         _print_hang(scene, verdict)
     if verdict.kind != "none":
@@ -183,13 +183,12 @@ def _request_remote_ranks(run: Path, watch: float) -> None:
 
 
 def _print_hang(scene: Scene, verdict: Hang) -> None:
-    from megascale.observe.hang import hang_report
-    from megascale.observe.hang.verdict import describe_position
+    from megascale.observe.hang.verdict import describe_position, format_headline
 
     console = make_console()
     colour = {"none": "green"}.get(verdict.kind, "red")
-    console.print(f"[bold {colour}]{hang_report.format_headline(verdict)}[/]")
-    if scene.sent:
+    console.print(f"[bold {colour}]{format_headline(verdict)}[/]")
+    if scene.from_agents:
         seen_at = time.strftime("%H:%M:%S", time.localtime(scene.now_ns / 1e9))
         console.print(f"as their agents saw the ranks at {seen_at}")
     for line in verdict.evidence:

@@ -59,7 +59,7 @@ def _request_steps(run: Path, steps: int, deadline: float) -> tuple[int, int]:
     from rich.progress import Progress
 
     from megascale.errors import TrainingError
-    from megascale.observe.store.asking import count_complete_steps, request_spans
+    from megascale.observe.store.tables import count_complete_steps, request_spans
 
     first, last = request_spans(run, steps)
     with Progress(transient=True) as progress:
@@ -121,7 +121,7 @@ def describe_network(tables: SpanTables) -> list[str]:
     """Return lines on the network settings of hosts that differ from the advice, as their span services found them."""
     from megascale.core import strict_json
     from megascale.core.untrusted_files import read_small_text
-    from megascale.observe.store.ingest import STATE_FILE
+    from megascale.observe.store.span_messages import STATE_FILE
 
     lines = []
     for host in tables.hosts:

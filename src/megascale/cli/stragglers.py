@@ -76,7 +76,7 @@ def stragglers(
     with SpanTables(run) as tables:
         report = find_stragglers(read_rank_parts(tables, *choose_window(tables, steps, last)), tables)
     if plot is not None:
-        from megascale.observe.analysis.straggler_plot import draw_stragglers
+        from megascale.observe.analysis.plots import draw_stragglers
 
         draw_stragglers(report, plot)
         typer.echo(f"ranks: {plot}", err=as_json)

@@ -62,11 +62,11 @@ def timeline(
         report = read_step_timeline(tables, step, ranks, view)
     for path in out:
         if path.suffix in _PICTURES:
-            from megascale.observe.analysis.timeline_picture import draw_timeline
+            from megascale.observe.analysis.timeline_output import draw_timeline
 
             draw_timeline(report, path)
         else:
-            from megascale.observe.analysis.timeline_events import write_trace_events
+            from megascale.observe.analysis.timeline_output import write_trace_events
 
             write_trace_events(report, path)
     if as_json:

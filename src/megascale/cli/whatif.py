@@ -64,7 +64,7 @@ def whatif(
         typer.echo(f"{write_trace(trace, export)} operations: {export}", err=as_json)
     report = analyse_trace(trace, tuple(rank))
     if plot is not None:
-        from megascale.observe.analysis.whatif_plot import draw_worker_scores
+        from megascale.observe.analysis.plots import draw_worker_scores
 
         draw_worker_scores(report, plot)
         typer.echo(f"workers: {plot}", err=as_json)
@@ -81,7 +81,7 @@ def _read_trace(source: Path, steps: str, last: int) -> OperationTrace:
     from megascale.observe.analysis.run_steps import choose_sampled_steps, parse_step_range
 
     if source.is_dir():
-        from megascale.observe.analysis.run_trace import read_run_trace
+        from megascale.observe.analysis.operation_trace import read_run_trace
         from megascale.observe.store.tables import SpanTables
 
         with SpanTables(source) as tables:

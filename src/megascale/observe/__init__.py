@@ -1,1 +1,1 @@
-"""Metrics, plots, timers and what explains a run to a person."""
+"""Metrics, plots, timers and analyses of a run."""

@@ -1,4 +1,4 @@
-"""What a machine offers a training run, and what each lack costs."""
+"""Report of a machine's features for training, with the cost of each missing one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megascale.core.capacity import usable_cores
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. verdict: good, slow (works, at a cost) or missing (a feature is off)."""
+    """A line of the report. verdict: good, slow (works at a cost) or missing (a feature is off)."""
 
     subject: str
     value: str
@@ -24,19 +24,19 @@ class Finding:
 
 
 def examine_machine() -> list[Finding]:
-    """Look at Python, PyTorch, devices, memory, disk and optional parts."""
+    """Check Python, PyTorch, devices, memory, disk and optional packages."""
     import torch
 
-    findings = [_python(), Finding("PyTorch", torch.__version__, "good"), *_devices()]
-    findings += [_cpu(), _shared_memory(), _disk(), *_programs(), *_packages()]
+    findings = [_check_python(), Finding("PyTorch", torch.__version__, "good"), *_check_devices()]
+    findings += [_check_cpu(), _check_shared_memory(), _check_disk(), *_check_programs(), *_check_packages()]
     return findings
 
 
-def _python() -> Finding:
+def _check_python() -> Finding:
     return Finding("Python", f"{platform.python_version()} at {sys.executable}", "good")
 
 
-def _devices() -> list[Finding]:
+def _check_devices() -> list[Finding]:
     import torch
 
     if not torch.cuda.is_available():
@@ -53,7 +53,7 @@ def _devices() -> list[Finding]:
     return findings
 
 
-def _cpu() -> Finding:
+def _check_cpu() -> Finding:
     cores = usable_cores()
     flags = ""
     info = Path("/proc/cpuinfo")
@@ -64,40 +64,42 @@ def _cpu() -> Finding:
     return Finding("CPU", f"{cores} cores usable", "good", note)
 
 
-def _shared_memory() -> Finding:
+def _check_shared_memory() -> Finding:
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
-        return Finding("shared memory", "no /dev/shm", "missing", "several processes a host will not share data")
+        return Finding("shared memory", "no /dev/shm", "missing", "the processes of a host cannot share data")
     size = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
     if usage.free < 1 << 30:
         return Finding("shared memory", size, "slow", "little room; in a container give --shm-size=8g or more")
     return Finding("shared memory", size, "good")
 
 
-def _disk() -> Finding:
+def _check_disk() -> Finding:
     usage = shutil.disk_usage(".")
     size = f"{usage.free / 2**30:.1f} GiB free here"
     if usage.free < 5 << 30:
-        return Finding("disk", size, "slow", "checkpoints need 12 bytes a parameter, and one more while saving")
+        return Finding(
+            "disk", size, "slow", "checkpoints need 12 bytes per parameter, and one more checkpoint while saving"
+        )
     return Finding("disk", size, "good")
 
 
-def _programs() -> list[Finding]:
-    wanted = {"redis-server": "start-up through redis:// needs a server somewhere (apt-get install redis-server)"}
+def _check_programs() -> list[Finding]:
+    programs = {"redis-server": "start-up through redis:// needs a server (apt-get install redis-server)"}
     return [
         Finding(name, path, "good") if (path := shutil.which(name)) else Finding(name, "not found", "missing", lack)
-        for name, lack in wanted.items()
+        for name, lack in programs.items()
     ]
 
 
-def _packages() -> list[Finding]:
-    wanted = {
-        "triton": "fused operators are off on GPUs, PyTorch's own run instead",
+def _check_packages() -> list[Finding]:
+    packages = {
+        "triton": "fused operators are off on GPUs; PyTorch's operators are used instead",
         "tensorboard": "no TensorBoard files are written",
         "matplotlib": "no plots are drawn",
     }
     return [
         Finding(name, "installed", "good") if importlib.util.find_spec(name) else Finding(name, "none", "missing", lack)
-        for name, lack in wanted.items()
+        for name, lack in packages.items()
     ]

@@ -1,5 +1,6 @@
-"""Metrics of a run: one record a step to metrics.jsonl, TensorBoard and Weights & Biases, a line to the terminal, and
-to what `observe.sinks` names. Another package adds a sink with `register`.
+"""Metrics of a run: a record per step in metrics.jsonl, TensorBoard, Weights & Biases and the terminal.
+
+`observe.sinks` names further sinks; another package adds one with `register`.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from megascale.errors import ConfigError, describe_install
 
 
 class MetricSink(Protocol):
-    """Where records go."""
+    """A receiver of records."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take one record; `record["step"]` orders them."""
+        """Write one record; `record["step"]` orders the records."""
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush and close."""
 
 
 @dataclass(frozen=True)
 class SinkRequest:
-    """What a sink is made for, on rank 0.
+    """The run for which rank 0 makes a sink.
 
     Attributes:
-        run: the run folder, which is there.
-        config: of the run.
-        step: what this start goes on from; records of later steps may come again.
+        run: the existing run folder.
+        config: configuration of the run.
+        step: step from which this start continues; records of later steps may be repeated.
     """
 
     run: Path
@@ -51,13 +52,13 @@ class SinkRequest:
 
 
 class JsonLines:
-    """Appends records to a file, one JSON object a line, flushed each time."""
+    """Appends records to a file, one JSON object per line, and flushes each."""
 
     def __init__(self, file: Path) -> None:
         self._out = open(file, "a")  # noqa: SIM115 - closed by close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append."""
+        """Append a record."""
         self._out.write(strict_json.dumps(record) + "\n")
         self._out.flush()
 
@@ -66,7 +67,7 @@ class JsonLines:
         self._out.close()
 
 
-# Groups that TensorBoard shows apart: by the beginning of a metric's name, else by the name.
+# Groups in TensorBoard: by the prefix of a metric's name, otherwise by the name.
 _PREFIXES = {"valid_": "valid", "wait_": "waits", "loader_": "data", "float8_": "precision"}
 _GROUPS = {
     "train": ("loss", "grad_norm", "learning_rate", "skipped_steps"),
@@ -76,7 +77,7 @@ _GROUPS = {
 
 
 def tensorboard_tag(key: str) -> str:
-    """A metric's name with its group before it, such as train/loss, speed/mfu, waits/tensor_seconds."""
+    """Return a metric's name after its group, such as train/loss, speed/mfu, waits/tensor_seconds."""
     for prefix, group in _PREFIXES.items():
         if key.startswith(prefix):
             return f"{group}/{key.removeprefix(prefix)}"
@@ -84,7 +85,7 @@ def tensorboard_tag(key: str) -> str:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard, in `folder`; what a run before wrote of steps after `step` is hidden."""
+    """Scalars for TensorBoard in `folder`; earlier records of steps after `step` are hidden."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -92,20 +93,21 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def write(self, record: dict[str, Any]) -> None:
-        """One scalar a number."""
+        """Write a scalar per number."""
         for key, value in record.items():
             if key not in ("step", "time") and isinstance(value, int | float):
                 self._writer.add_scalar(tensorboard_tag(key), value, record["step"])
 
     def close(self) -> None:
-        """Flush."""
+        """Flush and close the files."""
         self._writer.close()
 
 
 class Wandb:
-    """The same to Weights & Biases; a resumed run goes on under the id kept in its folder.
+    """Values for Weights & Biases; a resumed run continues under the id stored in its folder.
 
-    Raises ConfigError if the package is missing or the service refuses.
+    Raises:
+        ConfigError: the package is missing or the service refuses the run.
     """
 
     def __init__(self, project: str, run: Path, config: dict[str, Any]) -> None:
@@ -115,8 +117,8 @@ class Wandb:
             raise ConfigError(
                 f"observe.wandb={project!r} needs the package wandb; {describe_install('wandb')} or leave the key out"
             ) from None
-        kept = run / "wandb-id"
-        identity = kept.read_text().strip() if kept.exists() else secrets.token_hex(4)
+        identity_file = run / "wandb-id"
+        identity = identity_file.read_text().strip() if identity_file.exists() else secrets.token_hex(4)
         try:
             self._run = wandb.init(
                 project=project, name=run.name, id=identity, resume="allow", dir=str(run), config=config
@@ -126,20 +128,21 @@ class Wandb:
                 f"observe.wandb={project!r}: Weights & Biases cannot be used ({error}); run `wandb login`, set "
                 "WANDB_MODE=offline to keep the records in the run folder, or leave the key out"
             ) from None
-        kept.write_text(identity + "\n")
+        identity_file.write_text(identity + "\n")
 
     def write(self, record: dict[str, Any]) -> None:
-        """One value a number. Steps that a resumed run does again are not sent twice: the service drops them."""
+        """Write a value per number. The service drops steps that a resumed run repeats."""
         numbers = {key: v for key, v in record.items() if key not in ("step", "time") and isinstance(v, int | float)}
         self._run.log(numbers, step=record["step"])
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining values."""
         self._run.finish()
 
 
 _BAR = 20  # columns
-_WARM_UP, _RECENT = 2, 100  # steps: compiled and tuned in the first ones; those whose pace tells what is left
+_WARM_UP = 2  # steps in which kernels are compiled and tuned
+_RECENT = 100  # steps whose pace predicts the remaining time
 
 
 class _Console(Console):
@@ -161,7 +164,7 @@ class Terminal:
         self._console = _Console(highlight=False, soft_wrap=True)
         self._interval, self._steps = interval, steps
         self._first: int | None = None
-        # When steps ended, the newest last: what is left is judged by these, not by the first steps' compiling.
+        # End times of recent steps, the newest last, for the remaining time.
         self._ends: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._bar: Progress | None = None
         if live and sys.stdout is not None and sys.stdout.isatty():
@@ -185,21 +188,21 @@ class Terminal:
             self._first = step - 1
         elif step > self._first + _WARM_UP:
             self._ends.append((step, time.monotonic()))
-        line = self._line(record)
+        line = self._format_line(record)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line)
         elif step % self._interval == 0 or step == self._steps or step == self._first + 1:
             self._console.print(line)
 
-    def _line(self, record: dict[str, Any]) -> str:
-        """What fits the terminal (80 columns where there is none); metrics.jsonl has everything."""
-        step, remaining = record["step"], self._remaining()
+    def _format_line(self, record: dict[str, Any]) -> str:
+        """Return the values that fit the terminal (80 columns without one); metrics.jsonl has all."""
+        step, remaining = record["step"], self._estimate_remaining()
         parts = {
             "step": f"step {step}/{self._steps}",
             "loss": f"loss {record['loss']:#.4g}",
             "lr": f"lr {record['learning_rate']:.1e}".replace("e-0", "e-"),
             "norm": f"norm {record['grad_norm']:.2f}",
-            "tokens": f"{_short(record['tokens_per_second'])} tok/s",
+            "tokens": f"{_format_count(record['tokens_per_second'])} tok/s",
         }
         if "skipped_steps" in record:
             parts["skipped"] = f"{record['skipped_steps']} steps skipped"
@@ -209,7 +212,7 @@ class Terminal:
             parts["mfu"] = f"MFU {100 * record['mfu']:.0f}%"
         parts["memory"] = f"{record['memory_gib']:.{0 if record['memory_gib'] >= 10 else 1}f} GiB"
         if remaining is not None:
-            parts["left"] = f"{_duration(remaining)} left"
+            parts["left"] = f"{_format_duration(remaining)} left"
         width = self._console.width - (_BAR + 1 if self._bar is not None else 0)
         for least in ("memory", "lr", "norm", "left"):
             if len("  ".join(parts.values())) <= width:
@@ -217,8 +220,8 @@ class Terminal:
             parts.pop(least, None)
         return "  ".join(parts.values())
 
-    def _remaining(self) -> float | None:
-        """Seconds to the last step at the pace of recent ones; None before there are two after the warm-up."""
+    def _estimate_remaining(self) -> float | None:
+        """Return the seconds to the last step at the pace of recent steps; None before two steps after the warm-up."""
         if len(self._ends) < 2:
             return None
         (first, begun), (last, ended) = self._ends[0], self._ends[-1]
@@ -229,7 +232,7 @@ class Terminal:
         (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.stop()
@@ -238,39 +241,44 @@ class Terminal:
 MakeSink = Callable[[SinkRequest], MetricSink]
 
 
-def _wandb(at: SinkRequest) -> Wandb:
-    return Wandb(at.config.observe.wandb or at.run.name, at.run, at.config.model_dump(exclude_none=True))
+def _make_wandb(request: SinkRequest) -> Wandb:
+    return Wandb(
+        request.config.observe.wandb or request.run.name, request.run, request.config.model_dump(exclude_none=True)
+    )
 
 
 KINDS: Registry[MakeSink] = Registry(
-    SINKS.key, {"tensorboard": lambda at: TensorBoard(at.run / "tensorboard", at.step), "wandb": _wandb}
+    SINKS.key, {"tensorboard": lambda at: TensorBoard(at.run / "tensorboard", at.step), "wandb": _make_wandb}
 )
 
 
-def register(name: str, made: MakeSink, about: str = "") -> None:
-    """Let `observe.sinks` name `name`; made(request) is called on rank 0 before the first step of each start."""
-    SINKS.register(name, PartFacts(about))
-    KINDS.register(name, made)
+def register(name: str, make: MakeSink, description: str = "") -> None:
+    """Register a sink for `observe.sinks`; rank 0 calls make(request) before the first step of each start."""
+    SINKS.register(name, PartFacts(description))
+    KINDS.register(name, make)
 
 
 def has_tensorboard() -> bool:
-    """Whether its files can be written: the package is an extra."""
+    """Return whether TensorBoard, an optional package, is installed."""
     return importlib.util.find_spec("tensorboard") is not None
 
 
-def open_sinks(at: SinkRequest) -> Iterator[MetricSink]:
-    """Open, one after the other, those that a configuration wants beside metrics.jsonl and the terminal, each once."""
-    observe = at.config.observe
-    switched = {"tensorboard": observe.tensorboard and has_tensorboard(), "wandb": observe.wandb is not None}
-    for name in dict.fromkeys([*(name for name, on in switched.items() if on), *observe.sinks]):
-        yield KINDS[name](at)
+def open_sinks(request: SinkRequest) -> Iterator[MetricSink]:
+    """Open the configured sinks except metrics.jsonl and the terminal, one after another, each once."""
+    observe = request.config.observe
+    enabled = {"tensorboard": observe.tensorboard and has_tensorboard(), "wandb": observe.wandb is not None}
+    names = [name for name, is_enabled in enabled.items() if is_enabled]
+    for name in dict.fromkeys(names + observe.sinks):
+        yield KINDS[name](request)
 
 
-def _short(n: float) -> str:
-    return f"{n / 1e6:.2f}M" if n >= 1e6 else f"{n / 1e3:.1f}k" if n >= 1e3 else f"{n:.0f}"
+def _format_count(n: float) -> str:
+    if n >= 1e6:
+        return f"{n / 1e6:.2f}M"
+    return f"{n / 1e3:.1f}k" if n >= 1e3 else f"{n:.0f}"
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s"

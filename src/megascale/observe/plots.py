@@ -20,10 +20,10 @@ _LARGEST = 1e30  # a larger value is a gap, one below its inverse is 0: axes can
 
 
 def read_metrics(run: Path, warn: Callable[[str], None] = lambda text: None) -> list[dict[str, float]]:
-    """Return what is drawn of the records of a run folder, NaN for what is not a number.
+    """Return the drawn values of the records of a run folder, NaN for values that are not numbers.
 
     Args:
-        warn: called with a sentence on lines that were left out.
+        warn: called with a sentence about skipped lines.
 
     Raises:
         DataError: the run has no metrics, or no losses.
@@ -31,7 +31,7 @@ def read_metrics(run: Path, warn: Callable[[str], None] = lambda text: None) -> 
     file = run / "metrics.jsonl"
     reader = RecordReader(file)
     try:
-        numbers = ({key: _number(record[key]) for key in _DRAWN if key in record} for record in reader)
+        numbers = ({key: _parse_number(record[key]) for key in _DRAWN if key in record} for record in reader)
         records = [record for record in numbers if not math.isnan(record.get("step", math.nan))]
     except FileNotFoundError:
         raise DataError(
@@ -48,12 +48,12 @@ def read_metrics(run: Path, warn: Callable[[str], None] = lambda text: None) -> 
 
 @dataclass(frozen=True)
 class Curves:
-    """A run as it is drawn.
+    """The drawn curves of a run.
 
     Attributes:
-        x: place of each step on the axis: tokens, steps, or hours spent in steps.
-        loss, rate, norm: of each step; NaN is a gap.
-        held_out: place and loss of each evaluation.
+        x: position of each step on the axis: tokens, steps, or hours spent in steps.
+        loss, rate, norm: values of each step; NaN is a gap.
+        held_out: position and loss of each evaluation.
     """
 
     name: str
@@ -65,23 +65,26 @@ class Curves:
 
     @classmethod
     def from_records(cls, name: str, records: list[dict[str, Any]], axis: Axis) -> Curves:
-        """Return the curves of a run's records. DataError if no record has a place on the axis."""
+        """Return the curves of a run's records. DataError if no record has a position on the axis."""
         steps = [record for record in records if "loss" in record]
         if axis == "hours":
-            seconds = (_number(record.get("seconds")) for record in steps)
+            seconds = (_parse_number(record.get("seconds")) for record in steps)
             x = [total / 3600 for total in accumulate(s if s > 0 else 0.0 for s in seconds)]
         else:
-            x = [_number(record.get("tokens" if axis == "tokens" else "step")) for record in steps]
-        if all(math.isnan(place) for place in x):
+            x = [_parse_number(record.get("tokens" if axis == "tokens" else "step")) for record in steps]
+        if all(math.isnan(position) for position in x):
             raise DataError(f"the metrics of {name} have no {axis}; draw them along another axis, such as --x steps")
         numbers = [record["step"] for record in steps]
         held_out = []
         for record in records:
-            # An evaluation stands where the last step before it stands, whatever the axis.
-            valid_loss = _number(record.get("valid_loss"))
-            if not math.isnan(valid_loss) and (at := bisect_right(numbers, record["step"])):
-                held_out.append((x[at - 1], valid_loss))
-        loss, rate, norm = ([_number(r.get(key)) for r in steps] for key in ("loss", "learning_rate", "grad_norm"))
+            # An evaluation has the position of the last step before it, on every axis.
+            valid_loss = _parse_number(record.get("valid_loss"))
+            preceding = bisect_right(numbers, record["step"])
+            if not math.isnan(valid_loss) and preceding:
+                held_out.append((x[preceding - 1], valid_loss))
+        loss, rate, norm = (
+            [_parse_number(r.get(key)) for r in steps] for key in ("loss", "learning_rate", "grad_norm")
+        )
         return cls(name, x, loss, rate, norm, held_out)
 
     def format_label(self, weight: float) -> str:
@@ -93,12 +96,12 @@ class Curves:
         return f"{self.name}: {', '.join(parts)}"
 
 
-def _number(value: Any) -> float:
+def _parse_number(value: Any) -> float:
     """Return a value that can be drawn, or NaN."""
-    found = to_float(value)
-    if not abs(found) <= _LARGEST:
+    parsed = to_float(value)
+    if not abs(parsed) <= _LARGEST:
         return math.nan
-    return found if abs(found) * _LARGEST >= 1 else 0.0
+    return parsed if abs(parsed) * _LARGEST >= 1 else 0.0
 
 
 def _plain_name(name: str) -> str:
@@ -108,17 +111,20 @@ def _plain_name(name: str) -> str:
 
 
 def smooth(values: list[float], weight: float) -> list[float]:
-    """Exponential average of the values so far, free of the bias to its start; gaps stay out of it."""
-    out, mean, total = [], 0.0, 0.0
+    """Return the exponential average of the values so far, without bias to its start; gaps are ignored."""
+    out = []
+    mean = 0.0
+    total = 0.0
     for value in values:
         if not math.isnan(value):
-            mean, total = weight * mean + (1 - weight) * value, weight * total + (1 - weight)
+            mean = weight * mean + (1 - weight) * value
+            total = weight * total + (1 - weight)
         out.append(mean / total if total else math.nan)
     return out
 
 
 def choose_unit(largest: float) -> tuple[float, str]:
-    """A divisor that makes numbers up to `largest` short, and its name."""
+    """Return a divisor that makes numbers up to `largest` short, and its name."""
     for size, name in ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands")):
         if largest >= size:
             return size, name
@@ -139,7 +145,7 @@ def plot_runs(
         out: its suffix is the format, such as .png.
         smoothing: weight of the past in the average that is drawn over each noisy curve, 0 to below 1; 0 draws the
             curve alone.
-        warn: called with a sentence on lines that were left out.
+        warn: called with a sentence about skipped lines.
 
     Raises:
         DataError: a run has no steps.
@@ -156,19 +162,19 @@ def plot_runs(
         Curves.from_records(_plain_name(name), read_metrics(run, warn), x)
         for name, run in zip(names, runs, strict=True)
     ]
-    farthest = max((place for c in curves for place in c.x if not math.isnan(place)), default=0.0)
+    farthest = max((position for c in curves for position in c.x if not math.isnan(position)), default=0.0)
     scale, scale_name = choose_unit(farthest) if x == "tokens" else (1.0, "")
     figure, (top, rate, norm) = plt.subplots(
         3, 1, figsize=(9, 9), sharex=True, height_ratios=[3, 1, 1], layout="constrained"
     )
     for index, c in enumerate(curves):
-        color, places = f"C{index % 10}", [place / scale for place in c.x]
-        _noisy(top, places, c.loss, smoothing, color, c.format_label(smoothing))
+        color, positions = f"C{index % 10}", [position / scale for position in c.x]
+        _draw_noisy(top, positions, c.loss, smoothing, color, c.format_label(smoothing))
         if c.held_out:
             held_x, held_y = zip(*c.held_out, strict=True)
             top.plot([p / scale for p in held_x], held_y, "o:", color=color, markersize=5, linewidth=1.0)
-        rate.plot(places, c.rate, color=color, linewidth=1.4)
-        _noisy(norm, places, c.norm, smoothing, color, None)
+        rate.plot(positions, c.rate, color=color, linewidth=1.4)
+        _draw_noisy(norm, positions, c.norm, smoothing, color, None)
     for axes in (top, norm):
         if axes is norm and not any(value > 0 for c in curves for value in c.norm):
             continue  # a logarithmic axis without a positive value cannot be laid out
@@ -176,7 +182,7 @@ def plot_runs(
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8) if axes is top else (1, 2, 5)))
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(NullFormatter())
-    top.set_ylim(*_limits(curves, smoothing))
+    top.set_ylim(*_choose_limits(curves, smoothing))
     top.set_ylabel("Loss (nats per token)" + ("; dots: held out" if any(c.held_out for c in curves) else ""))
     top.legend(title=f"last loss{', averaged' if smoothing else ''}", frameon=False)
     rate.set_ylabel("Learning rate")
@@ -196,20 +202,20 @@ def plot_runs(
     return out
 
 
-def _limits(curves: list[Curves], smoothing: float) -> tuple[float, float]:
-    """Of the loss axis: all averages and evaluations, and all but the wildest steps."""
+def _choose_limits(curves: list[Curves], smoothing: float) -> tuple[float, float]:
+    """Return the limits of the loss axis: all averages and evaluations, and all but the most extreme steps."""
     shown = [loss for c in curves for _, loss in c.held_out]
     for c in curves:
         values = sorted(v for v in c.loss if not math.isnan(v))
         if values:
             cut = len(values) // 200
             shown += [values[cut], values[-1 - cut], *smooth(c.loss, smoothing)]
-    known = [v for v in shown if v > 0]
-    return (min(known) / 1.03, max(known) * 1.03) if known else (0.1, 10.0)
+    positive = [v for v in shown if v > 0]
+    return (min(positive) / 1.03, max(positive) * 1.03) if positive else (0.1, 10.0)
 
 
-def _noisy(axes: Any, x: list[float], y: list[float], weight: float, color: str, label: str | None) -> None:
-    """A curve, pale under its average if there is one."""
+def _draw_noisy(axes: Any, x: list[float], y: list[float], weight: float, color: str, label: str | None) -> None:
+    """Draw a curve, pale under its average if it is smoothed."""
     if not weight:
         axes.plot(x, y, color=color, linewidth=1.0, label=label)
         return

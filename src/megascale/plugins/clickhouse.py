@@ -23,11 +23,10 @@ from urllib.parse import urlencode, urlsplit
 import duckdb
 
 from megascale.errors import ConfigError
-from megascale.observe.store.columns import TABLES, by_table, columns
-from megascale.observe.store.folder_identity import folder_identity
-from megascale.observe.store.parquet import SMALL, select, sql_text
+from megascale.observe.store.columns import TABLES, group_by_table, make_columns
+from megascale.observe.store.parquet import SMALL_DATABASE, quote_sql, table_query
 from megascale.observe.store.span_sinks import IDENTITY_COLUMNS, KINDS, identity_select
-from megascale.observe.store.spool import Segment
+from megascale.observe.store.spool import Segment, folder_identity
 
 _TYPES = {"INTEGER": "Int32", "UINTEGER": "UInt32", "BIGINT": "Int64", "DOUBLE": "Float64", "VARCHAR": "String"}
 _SORT_COLUMNS = {
@@ -73,12 +72,12 @@ class ClickHouseSink:
         self._headers = {header: value for header, value in credentials.items() if value}
         self._lacks_next = False  # the server is known not to have the next segment
         self._has_tables = False
-        self._database = duckdb.connect(config=SMALL)
+        self._database = duckdb.connect(config=SMALL_DATABASE)
 
     def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
         """Send a segment's rows and return their number by table; OSError with the server's answer if it refuses."""
-        metadata = segment.about
-        frames = by_table(segment.frames)
+        metadata = segment.header
+        frames = group_by_table(segment.frames)
         host = int(metadata.get("host", -1))
         lacks_segment = self._lacks_next
         self._lacks_next = False
@@ -91,7 +90,7 @@ class ClickHouseSink:
                 return {}
         rows: dict[str, int] = {}
         for table in TABLES:
-            data = columns(frames, table, int(metadata.get("clock_ns", 0)))
+            data = make_columns(frames, table, int(metadata.get("clock_ns", 0)))
             count = len(next(iter(data.values())))
             if count:
                 self._insert(table, data, number, metadata)
@@ -123,7 +122,7 @@ class ClickHouseSink:
         self._database.register("rows", data)
         try:
             self._database.execute(
-                f"COPY (SELECT {identity}, * FROM ({select(table)})) TO {sql_text(str(file))} "
+                f"COPY (SELECT {identity}, * FROM ({table_query(table)})) TO {quote_sql(str(file))} "
                 f"(FORMAT csv, HEADER false, FORCE_QUOTE ({texts}))"
             ).fetchall()
             with open(file, "rb") as body:

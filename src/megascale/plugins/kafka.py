@@ -22,11 +22,10 @@ import duckdb
 
 from megascale.config.text_files import read_text
 from megascale.errors import ConfigError
-from megascale.observe.store.columns import TABLES, by_table, columns
-from megascale.observe.store.folder_identity import folder_identity
-from megascale.observe.store.parquet import SMALL, select
+from megascale.observe.store.columns import TABLES, group_by_table, make_columns
+from megascale.observe.store.parquet import SMALL_DATABASE, table_query
 from megascale.observe.store.span_sinks import KINDS, identity_select
-from megascale.observe.store.spool import Segment
+from megascale.observe.store.spool import Segment, folder_identity
 
 log = logging.getLogger("megascale.observe.spans")
 
@@ -67,17 +66,17 @@ class KafkaSink:
         except confluent_kafka.KafkaException as error:
             raise ConfigError(f"observe.span_sinks: kafka={address}: {error}") from None
         self._rejection = ""
-        self._database = duckdb.connect(config=SMALL)
+        self._database = duckdb.connect(config=SMALL_DATABASE)
 
     def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
         """Send a segment's rows and return their number by table; OSError if the brokers do not take all of them."""
-        metadata = segment.about
-        frames = by_table(segment.frames)
+        metadata = segment.header
+        frames = group_by_table(segment.frames)
         rows: dict[str, int] = {}
         self._rejection = ""
         try:
             for table in TABLES:
-                data = columns(frames, table, int(metadata.get("clock_ns", 0)))
+                data = make_columns(frames, table, int(metadata.get("clock_ns", 0)))
                 count = len(next(iter(data.values())))
                 for begin in range(0, count, _BATCH_ROWS):
                     batch = {name: values[begin : begin + _BATCH_ROWS] for name, values in data.items()}
@@ -104,7 +103,7 @@ class KafkaSink:
         self._database.register("rows", data)
         try:
             messages = self._database.execute(
-                f"WITH identified AS (SELECT {identity}, *{finite} FROM ({select(table)})), "
+                f"WITH identified AS (SELECT {identity}, *{finite} FROM ({table_query(table)})), "
                 f"texts AS (SELECT {rank_column} AS rank, row, to_json(identified)::VARCHAR AS text FROM identified) "
                 f"SELECT rank, string_agg(text, chr(10) ORDER BY row) FROM texts "
                 f"GROUP BY rank, row // {_MESSAGE_ROWS} ORDER BY min(row)"

@@ -155,8 +155,8 @@ class RankTimers:
         totals = self.timers.last
         if totals is None or totals.step != step:
             return {}
-        status.compute_seconds = totals.own
-        times = {"compute_seconds": totals.own}
+        status.compute_seconds = totals.own_seconds
+        times = {"compute_seconds": totals.own_seconds}
         for name, seconds in sorted(totals.waits.items()):
             times[f"wait_{name}_seconds"] = seconds
         return times

@@ -113,7 +113,7 @@ def run_case(
 
     Raises RuntimeError where the training or the fault did not come.
     """
-    from megascale.observe.hang import hang_report
+    from megascale.observe.hang import verdict as hang_report
     from megascale.parallel.chunk_graphs import EAGER_STEPS
 
     tensor, pipeline, copies = layout

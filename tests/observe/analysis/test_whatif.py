@@ -96,7 +96,7 @@ def test_what_cannot_be_replayed_is_said():
         analyse_trace(trace.select_rows(np.r_[np.arange(len(trace)), 0]))
     with pytest.raises(DataError, match="no operations of stage 1 in data-parallel replica 2"):
         analyse_trace(trace.select_rows(~((trace.stage == 1) & (trace.replica == 2))))
-    with pytest.raises(ConfigError, match="--rank=6 is none of the trace's ranks; they are 0 to 5"):
+    with pytest.raises(ConfigError, match="--rank=6: the trace has no such rank; its ranks are 0 to 5"):
         analyse_trace(trace, ranks=(6,))
 
 
@@ -135,7 +135,7 @@ def test_files_that_are_no_trace_are_refused(tmp_path):
     duckdb.execute(f"COPY (SELECT 1 AS dp_rank, 2 AS stage) TO '{bad}' (FORMAT parquet)")
     with pytest.raises(DataError, match="lacks the columns rank, step, optype"):
         read_trace(bad)
-    with pytest.raises(DataError, match="is no file"):
+    with pytest.raises(DataError, match="is not a file"):
         read_trace(tmp_path)
 
 

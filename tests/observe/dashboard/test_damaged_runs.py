@@ -22,7 +22,7 @@ from megascale.cli.main import app
 from megascale.core.calls import CallLog
 from megascale.core.status import StatusFile
 from megascale.errors import MegascaleError
-from megascale.observe.dashboard import hang_answer
+from megascale.observe.dashboard import questions
 from megascale.observe.dashboard.questions import Questions, Sources
 from megascale.observe.store.frames import COUNTER, COUNTERS, ROLLUP, ROLLUPS, SPANS, FrameHead, pack_frame
 from megascale.observe.store.spool import read_segment, save_orphan, segment_head
@@ -89,7 +89,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _quick_hang() -> Iterator[None]:
     """Looks at a hang once: nothing of these runs moves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hang_answer, "_WATCH", 0.0)
+        patch.setattr(questions, "WATCH_SECONDS", 0.0)
         yield
 
 
@@ -111,7 +111,7 @@ def look(run: Path, questions: list[tuple[str, dict[str, Any]]]) -> dict[str, An
     try:
         for question, about in questions:
             try:
-                answers[question] = json.loads(asked._ask(question, run, about))
+                answers[question] = json.loads(asked._answer(question, run, about))
             except MegascaleError as error:
                 assert str(error)
     finally:
@@ -234,7 +234,7 @@ def test_numbers_beyond_any_job_end_a_segment(tmp_path):
         frame = pack_frame(FrameHead(ROLLUPS, 1, 1, rank, attempt, step), np.zeros(1, ROLLUP))
         (tmp_path / "spool-000000.bin").write_bytes(segment_head({}, {}) + frame)
         assert (
-            f"a frame of rank {rank}, attempt {attempt} and step {step}"
+            f"the frame has an invalid rank {rank}, attempt {attempt} or step {step}"
             in read_segment(tmp_path / "spool-000000.bin").damage
         )
 

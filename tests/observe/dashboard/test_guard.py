@@ -183,7 +183,7 @@ def test_a_browser_is_started_without_the_token_among_its_words(tmp_path, monkey
 
 def test_wrong_words_on_the_command_line(megascale, runs, tmp_path):
     for words, code, said in (
-        (["dashboard", tmp_path / "none"], 4, "is no folder"),
+        (["dashboard", tmp_path / "none"], 4, "is not a folder"),
         (["dashboard", runs, "--host", "0.0.0.0"], 2, "--token-file"),
         (["dashboard", runs, "--host", "0.0.0.0", "--no-token"], 2, "without a token"),
     ):

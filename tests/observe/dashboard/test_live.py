@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from megascale.observe.dashboard import live
-from megascale.observe.dashboard.live import LiveUpdates
+from megascale.observe.dashboard import application
+from megascale.observe.dashboard.application import LiveUpdates
 
 
 def test_a_look_that_fails_in_any_way_goes_on(monkeypatch, caplog):
-    monkeypatch.setattr(live, "SECONDS", 0.0)
+    monkeypatch.setattr(application, "PULSE_SECONDS", 0.0)
     answers = iter([b'{"rows": 1}', ValueError("of no kind that was expected"), b'{"rows": 2}'])
 
     async def pulse(name: str) -> bytes:
@@ -31,4 +31,4 @@ def test_a_look_that_fails_in_any_way_goes_on(monkeypatch, caplog):
     assert b'"rows": 1' in first
     assert b"the run cannot be read: ValueError" in failed
     assert b'"rows": 2' in then
-    assert "the look at run a failed (ValueError: of no kind that was expected)" in caplog.text
+    assert "the check of run a failed (ValueError: of no kind that was expected)" in caplog.text

@@ -127,7 +127,7 @@ def test_a_person_finds_and_evicts_a_slow_node_and_sees_who_stands_still(page, l
     order(page, "Pause", act, "saves and stops")
     job.until("paused")
     page.wait_for_selector(".chip >> text=paused")
-    order(page, "Resume", act, "goes on from its last checkpoint")
+    order(page, "Resume", act, "continues from its last checkpoint")
     job.until("first_step")
     times = {entry.kind: entry.time for entry in job.events()}
     assert times["first_step"] - times["continued"] < 60  # a node in place of the cordoned one is asked for at once

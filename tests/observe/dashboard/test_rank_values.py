@@ -13,13 +13,12 @@ from megascale.cli import spans
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.errors import ConfigError
 from megascale.observe.dashboard import rank_values
-from megascale.observe.dashboard.straggler_answer import answer_stragglers
-from megascale.observe.store.asking import count_complete_steps
+from megascale.observe.dashboard.questions import answer_stragglers
 from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
 from megascale.observe.store.ingest import Ingest
 from megascale.observe.store.parquet import ParquetWriter
 from megascale.observe.store.span_ring import SpanRing
-from megascale.observe.store.tables import SpanTables
+from megascale.observe.store.tables import SpanTables, count_complete_steps
 from tests.observe.dashboard.conftest import JOB, SLOW, STEPS
 
 

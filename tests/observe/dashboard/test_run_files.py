@@ -17,10 +17,8 @@ from megascale.core.json_lines import append_record
 from megascale.core.status import StatusFile
 from megascale.errors import DataError
 from megascale.observe.dashboard.effective_time import TRAINING, measure_effective_time
-from megascale.observe.dashboard.metric_columns import MetricColumns, _buckets
-from megascale.observe.dashboard.record_tail import RecordTail
-from megascale.observe.dashboard.run_list import RunList
-from megascale.observe.dashboard.run_reader import RunReader
+from megascale.observe.dashboard.metric_columns import MetricColumns, RecordTail, _make_buckets
+from megascale.observe.dashboard.run_reader import RunList, RunReader
 
 
 def add(file, *records):
@@ -95,9 +93,9 @@ def test_values_that_are_none_make_gaps_and_are_named(tmp_path):
 
 @settings(max_examples=25)
 @given(st.integers(2, 40), st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300))
-def test_buckets_keep_the_extremes(points, values):
+def test_make_buckets_keep_the_extremes(points, values):
     ys = np.array(values)
-    found = _buckets(np.arange(len(ys), dtype=float), ys, points)
+    found = _make_buckets(np.arange(len(ys), dtype=float), ys, points)
     assert len(found["x"]) == min(points, len(ys))
     assert found["x"] == sorted(found["x"])
     assert np.isclose(min(found["low"]), ys.min(), rtol=1e-5)
@@ -124,7 +122,7 @@ def test_the_time_of_a_run_is_told_by_cause(tmp_path):
     assert found.seconds == pytest.approx(
         {
             TRAINING: 12.0, "stopped: hang": 30.0, "starting and loading": 8.0, "waiting for nodes": 5.0,
-            "steps done again": 3.0, "saving checkpoints": 2.0,
+            "repeated steps": 3.0, "saving checkpoints": 2.0,
         }
     )  # fmt: skip
     assert found.share == pytest.approx(0.2)
@@ -206,10 +204,10 @@ def test_a_checkpoint_and_the_evaluation_after_it_are_told_apart(tmp_path):
     found = measure_effective_time(metrics.read_columns(), ended)
     parts = {TRAINING: 5.0, "evaluation": 6.0, "saving checkpoints": 2.0}
     assert found.seconds == pytest.approx(parts | {"between steps": 0.5})
-    alive = measure_effective_time(metrics.read_columns(), saved, current_time=113.0, doing="evaluation")
+    alive = measure_effective_time(metrics.read_columns(), saved, current_time=113.0, activity="evaluation")
     assert alive.seconds == pytest.approx(parts)
     assert measure_effective_time(
-        metrics.read_columns(), [], current_time=113.0, doing="evaluation"
+        metrics.read_columns(), [], current_time=113.0, activity="evaluation"
     ).seconds == pytest.approx({TRAINING: 5.0, "evaluation": 8.0})
     # Between two steps, what follows the checkpoint up to the next step belongs to it.
     add(file, {"step": 6, "loss": 1.0, "time": 115.0, "seconds": 1.0})
@@ -237,7 +235,7 @@ def test_what_a_run_does_now_is_its_status(tmp_path):
 
 
 def test_only_runs_of_the_folder_can_be_asked_for(tmp_path):
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         RunList(tmp_path / "none")
     with pytest.raises(DataError, match="holds no run"):
         RunList(tmp_path)

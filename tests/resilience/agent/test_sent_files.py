@@ -297,7 +297,7 @@ def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
     assert names == ["ranks.jsonl", "rollups-000000.parquet", "spans-000000.parquet"]
     assert spans_of(link.there) == {(0, 7): (40, 20_000)}
 
-    monkeypatch.setattr(parquet, "_MERGED", 2)
+    monkeypatch.setattr(parquet, "_MERGED_FILES", 2)
     link.here = tmp_path / "1"  # a node whose name is a number
     ingest = record(link.here, 0, 7, 30)
     link.agent = SentFiles(link.here)

@@ -1,1 +1,1 @@
-"""What recorded steps say: what-if, timelines."""
+"""Analyses of recorded steps: slow machines, declines, what-if replays and timelines."""

@@ -1,21 +1,21 @@
-"""Why steps take longer than they did: two windows of a run compared, the difference split by cause, with evidence.
+"""Causes of a growing step time: two windows of a run are compared and the difference is split by cause.
 
-In each step the *last* rank is the one that did most itself (rank_parts.py); all others wait for it. What it did beyond
-its own usual (its medians in the earlier window) is taken apart, in the earlier window and in the later one: the growth
-of each part is that much of the step's growth. What is left is communication.
+In each step the rank with the largest own time (rank_parts.py) is the *last* rank; all others wait for it. Its time
+beyond its usual time (its medians in the earlier window) is split into parts, in both windows. The growth of each part
+explains that much of the step's growth. The remainder is communication.
 
-    garbage collection      Python's pauses, planned or not
+    garbage collection      pauses of Python's collector, planned or not
     allocator retries       computes of steps and ranks in which the allocator freed its cache and tried again
-    throttling              computes of ranks whose GPU was throttled, by its host's counters
+    throttling              computes of ranks whose GPU was throttled, by the counters of its host
     samples                 waiting for the loader
-    late launch             computes and code of ranks that change from step to step, each the last to launch its last
-                            reduce-scatter, while the median rank takes no longer (MegaScale section 6.3)
-    slow rank               the same, of the same rank each time: megascale stragglers names it
+    late launch             computes and code of varying ranks, each the last to launch its last reduce-scatter, while
+                            the median rank takes no longer (MegaScale section 6.3)
+    slow rank               the same, always on the same rank: `megascale stragglers` reports it
     more work               computes of all ranks
-    update                  the optimizer, of all ranks
-    launch                  time outside of actions, of all ranks
-    other processes         time without a processor, of all ranks that compute on their hosts
-    communication           waits that nobody's lateness explains, by axis
+    update                  the optimizer, on all ranks
+    launch                  time outside of actions, on all ranks
+    other processes         time without a processor, on all ranks that compute on their hosts
+    communication           waits that no late rank explains, by axis
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ import numpy as np
 from megascale.core.json_lines import RecordReader
 from megascale.core.strict_json import to_float
 from megascale.errors import ConfigError
-from megascale.observe.analysis import gpu_counters
+from megascale.observe.analysis.gpu_counters import find_newly_throttled
 from megascale.observe.analysis.rank_parts import PARTS, RankParts
 from megascale.observe.analysis.slow_ranks import nan_median
 from megascale.observe.store.tables import SpanTables
 
 Array = np.ndarray[Any, Any]
 
-_OWN = ("compute", "update", "outside", "queued")
-GROWTH = 0.01  # of a step, from which it counts as a decline
-NAMED = 0.2  # of the growth, from which a cause is named
-LEAST_STEPS = 10  # of a window
-_CERTAIN = 3.0  # standard errors
-_SAME = 0.5  # of the steps in which one rank is the last, from which it is that rank
+_WORK_PARTS = ("compute", "update", "outside", "queued")
+GROWTH = 0.01  # smallest growth of a step that is a decline
+NAMED = 0.2  # smallest share of the growth of a main cause
+LEAST_STEPS = 10  # shortest window
+_WARM_UP_STEPS = 3
+_CERTAIN = 3.0  # standard errors beyond which a growth is certain
+_SAME_RANK = 0.5  # share of the steps from which the same rank is always the last
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What of the growth has one cause.
+    """A cause of growth.
 
     Attributes:
-        name: see the head of this file.
-        seconds: of a step's growth.
-        share: of all of it.
+        name: a name from the table at the head of this file.
+        seconds: growth of the step that it explains.
+        share: the same as a share of the whole growth.
         evidence: sentences.
-        ranks: whose it is, where it is some ranks' only.
+        ranks: affected ranks; empty if all are.
     """
 
     name: str
@@ -66,16 +67,16 @@ class Cause:
 
 @dataclass(frozen=True)
 class Decline:
-    """Two windows of a run.
+    """The comparison of two windows of a run.
 
     Attributes:
-        before, after: (first, last) step.
-        seconds: of a step in each, trimmed means.
-        error: standard error of their difference.
-        growth: (after - before) / before; steps that got quicker have a negative one.
-        mfu: in each, NaN where the run's metrics do not say.
-        causes: the largest first; those above NAMED are `named`.
-        series: median seconds of each step there is a figure of, for a picture: (steps, seconds).
+        before, after: (first, last) step of each window.
+        seconds: trimmed mean of the step time in each window.
+        error: standard error of the difference.
+        growth: (after - before) / before; negative if steps became shorter.
+        mfu: median in each window, NaN if the run's metrics do not contain it.
+        causes: the largest first.
+        step_seconds: (steps, median seconds of the ranks), for a plot.
     """
 
     before: tuple[int, int]
@@ -89,7 +90,7 @@ class Decline:
 
     @property
     def verdict(self) -> Literal["declined", "uncertain", "unchanged"]:
-        """What the windows show: steps take longer beyond GROWTH and chance, beyond GROWTH only, or neither."""
+        """Return whether steps grew beyond GROWTH and chance, beyond GROWTH only, or neither."""
         if not self.growth > GROWTH:
             return "unchanged"
         is_certain = self.seconds[1] - self.seconds[0] > _CERTAIN * self.error
@@ -97,298 +98,330 @@ class Decline:
 
     @property
     def has_declined(self) -> bool:
-        """Whether steps take longer, beyond GROWTH and chance."""
+        """Return whether steps grew beyond GROWTH and chance."""
         return self.verdict == "declined"
 
     @property
     def growth_by_chance(self) -> float:
-        """The growth that chance explains, as a share of the step before; infinite if the windows are too short."""
+        """Growth that chance explains, as a share of the earlier step; infinite if the windows are too short."""
         return _CERTAIN * self.error / self.seconds[0]
 
     @property
     def main_causes(self) -> tuple[Cause, ...]:
-        """The causes that explain most."""
-        return tuple(one for one in self.causes if one.share >= NAMED) if self.has_declined else ()
+        """Causes with at least the share NAMED of a certain growth."""
+        if not self.has_declined:
+            return ()
+        return tuple(cause for cause in self.causes if cause.share >= NAMED)
 
 
 @dataclass(frozen=True)
 class _Window:
-    """A window's parts and in each step its last rank (index of ranks)."""
+    """A window's times and the row of the last rank in each step."""
 
     parts: RankParts
     last: Array
 
-    def of_last(self, values: Array) -> Array:
-        """A figure of each step's last rank."""
+    @classmethod
+    def from_parts(cls, parts: RankParts) -> _Window:
+        """Choose the rank with the largest own time: a rank of a short stage can be late without being the last."""
+        return cls(parts, np.nan_to_num(parts.busy, nan=-np.inf).argmax(0))
+
+    def select_last(self, values: Array) -> Array:
+        """Return the value of each step's last rank, [ranks, steps] -> [steps]."""
         return np.asarray(values[self.last, np.arange(values.shape[1])])
+
+    def find_most_frequent(self) -> tuple[int, int, int]:
+        """Return the rank that is most often the last, in how many steps, and the number of different last ranks."""
+        counts = Counter(self.parts.ranks[self.last].tolist())
+        rank, steps = counts.most_common(1)[0]
+        return rank, steps, len(counts)
 
 
 def explain_decline(
-    read: Callable[[int, int], RankParts],
+    read_parts: Callable[[int, int], RankParts],
     before: tuple[int, int],
     after: tuple[int, int],
     tables: SpanTables | None = None,
-    series: tuple[Array, Array] | None = None,
+    step_seconds: tuple[Array, Array] | None = None,
 ) -> Decline:
-    """Compare two windows.
+    """Compare two windows of steps.
 
     Args:
-        read: gives the parts of the steps from first to last.
-        before, after: first and last step of each.
-        tables: where counters and metrics are looked up; None: nowhere.
+        read_parts: reads the times of the steps from first to last.
+        before, after: first and last step of each window.
+        tables: source of counters and metrics; None leaves them out.
+        step_seconds: (steps, seconds) for a plot; by default those of the windows.
     """
-    early, late = read(*before), read(*after)
+    early = read_parts(*before)
+    late = read_parts(*after)
     if len(early.ranks) != len(late.ranks):
         raise ConfigError(
-            f"steps {before[0]}-{before[1]} have {len(early.ranks)} ranks and {after[0]}-{after[1]} "
-            f"{len(late.ranks)}: they "
-            "are of different layouts; compare steps of one"
+            f"steps {before[0]}-{before[1]} have {len(early.ranks)} ranks and steps {after[0]}-{after[1]} have "
+            f"{len(late.ranks)}: their layouts differ; compare steps of one layout"
         )
     times = [nan_median(parts.seconds, 0) for parts in (early, late)]
-    means = [_trimmed(t) for t in times]
-    error = float(np.hypot(_standard_error(times[0]), _standard_error(times[1])))
-    growth = means[1] - means[0]
-    causes = _causes(_last_ranks(early), _last_ranks(late), growth, tables) if growth > 0 else ()
-    mfu = (_mfu(tables, before), _mfu(tables, after)) if tables is not None else (float("nan"),) * 2
-    if series is None:
-        series = (np.concatenate([early.steps, late.steps]), np.concatenate(times))
-    return Decline(before, after, (means[0], means[1]), error, growth / means[0], mfu, causes, series)  # type: ignore[arg-type]
+    seconds = (_trimmed_mean(times[0]), _trimmed_mean(times[1]))
+    growth = seconds[1] - seconds[0]
+    causes: tuple[Cause, ...] = ()
+    if growth > 0:
+        causes = _Comparison(early, late, growth, tables).find_causes()
+    if step_seconds is None:
+        step_seconds = (np.concatenate([early.steps, late.steps]), np.concatenate(times))
+    return Decline(
+        before=before,
+        after=after,
+        seconds=seconds,
+        error=float(np.hypot(_standard_error(times[0]), _standard_error(times[1]))),
+        growth=growth / seconds[0],
+        mfu=(_read_mfu(tables, before), _read_mfu(tables, after)),
+        causes=causes,
+        step_seconds=step_seconds,
+    )
 
 
 def read_step_seconds(tables: SpanTables, attempt: int) -> tuple[Array, Array]:
-    """Steps of an attempt and the median rank's seconds of each, collection of garbage after it included."""
-    found = tables.query(
+    """Return the steps of an attempt and the median rank's seconds, including the garbage collection after each."""
+    rows = tables.query(
         "SELECT step, median(seconds) AS seconds FROM (SELECT rank, step, sum(total_ns) / 1e9 AS seconds FROM rollups "
         "WHERE action IN ('step', 'garbage') AND attempt = ? GROUP BY ALL) GROUP BY step ORDER BY step",
         [attempt],
     )
-    return found["step"], found["seconds"]
+    return rows["step"], rows["seconds"]
 
 
 def choose_windows(tables: SpanTables, attempt: int) -> tuple[tuple[int, int], tuple[int, int], tuple[Array, Array]]:
-    """The first and the last fifth of an attempt's steps (its first three, which warm up, left out), and the median
-    seconds of each step."""
-    steps, seconds = (values[3:] for values in read_step_seconds(tables, attempt))
+    """Choose the first and the last fifth of an attempt's steps without its warm-up.
+
+    Returns:
+        The two windows as (first, last), and (steps, seconds) of all steps.
+    """
+    steps, seconds = (values[_WARM_UP_STEPS:] for values in read_step_seconds(tables, attempt))
     fifth = min(500, max(LEAST_STEPS, len(steps) // 5))
     if len(steps) < 2 * LEAST_STEPS:
         raise ConfigError(
-            f"{tables.folder} has {len(steps)} steps of attempt {attempt} after its first three; {2 * LEAST_STEPS} are "
-            "needed: wait, or name windows of an earlier attempt with --before and --after"
+            f"{tables.folder} has {len(steps)} steps of attempt {attempt} after its first {_WARM_UP_STEPS}, and "
+            f"{2 * LEAST_STEPS} are needed: wait, or choose windows of an earlier attempt with --before and --after"
         )
     return (int(steps[0]), int(steps[fifth - 1])), (int(steps[-fifth]), int(steps[-1])), (steps, seconds)
 
 
-def _last_ranks(parts: RankParts) -> _Window:
-    """The rank with most to do of its own: where stages differ, one of a short stage is late without being the last."""
-    return _Window(parts, np.nan_to_num(parts.busy, nan=-np.inf).argmax(0))
+class _Comparison:
+    """The causes of a growth, in seconds, between two windows."""
 
+    def __init__(self, early: RankParts, late: RankParts, growth: float, tables: SpanTables | None) -> None:
+        self.early = _Window.from_parts(early)
+        self.late = _Window.from_parts(late)
+        self.growth = growth
+        self.tables = tables
 
-def _causes(early: _Window, late: _Window, growth: float, tables: SpanTables | None) -> tuple[Cause, ...]:
-    usual = {name: nan_median(early.parts.parts[name]) for name in PARTS}
-    then, now = _beyond(early, usual), _beyond(late, usual)
-    # Rare long steps are what some causes are: means, not medians.
-    grown = {name: now[name] - _trimmed(then[name]) for name in PARTS}
-    found: list[Cause] = []
-    garbage = float(np.nanmean(grown["garbage"]))
-    found.append(_cause("garbage collection", garbage, growth, _garbage(early.parts, late)))
-    found.append(_cause("samples", float(np.nanmean(grown["samples"])), growth, _samples(early.parts, late.parts)))
-    work = np.asarray(sum(grown[name] for name in _OWN))
-    work, retried = _retries(early, late, work, growth)
-    found += retried
-    found += _computes(early, late, work, growth, tables)
-    found = [one for one in found if one.seconds > 0]
-    explained = sum(one.seconds for one in found)
-    left = growth - explained
-    found.append(_cause("communication", max(0.0, left), growth, _communication(early.parts, late.parts)))
-    # Some of what the last rank does longer may have been covered by others' waits: shares are of all of it then.
-    scale = min(1.0, growth / explained) if explained > 0 else 1.0
-    found = [replace(one, seconds=one.seconds * scale, share=one.share * scale) for one in found]
-    return tuple(sorted((one for one in found if one.seconds > 0), key=lambda one: -one.seconds))
-
-
-def _beyond(window: _Window, usual: dict[str, Array]) -> dict[str, Array]:
-    """What each step's last rank did beyond its usual, by part, without what its stage's slack takes up."""
-    more = {name: window.of_last(window.parts.parts[name] - usual[name][:, None]) for name in PARTS}
-    own = np.asarray(sum(usual.values()))
-    slack = np.nanmax(own) - own[window.last]
-    whole = np.asarray(sum(more.values()))
-    with np.errstate(all="ignore"):
-        share = np.where(whole > 0, np.clip((whole - slack) / whole, 0.0, 1.0), 1.0)
-    return {name: values * share for name, values in more.items()}
-
-
-def _cause(name: str, seconds: float, growth: float, evidence: list[str], ranks: tuple[int, ...] = ()) -> Cause:
-    return Cause(name, seconds, seconds / growth, tuple(text for text in evidence if text), ranks)
-
-
-def _garbage(early: RankParts, late: _Window) -> list[str]:
-    def told(parts: RankParts) -> tuple[float, float, float]:
-        times = parts.parts["garbage"]
-        longest = np.nanmax(times, 0)
-        return (
-            float(np.nanmean(parts.details["pause_count"])),
-            float(np.nanmean(longest)),
-            float((longest > 0.001).mean()),
-        )
-
-    (count, most, _), (count2, most2, often) = told(early), told(late.parts)
-    text = [
-        f"the rank with the longest collection stands {1e3 * most2:.1f} ms a step, {1e3 * most:.1f} ms before; some "
-        f"rank "
-        f"collects for over 1 ms in {often:.0%} of the steps"
-    ]
-    if count2 > 0:
-        text.append(
-            f"Python collects by itself {count2:.2f} times a rank and step ({count:.2f} before); train.gc_interval=N "
-            "has all ranks collect after the same step"
-        )
-    return text
-
-
-def _samples(early: RankParts, late: RankParts) -> list[str]:
-    then, now = (float(np.nanmean(np.nanmax(parts.parts["samples"], 0))) for parts in (early, late))
-    return [f"the rank that waits longest for samples waits {1e3 * now:.1f} ms a step, {1e3 * then:.1f} ms before"]
-
-
-def _retries(early: _Window, late: _Window, work: Array, growth: float) -> tuple[Array, list[Cause]]:
-    """What of the work's growth is retries' of allocations: by how much a last rank that had one was later than the
-    last of those that had none; and the rest."""
-    retried, busy = late.parts.details["retries"] > 0, np.nan_to_num(late.parts.busy, nan=0.0)
-    hit = late.of_last(retried)
-    if not hit.any():
-        return work, []
-    without = np.where(retried, -np.inf, busy).max(0)
-    costs = np.where(hit, np.clip(late.of_last(busy) - without, 0.0, np.maximum(0.0, work)), 0.0)
-    seconds = float(np.nanmean(costs))
-    then, now = (
-        float(np.nansum(w.parts.details["retries"]) / w.parts.details["retries"].shape[1]) for w in (early, late)
-    )
-    text = [
-        f"{now:.2f} allocator retries a step over all ranks, {then:.2f} before; the last rank had one in "
-        f"{hit.mean():.0%} "
-        "of the steps",
-        "device memory is full: lower train.micro_batch, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-    ]
-    return work - costs, [_cause("allocator retries", seconds, growth, text)]
-
-
-def _computes(early: _Window, late: _Window, work: Array, growth: float, tables: SpanTables | None) -> list[Cause]:
-    """Throttling, more work of all, launching of all, and what single ranks do longer: one, or others each time."""
-    found = []
-    of_all = {name: _of_all(early.parts, late.parts, name) for name in _OWN}
-    seconds = float(np.nanmean(work))
-    common = {name: float(np.clip(of_all[name], 0.0, max(0.0, seconds))) for name in _OWN}
-    single = max(0.0, seconds - sum(common.values()))
-    slowed = gpu_counters.newly_throttled(tables, early.parts, late.parts) if tables is not None else None
-    if slowed is not None:
-        text, ranks = slowed
-        # Throttled ranks that are the last: their computes' growth is the throttling's.
-        share = float(np.isin(late.parts.ranks[late.last], ranks).mean())
-        part = common["compute"] + common["update"] + single * share
-        common["compute"], common["update"], single = 0.0, 0.0, single * (1 - share)
-        found.append(_cause("throttling", part, growth, text, ranks))
-    found.append(_cause("more work", common["compute"], growth, [_words(early.parts, late.parts, "compute")]))
-    found.append(_cause("update", common["update"], growth, [_words(early.parts, late.parts, "update")]))
-    found.append(_cause("launch", common["outside"], growth, [_words(early.parts, late.parts, "outside")]))
-    found.append(_cause("other processes", common["queued"], growth, [_words(early.parts, late.parts, "queued")]))
-    last = Counter(late.parts.ranks[late.last].tolist())
-    (rank, times), steps = last.most_common(1)[0], len(late.last)
-    if times > _SAME * steps and len(late.parts.ranks) > 1:
-        text = [
-            f"rank {rank} is the last in {times} of {steps} steps; megascale stragglers says what it is",
+    def find_causes(self) -> tuple[Cause, ...]:
+        """Return the causes, the largest first."""
+        usual = {name: nan_median(self.early.parts.parts[name]) for name in PARTS}
+        excess_before = _measure_excess(self.early, usual)
+        excess_after = _measure_excess(self.late, usual)
+        # Some causes are rare long steps, so use means, not medians.
+        growth = {name: excess_after[name] - _trimmed_mean(excess_before[name]) for name in PARTS}
+        causes = [
+            self._cause("garbage collection", float(np.nanmean(growth["garbage"])), self._describe_garbage()),
+            self._cause("samples", float(np.nanmean(growth["samples"])), self._describe_samples()),
         ]
-        found.append(_cause("slow rank", single, growth, text, (rank,)))
-    else:
-        found.append(_cause("late launch", single, growth, _late_launch(early, late)))
-    return found
+        work = np.asarray(sum(growth[name] for name in _WORK_PARTS))
+        retry_costs = self._measure_retries(work)
+        if retry_costs is not None:
+            work = work - retry_costs
+            causes.append(self._cause("allocator retries", float(np.nanmean(retry_costs)), self._describe_retries()))
+        causes += self._split_work(work)
+        causes = [cause for cause in causes if cause.seconds > 0]
+        explained = sum(cause.seconds for cause in causes)
+        remainder = max(0.0, self.growth - explained)
+        causes.append(self._cause("communication", remainder, self._describe_communication()))
+        # Waits of other ranks may have covered a part of the last rank's growth; shares are of the whole in that case.
+        scale = min(1.0, self.growth / explained) if explained > 0 else 1.0
+        causes = [replace(cause, seconds=cause.seconds * scale, share=cause.share * scale) for cause in causes]
+        return tuple(sorted((cause for cause in causes if cause.seconds > 0), key=lambda cause: -cause.seconds))
+
+    def _cause(self, name: str, seconds: float, evidence: list[str], ranks: tuple[int, ...] = ()) -> Cause:
+        return Cause(name, seconds, share=seconds / self.growth, evidence=tuple(evidence), ranks=ranks)
+
+    def _measure_retries(self, work: Array) -> Array | None:
+        """Return the cost of allocator retries, [steps]; None without retries.
+
+        The cost is the time by which a last rank with a retry is later than the last of the ranks without one.
+        """
+        has_retry = self.late.parts.details["retries"] > 0
+        is_last = self.late.select_last(has_retry)
+        if not is_last.any():
+            return None
+        busy = np.nan_to_num(self.late.parts.busy, nan=0.0)
+        last_without = np.where(has_retry, -np.inf, busy).max(0)
+        costs = np.clip(self.late.select_last(busy) - last_without, 0.0, np.maximum(0.0, work))
+        return np.where(is_last, costs, 0.0)
+
+    def _split_work(self, work: Array) -> list[Cause]:
+        """Split longer work, [steps], into throttling, growth of all ranks and growth of single ranks."""
+        total = max(0.0, float(np.nanmean(work)))
+        common = {name: float(np.clip(self._measure_common_growth(name), 0.0, total)) for name in _WORK_PARTS}
+        single = max(0.0, total - sum(common.values()))
+        causes = []
+        throttled = None
+        if self.tables is not None:
+            throttled = find_newly_throttled(self.tables, self.early.parts, self.late.parts)
+        if throttled is not None:
+            evidence, ranks = throttled
+            # The growth of the computes of throttled last ranks belongs to the throttling.
+            share = float(np.isin(self.late.parts.ranks[self.late.last], ranks).mean())
+            seconds = common["compute"] + common["update"] + single * share
+            common["compute"] = 0.0
+            common["update"] = 0.0
+            single *= 1 - share
+            causes.append(self._cause("throttling", seconds, evidence, ranks))
+        for name, part in (
+            ("more work", "compute"),
+            ("update", "update"),
+            ("launch", "outside"),
+            ("other processes", "queued"),
+        ):
+            causes.append(self._cause(name, common[part], [self._describe_median(part)]))
+        rank, times, _ = self.late.find_most_frequent()
+        steps = len(self.late.last)
+        if times > _SAME_RANK * steps and len(self.late.parts.ranks) > 1:
+            evidence = [f"rank {rank} is the last in {times} of {steps} steps; megascale stragglers shows its cause"]
+            causes.append(self._cause("slow rank", single, evidence, (rank,)))
+        else:
+            causes.append(self._cause("late launch", single, self._describe_late_launch()))
+        return causes
+
+    def _measure_common_growth(self, name: str) -> float:
+        """Return the growth of a part on the median rank of the stage with the largest growth."""
+        groups = self.early.parts.peer_groups
+        growth = nan_median(self.late.parts.parts[name]) - nan_median(self.early.parts.parts[name])
+        return max(float(np.nanmedian(growth[groups == group])) for group in np.unique(groups))
+
+    def _describe_median(self, name: str, work: str = "it") -> str:
+        before, after = (float(np.nanmedian(w.parts.parts[name])) for w in (self.early, self.late))
+        return f"the median rank takes {1e3 * after:.1f} ms per step for {work}, {1e3 * before:.1f} ms before"
+
+    def _describe_garbage(self) -> list[str]:
+        longest = [np.nanmax(window.parts.parts["garbage"], 0) for window in (self.early, self.late)]
+        before, after = (1e3 * float(np.nanmean(times)) for times in longest)
+        sentences = [
+            f"the rank with the longest collection is stopped for {after:.1f} ms per step, {before:.1f} ms before; in "
+            f"{float((longest[1] > 0.001).mean()):.0%} of the steps a rank collects for more than 1 ms"
+        ]
+        counts = [float(np.nanmean(window.parts.details["pause_count"])) for window in (self.early, self.late)]
+        if counts[1] > 0:
+            sentences.append(
+                f"Python starts {counts[1]:.2f} collections per rank and step ({counts[0]:.2f} before); with "
+                "train.gc_interval=N all ranks collect after the same step"
+            )
+        return sentences
+
+    def _describe_samples(self) -> list[str]:
+        windows = (self.early, self.late)
+        before, after = (float(np.nanmean(np.nanmax(w.parts.parts["samples"], 0))) for w in windows)
+        return [
+            f"the rank with the longest wait for samples waits {1e3 * after:.1f} ms per step, {1e3 * before:.1f} ms "
+            "before"
+        ]
+
+    def _describe_retries(self) -> list[str]:
+        retries = [window.parts.details["retries"] for window in (self.early, self.late)]
+        before, after = (float(np.nansum(values) / values.shape[1]) for values in retries)
+        share = self.late.select_last(retries[1] > 0).mean()
+        return [
+            f"{after:.2f} allocator retries per step over all ranks, {before:.2f} before; the last rank had one in "
+            f"{share:.0%} of the steps",
+            "device memory is full: lower train.micro_batch, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        ]
+
+    def _describe_late_launch(self) -> list[str]:
+        rank, times, different = self.late.find_most_frequent()
+        before, after = (_measure_launch_lag(window.parts) for window in (self.early, self.late))
+        sentences = []
+        if np.isfinite(before) and np.isfinite(after):
+            sentences.append(
+                "within a data-parallel group the last rank launches its last reduce-scatter "
+                f"{1e3 * after:.1f} ms after the median rank, {1e3 * before:.1f} ms before"
+            )
+        sentences += [
+            f"the last rank varies from step to step ({different} ranks in {len(self.late.last)} steps; most often "
+            f"rank {rank}, {times} times)",
+            self._describe_median("compute", "forward and backward"),
+            "irregular work on the host is the usual reason: check other processes, logging and code that runs in some "
+            "steps only",
+        ]
+        return sentences
+
+    def _describe_communication(self) -> list[str]:
+        """Return by axis the smallest wait of a step's ranks, which contains no other rank's lateness."""
+        sentences = []
+        for axis in self.late.parts.waits:
+            windows = (self.early, self.late)
+            before, after = (float(np.nanmean(np.nanmin(w.parts.waits[axis], 0))) for w in windows)
+            if after > 1e-4 or after - before > 1e-4:
+                sentences.append(
+                    f"{axis}: the rank with the shortest wait waits {1e3 * after:.1f} ms per step, {1e3 * before:.1f} "
+                    "ms before"
+                )
+        return sentences
 
 
-def _of_all(early: RankParts, late: RankParts, name: str) -> float:
-    """By how much the median rank takes longer, of the stage in which it is most."""
-    group = early.peer_groups
-    then, now = nan_median(early.parts[name]), nan_median(late.parts[name])
-    return max(float(np.nanmedian(now[group == n] - then[group == n])) for n in np.unique(group))
+def _measure_excess(window: _Window, usual: dict[str, Array]) -> dict[str, Array]:
+    """Return the last rank's time beyond its usual time by part, without the time that its stage's slack absorbs."""
+    excess = {name: window.select_last(window.parts.parts[name] - usual[name][:, None]) for name in PARTS}
+    usual_total = np.asarray(sum(usual.values()))
+    slack = np.nanmax(usual_total) - usual_total[window.last]
+    total = np.asarray(sum(excess.values()))
+    with np.errstate(all="ignore"):
+        share = np.where(total > 0, np.clip((total - slack) / total, 0.0, 1.0), 1.0)
+    return {name: values * share for name, values in excess.items()}
 
 
-def _words(early: RankParts, late: RankParts, name: str) -> str:
-    then, now = (float(np.nanmedian(parts.parts[name])) for parts in (early, late))
-    return f"the median rank takes {1e3 * now:.1f} ms a step for it, {1e3 * then:.1f} ms before"
+def _measure_launch_lag(parts: RankParts) -> float:
+    """Return how many seconds the last rank of a data-parallel group launches its last reduction after the median rank.
 
-
-def _late_launch(early: _Window, late: _Window) -> list[str]:
-    """When ranks come to the end of their last backward, which is when their last reduce-scatter leaves."""
-    last = Counter(late.parts.ranks[late.last].tolist())
-    (rank, times), steps = last.most_common(1)[0], len(late.last)
-    text = []
-    spans = [_launch_lag(w.parts) for w in (early, late)]
-    if all(np.isfinite(one) for one in spans):
-        text.append(
-            f"within a data-parallel group the last rank launches its last reduce-scatter {1e3 * spans[1]:.1f} ms "
-            f"after the "
-            f"median rank, {1e3 * spans[0]:.1f} ms before"
-        )
-    text.append(
-        f"it is another rank from step to step ({len(last)} ranks in {steps} steps; most often rank {rank}, {times} "
-        f"times)"
-    )
-    text.append(_words(early.parts, late.parts, "compute").replace("for it", "for forward and backward"))
-    text.append("irregular host work does so: look for other processes, logging, code that runs on some steps only")
-    return text
-
-
-def _launch_lag(parts: RankParts) -> float:
-    """Seconds by which the last rank of a data-parallel group launches its last reduction after the median one; the
-    mean over steps of the group where that is most. From waits, which need no common clock: who comes last waits
-    least."""
+    The value is the mean over steps of the group with the largest lag. It is derived from waits, which need no common
+    clock: the rank that comes last waits least.
+    """
     tensor, stage, data = parts.coordinates.T
     if data.max() < 1:
         return float("nan")
     waits = parts.details["reductions_wait"]
     lags = []
-    for key in set(zip(tensor.tolist(), stage.tolist(), strict=True)):
-        mine = waits[(tensor == key[0]) & (stage == key[1])]
+    for group in set(zip(tensor.tolist(), stage.tolist(), strict=True)):
+        members = waits[(tensor == group[0]) & (stage == group[1])]
         with np.errstate(all="ignore"):
-            middle = np.max(mine, 0) if len(mine) < 3 else np.median(mine, 0)
-            lags.append(middle - np.min(mine, 0))
+            typical = np.max(members, 0) if len(members) < 3 else np.median(members, 0)
+            lags.append(typical - np.min(members, 0))
     return float(np.nanmean(np.nanmax(np.stack(lags), 0)))
 
 
-def _communication(early: RankParts, late: RankParts) -> list[str]:
-    """By axis, the least wait of a step's ranks (nobody's lateness is in it) and the median one."""
-    text = []
-    for axis, values in late.waits.items():
-        then, now = (float(np.nanmean(np.nanmin(v, 0))) for v in (early.waits[axis], values))
-        if now > 1e-4 or now - then > 1e-4:
-            text.append(f"{axis}: whoever waits least waits {1e3 * now:.1f} ms a step, {1e3 * then:.1f} ms before")
-    return text
-
-
-def _trimmed(values: Array) -> float:
-    """A mean without the longest and shortest hundredth."""
-    found = np.sort(values[np.isfinite(values)])
-    cut = len(found) // 100
-    return float(found[cut : len(found) - cut].mean()) if len(found) else float("nan")
+def _trimmed_mean(values: Array) -> float:
+    """Return the mean without the longest and the shortest hundredth."""
+    ordered = np.sort(values[np.isfinite(values)])
+    cut = len(ordered) // 100
+    return float(ordered[cut : len(ordered) - cut].mean()) if len(ordered) else float("nan")
 
 
 def _standard_error(values: Array) -> float:
-    """Of a window's mean; steps in a row are alike, so blocks of them count."""
-    found = values[np.isfinite(values)]
-    blocks = min(10, len(found) // 2)
+    """Return the standard error of a window's mean, from blocks of steps because consecutive steps are correlated."""
+    finite = values[np.isfinite(values)]
+    blocks = min(10, len(finite) // 2)
     if blocks < 2:
         return float("inf")
-    length = len(found) // blocks
-    means = found[: blocks * length].reshape(blocks, length).mean(1)
-    return float(means.std(ddof=1) / np.sqrt(blocks))
+    length = len(finite) // blocks
+    block_means = finite[: blocks * length].reshape(blocks, length).mean(1)
+    return float(block_means.std(ddof=1) / np.sqrt(blocks))
 
 
-def _mfu(tables: SpanTables, span: tuple[int, int]) -> float:
-    """The median MFU of steps by the run's metrics, where those are beside the spans."""
-    found = []
+def _read_mfu(tables: SpanTables | None, window: tuple[int, int]) -> float:
+    """Return the median MFU of a window's steps from the run's metrics, NaN if they do not contain it."""
+    values = []
     try:
-        for record in RecordReader(tables.folder.parent / "metrics.jsonl"):
-            step, mfu = to_float(record.get("step")), to_float(record.get("mfu"))
-            if span[0] <= step <= span[1] and 0.0 < mfu < 10.0:
-                found.append(mfu)
+        for record in RecordReader(tables.folder.parent / "metrics.jsonl") if tables is not None else ():
+            mfu = to_float(record.get("mfu"))
+            if window[0] <= to_float(record.get("step")) <= window[1] and 0.0 < mfu < 10.0:
+                values.append(mfu)
     except OSError:
         return float("nan")
-    return float(np.median(found)) if found else float("nan")
+    return float(np.median(values)) if values else float("nan")

@@ -1,4 +1,4 @@
-"""What a host's counters say of a GPU while steps ran: throttling, clocks, power, temperature."""
+"""Throttling, clocks and Xid errors of GPUs while steps ran, from the counters of their hosts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from megascale.observe.analysis.slow_ranks import nan_median
 from megascale.observe.store.tables import SpanTables
 
 Array = np.ndarray[Any, Any]
+Gpu = tuple[int, str]  # host and device name in the counters
 
-# NVML's bits that mean slower clocks than asked for; idle and settings by people are none of them.
+# NVML's bits for clocks below the requested ones, without idling and settings by users.
 REASONS = {
     0x0000000000000004: "power cap",
     0x0000000000000008: "hardware slow-down",
@@ -21,101 +22,113 @@ REASONS = {
     0x0000000000000040: "heat (hardware)",
     0x0000000000000080: "power brake",
 }
-MASK = sum(REASONS)
-_OFTEN = 0.2  # of the seconds in which a reason must hold to be told
-_NEWLY = 0.1  # of the seconds, more than before
-_LONGER = 0.005  # of its computes, from which a throttled GPU counts
-_CLOCK = 0.97  # of the others' clocks, below which a GPU's is told
+_ALL_REASONS = sum(REASONS)
+_REPORTED_SHARE = 0.2  # share of the seconds in which a GPU must be throttled to be reported
+_GROWN_SHARE = 0.1  # growth of that share from which a GPU counts as newly throttled
+_LONGER_COMPUTES = 0.005  # growth of its computes from which a throttled GPU counts
+_LOW_CLOCK = 0.97  # share of the other GPUs' clocks below which a clock is reported
 
 
-def between(parts: RankParts, first: int, last: int) -> tuple[int, int]:
-    """When steps `first` to `last` ran, nanoseconds on the common clock; (0, 0) if nobody says."""
+def read_time_range(parts: RankParts, first: int, last: int) -> tuple[int, int]:
+    """Return begin and end of the steps `first` to `last`, nanoseconds on the common clock; (0, 0) if unknown."""
     mask = (parts.steps >= first) & (parts.steps <= last)
-    begin, end = parts.details["first"][:, mask], parts.details["last"][:, mask]
+    begin = parts.details["first"][:, mask]
+    end = parts.details["last"][:, mask]
     if not np.isfinite(begin).any() or not np.isfinite(end).any():
         return 0, 0
     return int(np.nanmin(begin)), int(np.nanmax(end))
 
 
-def gpu_of(parts: RankParts, rank: int) -> tuple[int, str]:
-    """Host and device name in the counters of a rank: its position among the ranks of its host."""
-    (r,) = np.flatnonzero(parts.ranks == rank)
-    host = int(parts.host[r])
-    return host, f"gpu{int((parts.host[:r] == host).sum())}"
+def find_gpu(parts: RankParts, row: int) -> Gpu:
+    """Return the GPU of a rank. A rank's device index is its position among the ranks of its host."""
+    host = int(parts.host[row])
+    return host, f"gpu{int((parts.host[:row] == host).sum())}"
 
 
-def values(tables: SpanTables, name: str, begin: int, end: int) -> dict[tuple[int, str], Array]:
-    """A counter of all GPUs in a time, by (host, device)."""
-    found = tables.query(
+def read_counter(tables: SpanTables, name: str, begin: int, end: int) -> dict[Gpu, Array]:
+    """Return the values of a counter between two times for each GPU."""
+    rows = tables.query(
         "SELECT host, device, value FROM counters WHERE name = ? AND time_ns BETWEEN ? AND ? ORDER BY time_ns",
         [name, begin, end],
     )
-    by: dict[tuple[int, str], list[float]] = {}
-    for host, device, value in zip(*(found[key].tolist() for key in ("host", "device", "value")), strict=True):
-        by.setdefault((host, device), []).append(value)
-    return {key: np.array(those) for key, those in by.items()}
+    by_gpu: dict[Gpu, list[float]] = {}
+    for host, device, value in zip(*(rows[key].tolist() for key in ("host", "device", "value")), strict=True):
+        by_gpu.setdefault((host, device), []).append(value)
+    return {gpu: np.array(values) for gpu, values in by_gpu.items()}
 
 
-def throttled(reasons: Array) -> tuple[float, str]:
-    """Share of the samples in which something slows the GPU down, and what does most often."""
+def measure_throttling(reasons: Array) -> tuple[float, str]:
+    """Return the share of samples in which a GPU was throttled, and the most frequent reason."""
     bits = reasons.astype(np.int64)
     if not len(bits):
         return 0.0, ""
-    often = {name: float(((bits & bit) > 0).mean()) for bit, name in REASONS.items()}
-    return float(((bits & MASK) > 0).mean()), max(often, key=lambda name: often[name])
+    shares = {name: float(((bits & bit) > 0).mean()) for bit, name in REASONS.items()}
+    return float(((bits & _ALL_REASONS) > 0).mean()), max(shares, key=lambda name: shares[name])
 
 
-def of_rank(tables: SpanTables, parts: RankParts, rank: int, first: int, last: int) -> list[str]:
-    """Sentences about a rank's GPU against the job's others, in the time of these steps; none if nothing is told."""
-    begin, end = between(parts, first, last)
-    mine = gpu_of(parts, rank)
-    found = []
-    if mine in (xids := values(tables, "gpu_xid", begin, end)):
-        told = ", ".join(f"Xid {xid:.0f}" for xid in dict.fromkeys(xids[mine].tolist()))
-        found.append(f"its GPU reported {told}")
-    reasons = values(tables, "gpu_throttle_reasons", begin, end)
-    if mine in reasons:
-        share, name = throttled(reasons[mine])
-        others = [throttled(those)[0] for key, those in reasons.items() if key != mine]
-        usual = float(np.median(others)) if others else 0.0
-        if share > max(_OFTEN, usual + _OFTEN):
-            found.append(f"its GPU was throttled in {share:.0%} of the seconds ({name}); others {usual:.0%}")
-    clocks = values(tables, "gpu_sm_clock_mhz", begin, end)
-    if mine in clocks and len(clocks) > 1:
-        clock = float(np.median(clocks[mine]))
-        usual = float(np.median([np.median(those) for key, those in clocks.items() if key != mine]))
-        if clock < _CLOCK * usual:
-            found.append(f"its GPU's clock is {clock:.0f} MHz, the others' {usual:.0f} MHz")
-    return found
+def describe_gpu(tables: SpanTables, parts: RankParts, rank: int, first: int, last: int) -> list[str]:
+    """Return sentences that compare a rank's GPU with the job's other GPUs during the steps `first` to `last`."""
+    begin, end = read_time_range(parts, first, last)
+    gpu = find_gpu(parts, int(np.flatnonzero(parts.ranks == rank)[0]))
+    sentences = []
+    xids = read_counter(tables, "gpu_xid", begin, end)
+    if gpu in xids:
+        listed = ", ".join(f"Xid {xid:.0f}" for xid in dict.fromkeys(xids[gpu].tolist()))
+        sentences.append(f"its GPU reported {listed}")
+    reasons = read_counter(tables, "gpu_throttle_reasons", begin, end)
+    if gpu in reasons:
+        share, reason = measure_throttling(reasons[gpu])
+        other_shares = [measure_throttling(values)[0] for key, values in reasons.items() if key != gpu]
+        usual = float(np.median(other_shares)) if other_shares else 0.0
+        if share > max(_REPORTED_SHARE, usual + _REPORTED_SHARE):
+            sentences.append(
+                f"its GPU was throttled in {share:.0%} of the seconds ({reason}), the other GPUs in {usual:.0%}"
+            )
+    clocks = read_counter(tables, "gpu_sm_clock_mhz", begin, end)
+    if gpu in clocks and len(clocks) > 1:
+        clock = float(np.median(clocks[gpu]))
+        usual = float(np.median([np.median(values) for key, values in clocks.items() if key != gpu]))
+        if clock < _LOW_CLOCK * usual:
+            sentences.append(f"its GPU's clock was {clock:.0f} MHz, the other GPUs' {usual:.0f} MHz")
+    return sentences
 
 
-def newly_throttled(tables: SpanTables, early: RankParts, late: RankParts) -> tuple[list[str], tuple[int, ...]] | None:
-    """Ranks whose GPUs are throttled in the later window and were not, and whose computes take longer: sentences, and
-    who they are; None if nobody is."""
-    spans = [between(parts, int(parts.steps[0]), int(parts.steps[-1])) for parts in (early, late)]
-    then, now = (values(tables, "gpu_throttle_reasons", *span) for span in spans)
-    found: dict[tuple[int, str], tuple[float, str]] = {}
-    for key, reasons in now.items():
-        share, reason = throttled(reasons)
-        before = throttled(then[key])[0] if key in then else 0.0
-        if share - before > _NEWLY:
-            found[key] = (share, reason)
-    longer = nan_median(late.parts["compute"]) / nan_median(early.parts["compute"]) - 1
-    gpus = {r: gpu_of(late, rank) for r, rank in enumerate(late.ranks.tolist())} if found else {}
-    which = [r for r, gpu in gpus.items() if gpu in found and longer[r] > _LONGER]
-    if not which:
+def find_newly_throttled(
+    tables: SpanTables, early: RankParts, late: RankParts
+) -> tuple[list[str], tuple[int, ...]] | None:
+    """Find ranks with longer computes whose GPUs are throttled in the later window more than in the earlier one.
+
+    Returns:
+        Sentences and the ranks, or None if there are no such ranks.
+    """
+    ranges = [read_time_range(parts, int(parts.steps[0]), int(parts.steps[-1])) for parts in (early, late)]
+    early_reasons = read_counter(tables, "gpu_throttle_reasons", *ranges[0])
+    throttled: dict[Gpu, tuple[float, str]] = {}
+    for gpu, reasons in read_counter(tables, "gpu_throttle_reasons", *ranges[1]).items():
+        share, reason = measure_throttling(reasons)
+        early_share = measure_throttling(early_reasons[gpu])[0] if gpu in early_reasons else 0.0
+        if share - early_share > _GROWN_SHARE:
+            throttled[gpu] = (share, reason)
+    if not throttled:
         return None
-    ranks, keys = tuple(int(late.ranks[r]) for r in which), [gpus[r] for r in which]
-    share = float(np.mean([found[key][0] for key in keys]))
-    reason = Counter(found[key][1] for key in keys).most_common(1)[0][0]
-    named = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
-    text = [
-        f"GPUs of {len(ranks)} ranks ({named}) are throttled in {share:.0%} of the seconds ({reason}), and were not "
-        f"before"
+    growth = nan_median(late.parts["compute"]) / nan_median(early.parts["compute"]) - 1
+    rows = [r for r in range(len(late.ranks)) if find_gpu(late, r) in throttled and growth[r] > _LONGER_COMPUTES]
+    if not rows:
+        return None
+    ranks = tuple(int(late.ranks[r]) for r in rows)
+    gpus = [find_gpu(late, r) for r in rows]
+    share = float(np.mean([throttled[gpu][0] for gpu in gpus]))
+    reason = Counter(throttled[gpu][1] for gpu in gpus).most_common(1)[0][0]
+    listed = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
+    sentences = [
+        f"the GPUs of {len(ranks)} ranks ({listed}) are throttled in {share:.0%} of the seconds ({reason}), and were "
+        "not before"
     ]
-    clocks = [values(tables, "gpu_sm_clock_mhz", *span) for span in spans]
-    if all(any(key in one for key in keys) for one in clocks):
-        mhz = [float(np.median(np.concatenate([one[key] for key in keys if key in one]))) for one in clocks]
-        text.append(f"their clock is {mhz[1]:.0f} MHz, {mhz[0]:.0f} MHz before")
-    text.append(f"their computes take {float(np.nanmedian(longer[which])):.1%} longer")
-    return text, ranks
+    clocks = [read_counter(tables, "gpu_sm_clock_mhz", begin, end) for begin, end in ranges]
+    if all(any(gpu in values for gpu in gpus) for values in clocks):
+        before, after = (
+            float(np.median(np.concatenate([values[gpu] for gpu in gpus if gpu in values]))) for values in clocks
+        )
+        sentences.append(f"their clock is {after:.0f} MHz, {before:.0f} MHz before")
+    sentences.append(f"their computes take {float(np.nanmedian(growth[rows])):.1%} longer")
+    return sentences, ranks

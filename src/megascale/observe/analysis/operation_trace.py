@@ -1,38 +1,60 @@
-"""A recorded job as a table: one row an operation, in the column layout of ByteDance's StragglerAnalysis (OSDI 2025).
+"""A table of a job's operations, in the column layout of ByteDance's StragglerAnalysis (OSDI 2025).
 
     dp_rank, stage, rank, step, optype, start_ts, duration, seq_id, mc, mb_id, gmc
 
-Times are seconds, `start_ts` from any origin that all ranks of a step share. One column more, which others need not
-have: `waited`, the seconds of `duration` in which a rank waited for its tensor peers. Files are Parquet, read and
-written by DuckDB. trace_graph.py makes the dependency graph of it, and whatif.py asks of that.
+Times are seconds. The origin of `start_ts` is arbitrary but common to all ranks of a step. The additional, optional
+column `waited` holds the seconds of `duration` in which a rank waited for its tensor peers. DuckDB reads and writes the
+files as Parquet. trace_graph.py builds the dependency graph of a trace, and whatif.py analyses the graph.
+
+`read_run_trace` converts a run's spans:
+
+- forward-compute, backward-compute: from the arrival of the action's input to its end. The time includes samples of the
+  loader and exchanges with tensor peers; waits for these peers are in `waited`.
+- sends and receives: from the moment at which the side posted it to the arrival. A busy receiver observes a message
+  late, so such a transfer counts at most the median of the transfers for which a receiver waited.
+- grads-reduce-scatter: the exposed part, because buckets are sent within backwards. params-all-gather: from its start
+  until it was awaited.
+- optimizer-clip-main-grad: the all-reduce of the gradients' norm; optimizer: the rest of the update.
+- operations that StragglerAnalysis requires and this engine lacks (gc, layernorm-grads-all-reduce) take no time.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megascale.errors import DataError
+from megascale.observe.analysis.run_steps import ActionSpan, RankStep, read_rank_steps
+from megascale.observe.store.parquet import quote_sql
+from megascale.observe.store.tables import SpanTables
 
 Array = np.ndarray[Any, Any]
 
-FORWARD, BACKWARD = "forward-compute", "backward-compute"
+FORWARD = "forward-compute"
+BACKWARD = "backward-compute"
 COMPUTE = (FORWARD, BACKWARD)
-# Point-to-point kinds: (the compute at this end, whether it is made here, which stage is at the other end).
+# Point-to-point kinds: (the compute at this end, whether this end sends, offset of the stage at the other end).
 TRANSFERS = {
     "forward-send": (FORWARD, True, 1),
     "forward-recv": (FORWARD, False, -1),
     "backward-send": (BACKWARD, True, -1),
     "backward-recv": (BACKWARD, False, 1),
 }
-GATHER, REDUCE, SEPARATE = "params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce"
-NORMS, EMBEDDING, CLIP = "layernorm-grads-all-reduce", "embedding-grads-all-reduce", "optimizer-clip-main-grad"
-GARBAGE, OPTIMIZER = "gc", "optimizer"
+GATHER = "params-all-gather"
+REDUCE = "grads-reduce-scatter"
+SEPARATE = "separate-grads-all-reduce"
+NORMS = "layernorm-grads-all-reduce"
+EMBEDDING = "embedding-grads-all-reduce"
+CLIP = "optimizer-clip-main-grad"
+GARBAGE = "gc"
+OPTIMIZER = "optimizer"
 DATA_PARALLEL = (GATHER, REDUCE, SEPARATE)
-# After a step's last compute, in this order.
+# Kinds after a step's last compute, in this order.
 TAIL = (GARBAGE, NORMS, EMBEDDING, REDUCE, SEPARATE, CLIP, OPTIMIZER)
 KINDS = (*COMPUTE, *TRANSFERS, GATHER, *TAIL)
 
@@ -50,7 +72,20 @@ _COLUMNS = {
     "mb_id": ("microbatch", "INTEGER"),
     "gmc": ("global_chunk", "INTEGER"),
 }
-_MOST = 1 << 20  # replicas, stages, ranks, chunks, micro-batches and operations of a kind
+_SMALLEST = {
+    "replica": 0, "stage": 0, "rank": 0, "sequence": 0, "chunk": -1, "microbatch": -1, "global_chunk": -1,
+}  # fmt: skip
+_LARGEST = 1 << 20
+
+# A wait shorter than this (ns) was for a message that had already arrived.
+_NO_WAIT = 100_000
+_COMPUTE_KINDS = {"forward": FORWARD, "backward": BACKWARD}
+_MESSAGE_KINDS = {
+    "send_forward": "forward-send",
+    "recv_forward": "forward-recv",
+    "send_backward": "backward-send",
+    "recv_backward": "backward-recv",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +93,12 @@ class OperationTrace:
     """Operations of a job, arrays [rows].
 
     Attributes:
-        replica, stage, rank, step: where and when. Ranks that share replica and stage are tensor peers.
-        kind: names as in KINDS; others are kept, but nothing waits for them.
+        replica, stage, rank, step: location. Ranks with the same replica and stage are tensor peers.
+        kind: names as in KINDS; no operation waits for another kind.
         sequence: order among a rank's operations of its kind in its step.
-        chunk, microbatch, global_chunk: -1 where they mean nothing.
-        start, duration: seconds, waits for the other side of a transfer included.
-        waited: of the duration, waiting for tensor peers.
+        chunk, microbatch, global_chunk: -1 if not applicable.
+        start, duration: seconds, including waits for the other side of a transfer.
+        waited: the part of the duration in which a rank waited for its tensor peers.
     """
 
     replica: Array
@@ -83,99 +118,292 @@ class OperationTrace:
         return len(self.start)
 
     def select_rows(self, mask: Array) -> OperationTrace:
-        """Those rows."""
+        """Return the rows of a mask, bool [rows]."""
         return OperationTrace(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
 
-    def tensor(self) -> Array:
-        """[rows]: which of the ranks that share replica and stage, in order of rank."""
+    def tensor_indices(self) -> Array:
+        """Return each row's index among the ranks of its replica and stage, in order of rank, [rows]."""
         sizes = [int(values.max()) + 1 for values in (self.replica, self.stage, self.rank)]
-        key = np.ravel_multi_index((self.replica, self.stage, self.rank), sizes)
-        places, inverse = np.unique(key, return_inverse=True)
-        cell = np.r_[True, np.diff(places // sizes[2]) != 0]
-        position = np.arange(len(cell))
-        first: Array = np.maximum.accumulate(np.where(cell, position, 0))
+        keys = np.ravel_multi_index((self.replica, self.stage, self.rank), sizes)
+        unique_keys, inverse = np.unique(keys, return_inverse=True)
+        is_first = np.r_[True, np.diff(unique_keys // sizes[2]) != 0]
+        position = np.arange(len(is_first))
+        first: Array = np.maximum.accumulate(np.where(is_first, position, 0))
         return (position - first)[inverse.ravel()]  # type: ignore[no-any-return]
 
-    def coded(self) -> tuple[list[str], Array]:
-        """Names of the kinds, and [rows] which of them each is; sorting a million names would take a second."""
+    def encode_kinds(self) -> tuple[list[str], Array]:
+        """Return the names of the kinds and each row's index into them, [rows]."""
+        # Sorting a million names would take a second, so compare with the usual names first.
         names = list(KINDS)
         codes = np.full(len(self), -1)
-        for number, name in enumerate(names):
-            codes[self.kind == name] = number
-        others, which = np.unique(self.kind[codes < 0], return_inverse=True)
-        codes[codes < 0] = len(names) + which.ravel()
-        return [*names, *others.tolist()], codes
+        for code, name in enumerate(names):
+            codes[self.kind == name] = code
+        additional, inverse = np.unique(self.kind[codes < 0], return_inverse=True)
+        codes[codes < 0] = len(names) + inverse.ravel()
+        return [*names, *additional.tolist()], codes
 
 
 def make_trace(columns: dict[str, Any]) -> OperationTrace:
-    """A trace of arrays by attribute; `waited` may lack. DataError names what makes no sense."""
-    given = {name: np.asarray(columns[name]) for name, _ in _COLUMNS.values()}
-    given["waited"] = np.asarray(columns.get("waited", np.zeros(len(given["start"]))), dtype=float)
-    given |= {name: given[name].astype(float) for name in ("start", "duration")}
-    given["kind"] = given["kind"].astype(str)
-    for name in ("replica", "stage", "rank", "step", "sequence", "chunk", "microbatch", "global_chunk"):
-        given[name] = given[name].astype(np.int64)
-    trace = OperationTrace(**given)
+    """Make a trace of arrays by attribute; `waited` is optional. DataError names an invalid value."""
+    arrays = {name: np.asarray(columns[name]) for name, _ in _COLUMNS.values()}
+    arrays["waited"] = np.asarray(columns.get("waited", np.zeros(len(arrays["start"]))))
+    for name, values in arrays.items():
+        if name == "kind":
+            arrays[name] = values.astype(str)
+        else:
+            arrays[name] = values.astype(float if name in ("start", "duration", "waited") else np.int64)
+    trace = OperationTrace(**arrays)
     if not len(trace):
         raise DataError("the trace has no operations")
     for name in ("start", "duration", "waited"):
-        bad = np.flatnonzero(~np.isfinite(given[name]) | ((name != "start") & (given[name] < 0)))
-        if len(bad):
+        invalid = np.flatnonzero(~np.isfinite(arrays[name]) | ((name != "start") & (arrays[name] < 0)))
+        if len(invalid):
             raise DataError(
-                f"row {bad[0]} of the trace has {name}={given[name][bad[0]]}; it must be seconds, and not negative"
+                f"row {invalid[0]} of the trace has {name}={arrays[name][invalid[0]]}; it must be seconds and not "
+                "negative"
             )
-    for name in ("replica", "stage", "rank", "sequence", "chunk", "microbatch", "global_chunk"):
-        low = 0 if name in ("replica", "stage", "rank", "sequence") else -1
-        bad = np.flatnonzero((given[name] < low) | (given[name] > _MOST))
-        if len(bad):
+    for name, low in _SMALLEST.items():
+        invalid = np.flatnonzero((arrays[name] < low) | (arrays[name] > _LARGEST))
+        if len(invalid):
             raise DataError(
-                f"row {bad[0]} of the trace has {name}={given[name][bad[0]]}; it must be from {low} to {_MOST}"
+                f"row {invalid[0]} of the trace has {name}={arrays[name][invalid[0]]}; it must be from {low} to "
+                f"{_LARGEST}"
             )
     return trace
 
 
 def read_trace(path: Path) -> OperationTrace:
-    """The operations of a Parquet file. DataError names the column or row that is wrong."""
+    """Read the operations of a Parquet file. DataError names an invalid column or row."""
     import duckdb
 
     if not path.is_file():
-        raise DataError(f"{path} is no file; name a trace in Parquet, or a run folder")
+        raise DataError(f"{path} is not a file; name a trace in Parquet, or a run folder")
     try:
         with duckdb.connect(config={"autoinstall_known_extensions": False}) as database:
-            described = database.execute("DESCRIBE SELECT * FROM read_parquet(?)", [str(path)]).fetchall()
-            names = {str(row[0]) for row in described}
+            description = database.execute("DESCRIBE SELECT * FROM read_parquet(?)", [str(path)]).fetchall()
+            names = {str(row[0]) for row in description}
             missing = [name for name in _COLUMNS if name not in names]
             if missing:
                 raise DataError(
                     f"{path} lacks the columns {', '.join(missing)}; a trace has {', '.join(_COLUMNS)}, see "
                     "docs/observe.md"
                 )
-            listed = [f"CAST({column} AS {kind}) AS {name}" for column, (name, kind) in _COLUMNS.items()]
-            listed += ["CAST(waited AS DOUBLE) AS waited"] if "waited" in names else []
-            found = database.execute(f"SELECT {', '.join(listed)} FROM read_parquet(?)", [str(path)]).fetchnumpy()
+            selected = [f"CAST({column} AS {kind}) AS {name}" for column, (name, kind) in _COLUMNS.items()]
+            if "waited" in names:
+                selected.append("CAST(waited AS DOUBLE) AS waited")
+            rows = database.execute(f"SELECT {', '.join(selected)} FROM read_parquet(?)", [str(path)]).fetchnumpy()
     except duckdb.Error as error:
         raise DataError(f"{path} cannot be read as a trace in Parquet: {error}") from None
-    for name, values in found.items():
+    for name, values in rows.items():
         if np.ma.is_masked(values):
             row = int(np.flatnonzero(np.ma.getmaskarray(values))[0])
-            raise DataError(f"{path} has no {name} in row {row}; write -1 where a column means nothing")
-    return make_trace({name: np.ma.getdata(values) for name, values in found.items()})
+            raise DataError(f"{path} has no {name} in row {row}; write -1 where a column is not applicable")
+    return make_trace({name: np.ma.getdata(values) for name, values in rows.items()})
 
 
 def write_trace(trace: OperationTrace, path: Path) -> int:
-    """Write a Parquet file that `read_trace` and ByteDance's tools read; rows written."""
+    """Write a Parquet file that `read_trace` and ByteDance's tools read; return the number of rows."""
     import duckdb
 
     rows = {column: getattr(trace, name) for column, (name, _) in _COLUMNS.items()}
     rows["optype"] = rows["optype"].astype(object)
     rows["waited"] = trace.waited
-    listed = [f"CAST({column} AS {kind}) AS {column}" for column, (_, kind) in _COLUMNS.items()]
+    selected = [f"CAST({column} AS {kind}) AS {column}" for column, (_, kind) in _COLUMNS.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    quoted = "'" + str(path).replace("'", "''") + "'"
     with duckdb.connect() as database:
         database.register("operations", rows)
         database.execute(
-            f"COPY (SELECT {', '.join(listed)}, waited FROM operations ORDER BY step, rank, optype, seq_id) "
-            f"TO {quoted} (FORMAT parquet, COMPRESSION zstd)"
+            f"COPY (SELECT {', '.join(selected)}, waited FROM operations ORDER BY step, rank, optype, seq_id) "
+            f"TO {quote_sql(str(path))} (FORMAT parquet, COMPRESSION zstd)"
         )
     return len(trace)
+
+
+def read_run_trace(tables: SpanTables, steps: list[int]) -> OperationTrace:
+    """Convert the spans of these steps of a run. DataError if they contain no compute."""
+    builder = _TraceBuilder()
+    for _, ranks in groupby(read_rank_steps(tables, steps), key=lambda rank_step: rank_step.step):
+        builder.add_step(list(ranks))
+    return builder.make_trace()
+
+
+@dataclass
+class _Row:
+    """An operation of a trace under construction. Times are nanoseconds."""
+
+    replica: int
+    stage: int
+    rank: int
+    step: int
+    kind: str
+    sequence: int
+    chunk: int
+    microbatch: int
+    global_chunk: int
+    begin: int
+    end: int
+    waited: int
+
+
+# Replica, tensor coordinate, kind, global chunk at that side, micro-batch.
+_SideKey = tuple[int, int, str, int, int]
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """A message with the rows of both its sides; `was_awaited` if the receiver waited for it."""
+
+    kind: str
+    duration: int
+    was_awaited: bool
+    sides: tuple[_Row, _Row]
+
+
+class _TraceBuilder:
+    """Converts the spans of one step after another into rows."""
+
+    def __init__(self) -> None:
+        self._rows: list[_Row] = []
+        self._transfers: list[_Transfer] = []
+        # The following hold the state of the step under way.
+        self._stages = 1
+        self._last_chunk = 0
+        self._sides: dict[_SideKey, _Row] = {}
+        self._arrivals: dict[_SideKey, tuple[int, int]] = {}  # time of arrival, duration of the wait for it
+        self._sequences: Counter[str] = Counter()
+
+    def add_step(self, ranks: list[RankStep]) -> None:
+        """Add all ranks of one step."""
+        self._stages = max(rank_step.coordinates[1] for rank_step in ranks) + 1
+        chunks = [act.chunk for rank_step in ranks for act in rank_step.actions if act.action in _COMPUTE_KINDS]
+        self._last_chunk = max(chunks, default=0) * self._stages + self._stages - 1
+        self._sides = {}
+        self._arrivals = {}
+        for rank_step in ranks:
+            self._add_rank(rank_step)
+        for (replica, tensor, kind, global_chunk, microbatch), sent in self._sides.items():
+            _, is_send, offset = TRANSFERS[kind]
+            receive = (replica, tensor, kind.replace("send", "recv"), global_chunk + offset, microbatch)
+            if not is_send or receive not in self._sides or receive not in self._arrivals:
+                continue
+            received = self._sides[receive]
+            end, waited = self._arrivals[receive]
+            duration = max(0, end - max(sent.begin, received.begin))
+            self._transfers.append(_Transfer(kind, duration, waited > _NO_WAIT, (sent, received)))
+
+    def _add_row(
+        self,
+        rank_step: RankStep,
+        kind: str,
+        begin: int,
+        end: int,
+        chunk: int = -1,
+        microbatch: int = -1,
+        waited: int = 0,
+    ) -> _Row:
+        _, stage, replica = rank_step.coordinates
+        row = _Row(
+            replica=replica,
+            stage=stage,
+            rank=rank_step.rank,
+            step=rank_step.step,
+            kind=kind,
+            sequence=self._sequences[kind],
+            chunk=chunk,
+            microbatch=microbatch,
+            global_chunk=chunk * self._stages + stage if kind in COMPUTE else -1,
+            begin=begin,
+            end=max(begin, end),
+            waited=waited,
+        )
+        self._rows.append(row)
+        self._sequences[kind] += 1
+        return row
+
+    def _add_rank(self, rank_step: RankStep) -> None:
+        tensor, stage, replica = rank_step.coordinates
+        self._sequences = Counter()
+        last_compute_end = rank_step.begin
+        tail: dict[str, tuple[int, int]] = {}
+        for act in rank_step.actions:
+            if act.action in _COMPUTE_KINDS:
+                self._add_compute(rank_step, act)
+                last_compute_end = act.end
+            elif act.action in _MESSAGE_KINDS:
+                # The sequence identifies the compute of a message; its own chunk and micro-batch do not count.
+                kind = _MESSAGE_KINDS[act.action]
+                key = (replica, tensor, kind, act.chunk * self._stages + stage, act.microbatch)
+                self._sides[key] = self._add_row(rank_step, kind, act.begin, act.end)
+            elif act.action == "gather_params":
+                gathers = act.select_transfers("data")
+                if gathers:
+                    end = max(gather.end for gather in gathers)
+                    self._add_row(rank_step, GATHER, gathers[0].begin, end, act.chunk)
+            elif act.action == "finish_reductions":
+                reductions = act.select_transfers("embedding")
+                if reductions:
+                    tail[EMBEDDING] = (reductions[0].begin, max(reduction.end for reduction in reductions))
+                waits = act.select_waits("data")
+                if waits:
+                    tail[REDUCE] = (act.begin, max(wait.end for wait in waits))
+            elif act.action == "optimizer":
+                norms = act.select_transfers("world")
+                tail[CLIP] = (norms[0].begin, norms[0].end) if norms else (act.begin, act.begin)
+                tail[OPTIMIZER] = (tail[CLIP][1], act.end)
+        self._add_tail(rank_step, tail, last_compute_end)
+
+    def _add_compute(self, rank_step: RankStep, act: ActionSpan) -> None:
+        tensor, stage, replica = rank_step.coordinates
+        kind = _COMPUTE_KINDS[act.action]
+        input_axes = ("pipeline", "data") if act.action == "forward" else ("pipeline",)
+        begin = max([act.begin, *(wait.end for wait in act.select_waits(*input_axes))])
+        waited = sum(wait.end - wait.begin for wait in act.select_waits("tensor"))
+        self._add_row(rank_step, kind, begin, act.end, act.chunk, act.microbatch, waited)
+        global_chunk = act.chunk * self._stages + stage
+        is_first = global_chunk == 0 if kind == FORWARD else global_chunk >= self._last_chunk
+        if self._stages == 1 or is_first:
+            return
+        messages = act.select_waits("pipeline")
+        arrival = (messages[0].end, messages[0].end - messages[0].begin) if messages else (act.begin, 0)
+        receive = "forward-recv" if kind == FORWARD else "backward-recv"
+        self._arrivals[replica, tensor, receive, global_chunk, act.microbatch] = arrival
+
+    def _add_tail(self, rank_step: RankStep, tail: dict[str, tuple[int, int]], last_compute_end: int) -> None:
+        """Add the operations after the last compute; those that were not recorded take no time."""
+        self._add_row(rank_step, GARBAGE, last_compute_end, last_compute_end)
+        previous_end = last_compute_end
+        for kind in (NORMS, EMBEDDING, REDUCE, CLIP, OPTIMIZER):
+            if kind == EMBEDDING and rank_step.coordinates[1] not in (0, self._stages - 1):
+                continue
+            if kind == REDUCE and kind not in tail:
+                continue
+            begin, end = tail.get(kind, (previous_end, previous_end))
+            self._add_row(rank_step, kind, begin, end, chunk=0 if kind == REDUCE else -1)
+            previous_end = max(previous_end, end)
+
+    def make_trace(self) -> OperationTrace:
+        """Return the table."""
+        if not self._rows:
+            raise DataError("the steps have no spans; request some with megascale spans RUN --steps 5")
+        awaited: dict[str, list[int]] = defaultdict(list)
+        for transfer in self._transfers:
+            if transfer.was_awaited:
+                awaited[transfer.kind].append(transfer.duration)
+        typical = {kind: int(np.median(durations)) for kind, durations in awaited.items()}
+        for transfer in self._transfers:
+            duration = transfer.duration
+            if not transfer.was_awaited:
+                duration = min(duration, typical.get(transfer.kind, duration))
+            end = max(row.begin for row in transfer.sides) + duration
+            for row in transfer.sides:
+                row.end = end
+        columns = {field.name: np.array([getattr(row, field.name) for row in self._rows]) for field in fields(_Row)}
+        begin = columns.pop("begin")
+        columns["duration"] = (columns.pop("end") - begin) / 1e9
+        # Start times are seconds since each step's first operation.
+        _, index = np.unique(columns["step"], return_inverse=True)
+        first = np.full(index.max() + 1, np.iinfo(np.int64).max)
+        np.minimum.at(first, index.ravel(), begin)
+        columns["start"] = (begin - first[index.ravel()]) / 1e9
+        columns["waited"] = np.minimum(columns["waited"] / 1e9, columns["duration"])
+        return make_trace(columns)

@@ -1,4 +1,4 @@
-"""Spans of whole steps by rank: which actions a rank ran, and the waits and transfers in each."""
+"""Spans of whole steps by rank: the actions of a rank, and the waits and transfers in each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megascale.core.spans import SpanKind
 from megascale.errors import ConfigError, DataError
 from megascale.observe.store.tables import SpanTables
 
-_INNER = {SpanKind.WAIT.label, SpanKind.DATA_WAIT.label, SpanKind.TRANSFER.label}
+_INNER_KINDS = {SpanKind.WAIT.label, SpanKind.DATA_WAIT.label, SpanKind.TRANSFER.label}
 
 
 @dataclass(frozen=True)
@@ -26,125 +26,138 @@ class InnerSpan:
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """One action of a rank with what lies in it. Times are nanoseconds on the common clock."""
+    """An action of a rank with its inner spans. Times are nanoseconds on the common clock."""
 
     action: str
     chunk: int
     microbatch: int
     begin: int
     end: int
-    inner: list[InnerSpan] = field(default_factory=list)
+    inner_spans: list[InnerSpan] = field(default_factory=list)
 
-    def waits(self, *axes: str) -> list[InnerSpan]:
-        """Waits for other ranks, along these axes or any."""
-        return [one for one in self.inner if one.action == "wait" and (not axes or one.axis in axes)]
+    def select_waits(self, *axes: str) -> list[InnerSpan]:
+        """Return the waits for other ranks along these axes, by default along any axis."""
+        return [span for span in self.inner_spans if span.action == "wait" and (not axes or span.axis in axes)]
 
-    def transfers(self, axis: str) -> list[InnerSpan]:
-        """Transfers along an axis that began in it."""
-        return [one for one in self.inner if one.action == "transfer" and one.axis == axis]
+    def select_transfers(self, axis: str) -> list[InnerSpan]:
+        """Return the transfers along an axis that began in the action."""
+        return [span for span in self.inner_spans if span.action == "transfer" and span.axis == axis]
+
+    def sum_waits(self) -> int:
+        """Return the nanoseconds of all waits, including those for samples."""
+        return sum(span.end - span.begin for span in self.inner_spans if span.action != "transfer")
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """A rank's actions of one step, in the order they began.
+    """A rank's actions of one step, in the order in which they began.
 
     Attributes:
-        place: tensor, pipeline and data coordinate.
+        coordinates: tensor, pipeline and data coordinate.
         begin, end: of the step, nanoseconds.
-        clock_error: how far its clock may be off the common one, nanoseconds; -1 if unknown.
+        clock_error: largest error of the rank's clock in nanoseconds; -1 if unknown.
     """
 
     step: int
     rank: int
-    place: tuple[int, int, int]
+    coordinates: tuple[int, int, int]
     begin: int
     end: int
     clock_error: int
-    acts: list[ActionSpan]
+    actions: list[ActionSpan]
 
 
-def kept_steps(tables: SpanTables) -> list[int]:
-    """Steps of which every rank's spans were kept, in order. DataError if there are none."""
-    found = tables.query(
-        "WITH own AS (SELECT step, max(attempt) AS attempt FROM spans GROUP BY step), "
+def list_sampled_steps(tables: SpanTables) -> list[int]:
+    """Return the steps with the spans of every rank, in order. DataError if there are none."""
+    rows = tables.query(
+        "WITH newest AS (SELECT step, max(attempt) AS attempt FROM spans GROUP BY step), "
         "world AS (SELECT attempt, count(DISTINCT rank) AS ranks FROM ranks GROUP BY attempt) "
-        "SELECT spans.step FROM spans JOIN own USING (step, attempt) JOIN world USING (attempt) "
+        "SELECT spans.step FROM spans JOIN newest USING (step, attempt) JOIN world USING (attempt) "
         "WHERE action = 'step' GROUP BY spans.step, ranks HAVING count(DISTINCT rank) = ranks ORDER BY spans.step"
     )
-    steps: list[int] = found["step"].tolist()
+    steps: list[int] = rows["step"].tolist()
     if not steps:
         raise DataError(
-            f"{tables.folder} holds no step of which all ranks' spans were kept; have some kept with megascale spans "
-            "RUN --steps 5, or train with observe.spans=10"
+            f"{tables.folder} holds no step with the spans of all ranks; request some with megascale spans RUN "
+            "--steps 5, or train with observe.spans=10"
         )
     return steps
 
 
-def choose_sampled_steps(tables: SpanTables, wanted: str, last: int) -> list[int]:
-    """Steps that --steps names ("7", "7-20"; empty: the last so many, without the attempt's first, which warms up)."""
-    steps = kept_steps(tables)
-    if not wanted:
+def choose_sampled_steps(tables: SpanTables, step_range: str, last: int) -> list[int]:
+    """Return the sampled steps of a range such as "7" or "7-20".
+
+    If the range is empty, return the last ones without the first sampled step, which is warm-up.
+    """
+    steps = list_sampled_steps(tables)
+    if not step_range:
         return (steps[1:] if len(steps) > 1 else steps)[-last:]
-    low, high = parse_step_range(wanted)
-    found = [step for step in steps if low <= step <= high]
-    if not found:
-        raise ConfigError(f"--steps={wanted}: spans of all ranks were kept of {_listed(steps)} only")
-    return found
+    low, high = parse_step_range(step_range)
+    chosen = [step for step in steps if low <= step <= high]
+    if not chosen:
+        shown = [str(step) for step in steps]
+        if len(shown) > 8:
+            shown = [*shown[:4], "...", *shown[-3:]]
+        plural = "s" if len(steps) > 1 else ""
+        raise ConfigError(f"--steps={step_range}: spans of all ranks exist for step{plural} {', '.join(shown)} only")
+    return chosen
 
 
-def parse_step_range(wanted: str) -> tuple[int, int]:
-    """First and last step of "7" or "7-20". ConfigError on anything else."""
-    low, dash, high = wanted.partition("-")
-    if not low.isdecimal() or not (high.isdecimal() if dash else True) or int(high or low) < int(low):
-        raise ConfigError(f"--steps={wanted} is no step and no range; write 7 or 7-20")
-    return int(low), int(high or low)
+def parse_step_range(text: str) -> tuple[int, int]:
+    """Return the first and the last step of "7" or "7-20". ConfigError for anything else."""
+    low, dash, high = text.partition("-")
+    high = high if dash else low
+    if not low.isdecimal() or not high.isdecimal() or int(high) < int(low):
+        raise ConfigError(f"--steps={text} is neither a step nor a range; write 7 or 7-20")
+    return int(low), int(high)
 
 
-def _listed(steps: list[int]) -> str:
-    shown = [str(step) for step in steps]
-    return f"step{'s' * (len(shown) > 1)} " + ", ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]])
+def read_rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | None = None) -> Iterator[RankStep]:
+    """Yield the actions of each rank, step by step. DataError names a step with lost spans.
 
-
-def rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | None = None) -> Iterator[RankStep]:
-    """What each rank did in each of the steps, step by step. DataError names a step whose spans were partly lost."""
-    places = {
-        (attempt, rank): (tensor, pipeline, data)
-        for attempt, rank, tensor, pipeline, data in zip(
-            *tables.query("SELECT attempt, rank, tensor, pipeline, data FROM ranks").values(), strict=True
-        )
+    Args:
+        ranks: ranks to read; None reads all.
+    """
+    rank_rows = tables.query("SELECT attempt, rank, tensor, pipeline, data FROM ranks")
+    coordinates = {
+        (attempt, rank): (int(tensor), int(pipeline), int(data))
+        for attempt, rank, tensor, pipeline, data in zip(*rank_rows.values(), strict=True)
     }
     names = "attempt, rank, action, chunk, microbatch, axis, bytes, start_ns, end_ns, waited_on, clock_error_ns"
+    condition = "" if ranks is None else f"AND rank IN ({', '.join(str(int(rank)) for rank in ranks)}) "
     for step in steps:
-        found = tables.query(
+        rows = tables.query(
             f"SELECT {names} FROM spans WHERE step = ? AND attempt = (SELECT max(attempt) FROM spans WHERE step = ?) "
-            + ("" if ranks is None else f"AND rank IN ({', '.join(map(str, map(int, ranks)))}) ")
-            + "ORDER BY rank, start_ns, end_ns DESC",
+            f"{condition}ORDER BY rank, start_ns, end_ns DESC",
             [step, step],
         )
-        one: RankStep | None = None
-        for attempt, rank, action, chunk, batch, axis, size, begin, end, on, error in zip(
-            *(column.tolist() for column in found.values()), strict=True
+        current: RankStep | None = None
+        for attempt, rank, action, chunk, microbatch, axis, size, begin, end, waited_on, error in zip(
+            *(column.tolist() for column in rows.values()), strict=True
         ):
-            if one is None or one.rank != rank:
-                if one is not None:
-                    yield _checked(one)
-                place = tuple(map(int, places.get((attempt, rank), (-1, -1, -1))))
-                one = RankStep(step, rank, place, 0, 0, error, [])  # type: ignore[arg-type]
+            if current is None or current.rank != rank:
+                if current is not None:
+                    yield _check(current)
+                rank_coordinates = coordinates.get((attempt, rank), (-1, -1, -1))
+                current = RankStep(step, rank, rank_coordinates, begin=0, end=0, clock_error=error, actions=[])
             if action == "step":
-                one = RankStep(step, rank, one.place, begin, end, error, one.acts)
-            elif action not in _INNER:
-                one.acts.append(ActionSpan(action, chunk, batch, begin, end))
-            elif one.acts and begin <= one.acts[-1].end:
-                one.acts[-1].inner.append(InnerSpan(action, axis, begin, end, size, on))
-        if one is not None:
-            yield _checked(one)
+                current = RankStep(step, rank, current.coordinates, begin, end, error, current.actions)
+            elif action not in _INNER_KINDS:
+                current.actions.append(ActionSpan(action, chunk, microbatch, begin, end))
+            elif current.actions and begin <= current.actions[-1].end:
+                current.actions[-1].inner_spans.append(InnerSpan(action, axis, begin, end, size, waited_on))
+        if current is not None:
+            yield _check(current)
 
 
-def _checked(one: RankStep) -> RankStep:
-    if one.end == 0 or min(one.place) < 0 or not one.acts:
+def _check(rank_step: RankStep) -> RankStep:
+    """Return the step without actions outside of it. DataError if spans or the rank's coordinates are missing."""
+    if rank_step.end == 0 or min(rank_step.coordinates) < 0 or not rank_step.actions:
         raise DataError(
-            f"step {one.step}: spans of rank {one.rank} were lost, or nobody wrote who it was; choose another step"
+            f"step {rank_step.step}: spans of rank {rank_step.rank} were lost or its coordinates are not recorded; "
+            "choose another step"
         )
     # Python's garbage collection and evaluations lie between steps.
-    kept = [act for act in one.acts if act.begin >= one.begin and act.end <= one.end]
-    return RankStep(one.step, one.rank, one.place, one.begin, one.end, one.clock_error, kept)
+    actions = [act for act in rank_step.actions if act.begin >= rank_step.begin and act.end <= rank_step.end]
+    rank_step.actions[:] = actions
+    return rank_step

@@ -1,43 +1,44 @@
-"""Links that are slower than comparable ones, told from ranks that are: by waits that no late peer explains.
+"""Links that are slower than comparable ones, found by waits that no late peer explains.
 
-A late peer makes the others of a collective wait, but never the one that comes last: what *every* member of a group
-waits is the transfer itself. So along the data and tensor axes the least wait of a group's members is compared with
-that of the groups of the same stage. Along the pipeline tensor peers wait for the same neighbour stage, whose ranks are
-in step: what one of them waits longer than its peers is its own message. A rank whose link is slow has both: its
-messages, in and out, and its group's reductions. Where the data axis alone says it, the group is named.
+A late peer makes the other members of a collective wait, but the member that comes last does not wait. The time that
+*every* member of a group waits is the transfer itself. Along the data and tensor axes the smallest wait of a group's
+members is therefore compared with that of the other groups of the same stage. Along the pipeline, tensor peers wait for
+the same neighbour stage, whose ranks work in step. If one of them waits longer than its peers, its own message is slow.
+A rank with a slow link shows both: its messages in and out, and its group's reductions. If only the data axis shows it,
+the group is reported.
 
-Where a stage has one data group (no tensor parallelism) nothing is comparable, and no link is named.
-Communication that is hidden under computing is seen nowhere here; it costs nothing either.
+A stage with one data group (no tensor parallelism) has no comparable groups, so no link is reported there.
+Communication that is hidden under compute is not visible in waits, and it costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from megascale.observe.analysis.rank_parts import RankParts
-from megascale.observe.analysis.slow_ranks import ALARMS, against_peers, healthy_spread, nan_median
+from megascale.observe.analysis.slow_ranks import ALARMS, healthy_spread, nan_median, subtract_peer_median
 
 Array = np.ndarray[Any, Any]
 
-LEAST_SHARE = 0.002  # of a step; below it no link is named
-_MANY_DEVIATIONS = 1.5  # links' waits have longer tails than computes: a limit is so much further out
+LEAST_SHARE = 0.002  # share of a step from which a link is reported
+_WIDER_TAILS = 1.5  # waits for links have longer tails than computes, so their limits are wider by this factor
 
 
 @dataclass(frozen=True)
 class SlowLink:
-    """A link that makes others wait.
+    """A link that makes other ranks wait.
 
     Attributes:
-        ranks: whose: one, or the group among which it is.
-        axis: along which it was seen.
-        seconds: longer waits a step than comparable ones have; error: standard error.
-        share: of a step.
-        limit: seconds, what it had to exceed.
-        confidence: 1 - healthy links of this job that would be expected to show as much.
+        ranks: the rank at the link, or the group that contains it.
+        axis: axis along which the waits were seen.
+        seconds: additional wait per step compared with similar links; error: standard error.
+        share: additional wait as a share of a step.
+        limit: smallest additional wait that is reported, in seconds.
+        confidence: 1 minus the expected number of healthy links with such a wait.
         evidence: sentences.
     """
 
@@ -52,149 +53,188 @@ class SlowLink:
 
 
 @dataclass(frozen=True)
-class _Longer:
-    """Waits beyond comparable ones: of each unit (rank or group) median seconds a step, error, limit and z."""
+class _ExcessWaits:
+    """Waits of units (ranks or groups) beyond those of comparable units, in seconds per step, each [units].
 
+    Attributes:
+        members: rows of the ranks of each unit.
+        keys: of groups (coordinate on the other axis, stage); empty for ranks.
+        z: limit in standard deviations.
+    """
+
+    members: list[Array]
+    keys: list[tuple[int, int]]
     seconds: Array
     error: Array
     limit: Array
     z: float
 
     @property
-    def found(self) -> Array:
+    def is_slow(self) -> Array:
         return np.asarray(np.nan_to_num(self.seconds, nan=-np.inf) > self.limit)
 
-    def sure(self, index: int) -> float:
-        from statistics import NormalDist
-
-        units = int(np.isfinite(self.seconds).sum())
-        return 1 - min(1.0, units * NormalDist().cdf(-self.z * self.seconds[index] / self.limit[index]))
-
-
-def slow_links(parts: RankParts, slow: set[int], alarms: float = ALARMS) -> list[SlowLink]:
-    """Links that stand out; `slow`: ranks that are slow themselves, for which others of their replica wait."""
-    step = float(np.nanmedian(parts.seconds))
-    tensor, stage, data = parts.coordinates.T
-    found: list[SlowLink] = []
-    named: set[int] = set()
-    pipeline = _pipeline(parts, step, alarms)
-    by_axis = {"data": _groups(parts, "data", step, alarms)}
-    late = {int(data[r]) for r, rank in enumerate(parts.ranks.tolist()) if rank in slow}
-    members, longer = by_axis["data"]
-    number = {key: g for g, key in enumerate(members)}
-
-    def late_group(r: int) -> bool:
-        g = number.get((int(tensor[r]), int(stage[r])))
-        return g is not None and longer is not None and bool(longer.found[g])
-
-    for r, seen in _sources(parts, pipeline, late_group) if pipeline is not None else ():
-        assert pipeline is not None
-        late.add(int(data[r]))
-        axis = "pipeline"
-        who = "" if r == seen else f"rank {parts.ranks[seen]} of its neighbour stage "
-        text = [
-            f"{who}waits {1e3 * pipeline.seconds[seen]:.2f} ms a step longer for messages of its neighbour stages than "
-            "ranks whose neighbours are in step with them"
-        ]
-        if late_group(r) and longer is not None:
-            axis = "pipeline and data"
-            g = number[int(tensor[r]), int(stage[r])]
-            rows = members[int(tensor[r]), int(stage[r])]
-            text.append(
-                f"and all {len(rows)} ranks of its data group wait {1e3 * longer.seconds[g]:.2f} ms a step longer than "
-                "other groups of the stage, the last of them too"
-            )
-            named |= set(rows.tolist())
-        found.append(_link(parts, pipeline, seen, (int(parts.ranks[r]),), axis, step, text))
-    # In a replica with a late rank or message tensor peers take turns at being the last: all of them wait.
-    by_axis["tensor"] = _groups(parts, "tensor", step, alarms, late)
-    for axis, (members, longer) in by_axis.items():
-        if longer is None:
-            continue
-        for g, (key, rows) in enumerate(members.items()):
-            if longer.found[g] and not (axis == "data" and named & set(rows.tolist())):
-                where = f"stage {key[1]}, " + (f"tensor {key[0]}" if axis == "data" else f"data {key[0]}")
-                text = [
-                    f"all {len(rows)} ranks of the {axis} group ({where}) wait {1e3 * longer.seconds[g]:.2f} ms a step "
-                    "longer than other groups of the stage, the last of them too",
-                    "which of them cannot be told from waits: their messages along the pipeline are hidden or even",
-                ]
-                ranks = tuple(parts.ranks[rows].tolist())
-                found.append(_link(parts, longer, g, ranks, axis, step, text))
-    found.sort(key=lambda one: -one.share)
-    return found
+    def describe(self, unit: int, ranks: tuple[int, ...], axis: str, step: float, evidence: list[str]) -> SlowLink:
+        """Report a unit; `step` is the duration of a step in seconds."""
+        seconds = float(self.seconds[unit])
+        deviation = self.z * self.seconds[unit] / self.limit[unit]
+        expected = int(np.isfinite(self.seconds).sum()) * NormalDist().cdf(-deviation)
+        return SlowLink(
+            ranks=ranks,
+            axis=axis,
+            seconds=seconds,
+            error=float(self.error[unit]),
+            share=seconds / step,
+            limit=float(self.limit[unit]),
+            confidence=1 - min(1.0, expected),
+            evidence=tuple(evidence),
+        )
 
 
-def _link(
-    parts: RankParts, longer: _Longer, index: int, ranks: tuple[int, ...], axis: str, step: float, text: list[str]
-) -> SlowLink:
-    seconds = float(longer.seconds[index])
-    return SlowLink(
-        ranks, axis, seconds, float(longer.error[index]), seconds / step, float(longer.limit[index]),
-        longer.sure(index), tuple(text),
-    )  # fmt: skip
+def find_slow_links(parts: RankParts, slow: set[int], alarms: float = ALARMS) -> list[SlowLink]:
+    """Find the slow links, those with the largest share first.
 
-
-def _longer(values: Array, group: Array, step: float, alarms: float) -> _Longer | None:
-    """Compare waits of units by steps; None where there is nothing to compare with."""
-    differs, _ = against_peers(values, group)
-    seconds = nan_median(differs)
-    known = np.isfinite(differs).sum(1)
-    if np.isfinite(seconds).sum() < 2:
-        return None
-    noise = 1.4826 * nan_median(np.abs(differs - seconds[:, None]))
-    error = 1.2533 * noise / np.sqrt(np.maximum(known, 1))
-    spread, z = healthy_spread(seconds, error, alarms)
-    spread = 0.0 if np.isnan(spread) else spread
-    limit = np.maximum(LEAST_SHARE * step, _MANY_DEVIATIONS * z * np.sqrt(spread**2 + error**2))
-    return _Longer(seconds, error, limit, _MANY_DEVIATIONS * z)
-
-
-def _pipeline(parts: RankParts, step: float, alarms: float) -> _Longer | None:
-    """What each rank waits for neighbour stages beyond its tensor peers; None without such."""
-    tensor, stage, data = parts.coordinates.T
-    if stage.max() < 1 or stage.min() < 0 or tensor.max() < 1:
-        return None
-    return _longer(parts.waits["pipeline"], data * (stage.max() + 1) + stage, step, alarms)
-
-
-def _sources(parts: RankParts, longer: _Longer, late_group: Callable[[int], bool]) -> list[tuple[int, int]]:
-    """One rank of each pipeline in which ranks wait longer, and the one that waits most there: the rank whose data
-    group waits too, else who waits most, as it waits for messages of both its sides.
-
-    It may itself wait for nothing, on the stage with most work: its neighbours wait for it then.
+    Args:
+        slow: ranks that are slow themselves; the other ranks of their replicas wait for them.
+        alarms: rate of false alarms per analysis.
     """
-    place = {tuple(one): r for r, one in enumerate(parts.coordinates.tolist())}
-    stages = int(parts.coordinates[:, 1].max()) + 1
-    pipelines: dict[tuple[int, int], list[int]] = {}
-    for r in np.flatnonzero(longer.found).tolist():
-        tensor, _, data = parts.coordinates[r].tolist()
-        pipelines.setdefault((tensor, data), []).append(r)
-    found = []
-    for (tensor, data), rows in pipelines.items():
-        seen = max(rows, key=lambda r: longer.seconds[r])
-        at = {(int(parts.coordinates[r, 1]) + by) % stages for r in rows for by in (-1, 0, 1)}
-        near = [place[tensor, stage, data] for stage in sorted(at) if (tensor, stage, data) in place]
-        late = [r for r in near if late_group(r)]
-        found.append((max(late, key=lambda r: np.nan_to_num(longer.seconds[r], nan=-np.inf)) if late else seen, seen))
-    return found
+    return _LinkSearch(parts, alarms).run(slow)
 
 
-def _groups(
-    parts: RankParts, axis: str, step: float, alarms: float, leave_out: set[int] | None = None
-) -> tuple[dict[tuple[int, int], Array], _Longer | None]:
-    """The groups of an axis by (its other coordinate, stage), and what the least of their members waits beyond others;
-    without the groups of some replicas."""
-    tensor, stage, data = parts.coordinates.T
-    other = tensor if axis == "data" else data
-    if stage.min() < 0 or (data if axis == "data" else tensor).max() < 1:
-        return {}, None
-    keys = sorted(set(zip(other.tolist(), stage.tolist(), strict=True)))
-    members = {key: np.flatnonzero((other == key[0]) & (stage == key[1])) for key in keys}
-    waits = parts.waits[axis]
-    with np.errstate(all="ignore"):
-        least = np.stack([np.min(waits[rows], 0) for rows in members.values()])
-    least[[key[0] in (leave_out or ()) for key in keys]] = np.nan
-    group = np.array([key[1] for key in keys])
-    # The group with the quickest link must not make the others of a pair look slow: three at least.
-    return members, _longer(least, group, step, alarms) if (np.bincount(group) >= 3).any() else None
+class _LinkSearch:
+    """The search for slow links in one window of steps."""
+
+    def __init__(self, parts: RankParts, alarms: float) -> None:
+        self.parts = parts
+        self.alarms = alarms
+        self.step = float(np.nanmedian(parts.seconds))
+        self.tensor, self.stage, self.data = parts.coordinates.T
+        self.pipeline_waits = self._measure_pipeline()
+        self.data_waits = self._measure_groups("data", excluded_replicas=set())
+
+    def run(self, slow: set[int]) -> list[SlowLink]:
+        links: list[SlowLink] = []
+        late_replicas = {int(self.data[r]) for r, rank in enumerate(self.parts.ranks.tolist()) if rank in slow}
+        explained: set[int] = set()  # rows of the data groups whose waits a slow message explains
+        for source, observer in self._find_sources():
+            late_replicas.add(int(self.data[source]))
+            links.append(self._describe_source(source, observer, explained))
+        # In a replica with a late rank or message, tensor peers take turns at being last, so all of them wait.
+        tensor_waits = self._measure_groups("tensor", excluded_replicas=late_replicas)
+        for axis, waits in (("data", self.data_waits), ("tensor", tensor_waits)):
+            if waits is None:
+                continue
+            for unit in np.flatnonzero(waits.is_slow).tolist():
+                if axis == "data" and explained & set(waits.members[unit].tolist()):
+                    continue
+                links.append(self._describe_group(axis, waits, unit))
+        links.sort(key=lambda link: -link.share)
+        return links
+
+    def _describe_source(self, source: int, observer: int, explained: set[int]) -> SlowLink:
+        assert self.pipeline_waits is not None
+        subject = "" if source == observer else f"rank {self.parts.ranks[observer]} of the neighbouring stage "
+        evidence = [
+            f"{subject}waits {1e3 * self.pipeline_waits.seconds[observer]:.2f} ms per step longer for messages of the "
+            "neighbouring stages than its tensor peers"
+        ]
+        axis = "pipeline"
+        unit = self._late_data_group(source)
+        if unit is not None and self.data_waits is not None:
+            axis = "pipeline and data"
+            rows = self.data_waits.members[unit]
+            evidence.append(
+                f"all {len(rows)} ranks of its data group wait {1e3 * self.data_waits.seconds[unit]:.2f} ms per step "
+                "longer than other groups of the stage, including the last rank"
+            )
+            explained |= set(rows.tolist())
+        return self.pipeline_waits.describe(observer, (int(self.parts.ranks[source]),), axis, self.step, evidence)
+
+    def _describe_group(self, axis: str, waits: _ExcessWaits, unit: int) -> SlowLink:
+        coordinate, stage = waits.keys[unit]
+        rows = waits.members[unit]
+        other_axis = "tensor" if axis == "data" else "data"
+        evidence = [
+            f"all {len(rows)} ranks of the {axis} group (stage {stage}, {other_axis} {coordinate}) wait "
+            f"{1e3 * waits.seconds[unit]:.2f} ms per step longer than other groups of the stage, including the last "
+            "rank",
+            "waits do not show which of these ranks has the slow link: their pipeline messages are hidden or equally "
+            "fast",
+        ]
+        return waits.describe(unit, tuple(self.parts.ranks[rows].tolist()), axis, self.step, evidence)
+
+    def _late_data_group(self, row: int) -> int | None:
+        """Return the unit of a rank's data group if that group waits too long."""
+        waits = self.data_waits
+        key = (int(self.tensor[row]), int(self.stage[row]))
+        if waits is None or key not in waits.keys:
+            return None
+        unit = waits.keys.index(key)
+        return unit if waits.is_slow[unit] else None
+
+    def _find_sources(self) -> list[tuple[int, int]]:
+        """Return (row of the rank with the slow link, row of the rank that waits most) for each affected pipeline.
+
+        The source is the rank whose data group waits too, else the rank that waits most, because it waits for the
+        messages of both its sides. On the stage with most work the source itself may not wait, but its neighbours do.
+        """
+        waits = self.pipeline_waits
+        if waits is None:
+            return []
+        rows_by_coordinates = {tuple(place): r for r, place in enumerate(self.parts.coordinates.tolist())}
+        stages = int(self.stage.max()) + 1
+        pipelines: dict[tuple[int, int], list[int]] = {}
+        for r in np.flatnonzero(waits.is_slow).tolist():
+            pipelines.setdefault((int(self.tensor[r]), int(self.data[r])), []).append(r)
+        sources = []
+        for (tensor, data), rows in pipelines.items():
+            observer = max(rows, key=lambda r: waits.seconds[r])
+            near = {(int(self.stage[r]) + offset) % stages for r in rows for offset in (-1, 0, 1)}
+            candidates = [(tensor, stage, data) for stage in sorted(near)]
+            neighbours = [rows_by_coordinates[key] for key in candidates if key in rows_by_coordinates]
+            late = [r for r in neighbours if self._late_data_group(r) is not None]
+            finite_waits = np.nan_to_num(waits.seconds, nan=-np.inf)
+            source = max(late, key=lambda r: finite_waits[r]) if late else observer
+            sources.append((source, observer))
+        return sources
+
+    def _measure_pipeline(self) -> _ExcessWaits | None:
+        """Compare each rank's waits for neighbouring stages with its tensor peers'; None without such peers."""
+        if self.stage.max() < 1 or self.stage.min() < 0 or self.tensor.max() < 1:
+            return None
+        group = self.data * (self.stage.max() + 1) + self.stage
+        rows = [np.array([r]) for r in range(len(self.stage))]
+        return self._compare(self.parts.waits["pipeline"], group, rows, keys=[])
+
+    def _measure_groups(self, axis: str, excluded_replicas: set[int]) -> _ExcessWaits | None:
+        """Compare the smallest wait of each group along an axis with the other groups of its stage."""
+        across = self.tensor if axis == "data" else self.data
+        along = self.data if axis == "data" else self.tensor
+        if self.stage.min() < 0 or along.max() < 1:
+            return None
+        keys = sorted(set(zip(across.tolist(), self.stage.tolist(), strict=True)))
+        members = [np.flatnonzero((across == coordinate) & (self.stage == stage)) for coordinate, stage in keys]
+        stages = np.array([stage for _, stage in keys])
+        # The group with the fastest link must not make the other one of a pair look slow, so require three groups.
+        if not (np.bincount(stages) >= 3).any():
+            return None
+        waits = self.parts.waits[axis]
+        with np.errstate(all="ignore"):
+            smallest = np.stack([np.min(waits[rows], 0) for rows in members])
+        smallest[[coordinate in excluded_replicas for coordinate, _ in keys]] = np.nan
+        return self._compare(smallest, stages, members, keys)
+
+    def _compare(
+        self, values: Array, group: Array, members: list[Array], keys: list[tuple[int, int]]
+    ) -> _ExcessWaits | None:
+        """Compare waits, [units, steps], within groups; None if there is nothing to compare with."""
+        differences, _ = subtract_peer_median(values, group)
+        seconds = nan_median(differences)
+        if np.isfinite(seconds).sum() < 2:
+            return None
+        noise = 1.4826 * nan_median(np.abs(differences - seconds[:, None]))
+        error = 1.2533 * noise / np.sqrt(np.maximum(np.isfinite(differences).sum(1), 1))
+        spread, z = healthy_spread(seconds, error, self.alarms)
+        spread = 0.0 if np.isnan(spread) else spread
+        z *= _WIDER_TAILS
+        limit = np.maximum(LEAST_SHARE * self.step, z * np.sqrt(spread**2 + error**2))
+        return _ExcessWaits(members, keys, seconds=seconds, error=error, limit=limit, z=z)

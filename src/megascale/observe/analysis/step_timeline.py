@@ -1,33 +1,42 @@
-"""One step of some ranks on one time axis: what each did, what it waited for and why, and the schedule as planned.
+"""One step of some ranks on one time axis: actions, waits with their reasons, and the planned schedule.
 
 A wait is split at the moment at which the other side was ready:
 
-- *bubble*: the peer had not yet sent the message, or had not yet come to the collective;
-- *exposed* (non-overlapped) communication: all were there, and bytes moved.
+- *bubble*: the peer had not yet sent the message, or had not yet joined the collective;
+- *exposed* (non-overlapped) communication: all ranks were ready, and bytes moved.
 
-The plan is the same actions in the same order with each stage's chunks at their median own time over the ranks read,
-transfers as quick as the quickest that a rank had to wait for, and no other waits.
+The plan consists of the same actions in the same order. Each stage's chunks take their median own time over the ranks
+that were read. Transfers take the shortest time for which a rank had to wait, and there are no other waits.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from megascale.core.replay import ActionGraph, replay_schedule
 from megascale.core.schedule import ActionKind, Schedule
 from megascale.errors import ConfigError, DataError
-from megascale.observe.analysis.run_steps import ActionSpan, InnerSpan, RankStep, choose_sampled_steps, rank_steps
+from megascale.observe.analysis.run_steps import (
+    ActionSpan,
+    InnerSpan,
+    RankStep,
+    choose_sampled_steps,
+    read_rank_steps,
+)
 from megascale.observe.store.tables import SpanTables
 
-VIEWS = ("pipeline", "tensor", "data")
-# Up to so many ranks all are read, to say of each wait whom it was for; of larger jobs those that are shown alone, and
-# their pipelines and tensor peers.
-_WHOLE_JOB = 256
+# The axis that orders the ranks, by view: index of the axis, and the order of coordinates.
+_VIEWS = {"pipeline": (1, (2, 0, 1)), "tensor": (0, (2, 1, 0)), "data": (2, (1, 0, 2))}
+# In jobs of up to so many ranks all ranks are read, so that the reason of each wait is known. In larger jobs only the
+# shown ranks, their pipelines and their tensor peers are read.
+_MAX_READ_RANKS = 256
+_NO_WAIT = 100_000  # nanoseconds; a shorter wait was for a message that had already arrived
 _COMPUTES = {"forward": ActionKind.FORWARD, "backward": ActionKind.BACKWARD}
-_MESSAGES = {
+_SCHEDULE_ACTIONS = _COMPUTES | {
     "send_forward": ActionKind.SEND_FORWARD,
     "recv_forward": ActionKind.RECV_FORWARD,
     "send_backward": ActionKind.SEND_BACKWARD,
@@ -37,18 +46,19 @@ _MESSAGES = {
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank waited within an action. Times are nanoseconds from the timeline's begin.
+    """A wait of a rank within an action. Times are nanoseconds since the timeline's begin.
 
     Attributes:
         kind: bubble, exposed or samples.
-        axis: along which, empty for samples.
-        on: the rank that came last, -1 if unknown.
-        why: in words.
-        root: of a bubble, the rank with which it began: whom `on` waited for meanwhile, and so on; else as `on`.
+        axis: axis of the communication, empty for samples.
+        waited_on: the rank that came last, -1 if unknown.
+        reason: text.
+        root: for a bubble, the rank with which it began: the rank for which `waited_on` waited in the same time, and
+            so on; otherwise `waited_on`.
     """
 
     rank: int
-    act: str
+    action: str
     kind: str
     axis: str
     begin: int
@@ -59,8 +69,8 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A compute of the plan, nanoseconds from the timeline's begin."""
+class PlannedCompute:
+    """A compute of the plan, nanoseconds since the timeline's begin."""
 
     backward: bool
     chunk: int
@@ -71,33 +81,33 @@ class Planned:
 
 @dataclass(frozen=True)
 class Track:
-    """A rank's step.
+    """The step of one rank.
 
     Attributes:
-        seconds: where its step went: compute, bubble, exposed AXIS, samples, optimizer, other; they add up to it.
+        seconds: duration by compute, bubble, exposed AXIS, samples, optimizer and other; their sum is the step.
     """
 
     rank: int
     coordinates: tuple[int, int, int]
     begin: int
     end: int
-    acts: list[ActionSpan]
+    actions: list[ActionSpan]
     waits: list[Wait]
-    planned: list[Planned]
+    planned_computes: list[PlannedCompute]
     seconds: dict[str, float]
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """What is shown.
+    """The timeline of a step.
 
     Attributes:
         origin: nanoseconds since 1970 of time 0.
-        messages: (sender, its send's begin, receiver, its compute's begin) of messages between the ranks shown.
-        planned_seconds: of the pipeline as planned; nan where the ranks of a pipeline are not all there.
-        pipeline_seconds: from the first compute to the last of the same ranks, as it was.
-        clock_error: the largest of the ranks' clocks, nanoseconds.
-        bubbles: seconds of the shown ranks' bubbles by the rank that they began with, most first.
+        messages: (sender, begin of its send, receiver, begin of its compute) of messages between shown ranks.
+        planned_seconds: duration of the planned pipeline; NaN if ranks of the pipelines are missing.
+        pipeline_seconds: time from the first to the last compute of the same ranks, as recorded.
+        clock_error: largest error of the ranks' clocks, nanoseconds.
+        bubbles: seconds of the shown ranks' bubbles by the rank with which they began, the largest first.
     """
 
     step: int
@@ -114,290 +124,369 @@ class StepTimeline:
 
 
 def read_step_timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -> StepTimeline:
-    """Read a step. ConfigError names what of the options is none; DataError what is not there.
+    """Read the timeline of a step.
 
     Args:
-        tables: of the run.
-        step: None: the last of which all spans were kept.
-        ranks: "0-3,8", "all", or empty: the ranks of rank 0's group along the view.
-        view: which axis the ranks are ordered by: pipeline, tensor or data.
+        step: None chooses the last step with the spans of all ranks.
+        ranks: "0-3,8", "all", or empty: the ranks of the first rank's group along the view's axis.
+        view: axis that orders the ranks: pipeline, tensor or data.
+
+    Raises:
+        ConfigError: an option is invalid.
+        DataError: the step's spans are missing.
     """
-    if view not in VIEWS:
-        raise ConfigError(f"--view={view} is none of {', '.join(VIEWS)}")
-    number = choose_sampled_steps(tables, "" if step is None else str(step), 1)[-1]
-    found = tables.query(
+    if view not in _VIEWS:
+        raise ConfigError(f"--view={view} is not one of {', '.join(_VIEWS)}")
+    number = choose_sampled_steps(tables, "" if step is None else str(step), last=1)[-1]
+    rows = tables.query(
         "SELECT rank, any_value(tensor) AS tensor, any_value(pipeline) AS pipeline, any_value(data) AS data FROM ranks "
         "WHERE attempt = (SELECT max(attempt) FROM spans WHERE step = ?) GROUP BY rank ORDER BY rank",
         [number],
     )
-    places = {row[0]: tuple(row[1:]) for row in zip(*(column.tolist() for column in found.values()), strict=True)}
-    shown = _chosen(ranks, view, places)
-    if len(places) <= _WHOLE_JOB:
-        read = list(places)
-    else:
-        pipes = {(places[rank][0], places[rank][2]) for rank in shown}
-        peers = {places[rank][1:] for rank in shown}
-        read = [rank for rank, place in places.items() if (place[0], place[2]) in pipes or place[1:] in peers]
-    steps = {one.rank: one for one in rank_steps(tables, [number], read)}
-    if missing := [rank for rank in shown if rank not in steps]:
+    coordinates = {row[0]: tuple(row[1:]) for row in zip(*(column.tolist() for column in rows.values()), strict=True)}
+    shown = _parse_ranks(ranks, view, coordinates)
+    read = list(coordinates)
+    if len(read) > _MAX_READ_RANKS:
+        pipelines = {(coordinates[rank][0], coordinates[rank][2]) for rank in shown}
+        peers = {coordinates[rank][1:] for rank in shown}
+        read = [rank for rank in read if (coordinates[rank][0], coordinates[rank][2]) in pipelines
+                or coordinates[rank][1:] in peers]  # fmt: skip
+    steps = {rank_step.rank: rank_step for rank_step in read_rank_steps(tables, [number], read)}
+    missing = [rank for rank in shown if rank not in steps]
+    if missing:
         raise DataError(f"step {number}: spans of rank {missing[0]} were lost; choose another step")
-    return _TimelineBuilder(steps, {rank: place[1] for rank, place in places.items()}).timeline(number, shown, view)
+    stages = {rank: place[1] for rank, place in coordinates.items()}
+    return _TimelineBuilder(steps, stages).timeline(number, shown, view)
 
 
-def _chosen(ranks: str, view: str, places: dict[int, tuple[int, ...]]) -> list[int]:
-    """Ranks to show, ordered by the view."""
-    axis = {"tensor": 0, "pipeline": 1, "data": 2}[view]
+def _parse_ranks(ranks: str, view: str, coordinates: dict[int, tuple[int, ...]]) -> list[int]:
+    """Return the ranks to show, ordered by the view."""
+    axis, order = _VIEWS[view]
     if not ranks:
-        like = [n for n in range(3) if n != axis]
-        first = places[min(places)]
-        chosen = [rank for rank, place in places.items() if all(place[n] == first[n] for n in like)]
+        fixed_axes = [n for n in range(3) if n != axis]
+        first = coordinates[min(coordinates)]
+        chosen = [rank for rank, place in coordinates.items() if all(place[n] == first[n] for n in fixed_axes)]
     elif ranks == "all":
-        chosen = list(places)
+        chosen = list(coordinates)
     else:
         chosen = []
         for part in ranks.split(","):
             low, dash, high = part.strip().partition("-")
-            if not low.isdecimal() or not (high.isdecimal() if dash else True):
-                raise ConfigError(f"--ranks={ranks} is no list of ranks; write 0,1 or 0-3,8 or all")
-            chosen += range(int(low), int(high or low) + 1)
-            if missing := [rank for rank in chosen if rank not in places]:
-                raise ConfigError(
-                    f"--ranks={ranks}: rank {missing[0]} is none of the run's, {min(places)} to {max(places)}"
-                )
-    order = {"pipeline": (2, 0, 1), "tensor": (2, 1, 0), "data": (1, 0, 2)}[view]
-    return sorted(set(chosen), key=lambda rank: tuple(places[rank][n] for n in order))
+            high = high if dash else low
+            if not low.isdecimal() or not high.isdecimal():
+                raise ConfigError(f"--ranks={ranks} is not a list of ranks; write 0,1 or 0-3,8 or all")
+            for rank in range(int(low), int(high) + 1):
+                if rank not in coordinates:
+                    raise ConfigError(
+                        f"--ranks={ranks}: the run has no rank {rank}; its ranks are {min(coordinates)} to "
+                        f"{max(coordinates)}"
+                    )
+                chosen.append(rank)
+    return sorted(set(chosen), key=lambda rank: tuple(coordinates[rank][n] for n in order))
+
+
+# Axis, members' common coordinates, action, chunk, micro-batch, position within the action.
+_CollectiveKey = tuple[Any, ...]
 
 
 class _TimelineBuilder:
-    """The steps of the ranks that were read, and what of them is known of each other."""
+    """The steps of the ranks that were read, and the messages and collectives that connect them."""
 
-    def __init__(self, steps: dict[int, RankStep], stage_of: dict[int, int]) -> None:
+    def __init__(self, steps: dict[int, RankStep], stage_by_rank: dict[int, int]) -> None:
         self.steps = steps
-        self.stages = max(stage_of.values()) + 1
-        chunks = [act.chunk for one in steps.values() for act in one.acts if act.action in _COMPUTES]
+        self.stages = max(stage_by_rank.values()) + 1
+        chunks = [act.chunk for rank_step in steps.values() for act in rank_step.actions if act.action in _COMPUTES]
         self.virtual = 1 + max(chunks, default=0)
-        self.origin = min(one.begin for one in steps.values())
-        self.at = {one.place: one.rank for one in steps.values()}
-        # By replica and tensor, direction, the chunk of the model that made it and micro-batch: the send.
+        self.origin = min(rank_step.begin for rank_step in steps.values())
+        self.rank_at = {rank_step.coordinates: rank_step.rank for rank_step in steps.values()}
+        # Sends by replica, tensor coordinate, direction, sending global chunk and micro-batch.
         self.sends: dict[tuple[int, int, str, int, int], tuple[int, ActionSpan]] = {}
-        # By axis, who takes part, action and position: when each rank came.
-        self.came: dict[tuple[object, ...], dict[int, int]] = defaultdict(dict)
-        # By rank and axis: its collectives, with their key in `came`.
-        self.collectives: dict[tuple[int, str], list[tuple[tuple[object, ...], InnerSpan]]] = defaultdict(list)
-        for one in steps.values():
-            tensor, stage, data = one.place
-            for act in one.acts:
+        # Time at which each rank joined a collective.
+        self.joined: dict[_CollectiveKey, dict[int, int]] = defaultdict(dict)
+        # Collectives by rank and axis.
+        self.collectives: dict[tuple[int, str], list[tuple[_CollectiveKey, InnerSpan]]] = defaultdict(list)
+        for rank_step in steps.values():
+            tensor, stage, data = rank_step.coordinates
+            for act in rank_step.actions:
                 if act.action.startswith("send_"):
-                    made = act.chunk * self.stages + stage
-                    self.sends[data, tensor, act.action[5:], made, act.microbatch] = (one.rank, act)
-                for key, moved in self._collectives(one, act):
-                    self.came[key][one.rank] = moved.begin
-                    self.collectives[one.rank, moved.axis].append((key, moved))
+                    global_chunk = act.chunk * self.stages + stage
+                    key = (data, tensor, act.action.removeprefix("send_"), global_chunk, act.microbatch)
+                    self.sends[key] = (rank_step.rank, act)
+                self._add_collectives(rank_step, act)
 
-    def _collectives(self, one: RankStep, act: ActionSpan) -> list[tuple[tuple[object, ...], InnerSpan]]:
-        tensor, stage, data = one.place
-        seen: Counter[str] = Counter()
-        found: list[tuple[tuple[object, ...], InnerSpan]] = []
-        for moved in act.inner:
-            group = {
-                "tensor": (stage, data), "data": (stage, tensor), "stage": (stage,),
-                "embedding": (tensor, data), "world": (),
-            }.get(moved.axis)  # fmt: skip
-            if moved.action == "transfer" and group is not None:
-                found.append(((moved.axis, group, act.action, act.chunk, act.microbatch, seen[moved.axis]), moved))
-                seen[moved.axis] += 1
-        return found
+    def _add_collectives(self, rank_step: RankStep, act: ActionSpan) -> None:
+        tensor, stage, data = rank_step.coordinates
+        groups: dict[str, tuple[int, ...]] = {
+            "tensor": (stage, data), "data": (stage, tensor), "stage": (stage,), "embedding": (tensor, data),
+            "world": (),
+        }  # fmt: skip
+        positions: Counter[str] = Counter()
+        for span in act.inner_spans:
+            if span.action != "transfer" or span.axis not in groups:
+                continue
+            key = (span.axis, groups[span.axis], act.action, act.chunk, act.microbatch, positions[span.axis])
+            positions[span.axis] += 1
+            self.joined[key][rank_step.rank] = span.begin
+            self.collectives[rank_step.rank, span.axis].append((key, span))
 
     def timeline(self, number: int, shown: list[int], view: str) -> StepTimeline:
+        """Return the timeline of the shown ranks."""
         planned, planned_seconds, pipeline_seconds = self._plan(shown)
-        of_rank = {rank: [w for act in one.acts for w in self._waits(one, act)] for rank, one in self.steps.items()}
-        tracks, messages = [], []
+        waits_by_rank = {
+            rank: [wait for act in rank_step.actions for wait in self._explain_waits(rank_step, act)]
+            for rank, rank_step in self.steps.items()
+        }
+        tracks = []
+        messages = []
         bubbles: Counter[int] = Counter()
         for rank in shown:
-            one = self.steps[rank]
-            waits = [replace(wait, root=_root(wait, of_rank)) for wait in of_rank[rank]]
+            rank_step = self.steps[rank]
+            waits = [replace(wait, root=_find_root(wait, waits_by_rank)) for wait in waits_by_rank[rank]]
             for wait in waits:
                 if wait.kind == "bubble":
                     bubbles[wait.root] += wait.end - wait.begin
-            for act in one.acts:
-                if (send := self._message(one, act)) and send[0] in shown:
-                    messages.append((send[0], send[1].begin - self.origin, rank, act.begin - self.origin))
-            begin, end = one.begin - self.origin, one.end - self.origin
-            seconds = _seconds(one, waits)
-            tracks.append(Track(rank, one.place, begin, end, one.acts, waits, planned.get(rank, []), seconds))
+            for act in rank_step.actions:
+                message = self._find_message(rank_step, act)
+                if message is not None and message[0] in shown:
+                    sender, send = message
+                    messages.append((sender, send.begin - self.origin, rank, act.begin - self.origin))
+            tracks.append(
+                Track(
+                    rank=rank,
+                    coordinates=rank_step.coordinates,
+                    begin=rank_step.begin - self.origin,
+                    end=rank_step.end - self.origin,
+                    actions=rank_step.actions,
+                    waits=waits,
+                    planned_computes=planned.get(rank, []),
+                    seconds=_sum_by_kind(rank_step, waits),
+                )
+            )
         return StepTimeline(
-            number, view, self.origin, max(track.end for track in tracks), self.virtual, tracks, messages,
-            planned_seconds, pipeline_seconds, max(one.clock_error for one in self.steps.values()),
-            {rank: length / 1e9 for rank, length in bubbles.most_common()},
-        )  # fmt: skip
+            step=number,
+            view=view,
+            origin=self.origin,
+            length=max(track.end for track in tracks),
+            virtual=self.virtual,
+            tracks=tracks,
+            messages=messages,
+            planned_seconds=planned_seconds,
+            pipeline_seconds=pipeline_seconds,
+            clock_error=max(rank_step.clock_error for rank_step in self.steps.values()),
+            bubbles={rank: length / 1e9 for rank, length in bubbles.most_common()},
+        )
 
-    def _message(self, one: RankStep, act: ActionSpan) -> tuple[int, ActionSpan] | None:
-        """The send of what a compute needs: (rank, its action), None if it needs nothing or that was not read."""
+    def _find_message(self, rank_step: RankStep, act: ActionSpan) -> tuple[int, ActionSpan] | None:
+        """Return the send of a compute's input as (rank, its action); None without input or if it was not read."""
         if act.action not in _COMPUTES or self.stages == 1:
             return None
-        tensor, stage, data = one.place
-        made = act.chunk * self.stages + stage + (-1 if act.action == "forward" else 1)
-        return self.sends.get((data, tensor, act.action, made, act.microbatch))
+        tensor, stage, data = rank_step.coordinates
+        sender_chunk = act.chunk * self.stages + stage + (-1 if act.action == "forward" else 1)
+        return self.sends.get((data, tensor, act.action, sender_chunk, act.microbatch))
 
-    def _waits(self, one: RankStep, act: ActionSpan) -> list[Wait]:
-        found: list[Wait] = []
-        name = _name(act)
-
-        def add(kind: str, wait: InnerSpan, begin: int, end: int, on: int, why: str) -> None:
-            if end > begin:
-                found.append(
-                    Wait(one.rank, name, kind, wait.axis, begin - self.origin, end - self.origin, on, why)
-                )  # fmt: skip
-
-        message = self._message(one, act)
-        for wait in act.inner:
-            if wait.action == "data_wait":
-                add("samples", wait, wait.begin, wait.end, -1, "samples from the loader")
-            if wait.action != "wait":
+    def _explain_waits(self, rank_step: RankStep, act: ActionSpan) -> list[Wait]:
+        waits: list[Wait] = []
+        message = self._find_message(rank_step, act)
+        for span in act.inner_spans:
+            if span.action == "data_wait":
+                waits.append(self._make_wait(rank_step.rank, act, span, "samples", -1, "samples from the loader"))
+            elif span.action != "wait":
                 continue
-            if wait.axis == "pipeline" and message is not None:
-                on, send = message
-                message = None  # the next is for a send's buffer
-                sent = min(max(send.begin, wait.begin), wait.end)
-                add(
-                    "bubble", wait, wait.begin, sent, on, f"rank {on} had not yet sent it: {self._busy(on, wait, send)}"
-                )
-                add("exposed", wait, sent, wait.end, on, f"rank {on}'s {_name(send)} under way")
-                continue
-            if wait.axis == "pipeline":
-                why = f"an earlier send to rank {wait.waited_on} to leave its buffer"
-                add("exposed", wait, wait.begin, wait.end, wait.waited_on, why)
-                continue
-            # What was awaited ends with the wait; it may have begun in an action before.
-            around = [
-                (moved.end, key) for key, moved in self.collectives[one.rank, wait.axis]
-                if moved.begin <= wait.begin and moved.end >= wait.end
-            ]  # fmt: skip
-            came = self.came[min(around, key=lambda one: one[0])[1]] if around else {}
-            ready, on = wait.begin, -1
-            if came:
-                on = max(came, key=lambda rank: came[rank])
-                ready = min(max(came[on], wait.begin), wait.end)
-            add("bubble", wait, wait.begin, ready, on, f"rank {on} had not yet come to the {wait.axis} collective")
-            add("exposed", wait, ready, wait.end, on, f"{wait.axis} collective under way")
-        return found
+            elif span.axis == "pipeline" and message is not None:
+                waits += self._split_message_wait(rank_step.rank, act, span, message)
+                message = None  # a further wait is for the buffer of a send
+            elif span.axis == "pipeline":
+                reason = f"an earlier send to rank {span.waited_on} still occupies its buffer"
+                waits.append(self._make_wait(rank_step.rank, act, span, "exposed", span.waited_on, reason))
+            else:
+                waits += self._split_collective_wait(rank_step.rank, act, span)
+        return [wait for wait in waits if wait.end > wait.begin]
 
-    def _busy(self, rank: int, wait: InnerSpan, send: ActionSpan) -> str:
-        """What a rank did most while another waited."""
-        most, name = 0, "nothing that was timed"
-        for act in self.steps[rank].acts:
-            over = min(act.end, send.begin, wait.end) - max(act.begin, wait.begin)
-            if over > most:
-                held = sum(
-                    max(0, min(one.end, wait.end) - max(one.begin, wait.begin))
-                    for one in act.inner
-                    if one.action == "wait"
-                )
-                most, name = over, f"in {_name(act)}" + (", which itself waited" if held > over / 2 else "")
-        return name
+    def _make_wait(self, rank: int, act: ActionSpan, span: InnerSpan, kind: str, waited_on: int, reason: str) -> Wait:
+        begin, end = span.begin - self.origin, span.end - self.origin
+        return Wait(rank, _describe(act), kind, span.axis, begin, end, waited_on, reason)
 
-    def _plan(self, shown: list[int]) -> tuple[dict[int, list[Planned]], float, float]:
-        """The plan of each rank shown, and its seconds beside the real ones."""
-        pipes = sorted({(self.steps[rank].place[0], self.steps[rank].place[2]) for rank in shown})
-        whole = [pipe for pipe in pipes if all((pipe[0], s, pipe[1]) in self.at for s in range(self.stages))]
-        if not whole:
+    def _split_message_wait(
+        self, rank: int, act: ActionSpan, span: InnerSpan, message: tuple[int, ActionSpan]
+    ) -> list[Wait]:
+        sender, send = message
+        sent = min(max(send.begin, span.begin), span.end)
+        reason = f"rank {sender} had not yet sent it: {self._describe_activity(sender, span, send)}"
+        before, after = replace(span, end=sent), replace(span, begin=sent)
+        return [
+            self._make_wait(rank, act, before, "bubble", sender, reason),
+            self._make_wait(rank, act, after, "exposed", sender, f"rank {sender}'s {_describe(send)} under way"),
+        ]
+
+    def _split_collective_wait(self, rank: int, act: ActionSpan, span: InnerSpan) -> list[Wait]:
+        # The awaited collective ends with the wait, but it may have begun in an earlier action.
+        candidates = [
+            (collective.end, key)
+            for key, collective in self.collectives[rank, span.axis]
+            if collective.begin <= span.begin and collective.end >= span.end
+        ]
+        ready = span.begin
+        last = -1
+        if candidates:
+            joined = self.joined[min(candidates, key=lambda candidate: candidate[0])[1]]
+            last = max(joined, key=lambda member: joined[member])
+            ready = min(max(joined[last], span.begin), span.end)
+        reason = f"rank {last} had not yet joined the {span.axis} collective"
+        before, after = replace(span, end=ready), replace(span, begin=ready)
+        return [
+            self._make_wait(rank, act, before, "bubble", last, reason),
+            self._make_wait(rank, act, after, "exposed", last, f"{span.axis} collective under way"),
+        ]
+
+    def _describe_activity(self, rank: int, wait: InnerSpan, send: ActionSpan) -> str:
+        """Return the action in which a rank was longest while another rank waited for its send."""
+        longest = 0
+        description = "in no action that was timed"
+        for act in self.steps[rank].actions:
+            overlap = min(act.end, send.begin, wait.end) - max(act.begin, wait.begin)
+            if overlap <= longest:
+                continue
+            longest = overlap
+            waited = sum(
+                max(0, min(span.end, wait.end) - max(span.begin, wait.begin))
+                for span in act.inner_spans
+                if span.action == "wait"
+            )
+            description = f"in {_describe(act)}"
+            if waited > overlap / 2:
+                description += ", which itself waited"
+        return description
+
+    def _plan(self, shown: list[int]) -> tuple[dict[int, list[PlannedCompute]], float, float]:
+        """Return the plan of each shown rank, its duration and the recorded duration in seconds."""
+        pipelines = sorted({(self.steps[rank].coordinates[0], self.steps[rank].coordinates[2]) for rank in shown})
+        complete = [
+            (tensor, data)
+            for tensor, data in pipelines
+            if all((tensor, stage, data) in self.rank_at for stage in range(self.stages))
+        ]
+        if not complete:
             return {}, float("nan"), float("nan")
-        own: dict[tuple[int, str, int], list[int]] = defaultdict(list)
-        moved: list[int] = []
-        for one in self.steps.values():
-            for act in one.acts:
-                if act.action in _COMPUTES:
-                    idle = sum(wait.end - wait.begin for wait in act.inner if wait.action != "transfer")
-                    own[one.place[1], act.action, act.chunk].append(act.end - act.begin - idle)
-                    send, waits = self._message(one, act), act.waits("pipeline")
-                    if send is not None and waits and waits[0].end - waits[0].begin > 100_000:
-                        moved.append(waits[0].end - max(send[1].begin, waits[0].begin))
+        graph = self._make_graph(*complete[0])
+        plan = replay_schedule(graph, self._measure_durations(graph))
+        computes = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
+        planned: dict[int, list[PlannedCompute]] = {}
+        recorded_seconds = 0.0
+        for tensor, data in complete:
+            members = [self.steps[self.rank_at[tensor, stage, data]] for stage in range(self.stages)]
+            acts = [act for rank_step in members for act in rank_step.actions if act.action in _COMPUTES]
+            # Waits for samples or for work before the step do not belong to the pipeline: begin where work begins.
+            first = min(_find_work_begin(act) for act in acts)
+            recorded_seconds = max(recorded_seconds, (max(act.end for act in acts) - first) / 1e9)
+            begin = first - self.origin
+            for rank_step in members:
+                nodes = computes[graph.stage[computes] == rank_step.coordinates[1]].tolist()
+                planned[rank_step.rank] = [
+                    PlannedCompute(
+                        backward=bool(graph.kind[n] == ActionKind.BACKWARD),
+                        chunk=int(graph.chunk[n]),
+                        microbatch=int(graph.microbatch[n]),
+                        begin=round(begin + plan.start[n]),
+                        end=round(begin + plan.end[n]),
+                    )
+                    for n in nodes
+                ]
+        return planned, float(plan.makespan) / 1e9, recorded_seconds
+
+    def _make_graph(self, tensor: int, data: int) -> ActionGraph:
+        """Return the dependency graph of a pipeline's recorded schedule."""
         tables = []
         for stage in range(self.stages):
-            acts = self.steps[self.at[whole[0][0], stage, whole[0][1]]].acts
-            kinds = {**_COMPUTES, **_MESSAGES}
-            tables.append([(kinds[a.action], a.chunk, a.microbatch) for a in acts if a.action in kinds])
-        batches = 1 + max((batch for rows in tables for _, _, batch in rows), default=0)
+            acts = self.steps[self.rank_at[tensor, stage, data]].actions
+            rows = [
+                (_SCHEDULE_ACTIONS[act.action], act.chunk, act.microbatch)
+                for act in acts
+                if act.action in _SCHEDULE_ACTIONS
+            ]
+            tables.append(rows)
+        microbatches = 1 + max((microbatch for rows in tables for _, _, microbatch in rows), default=0)
         try:
-            # A pass is recorded for each micro-batch and chunk of a stage, so damaged numbers are larger than that.
-            if self.stages * self.virtual * batches > sum(map(len, tables)):
-                raise ValueError(f"{batches:,} micro-batches of {self.virtual:,} chunks have more passes than recorded")
-            schedule = Schedule(
-                "recorded", self.stages, self.virtual, batches, tuple(np.array(rows, dtype=np.int32) for rows in tables)
-            )
-            graph = ActionGraph.compile(schedule)
+            # A pass is recorded for each micro-batch and chunk of a stage, so damaged numbers exceed their count.
+            if self.stages * self.virtual * microbatches > sum(map(len, tables)):
+                raise ValueError(
+                    f"{microbatches:,} micro-batches of {self.virtual:,} chunks have more passes than recorded"
+                )
+            actions = tuple(np.array(rows, dtype=np.int32) for rows in tables)
+            return ActionGraph.compile(Schedule("recorded", self.stages, self.virtual, microbatches, actions))
         except (ValueError, IndexError) as error:
-            raise DataError(f"the recorded actions make no schedule ({error}); choose another step") from None
-        durations = np.full(graph.action_count, float(max(0, min(moved, default=0))))
+            raise DataError(f"the recorded actions are not a valid schedule ({error}); choose another step") from None
+
+    def _measure_durations(self, graph: ActionGraph) -> np.ndarray[Any, Any]:
+        """Return the planned duration of each action in nanoseconds."""
+        own_times: dict[tuple[int, str, int], list[int]] = defaultdict(list)
+        transfer_times: list[int] = []
+        for rank_step in self.steps.values():
+            for act in rank_step.actions:
+                if act.action not in _COMPUTES:
+                    continue
+                own_time = act.end - act.begin - act.sum_waits()
+                own_times[rank_step.coordinates[1], act.action, act.chunk].append(own_time)
+                message = self._find_message(rank_step, act)
+                waits = act.select_waits("pipeline")
+                if message is not None and waits and waits[0].end - waits[0].begin > _NO_WAIT:
+                    transfer_times.append(waits[0].end - max(message[1].begin, waits[0].begin))
+        durations = np.full(graph.action_count, float(max(0, min(transfer_times, default=0))))
         for n in range(graph.action_count):
             kind = ActionKind(int(graph.kind[n]))
             if kind <= ActionKind.BACKWARD:
-                durations[n] = np.median(own[int(graph.stage[n]), kind.label, int(graph.chunk[n])])
-        plan = replay_schedule(graph, durations)
-        computes = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
-        found: dict[int, list[Planned]] = {}
-        real = 0.0
-        for tensor, data in whole:
-            members = [self.steps[self.at[tensor, stage, data]] for stage in range(self.stages)]
-            acts = [act for one in members for act in one.acts if act.action in _COMPUTES]
-            # What was waited for samples or from before the step is not the pipeline's: begin where work begins.
-            first = min(act.begin + _before_work(act) for act in acts)
-            real = max(real, (max(act.end for act in acts) - first) / 1e9)
-            for one in members:
-                found[one.rank] = [
-                    Planned(
-                        bool(graph.kind[n] == ActionKind.BACKWARD), int(graph.chunk[n]), int(graph.microbatch[n]),
-                        round(first - self.origin + plan.start[n]), round(first - self.origin + plan.end[n]),
-                    )
-                    for n in computes[graph.stage[computes] == one.place[1]].tolist()
-                ]  # fmt: skip
-        return found, float(plan.makespan) / 1e9, real
+                durations[n] = np.median(own_times[int(graph.stage[n]), kind.label, int(graph.chunk[n])])
+        return durations
 
 
-def _before_work(act: ActionSpan) -> int:
-    """Nanoseconds that a compute waited before it began to work."""
-    at = act.begin
-    for wait in act.inner:
-        if wait.action != "transfer" and wait.begin - at < 100_000:
-            at = max(at, wait.end)
-    return at - act.begin
+def _find_work_begin(act: ActionSpan) -> int:
+    """Return the time at which a compute began to work, after its initial waits."""
+    begin = act.begin
+    for span in act.inner_spans:
+        if span.action != "transfer" and span.begin - begin < _NO_WAIT:
+            begin = max(begin, span.end)
+    return begin
 
 
-def _root(wait: Wait, of_rank: dict[int, list[Wait]]) -> int:
-    """The rank with which a wait began: whom the rank that came last was itself waiting for in the same time."""
-    seen = {wait.rank}
-    begin, end, on = wait.begin, wait.end, wait.waited_on
-    while wait.kind == "bubble" and on in of_rank and on not in seen:
-        seen.add(on)
-        most, cause = 0, None
-        for other in of_rank[on]:
-            over = min(other.end, end) - max(other.begin, begin)
-            if other.kind == "bubble" and over > most:
-                most, cause = over, other
-        if cause is None or 2 * most < end - begin or cause.waited_on in seen:
+def _find_root(wait: Wait, waits_by_rank: dict[int, list[Wait]]) -> int:
+    """Return the rank with which a wait began, following the bubbles of the awaited ranks in the same time."""
+    visited = {wait.rank}
+    begin, end, root = wait.begin, wait.end, wait.waited_on
+    while wait.kind == "bubble" and root in waits_by_rank and root not in visited:
+        visited.add(root)
+        longest = 0
+        cause = None
+        for candidate in waits_by_rank[root]:
+            overlap = min(candidate.end, end) - max(candidate.begin, begin)
+            if candidate.kind == "bubble" and overlap > longest:
+                longest = overlap
+                cause = candidate
+        if cause is None or 2 * longest < end - begin or cause.waited_on in visited:
             break
-        begin, end, on = max(cause.begin, begin), min(cause.end, end), cause.waited_on
-    return on
+        begin = max(cause.begin, begin)
+        end = min(cause.end, end)
+        root = cause.waited_on
+    return root
 
 
-def _name(act: ActionSpan) -> str:
-    return (
-        act.action
-        + (f" of micro-batch {act.microbatch}" if act.microbatch >= 0 else "")
-        + (f", chunk {act.chunk}" if act.chunk > 0 else "")
-    )
+def _describe(act: ActionSpan) -> str:
+    text = act.action
+    if act.microbatch >= 0:
+        text += f" of micro-batch {act.microbatch}"
+    if act.chunk > 0:
+        text += f", chunk {act.chunk}"
+    return text
 
 
-def _seconds(one: RankStep, waits: list[Wait]) -> dict[str, float]:
-    """Where a rank's step went."""
-    found: Counter[str] = Counter()
-    for act in one.acts:
-        idle = sum(wait.end - wait.begin for wait in act.inner if wait.action != "transfer")
-        name = {"forward": "compute", "backward": "compute", "optimizer": "optimizer"}.get(act.action, "other")
-        found[name] += act.end - act.begin - idle
+def _sum_by_kind(rank_step: RankStep, waits: list[Wait]) -> dict[str, float]:
+    """Split the duration of a rank's step; see Track.seconds."""
+    totals: Counter[str] = Counter()
+    names = {"forward": "compute", "backward": "compute", "optimizer": "optimizer"}
+    for act in rank_step.actions:
+        if act.action in names:
+            totals[names[act.action]] += act.end - act.begin - act.sum_waits()
     for wait in waits:
-        found[f"exposed {wait.axis}" if wait.kind == "exposed" else wait.kind] += wait.end - wait.begin
-    known = ("compute", "bubble", "samples", "optimizer")
-    exposed = sorted(name for name in found if name.startswith("exposed"))
-    found["other"] = one.end - one.begin - sum(found[name] for name in (*known, *exposed))
-    return {name: found[name] / 1e9 for name in (*known, *exposed, "other")}
+        totals[f"exposed {wait.axis}" if wait.kind == "exposed" else wait.kind] += wait.end - wait.begin
+    exposed = sorted(name for name in totals if name.startswith("exposed"))
+    order = ["compute", "bubble", "samples", "optimizer", *exposed]
+    totals["other"] = rank_step.end - rank_step.begin - sum(totals[name] for name in order)
+    return {name: totals[name] / 1e9 for name in [*order, "other"]}

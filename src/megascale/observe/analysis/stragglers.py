@@ -1,14 +1,14 @@
-"""Slow machines of a run, from its recorded roll-ups: which ranks and links, since when, how sure, and what it is.
+"""Slow machines of a run: slow ranks and links, since when, with which confidence and cause.
 
-All of it is read from the spans folder, or a copy of one. A rank that is slow is told from one that waits by what it
-did itself (rank_parts.py), from healthy ones by slow_ranks.py, and its kind by which part of its work takes longer:
+The analysis reads a run's spans folder or a copy of it. It compares each rank's own time (rank_parts.py) with that of
+comparable ranks (slow_ranks.py). The cause is the part of the work that takes longer:
 
-    GPU                 forward, backward or the update, the device's own time
-    processor           the same, of a rank that computes on its host
-    host: launch        time outside of all actions, or computes that are as long as their launching is
+    GPU                 forward, backward or the update take longer on the device
+    processor           the same, on a rank that computes on its host
+    host: launch        time outside of all actions, or computes that take as long as their launch
     host: loader        waiting for samples
     host: garbage       Python's garbage collection
-    host: processes     others have the processor, of a rank that computes on its host
+    host: processes     other processes occupy the processor of a rank that computes on its host
     link                longer waits that no late peer explains (slow_links.py)
 """
 
@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from megascale.observe.analysis.gpu_counters import describe_gpu
 from megascale.observe.analysis.rank_parts import PARTS, RankParts
-from megascale.observe.analysis.slow_links import SlowLink, slow_links
-from megascale.observe.analysis.slow_ranks import ALARMS, Judged, SlowRank, judge_ranks, nan_median
+from megascale.observe.analysis.slow_links import SlowLink, find_slow_links
+from megascale.observe.analysis.slow_ranks import ALARMS, Judgement, SlowRank, judge_ranks, nan_median
 from megascale.observe.store.tables import SpanTables
 
 Array = np.ndarray[Any, Any]
@@ -35,28 +36,29 @@ _CAUSES = {
     "garbage": "host: garbage",
     "queued": "host: processes",
 }
-_WORDS = {
+_LABELS = {
     "compute": "forward and backward",
     "update": "the update",
     "outside": "outside of all actions (launching, other code)",
     "samples": "waiting for samples",
     "garbage": "garbage collection",
-    "queued": "ready to run, while other processes have the processor",
+    "queued": "ready to run while other processes occupy the processor",
 }
-_LAUNCHED = 0.97  # of a compute's time that its launching takes, where the host is the slower
-_LEAST_PART = 0.2  # of an excess; parts that are less are not told
+_LAUNCH_BOUND = 0.97  # launch time as a share of a compute's time from which the host is the bottleneck
+_LEAST_SHARE = 0.2  # share of an excess from which a part is reported
+_WHOLE_HOST_CAUSES = ("GPU", "processor")
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that others wait for.
+    """A rank for which other ranks wait.
 
     Attributes:
-        found: how slow, since when, how sure.
-        cause: see the head of this file.
-        shares: of the excess by part (PARTS); they add up to about 1.
-        place, host, hostname, device: where it is.
-        costs: seconds a step by which it is the latest of the job, 0 if another is later.
+        slow_rank: how slow it is, since when, with which confidence.
+        cause: a cause from the table at the head of this file.
+        shares: of the excess by part (PARTS); their sum is about 1.
+        position, host, hostname, device: its location.
+        delay_seconds: time per step by which it is the latest rank of the job, 0 if another rank is later.
         evidence: sentences.
     """
 
@@ -73,107 +75,124 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """What was found in a window of steps."""
+    """Slow ranks and links of a window of steps."""
 
     parts: RankParts
-    judgement: Judged
+    judgement: Judgement
     ranks: tuple[Straggler, ...]
     links: tuple[SlowLink, ...]
 
     @property
     def persistent(self) -> tuple[Straggler, ...]:
-        """Those that are slow still, and most of the time."""
-        return tuple(one for one in self.ranks if one.slow_rank.state == "persistent")
+        """Ranks that are slow in most of the window and at its end."""
+        return tuple(straggler for straggler in self.ranks if straggler.slow_rank.state == "persistent")
 
 
 def find_stragglers(parts: RankParts, tables: SpanTables | None = None, alarms: float = ALARMS) -> Stragglers:
-    """Judge a window.
+    """Find the slow ranks and links of a window.
 
     Args:
-        parts: of its steps.
-        tables: where counters of hosts are looked up; None: nowhere.
-        alarms: false alarms a look.
+        parts: times of the window's steps.
+        tables: source of the hosts' counters; None leaves them out.
+        alarms: rate of false alarms per analysis.
     """
-    busy, group = parts.busy, parts.peer_groups
-    judged = judge_ranks(parts.running, group, parts.steps, parts.ranks, alarms)
-    index = {rank: r for r, rank in enumerate(parts.ranks.tolist())}
-    machine = tuple(name for name in PARTS if name != "queued")
-    late = [_explained(parts, one, index[one.rank], group, parts.running, machine) for one in judged.slow]
+    groups = parts.peer_groups
+    judgement = judge_ranks(parts.running, groups, parts.steps, parts.ranks, alarms)
+    machine_parts = tuple(name for name in PARTS if name != "queued")
+    stragglers = [_explain(parts, rank, groups, parts.running, machine_parts) for rank in judgement.slow]
     if parts.parts["queued"].any():
-        # Busy hosts are found by all that keeps a rank up; machines by what is left without that, which is far quieter.
-        known = {one.slow_rank.rank for one in late}
-        more = judge_ranks(busy, group, parts.steps, parts.ranks, alarms).slow
-        kept = [_explained(parts, one, index[one.rank], group, busy, PARTS) for one in more if one.rank not in known]
-        late += [one for one in kept if one.cause == _CAUSES["queued"]]
-    late = _of_whole_hosts(late, parts)
+        # Slow machines are found without the queueing, which is noisy. Busy hosts are found with it.
+        found_ranks = {straggler.slow_rank.rank for straggler in stragglers}
+        for rank in judge_ranks(parts.busy, groups, parts.steps, parts.ranks, alarms).slow:
+            if rank.rank not in found_ranks:
+                straggler = _explain(parts, rank, groups, parts.busy, PARTS)
+                if straggler.cause == _CAUSES["queued"]:
+                    stragglers.append(straggler)
+    stragglers = _merge_whole_hosts(stragglers, parts)
     if tables is not None:
-        late = [_with_counters(one, parts, tables) for one in late]
-    links = slow_links(parts, {one.rank for one in judged.slow}, alarms)
-    worst = max((one.delay_seconds for one in late if one.slow_rank.state == "persistent"), default=0.0)
-    late = [
-        one if one.delay_seconds == worst or one.slow_rank.state != "persistent" else replace(one, costs=0.0)
-        for one in late
+        stragglers = [_add_counters(straggler, parts, tables) for straggler in stragglers]
+    links = find_slow_links(parts, {rank.rank for rank in judgement.slow}, alarms)
+    persistent = [straggler for straggler in stragglers if straggler.slow_rank.state == "persistent"]
+    worst = max((straggler.delay_seconds for straggler in persistent), default=0.0)
+    stragglers = [
+        replace(straggler, delay_seconds=0.0)
+        if straggler in persistent and straggler.delay_seconds != worst
+        else straggler
+        for straggler in stragglers
     ]
-    return Stragglers(parts, judged, tuple(late), tuple(links))
+    return Stragglers(parts, judgement, ranks=tuple(stragglers), links=tuple(links))
 
 
-def _explained(
-    parts: RankParts, one: SlowRank, r: int, group: Array, judged: Array, names: tuple[str, ...]
+def _explain(
+    parts: RankParts, slow_rank: SlowRank, groups: Array, own_time: Array, names: tuple[str, ...]
 ) -> Straggler:
-    """What of its work, of the parts by which it was judged, takes longer than its peers' in the steps in which it was
-    slow."""
-    peers = np.flatnonzero((group == group[r]) & (np.arange(len(group)) != r))
-    steps = np.flatnonzero(one.slow)
-    more: dict[str, float] = {}
+    """Compare the parts of a slow rank's work with its peers' in its slow steps.
+
+    Args:
+        own_time: time by which the rank was judged, [ranks, steps].
+        names: parts of which that time consists.
+    """
+    r = int(np.flatnonzero(parts.ranks == slow_rank.rank)[0])
+    peers = np.flatnonzero((groups == groups[r]) & (np.arange(len(groups)) != r))
+    steps = np.flatnonzero(slow_rank.slow_steps)
+    excess: dict[str, float] = {}
     for name in names:
-        mine = parts.parts[name][r, steps]
-        theirs = nan_median(parts.parts[name][np.ix_(peers, steps)], 0)
-        middle = np.nanmean if one.state == "irregular" or name in ("garbage", "samples") else np.nanmedian
-        more[name] = float(middle(mine - theirs))
-    whole = sum(max(0.0, value) for value in more.values()) or 1e-12
-    shares = {name: max(0.0, value) / whole for name, value in more.items()}
-    kinds: Counter[str] = Counter()
+        differences = parts.parts[name][r, steps] - nan_median(parts.parts[name][np.ix_(peers, steps)], 0)
+        is_rare = slow_rank.state == "irregular" or name in ("garbage", "samples")
+        excess[name] = float(np.nanmean(differences) if is_rare else np.nanmedian(differences))
+    total = sum(max(0.0, value) for value in excess.values()) or 1e-12
+    shares = {name: max(0.0, value) / total for name, value in excess.items()}
+    share_by_cause: dict[str, float] = {}
     for name, share in shares.items():
-        kinds[_CAUSES[name]] += share  # type: ignore[assignment]
-    cause = kinds.most_common(1)[0][0]
-    on_gpu = not parts.device[r].startswith("cpu")
+        share_by_cause[_CAUSES[name]] = share_by_cause.get(_CAUSES[name], 0.0) + share
+    cause = max(share_by_cause, key=lambda name: share_by_cause[name])
+    plural = "s" if len(peers) != 1 else ""
     evidence = [
-        f"{_WORDS[name]}: {1e3 * more[name]:+.2f} ms a step against {_ranks(len(peers))} "
-        f"({shares[name]:.0%} of "
-        "the difference)"
+        f"{_LABELS[name]}: {1e3 * excess[name]:+.2f} ms per step compared with {len(peers):,} comparable rank{plural} "
+        f"({shares[name]:.0%} of the difference)"
         for name in sorted(shares, key=lambda name: -shares[name])
-        if shares[name] >= _LEAST_PART
+        if shares[name] >= _LEAST_SHARE
     ]
     if cause == "GPU":
-        if not on_gpu:
-            cause = "processor"
-        elif (launched := _share_launched(parts, [r], steps)) > _LAUNCHED > _share_launched(parts, peers, steps) + 0.05:
-            cause = "host: launch"
-            evidence.append(
-                f"its host takes {launched:.0%} of a compute's time to launch it: the GPU waits for its host"
-            )
-        else:
-            evidence.append(_all_of_it(parts, r, peers, steps))
+        cause, sentences = _explain_compute(parts, r, peers, steps)
+        evidence += sentences
     return Straggler(
-        one, cause, shares, parts.at(r), int(parts.host[r]), parts.hostname[r], parts.device[r],
-        float(one.excess * np.nanmedian(judged[group == group[r]])), tuple(evidence),
-    )  # fmt: skip
+        slow_rank=slow_rank,
+        cause=cause,
+        shares=shares,
+        position=parts.describe_position(r),
+        host=int(parts.host[r]),
+        hostname=parts.hostname[r],
+        device=parts.device[r],
+        delay_seconds=float(slow_rank.excess * np.nanmedian(own_time[groups == groups[r]])),
+        evidence=tuple(evidence),
+    )
 
 
-def _ranks(count: int) -> str:
-    return f"{count:,} comparable rank{'s' * (count != 1)}"
+def _explain_compute(parts: RankParts, r: int, peers: Array, steps: Array) -> tuple[str, list[str]]:
+    """Return the cause of longer computes, and sentences."""
+    if parts.device[r].startswith("cpu"):
+        return "processor", []
+    launch_share = _measure_launch_share(parts, np.array([r]), steps)
+    peer_share = _measure_launch_share(parts, peers, steps)
+    if launch_share > _LAUNCH_BOUND > peer_share + 0.05:
+        return "host: launch", [
+            f"its host takes {launch_share:.0%} of a compute's time to launch it: the GPU waits for its host"
+        ]
+    return "GPU", [_compare_computes(parts, r, peers, steps)]
 
 
-def _share_launched(parts: RankParts, rows: Any, steps: Array) -> float:
-    rows = np.asarray(rows)[:256]
-    whole = parts.details["compute_whole"][np.ix_(rows, steps)]
+def _measure_launch_share(parts: RankParts, rows: Array, steps: Array) -> float:
+    """Return the launch time of computes as a share of their duration."""
+    cells = np.ix_(rows[:256], steps)
     with np.errstate(all="ignore"):
-        return float(np.nan_to_num(np.nanmedian(parts.details["host"][np.ix_(rows, steps)] / whole)))
+        shares = parts.details["host"][cells] / parts.details["compute_total"][cells]
+        return float(np.nan_to_num(np.nanmedian(shares)))
 
 
-def _all_of_it(parts: RankParts, r: int, peers: Array, steps: Array) -> str:
-    """By how much forward, backward and the update are longer each."""
-    words = []
+def _compare_computes(parts: RankParts, r: int, peers: Array, steps: Array) -> str:
+    """Return how much longer forward, backward and the update take than the peers'."""
+    differences = []
     for name, values in (
         ("forward", parts.details["forward"]),
         ("backward", parts.details["backward"]),
@@ -181,33 +200,38 @@ def _all_of_it(parts: RankParts, r: int, peers: Array, steps: Array) -> str:
     ):
         with np.errstate(all="ignore"):
             usual = float(np.nanmedian(nan_median(values[np.ix_(peers, steps)], 0)))
-            by = float(np.nanmedian(values[r, steps])) / usual - 1 if usual > 0 else float("nan")
-        if np.isfinite(by):
-            words.append(f"{name} {by:+.1%}")
-    return ", ".join(words)
+            growth = float(np.nanmedian(values[r, steps])) / usual - 1 if usual > 0 else float("nan")
+        if np.isfinite(growth):
+            differences.append(f"{name} {growth:+.1%}")
+    return ", ".join(differences)
 
 
-def _of_whole_hosts(late: list[Straggler], parts: RankParts) -> list[Straggler]:
-    """Where most ranks of a host are slow by their computes, the cause is the host's: power, cooling, other
-    processes."""
-    ranks = Counter(parts.host.tolist())
-    slow = Counter(
-        one.host for one in late if one.cause in ("GPU", "processor") and one.slow_rank.state == "persistent"
+def _merge_whole_hosts(stragglers: list[Straggler], parts: RankParts) -> list[Straggler]:
+    """Attribute slow computes to the host if most of its ranks are slow: power, cooling or other processes."""
+    rank_counts = Counter(parts.host.tolist())
+    if len(rank_counts) < 2:
+        return stragglers
+    slow_counts = Counter(
+        straggler.host
+        for straggler in stragglers
+        if straggler.cause in _WHOLE_HOST_CAUSES and straggler.slow_rank.state == "persistent"
     )
-    if len(ranks) < 2:
-        return late
-    found = []
-    for one in late:
-        count = slow[one.host]
-        if one.cause in ("GPU", "processor") and one.host >= 0 and count >= 2 and count > ranks[one.host] / 2:
-            text = f"{count} of the {ranks[one.host]} ranks of host {one.host} are slow: look at its power and cooling"
-            one = replace(one, cause=f"{one.cause}, whole host", evidence=(*one.evidence, text))
-        found.append(one)
-    return found
+    merged = []
+    for straggler in stragglers:
+        slow = slow_counts[straggler.host]
+        total = rank_counts[straggler.host]
+        if straggler.cause in _WHOLE_HOST_CAUSES and straggler.host >= 0 and slow >= 2 and slow > total / 2:
+            sentence = (
+                f"{slow} of the {total} ranks of host {straggler.host} are slow: check its power supply and cooling"
+            )
+            straggler = replace(
+                straggler, cause=f"{straggler.cause}, whole host", evidence=(*straggler.evidence, sentence)
+            )
+        merged.append(straggler)
+    return merged
 
 
-def _with_counters(one: Straggler, parts: RankParts, tables: SpanTables) -> Straggler:
-    from megascale.observe.analysis.gpu_counters import of_rank
-
-    sentences = of_rank(tables, parts, one.slow_rank.rank, one.slow_rank.first, one.slow_rank.last)
-    return replace(one, evidence=(*one.evidence, *sentences)) if sentences else one
+def _add_counters(straggler: Straggler, parts: RankParts, tables: SpanTables) -> Straggler:
+    slow_rank = straggler.slow_rank
+    sentences = describe_gpu(tables, parts, slow_rank.rank, slow_rank.first, slow_rank.last)
+    return replace(straggler, evidence=(*straggler.evidence, *sentences))

@@ -1,18 +1,20 @@
-"""What if: what a recorded job's steps would have taken had a rank, stage, replica or kind of operation been normal.
+"""Duration of a recorded job's steps if a rank, stage, replica or kind of operation were normal.
 
-Normal is a kind's typical duration over all steps and ranks of the trace: the mean of computes, the median of the rest
-(StragglerAnalysis, OSDI 2025). Launch gaps are left out, so that `original` is a little shorter than the recorded
-step, and what is compared are durations alone:
+The normal duration of a kind is its typical duration over all steps and ranks of the trace: the mean of computes, the
+median of the rest (StragglerAnalysis, OSDI 2025). Launch gaps are left out, so `original` is slightly shorter than the
+recorded step, and only durations are compared:
 
-- slow-down: original / ideal, where ideal has every operation normal;
-- a part *alone*: that part as recorded, the rest normal, over ideal (S_t of kinds, S_w of workers);
-- a part *made normal*: the rest as recorded; explains (original - made normal) / (original - ideal);
-- M_S: what the last stage explains so; M_W: what the slowest 3% of workers do;
-- a worker's score: the smaller of what its replica and its stage take alone. Only those of the highest are replayed.
+- slow-down: original / ideal, where in `ideal` every operation is normal;
+- a part *alone*: this part as recorded and the rest normal, divided by ideal (S_t of kinds, S_w of workers);
+- a part *made normal*: the rest as recorded; it explains (original - made normal) / (original - ideal);
+- M_S: the share that the last stage explains; M_W: the share that the slowest 3% of workers explain;
+- a worker's score: the smaller of its replica's and its stage's value alone. Only ranks with the highest scores are
+  replayed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +23,9 @@ from megascale.errors import ConfigError
 from megascale.observe.analysis.operation_trace import COMPUTE, GARBAGE, OPTIMIZER, TRANSFERS, Array, OperationTrace
 from megascale.observe.analysis.trace_graph import TraceGraph, build_graphs
 
-# Of all ranks, the percentage that M_W makes normal.
-SLOWEST = 3
-# Ranks of the highest scores that are replayed one by one.
-_EACH = 8
-# Bytes that the arrays of one replay may take.
-_MEMORY = 64 << 20
+SLOWEST_PERCENT = 3  # share of all ranks that M_W makes normal
+_REPLAYED_RANKS = 8  # ranks with the highest scores that are replayed one by one
+_BUFFER_BYTES = 64 << 20  # memory of the arrays of one replay
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,9 @@ class Part:
     """A part of the job.
 
     Attributes:
-        alone: slow-down with only this part as recorded; nan if it was not asked.
-        explains: share of the slow-down that goes when it is made normal; nan where there is no slow-down.
-        seconds: of a step, saved when it is made normal.
+        alone: slow-down with only this part as recorded; NaN if not replayed.
+        explains: share of the slow-down that disappears if it is normal; NaN without a slow-down.
+        seconds: time per step saved if it is normal.
     """
 
     alone: float
@@ -46,16 +45,16 @@ class Part:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What a job lost to operations that were not normal. Times are means over steps, seconds.
+    """Time that a job lost to operations that were not normal. Times are means over steps in seconds.
 
     Attributes:
-        steps: how many were replayed; left_out: the others and why.
-        recorded, replayed: a step, and its replay with launch gaps, which must be the same.
-        original, ideal: replayed without gaps, as recorded and with everything normal.
-        kinds, stages, replicas, ranks: parts by name; ranks only those of the highest scores and those asked for.
-        scores: [stages, replicas] of the workers (heat map).
-        ranks_at: [stages, replicas, tensor].
-        stage_share, worker_share: M_S and M_W; nan with one stage, or where there is no slow-down.
+        steps: number of replayed steps; skipped_steps: the reason for each other step.
+        recorded, replayed: duration of a step, and of its replay with launch gaps, which must be equal.
+        original, ideal: replay without gaps, as recorded and with everything normal.
+        kinds, stages, replicas, ranks: parts by name; ranks only those with the highest scores and requested ones.
+        scores: [stages, replicas] of the workers.
+        rank_grid: [stages, replicas, tensor].
+        stage_share, worker_share: M_S and M_W; NaN with one stage or without a slow-down.
         slowest: ranks that M_W makes normal.
     """
 
@@ -70,152 +69,171 @@ class WhatIf:
     replicas: dict[int, Part]
     ranks: dict[int, Part]
     scores: Array
-    ranks_at: Array
+    rank_grid: Array
     stage_share: float
     worker_share: float
     slowest: tuple[int, ...]
 
     @property
     def slow_down(self) -> float:
-        """Original over ideal."""
+        """Original divided by ideal."""
         return self.original / self.ideal
 
 
-def group_of(kind: str) -> str:
-    """The name under which a kind is made normal: sends and receives of a direction together."""
+def merge_transfer_kinds(kind: str) -> str:
+    """Return the name under which a kind is made normal: sends and receives of a direction share one."""
     return f"{kind.partition('-')[0]}-pp-comm" if kind in TRANSFERS else kind
 
 
 def analyse_trace(trace: OperationTrace, ranks: tuple[int, ...] = ()) -> WhatIf:
-    """Ask all of a trace. ConfigError if one of `ranks` is none of its."""
-    graphs, left_out = build_graphs(trace)
-    return _Questions(graphs).answer(left_out, ranks)
+    """Replay a trace with each of its parts normal. ConfigError if the trace lacks one of the requested ranks."""
+    graphs, skipped_steps = build_graphs(trace)
+    return _Replays(graphs).analyse(skipped_steps, ranks)
 
 
-def ideal_durations(graphs: list[TraceGraph]) -> list[Array]:
-    """The normal duration of each node: [nodes] for each graph."""
-    typical = {}
-    for kind in {str(kind) for graph in graphs for kind in graph.kind}:
-        times = np.concatenate([graph.own[graph.kind == kind].ravel() for graph in graphs])
-        mean = kind in (*COMPUTE, OPTIMIZER, GARBAGE)
-        typical[kind] = float(times.mean() if mean else np.median(times))
-    return [np.array([typical[str(kind)] for kind in graph.kind]) for graph in graphs]
-
-
-# A question: which operations of a graph take as recorded, a mask that broadcasts to [nodes, replicas, tensor].
+# Operations of a graph that are as recorded: a mask that broadcasts to [nodes, replicas, tensor].
 Mask = Array
+# One mask per graph.
+Question = list[Mask]
 
 
-class _Questions:
+class _Replays:
+    """Replays of a job's graphs, many questions at once."""
+
     def __init__(self, graphs: list[TraceGraph]) -> None:
         self.graphs = graphs
-        self.ideal = ideal_durations(graphs)
-        self.at = graphs[0].ranks
+        self.rank_grid = graphs[0].ranks
+        self.normal_durations = self._measure_normal_durations()
 
-    def seconds(self, masks: list[list[Mask]]) -> Array:
-        """Mean step for each question: masks by question, then by graph."""
-        totals = np.zeros(len(masks))
+    def _measure_normal_durations(self) -> list[Array]:
+        """Return the normal duration of each node, [nodes] per graph."""
+        typical = {}
+        for kind in {str(kind) for graph in self.graphs for kind in graph.kind}:
+            durations = np.concatenate([graph.own_duration[graph.kind == kind].ravel() for graph in self.graphs])
+            uses_mean = kind in (*COMPUTE, OPTIMIZER, GARBAGE)
+            typical[kind] = float(durations.mean() if uses_mean else np.median(durations))
+        return [np.array([typical[str(kind)] for kind in graph.kind]) for graph in self.graphs]
+
+    def seconds(self, questions: Sequence[Question]) -> Array:
+        """Return the mean step of each question."""
+        totals = np.zeros(len(questions))
         for number, graph in enumerate(self.graphs):
-            normal = self.ideal[number][:, None, None, None, None]
-            size = min(len(masks), max(1, _MEMORY // (8 * graph.own.size)))
-            end = np.empty((graph.nodes + 1, size, *graph.own.shape[1:]))
-            for begin in range(0, len(masks), size):
-                part = [of_graphs[number] for of_graphs in masks[begin : begin + size]]
+            normal = self.normal_durations[number][:, None, None, None, None]
+            size = min(len(questions), max(1, _BUFFER_BYTES // (8 * graph.own_duration.size)))
+            end = np.empty((graph.nodes + 1, size, *graph.own_duration.shape[1:]))
+            for begin in range(0, len(questions), size):
+                masks = [question[number] for question in questions[begin : begin + size]]
                 # [nodes or 1, questions, 1, replicas or 1, tensor or 1]
-                across = np.broadcast_shapes(*(mask.shape for mask in part))
-                kept = np.stack([np.broadcast_to(mask, across) for mask in part], axis=1)[:, :, None]
+                shape = np.broadcast_shapes(*(mask.shape for mask in masks))
+                is_recorded = np.stack([np.broadcast_to(mask, shape) for mask in masks], axis=1)[:, :, None]
 
-                def own_of(
-                    nodes: Array, graph: TraceGraph = graph, normal: Array = normal, kept: Array = kept
+                def get_durations(
+                    nodes: Array, graph: TraceGraph = graph, normal: Array = normal, is_recorded: Array = is_recorded
                 ) -> Array:
-                    mask = kept[nodes] if len(kept) > 1 else kept
-                    return np.where(mask, graph.own[nodes][:, None], normal[nodes])
+                    mask = is_recorded[nodes] if len(is_recorded) > 1 else is_recorded
+                    return np.where(mask, graph.own_duration[nodes][:, None], normal[nodes])
 
-                totals[begin : begin + size] += graph.seconds(own_of, end[:, : len(part)]).sum(axis=-1)
+                totals[begin : begin + size] += graph.seconds(get_durations, end[:, : len(masks)]).sum(axis=-1)
         return totals / sum(len(graph.steps) for graph in self.graphs)
 
-    def by_node(self, attribute: str, value: object) -> list[Mask]:
-        if attribute == "kind":
-            found = [np.array([group_of(str(kind)) == value for kind in graph.kind]) for graph in self.graphs]
-        else:
-            found = [graph.stage == value for graph in self.graphs]
-        return [mask[:, None, None] for mask in found]
+    def select_kind(self, name: str) -> Question:
+        """Return the operations of a kind."""
+        masks = [np.array([merge_transfer_kinds(str(kind)) == name for kind in graph.kind]) for graph in self.graphs]
+        return [mask[:, None, None] for mask in masks]
 
-    def by_replica(self, replica: int) -> list[Mask]:
-        here = np.zeros((1, *self.at.shape[1:]), bool)
-        here[:, replica] = True
-        return [here for _ in self.graphs]
+    def select_stage(self, stage: int) -> Question:
+        """Return the operations of a stage."""
+        return [(graph.stage == stage)[:, None, None] for graph in self.graphs]
 
-    def by_rank(self, ranks: tuple[int, ...]) -> list[Mask]:
-        return [np.isin(self.at, ranks)[graph.stage] for graph in self.graphs]
+    def select_replica(self, replica: int) -> Question:
+        """Return the operations of a replica."""
+        mask = np.zeros((1, *self.rank_grid.shape[1:]), bool)
+        mask[:, replica] = True
+        return [mask for _ in self.graphs]
 
-    def answer(self, left_out: dict[int, str], asked: tuple[int, ...]) -> WhatIf:
-        known = set(self.at.ravel().tolist())
-        for rank in asked:
-            if rank not in known:
-                raise ConfigError(f"--rank={rank} is none of the trace's ranks; they are {min(known)} to {max(known)}")
-        nothing = [np.zeros((1, 1, 1), bool) for _ in self.graphs]
-        kinds = sorted({group_of(str(kind)) for graph in self.graphs for kind in graph.kind})
-        stages, replicas = range(self.at.shape[0]), range(self.at.shape[1])
-        of_kind = [self.by_node("kind", kind) for kind in kinds]
-        of_stage = [self.by_node("stage", stage) for stage in stages]
-        of_replica = [self.by_replica(replica) for replica in replicas]
-        parts = [*of_kind, *of_stage, *of_replica]
-        found = self.seconds([nothing, _inverse(nothing), *parts])
-        ideal, original, alone = float(found[0]), float(found[1]), found[2:] / found[0]
+    def select_ranks(self, ranks: tuple[int, ...]) -> Question:
+        """Return the operations of some ranks."""
+        return [np.isin(self.rank_grid, ranks)[graph.stage] for graph in self.graphs]
+
+    def analyse(self, skipped_steps: dict[int, str], requested: tuple[int, ...]) -> WhatIf:
+        """Replay all questions."""
+        trace_ranks = set(self.rank_grid.ravel().tolist())
+        for rank in requested:
+            if rank not in trace_ranks:
+                raise ConfigError(
+                    f"--rank={rank}: the trace has no such rank; its ranks are {min(trace_ranks)} to {max(trace_ranks)}"
+                )
+        kinds = sorted({merge_transfer_kinds(str(kind)) for graph in self.graphs for kind in graph.kind})
+        stages = range(self.rank_grid.shape[0])
+        replicas = range(self.rank_grid.shape[1])
+        by_kind = {kind: self.select_kind(kind) for kind in kinds}
+        by_stage = {stage: self.select_stage(stage) for stage in stages}
+        by_replica = {replica: self.select_replica(replica) for replica in replicas}
+        nothing: Question = [np.zeros((1, 1, 1), bool) for _ in self.graphs]
+        parts = [*by_kind.values(), *by_stage.values(), *by_replica.values()]
+        ideal, original, *alone_seconds = self.seconds([nothing, _invert(nothing), *parts]).tolist()
+        alone = np.array(alone_seconds) / ideal
         alone_stage = alone[len(kinds) : len(kinds) + len(stages)]
-        scores = np.minimum(alone_stage[:, None], alone[None, len(kinds) + len(stages) :])
-        order = self._ordered(scores)
-        slowest = tuple(order[: -(-len(order) * SLOWEST // 100)])
-        each = tuple(dict.fromkeys([*order[:_EACH], *asked]))
-        # The replicas that take longest alone, the same way.
-        most = np.argsort(-alone[len(kinds) + len(stages) :], kind="stable")[:_EACH].tolist()
-        removed = [*of_kind, *of_stage, *(of_replica[n] for n in most), *(self.by_rank((rank,)) for rank in each)]
-        without = self.seconds([_inverse(mask) for mask in [*removed, self.by_rank(slowest)]])
-        extra = self.seconds([self.by_rank((rank,)) for rank in each]) / ideal
-        lost = original - ideal
+        alone_replica = alone[len(kinds) + len(stages) :]
+        scores = np.minimum(alone_stage[:, None], alone_replica[None, :])
+        order = self._sort_ranks(scores)
+        slowest = tuple(order[: -(-len(order) * SLOWEST_PERCENT // 100)])
+        ranks = list(dict.fromkeys([*order[:_REPLAYED_RANKS], *requested]))
+        by_rank = {rank: self.select_ranks((rank,)) for rank in ranks}
+        alone_rank = self.seconds(list(by_rank.values())) / ideal
+        # Of the replicas only those that take longest alone are made normal, like the ranks.
+        slow_replicas = np.argsort(-alone_replica, kind="stable")[:_REPLAYED_RANKS].tolist()
+        removed = [
+            *by_kind.values(), *by_stage.values(), *(by_replica[replica] for replica in slow_replicas),
+            *by_rank.values(), self.select_ranks(slowest),
+        ]  # fmt: skip
+        without = iter(self.seconds([_invert(question) for question in removed]).tolist())
 
-        def part(alone: float, without: float) -> Part:
-            saved = original - float(without)
-            return Part(float(alone), saved / lost if lost > 1e-9 * original else np.nan, saved)
+        def make_part(alone: float, without: float) -> Part:
+            saved = original - without
+            lost = original - ideal
+            return Part(alone=float(alone), explains=saved / lost if lost > 1e-9 * original else np.nan, seconds=saved)
 
-        ends = np.cumsum([len(kinds), len(stages), len(most), len(each)])
-        of_replicas = dict(zip(most, without[ends[1] : ends[2]], strict=True))
+        kind_parts = {kind: make_part(alone[n], next(without)) for n, kind in enumerate(kinds)}
+        stage_parts = {stage: make_part(alone_stage[stage], next(without)) for stage in stages}
+        without_replica = {replica: next(without) for replica in slow_replicas}
+        rank_parts = {rank: make_part(alone_rank[n], next(without)) for n, rank in enumerate(ranks)}
         return WhatIf(
             steps=sum(len(graph.steps) for graph in self.graphs),
-            skipped_steps=left_out,
-            recorded=self._mean([graph.recorded() for graph in self.graphs]),
-            replayed=self._mean([graph.replay(gaps=True)[1].max(axis=(0, 2, 3)) for graph in self.graphs]),
+            skipped_steps=skipped_steps,
+            recorded=_mean([graph.recorded() for graph in self.graphs]),
+            replayed=_mean([graph.replay(gaps=True)[1].max(axis=(0, 2, 3)) for graph in self.graphs]),
             original=original,
             ideal=ideal,
-            kinds={kind: part(alone[n], without[n]) for n, kind in enumerate(kinds)},
-            stages={n: part(alone_stage[n], without[ends[0] + n]) for n in stages},
-            replicas={n: part(alone[ends[1] + n], of_replicas.get(n, np.nan)) for n in replicas},
-            ranks={rank: part(extra[n], without[ends[2] + n]) for n, rank in enumerate(each)},
+            kinds=kind_parts,
+            stages=stage_parts,
+            replicas={n: make_part(alone_replica[n], without_replica.get(n, np.nan)) for n in replicas},
+            ranks=rank_parts,
             scores=scores,
-            ranks_at=self.at,
-            stage_share=part(np.nan, without[ends[1] - 1]).explains if len(stages) > 1 else np.nan,
-            worker_share=part(np.nan, without[-1]).explains,
+            rank_grid=self.rank_grid,
+            stage_share=stage_parts[stages[-1]].explains if len(stages) > 1 else np.nan,
+            worker_share=make_part(np.nan, next(without)).explains,
             slowest=slowest,
         )
 
-    def _ordered(self, scores: Array) -> list[int]:
-        """Ranks from the highest score of their worker down; tensor peers by what they compute themselves."""
-        busy = np.zeros(self.at.shape)
+    def _sort_ranks(self, scores: Array) -> list[int]:
+        """Return the ranks by the score of their worker, the highest first; tensor peers by their own compute time."""
+        busy = np.zeros(self.rank_grid.shape)
         for graph in self.graphs:
             for node in np.flatnonzero(np.isin(graph.kind, COMPUTE)).tolist():
-                busy[graph.stage[node]] += graph.own[node].sum(axis=0)
-        rows = [
+                busy[graph.stage[node]] += graph.own_duration[node].sum(axis=0)
+        keys = [
             (-float(scores[stage, replica]), int(peers.min()), -float(busy[stage, replica, peer]), int(rank))
-            for stage, of_stage in enumerate(self.at)
-            for replica, peers in enumerate(of_stage)
+            for stage, stage_ranks in enumerate(self.rank_grid)
+            for replica, peers in enumerate(stage_ranks)
             for peer, rank in enumerate(peers)
         ]
-        return [rank for *_, rank in sorted(rows)]
-
-    def _mean(self, seconds: list[Array]) -> float:
-        return float(np.concatenate(seconds).mean())
+        return [rank for _, _, _, rank in sorted(keys)]
 
 
-def _inverse(masks: list[Mask]) -> list[Mask]:
-    return [~mask for mask in masks]
+def _mean(seconds: list[Array]) -> float:
+    return float(np.concatenate(seconds).mean())
+
+
+def _invert(question: Question) -> Question:
+    return [~mask for mask in question]

@@ -1,1 +1,1 @@
-"""One page for a whole run: what a browser asks of a run folder, alive or dead, and the pages that show it."""
+"""The dashboard of a run: a server that answers a browser from the run folder, and its pages."""

@@ -1,10 +1,11 @@
-"""The dashboard's server: pages, questions as JSON, a live stream, and orders that go on to the run's driver."""
+"""The dashboard's server: pages, questions as JSON, a live stream, and orders for the run's driver."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,95 +17,181 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.staticfiles import StaticFiles
 
 from megascale import __version__
+from megascale.core import strict_json
+from megascale.core.failure import FailureLog
 from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.observe.dashboard.guard import bearer
-from megascale.observe.dashboard.live import LiveUpdates
 from megascale.observe.dashboard.query_process import QueryProcesses
 from megascale.observe.dashboard.questions import Sources
-from megascale.observe.dashboard.run_list import RunList
+from megascale.observe.dashboard.run_reader import RunList
+
+log = logging.getLogger("megascale.dashboard")
 
 PAGES = Path(__file__).parent / "pages"
 VIEWS = ("overview", "heatmap", "timeline", "grid", "nodes", "plan")
-_AT_ONCE = 8  # runs over each other
+PULSE_SECONDS = 0.5  # between checks of a run
+_KEEP_ALIVE_SECONDS = 15.0  # after which a quiet stream sends a comment
+_MAX_STREAMS = 200
+_MAX_RUNS = 8  # in one view
 
-# (run folder, token shown, action, node, why) -> what the driver answers; PermissionError for a wrong token.
+# (run folder, token, action, node, reason) -> the driver's answer; PermissionError for a wrong token.
 Order = Callable[[Path, bytes, str, str, str], dict[str, Any]]
-# (question, name of the run, what else it is asked with) -> the JSON of a query process.
+# (question, run name, options) -> the answer of a query process.
 Answer = Callable[..., Awaitable[Response]]
 Name = Annotated[str, Query(min_length=1, max_length=255)]
-Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=_AT_ONCE)]
+Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=_MAX_RUNS)]
 Step = Annotated[int | None, Query(ge=0, lt=1 << 53)]
+Rank = Annotated[int, Query(ge=0, lt=1 << 31)]
 
 
 class Action(BaseModel):
-    """What a person orders of a job."""
+    """An order for a job."""
 
     model_config = ConfigDict(extra="forbid")
     run: str = Field(min_length=1, max_length=255)
     action: Literal["cordon", "uncordon", "evict", "pause", "resume", "restart"]
     node: str = Field("", max_length=100, pattern=r"^[A-Za-z0-9._-]*$")
-    why: str = Field("asked for on the dashboard", min_length=1, max_length=500)
+    why: str = Field("requested on the dashboard", min_length=1, max_length=500)
 
 
 @dataclass(frozen=True)
 class Integrations:
-    """What the dashboard knows of other packages: what it reads (sources) and whom it hands orders to."""
+    """Functions of other packages: sources of data, and the receiver of orders."""
 
     sources: Sources
     order: Order
 
 
-def build(runs: RunList, outside: Integrations) -> FastAPI:
-    """The application for one folder of runs. It starts its query processes when it starts and ends them at its end."""
-    queries = QueryProcesses(outside.sources)
+class LiveUpdates:
+    """Server-sent events: each run is checked every half second for all pages that are open.
+
+    Args:
+        pulse: returns the current values of a run by its name.
+    """
+
+    def __init__(self, pulse: Callable[[str], Awaitable[bytes]]) -> None:
+        self._pulse = pulse
+        self._queues: dict[str, set[asyncio.Queue[bytes]]] = {}
+        self._last: dict[str, bytes] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether no further stream is accepted."""
+        return sum(len(queues) for queues in self._queues.values()) >= _MAX_STREAMS
+
+    async def stream(self, names: list[str]) -> AsyncIterator[bytes]:
+        """Yield `pulse` events of these runs: the current values, then changed ones."""
+        queue: asyncio.Queue[bytes] = asyncio.Queue(maxsize=64)
+        for name in names:
+            self._queues.setdefault(name, set()).add(queue)
+            if name in self._last:
+                queue.put_nowait(self._last[name])
+            if name not in self._tasks:
+                self._tasks[name] = asyncio.create_task(self._watch(name))
+        try:
+            yield b": open\n\n"
+            while True:
+                try:
+                    event = await asyncio.wait_for(queue.get(), _KEEP_ALIVE_SECONDS)
+                except TimeoutError:
+                    event = b": keep-alive\n\n"
+                if not event:
+                    return
+                yield event
+        finally:
+            for name in names:
+                self._queues[name].discard(queue)
+                if not self._queues[name]:
+                    del self._queues[name]
+                    self._last.pop(name, None)
+                    self._tasks.pop(name).cancel()
+
+    async def _watch(self, name: str) -> None:
+        before = b""
+        failures = FailureLog(log, f"the check of run {name}")
+        while True:
+            try:
+                pulse = await self._pulse(name)
+            except MegascaleError as error:
+                pulse = strict_json.dumps({"error": str(error)}).encode()
+            except Exception as error:
+                failures.note(error, "pages show the error, and the check is repeated")
+                pulse = strict_json.dumps({"error": f"the run cannot be read: {type(error).__name__}"}).encode()
+            if pulse != before:
+                before = pulse
+                head = b'event: pulse\ndata: {"run": ' + strict_json.dumps(name).encode() + b', "pulse": '
+                self._last[name] = head + pulse + b"}\n\n"
+                for queue in self._queues.get(name, ()):
+                    # A slow page misses some events; each event has all values.
+                    with contextlib.suppress(asyncio.QueueFull):
+                        queue.put_nowait(self._last[name])
+            await asyncio.sleep(PULSE_SECONDS)
+
+    def close(self) -> None:
+        """End all streams and checks."""
+        for task in self._tasks.values():
+            task.cancel()
+        for queue in {queue for queues in self._queues.values() for queue in queues}:
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(b"")
+
+
+def build(runs: RunList, integrations: Integrations) -> FastAPI:
+    """Build the application for one folder of runs; its query processes end with it."""
+    queries = QueryProcesses(integrations.sources)
     live = LiveUpdates(lambda name: queries.ask("pulse", runs.find_folder(name)))
 
-    @asynccontextmanager
-    async def lasting(app: FastAPI) -> AsyncIterator[None]:
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         live.close()
         queries.close()
 
-    app = FastAPI(title="MegaScale dashboard", version=__version__, docs_url=None, redoc_url=None, lifespan=lasting)
+    app = FastAPI(title="MegaScale dashboard", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.live = live
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)
 
     @app.exception_handler(MegascaleError)
-    async def refused(request: Request, error: MegascaleError) -> JSONResponse:
-        status = 400 if isinstance(error, ConfigError) else 404 if isinstance(error, DataError) else 503
+    async def report_error(request: Request, error: MegascaleError) -> JSONResponse:
+        status = 503
+        if isinstance(error, ConfigError):
+            status = 400
+        elif isinstance(error, DataError):
+            status = 404
         return JSONResponse({"detail": str(error)[:2000]}, status)
 
-    async def answer(question: str, run: str, **given: Any) -> Response:
-        found = await queries.ask(question, runs.find_folder(run), **given)
-        return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
+    async def answer(question: str, run: str, **options: Any) -> Response:
+        text = await queries.ask(question, runs.find_folder(run), **options)
+        return Response(text, media_type="application/json", headers={"cache-control": "no-store"})
 
-    _add_questions(app, runs, answer)
+    _add_run_questions(app, runs, answer)
     _add_span_questions(app, answer)
-    _add_job_questions(app, answer)
     _add_live_stream(app, runs, live)
-    _add_orders(app, runs, outside.order)
+    _add_orders(app, runs, integrations.order)
     _add_pages(app)
     return app
 
 
-def _add_questions(app: FastAPI, runs: RunList, answer: Answer) -> None:
-    """Which runs there are, and what their files say: state, events, curves."""
+def _add_run_questions(app: FastAPI, runs: RunList, answer: Answer) -> None:
+    """Add questions about runs and their files: state, events, curves, hang, nodes, plan."""
 
     @app.get("/api/runs")
     async def list_runs() -> JSONResponse:
-        """Names of runs, the newest first."""
+        """Return the names of runs, the newest first."""
         names = await asyncio.to_thread(runs.list_names)
-        place = str(runs.place).encode(errors="replace").decode()
-        return JSONResponse({"runs": names, "place": place, "single": runs.single, "version": __version__})
+        folder = str(runs.folder).encode(errors="replace").decode()
+        return JSONResponse({"runs": names, "place": folder, "single": runs.is_single, "version": __version__})
 
     @app.get("/api/overview")
     async def overview(run: Name) -> Response:
-        """What stands beside the curves."""
+        """Return the content of the overview except its curves."""
         return await answer("overview", run)
 
     @app.get("/api/events")
     async def events(run: Name, count: Annotated[int, Query(ge=1, le=2000)] = 200) -> Response:
-        """The newest events."""
+        """Return the newest events."""
         return await answer("events", run, count=count)
 
     @app.get("/api/series")
@@ -116,12 +203,27 @@ def _add_questions(app: FastAPI, runs: RunList, answer: Answer) -> None:
         low: float | None = None,
         high: float | None = None,
     ) -> Response:
-        """Curves of one run."""
+        """Return curves of one run."""
         return await answer("series", run, keys=key, x=x, points=points, low=low, high=high)
+
+    @app.get("/api/hang")
+    async def hang(run: Name) -> Response:
+        """Return who waits for whom."""
+        return await answer("hang", run)
+
+    @app.get("/api/nodes")
+    async def nodes(run: Name) -> Response:
+        """Return the job and its nodes."""
+        return await answer("nodes", run)
+
+    @app.get("/api/plan")
+    async def plan(run: Name, cluster: Annotated[str, Query(max_length=60)] = "") -> Response:
+        """Return the plan and the measured values."""
+        return await answer("plan", run, cluster=cluster)
 
 
 def _add_span_questions(app: FastAPI, answer: Answer) -> None:
-    """What the recorded spans say of steps and ranks."""
+    """Add questions about the recorded spans of steps and ranks."""
 
     @app.get("/api/heat")
     async def heat(
@@ -131,26 +233,22 @@ def _add_span_questions(app: FastAPI, answer: Answer) -> None:
         last: Step = None,
         among: Annotated[str, Query(max_length=20)] = "",
     ) -> Response:
-        """A figure of every rank."""
+        """Return a figure of every rank."""
         return await answer("spans_heat", run, figure=figure, first=first, last=last, among=among)
 
     @app.get("/api/stragglers")
     async def stragglers(run: Name, first: Step = None, last: Step = None) -> Response:
-        """Slow ranks and links, since when and why."""
+        """Return slow ranks and links with begin and cause."""
         return await answer("spans_stragglers", run, first=first, last=last)
 
     @app.get("/api/history")
-    async def history(
-        run: Name, figure: Annotated[str, Query(max_length=100)], rank: Annotated[int, Query(ge=0, lt=1 << 31)]
-    ) -> Response:
-        """A rank's figure by step."""
+    async def history(run: Name, figure: Annotated[str, Query(max_length=100)], rank: Rank) -> Response:
+        """Return a rank's figure by step."""
         return await answer("spans_history", run, figure=figure, rank=rank)
 
     @app.get("/api/rank")
-    async def rank(
-        run: Name, rank: Annotated[int, Query(ge=0, lt=1 << 31)], first: Step = None, last: Step = None
-    ) -> Response:
-        """All timings and traffic of one rank."""
+    async def rank(run: Name, rank: Rank, first: Step = None, last: Step = None) -> Response:
+        """Return all timings and traffic of one rank."""
         return await answer("spans_rank", run, rank=rank, first=first, last=last)
 
     @app.get("/api/timeline")
@@ -160,68 +258,49 @@ def _add_span_questions(app: FastAPI, answer: Answer) -> None:
         ranks: Annotated[str, Query(max_length=2000)] = "",
         view: Annotated[str, Query(max_length=20)] = "pipeline",
     ) -> Response:
-        """A step of some ranks."""
+        """Return a step of some ranks."""
         return await answer("spans_timeline", run, step=step, ranks=ranks, view=view)
 
 
-def _add_job_questions(app: FastAPI, answer: Answer) -> None:
-    """What is known of the job besides its files: who hangs, its nodes, its plan."""
-
-    @app.get("/api/hang")
-    async def hang(run: Name) -> Response:
-        """Who waits for whom."""
-        return await answer("hang", run)
-
-    @app.get("/api/nodes")
-    async def nodes(run: Name) -> Response:
-        """The job and its nodes."""
-        return await answer("nodes", run)
-
-    @app.get("/api/plan")
-    async def plan(run: Name, cluster: Annotated[str, Query(max_length=60)] = "") -> Response:
-        """The plan beside what is measured."""
-        return await answer("plan", run, cluster=cluster)
-
-
 def _add_live_stream(app: FastAPI, runs: RunList, live: LiveUpdates) -> None:
-    """Server-sent events for pages that are open."""
+    """Add the server-sent events for open pages."""
 
     @app.get("/api/live")
     async def stream(run: Names) -> StreamingResponse:
-        """What changes in these runs, as it does."""
+        """Stream the changes of these runs."""
         for name in run:
             runs.find_folder(name)
-        if live.full:
+        if live.is_full:
             raise HTTPException(503, "too many pages are open; close some")
-        head = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(live.stream(list(dict.fromkeys(run))), media_type="text/event-stream", headers=head)
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        names = list(dict.fromkeys(run))
+        return StreamingResponse(live.stream(names), media_type="text/event-stream", headers=headers)
 
 
-def _add_orders(app: FastAPI, runs: RunList, give: Order) -> None:
-    """Orders, which the run's own driver takes or refuses."""
+def _add_orders(app: FastAPI, runs: RunList, send_order: Order) -> None:
+    """Add the orders, which the run's own driver accepts or refuses."""
 
     @app.post("/api/act")
     async def act(order: Action, request: Request) -> JSONResponse:
-        """Hand an order on to the run's driver; the acting token is the text of RUN/driver/token.act."""
+        """Send an order to the run's driver; the acting token is the text of RUN/driver/token.act."""
         token = bearer(dict(request.scope["headers"]))
         run = runs.find_folder(order.run)
         if order.action in ("cordon", "uncordon", "evict") and not order.node:
-            raise HTTPException(400, f"{order.action} needs a node")
+            raise HTTPException(400, f"the action {order.action} needs a node")
         try:
-            found = await asyncio.to_thread(give, run, token, order.action, order.node, order.why)
+            result = await asyncio.to_thread(send_order, run, token, order.action, order.node, order.why)
         except PermissionError as error:
             raise HTTPException(401, str(error)) from None
-        return JSONResponse(found)
+        return JSONResponse(result)
 
 
 def _add_pages(app: FastAPI) -> None:
-    """The page itself, under the address of each view."""
+    """Add the page under the address of each view, and its files."""
     page = FileResponse(PAGES / "index.html", headers={"cache-control": "no-cache"})
 
-    @app.get("/", include_in_schema=False)
-    async def first() -> FileResponse:
+    async def serve_page() -> FileResponse:
         return page
 
-    for view in VIEWS:
-        app.add_api_route(f"/{view}", first, include_in_schema=False)
+    for path in ("/", *(f"/{view}" for view in VIEWS)):
+        app.add_api_route(path, serve_page, include_in_schema=False)
     app.mount("/pages", StaticFiles(directory=PAGES), name="pages")

@@ -1,7 +1,7 @@
-"""Where a run's time went, by what its metrics and events say: the share that trained, and each cause of loss.
+"""Where a run's time went according to its metrics and events: the share that trained, and the causes of loss.
 
-Effective training time is the time of steps that counted over all of the time, as in section 6.3 of the paper. A step
-that was done again after a restart is lost; what lies between two steps goes to what the events say happened in it.
+Effective training time is the time of steps that counted divided by the total time (MegaScale section 6.3). A step that
+was repeated after a restart is lost time. The time between two steps is attributed to the events in it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ import numpy as np
 from megascale.core.events import Event, is_plausible_time
 from megascale.core.strict_json import to_float
 
+Array = np.ndarray[Any, Any]
+
 TRAINING = "training"
+REPEATED = "repeated steps"
+BETWEEN_STEPS = "between steps"
 _STARTS = (Event.ATTEMPT_STARTED, Event.RUN_STARTED, Event.RESUMED)
-# Events of the driver that say in themselves why a run stood still, in words for people.
+# The driver's events that say why a run stood still, and the cause that is shown.
 _CAUSES = {
     Event.HANG: "hang",
     Event.PROCESS_EXIT: "process ended",
@@ -43,159 +47,177 @@ _CAUSES = {
     Event.INTERRUPTED: "interrupted",
     Event.JOB_INTERRUPTED: "interrupted",
 }
-# What a person asks for: the trainers do some steps more, save, and end with `interrupted`.
-_ASKED = {Event.EVICTION_ASKED, Event.PAUSED, Event.RESTARTED, Event.UPDATED, Event.JOB_INTERRUPTED}
-# Nothing is at work from the last of these to the first of those that follow it. Where a driver starts the ranks, it is
-# at work when they are not: only its own end and start count.
+# Requests of a person: trainers run some more steps, save, and end with `interrupted`.
+_REQUESTS = {Event.EVICTION_ASKED, Event.PAUSED, Event.RESTARTED, Event.UPDATED, Event.JOB_INTERRUPTED}
+# No process runs from the last of the first set to the first of the second set. If a driver starts the ranks, only its
+# own end and start count, because it runs while they do not.
 _ENDS = {Event.DRIVER_ENDED, Event.RUN_FINISHED, Event.RUN_FAILED, Event.INTERRUPTED}
-_BEGINS = {Event.DRIVER_STARTED, Event.DRIVER_TOOK_OVER}
-_BEGINS_ALONE = _BEGINS | {Event.RUN_STARTED, Event.RESUMED}
-_CLOCKS = 1.0  # seconds by which hosts' clocks may differ
-_LONGEST = 1e9  # seconds; a longer step is damage
-_ACTIVITIES = {Event.EVALUATED: "evaluation", Event.CHECKPOINT_SAVED: "saving checkpoints"}  # what such an event ends
-# What says more than that a process ended or a node went.
-_VAGUE = {"process ended", "node lost", "process killed"}
+_DRIVER_BEGINS = {Event.DRIVER_STARTED, Event.DRIVER_TOOK_OVER}
+_BEGINS = _DRIVER_BEGINS | {Event.RUN_STARTED, Event.RESUMED}
+_CLOCK_DIFFERENCE = 1.0  # seconds by which hosts' clocks may differ
+_LONGEST_STEP = 1e9  # seconds; a longer step is damage
+_ACTIVITIES = {Event.EVALUATED: "evaluation", Event.CHECKPOINT_SAVED: "saving checkpoints"}  # the event ends it
+_VAGUE_CAUSES = {"process ended", "node lost", "process killed"}
 
 
 @dataclass(frozen=True)
 class EffectiveTime:
-    """seconds: of the whole run by what they went to, `training` first; they add up to `total`."""
+    """A run's time. seconds: by cause, `training` first; their sum is `total`."""
 
     total: float
     seconds: dict[str, float]
 
     @property
     def share(self) -> float:
-        """Of the time that trained; nan if there was none."""
+        """Share of the time that trained; NaN without any time."""
         return self.seconds.get(TRAINING, 0.0) / self.total if self.total > 0 else float("nan")
 
 
 def measure_effective_time(
-    columns: dict[str, np.ndarray[Any, Any]],
+    columns: dict[str, Array],
     events: Sequence[dict[str, Any]],
     current_time: float | None = None,
-    doing: str = "between steps",
+    activity: str = BETWEEN_STEPS,
 ) -> EffectiveTime:
-    """Return where the time of a run went.
+    """Attribute the time of a run.
 
     Args:
-        columns: of MetricColumns.
+        columns: columns of MetricColumns.
         events: records of events.jsonl.
-        now: seconds since 1970 for a run that goes on; None: it ended with its last record.
-        doing: what a run that goes on does now, after its last event.
+        now: seconds since 1970 for a live run; None: the run ended with its last record.
+        activity: what a live run has done since its last event.
     """
-    told = sorted(
-        ((time, one) for one in events if is_plausible_time(time := to_float(one.get("time")))),
-        key=lambda each: each[0],
+    timed_events = [(to_float(event.get("time")), event) for event in events]
+    timed_events = sorted(
+        ((time, event) for time, event in timed_events if is_plausible_time(time)), key=lambda item: item[0]
     )
-    rows = _usable_rows(columns)
-    if not len(rows) and not told:
+    rows = _select_usable_rows(columns)
+    if not len(rows) and not timed_events:
         return EffectiveTime(0.0, {})
     empty = np.zeros(0)
-    ends, lasted = columns.get("time", empty)[rows], columns.get("seconds", empty)[rows]
-    starts, lasts = [time for time, _ in told[:1]], [time for time, _ in told[-1:]]
+    ends = columns.get("time", empty)[rows]
+    durations = columns.get("seconds", empty)[rows]
+    times = [timed_events[0][0], timed_events[-1][0]] if timed_events else []
     if len(rows):
-        starts.append(float(ends[0] - lasted[0]))
-        lasts.append(float(ends[-1]))
-    if current_time is not None:
-        lasts.append(current_time)
-    start, last = min(starts), max(lasts)
-    # Step by step, and after the last one: what lies between the end of one and the begin of the next.
-    before = np.maximum.accumulate(np.concatenate([[start], ends]))
-    begins = np.append(np.maximum(before[:-1], ends - lasted), last)
-    gaps, spent = begins - before, np.maximum(0.0, ends - begins[:-1])
+        times += [float(ends[0] - durations[0]), float(ends[-1])]
+    start = min(times)
+    last = max(times if current_time is None else [*times, current_time])
+    # Gap i is the time before step i; the last gap follows the last step.
+    gap_begins = np.maximum.accumulate(np.concatenate([[start], ends]))
+    gap_ends = np.append(np.maximum(gap_begins[:-1], ends - durations), last)
+    gaps = gap_ends - gap_begins
+    step_times = np.maximum(0.0, ends - gap_ends[:-1])
     redone = columns["redone"][rows] if len(rows) else np.zeros(0, bool)
-    found: dict[str, float] = defaultdict(float)
-    found[TRAINING], found["steps done again"] = float(spent[~redone].sum()), float(spent[redone].sum())
-    happened = _by_gap(told, before, begins)
+    seconds: dict[str, float] = defaultdict(float)
+    seconds[TRAINING] = float(step_times[~redone].sum())
+    seconds[REPEATED] = float(step_times[redone].sum())
+    events_by_gap = _group_by_gap(timed_events, gap_begins, gap_ends)
     final = len(gaps) - 1
-    for gap, those in happened.items():
+    for gap, gap_events in events_by_gap.items():
         if gaps[gap] > 0:
-            rest = doing if gap == final else ""
-            _explain(found, those, float(before[gap]), float(begins[gap]), rest)
-    quiet = np.ones(len(gaps), bool)
-    quiet[list(happened)] = False
-    if quiet[final]:
-        found[doing] += max(0.0, float(gaps[final]))
-        quiet[final] = False
-    found["between steps"] += float(np.maximum(0.0, gaps[quiet]).sum())
-    order = sorted((name for name in found if name != TRAINING), key=lambda name: -found[name])
-    return EffectiveTime(last - start, {name: found[name] for name in (TRAINING, *order) if found[name] > 0})
+            next_activity = activity if gap == final else ""
+            _Gap(gap_events, float(gap_begins[gap]), float(gap_ends[gap]), next_activity).attribute(seconds)
+    is_quiet = np.ones(len(gaps), bool)
+    is_quiet[list(events_by_gap)] = False
+    if is_quiet[final]:
+        seconds[activity] += max(0.0, float(gaps[final]))
+        is_quiet[final] = False
+    seconds[BETWEEN_STEPS] += float(np.maximum(0.0, gaps[is_quiet]).sum())
+    causes = sorted((name for name in seconds if name != TRAINING), key=lambda name: -seconds[name])
+    return EffectiveTime(last - start, {name: seconds[name] for name in (TRAINING, *causes) if seconds[name] > 0})
 
 
-def _usable_rows(columns: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+def _select_usable_rows(columns: dict[str, Array]) -> Array:
     """Return the rows that have a time and a duration, in the order of their times."""
     if "time" not in columns or "seconds" not in columns:
         return np.zeros(0, np.int64)
     times, seconds = columns["time"], columns["seconds"]
     with np.errstate(invalid="ignore"):
         usable = np.array([is_plausible_time(time) for time in times.tolist()], bool)
-        usable &= (seconds >= 0) & (seconds <= _LONGEST)
+        usable &= (seconds >= 0) & (seconds <= _LONGEST_STEP)
     rows = np.flatnonzero(usable)
     return rows[np.argsort(times[rows], kind="stable")]
 
 
-def _by_gap(
-    told: Sequence[tuple[float, dict[str, Any]]], before: np.ndarray[Any, Any], begins: np.ndarray[Any, Any]
+def _group_by_gap(
+    timed_events: Sequence[tuple[float, dict[str, Any]]], gap_begins: Array, gap_ends: Array
 ) -> dict[int, list[tuple[float, str]]]:
-    """(time, event) of each gap between steps in which there are some; requests go to the gap to which they led."""
-    found: dict[int, list[tuple[float, str]]] = defaultdict(list)
-    asked: list[tuple[float, str]] = []
-    for (time, one), gap in zip(told, np.searchsorted(begins, [time for time, _ in told]).tolist(), strict=True):
-        kind, begin = str(one.get("event")), float(before[gap])
-        if kind in _ASKED:
-            asked.append((time, kind))
+    """Return (time, event) of each gap with events; requests belong to the gap to which they led."""
+    groups: dict[int, list[tuple[float, str]]] = defaultdict(list)
+    requests: list[tuple[float, str]] = []
+    gaps = np.searchsorted(gap_ends, [time for time, _ in timed_events]).tolist()
+    for (time, event), gap in zip(timed_events, gaps, strict=True):
+        kind = str(event.get("event"))
+        begin = float(gap_begins[gap])
+        if kind in _REQUESTS:
+            requests.append((time, kind))
             continue
         if kind in (Event.INTERRUPTED, *_STARTS):
-            found[gap] += [(max(at, begin), each) for at, each in asked if kind == Event.INTERRUPTED or at >= begin]
-            asked.clear()
-        elif kind == Event.NODE_EVICTED:  # what its ranks had to end for is told already, and it had none otherwise
-            asked = [request for request in asked if request[1] != Event.EVICTION_ASKED]
-        if time >= begin - _CLOCKS and one.get("action") != "alert":
-            found[gap].append((time, kind))
-    found[len(before) - 1] += [request for request in asked if request[0] >= before[-1]]
-    return {gap: those for gap, those in found.items() if those}
+            for request_time, request in requests:
+                if kind == Event.INTERRUPTED or request_time >= begin:
+                    groups[gap].append((max(request_time, begin), request))
+            requests.clear()
+        elif kind == Event.NODE_EVICTED:
+            # The end of the node's ranks was already attributed; without ranks the eviction cost no time.
+            requests = [request for request in requests if request[1] != Event.EVICTION_ASKED]
+        if time >= begin - _CLOCK_DIFFERENCE and event.get("action") != "alert":
+            groups[gap].append((time, kind))
+    groups[len(gap_begins) - 1] += [request for request in requests if request[0] >= gap_begins[-1]]
+    return {gap: events for gap, events in groups.items() if events}
 
 
-def _explain(found: dict[str, float], happened: list[tuple[float, str]], begin: float, end: float, rest: str) -> None:
-    """Give the time between two steps to what happened in it.
+@dataclass(frozen=True)
+class _Gap:
+    """The time between two steps.
 
-    Args:
-        found: seconds by name, added to.
-        happened: (time, event) in order.
-        begin, end: of the gap.
-        rest: what follows the last evaluation or checkpoint; empty: the next step does, and what follows belongs to it.
+    Attributes:
+        events: (time, event) in order.
+        next_activity: what follows the last evaluation or checkpoint; empty if the next step does.
     """
-    kinds = [kind for _, kind in happened]
-    # Of a launched job the driver says when ranks were started; of attempts that came to no step the last counts.
-    first = next((kind for kind in _STARTS if kind in kinds), "")
-    starts = [max(begin, min(end, time)) for time, kind in happened if kind == first]
-    causes = [_CAUSES[Event(kind)] for kind in kinds if kind in _CAUSES]
-    off = 0.0
-    back = _BEGINS if Event.ATTEMPT_STARTED in kinds else _BEGINS_ALONE
-    ended = max((i for i, kind in enumerate(kinds) if kind in _ENDS), default=len(kinds))
-    if begun := [time for time, kind in happened[ended:] if kind in back]:
-        off = min(end, begun[0]) - max(begin, happened[ended][0])
-        found["not running"] += off
-    if starts:
-        known = [cause for cause in causes if cause not in _VAGUE] or causes
-        found[f"stopped: {known[0]}" if known else "waiting for nodes"] += max(0.0, starts[-1] - begin - off)
-        found["starting and loading"] += end - begin - off - max(0.0, starts[-1] - begin - off)
-    elif causes:
-        found[f"stopped: {causes[0]}"] += end - begin - off
-    elif any(kind in _ACTIVITIES for kind in kinds) and end - begin > 0.001:
-        _split(found, happened, begin, end - off, rest)
-    else:
-        found[rest or "between steps"] += end - begin - off
 
+    events: list[tuple[float, str]]
+    begin: float
+    end: float
+    next_activity: str
 
-def _split(found: dict[str, float], happened: list[tuple[float, str]], begin: float, end: float, rest: str) -> None:
-    """Give each part of a gap to the evaluation or the checkpoint whose event ends it, and what follows to `rest`."""
-    at, name = begin, ""
-    for time, kind in happened:
-        if kind in _ACTIVITIES:
-            name = _ACTIVITIES[Event(kind)]
-            upto = max(at, min(end, time))
-            found[name] += upto - at
-            at = upto
-    found[rest or name] += max(0.0, end - at)
+    def attribute(self, seconds: dict[str, float]) -> None:
+        """Add the gap's time to its causes."""
+        kinds = [kind for _, kind in self.events]
+        not_running = self._measure_not_running(kinds)
+        if not_running:
+            seconds["not running"] += not_running
+        remaining = self.end - self.begin - not_running
+        # In a launched job the driver's event marks the start. Of attempts without a step the last one counts.
+        start_kind = next((kind for kind in _STARTS if kind in kinds), "")
+        starts = [max(self.begin, min(self.end, time)) for time, kind in self.events if kind == start_kind]
+        causes = [_CAUSES[Event(kind)] for kind in kinds if kind in _CAUSES]
+        if starts:
+            specific = [cause for cause in causes if cause not in _VAGUE_CAUSES] or causes
+            stopped = max(0.0, starts[-1] - self.begin - not_running)
+            seconds[f"stopped: {specific[0]}" if specific else "waiting for nodes"] += stopped
+            seconds["starting and loading"] += remaining - stopped
+        elif causes:
+            seconds[f"stopped: {causes[0]}"] += remaining
+        elif any(kind in _ACTIVITIES for kind in kinds) and self.end - self.begin > 0.001:
+            self._attribute_activities(seconds, self.end - not_running)
+        else:
+            seconds[self.next_activity or BETWEEN_STEPS] += remaining
+
+    def _measure_not_running(self, kinds: list[str]) -> float:
+        """Return the time in which no process ran."""
+        begin_kinds = _DRIVER_BEGINS if Event.ATTEMPT_STARTED in kinds else _BEGINS
+        ended = max((i for i, kind in enumerate(kinds) if kind in _ENDS), default=len(kinds))
+        begun = [time for time, kind in self.events[ended:] if kind in begin_kinds]
+        return min(self.end, begun[0]) - max(self.begin, self.events[ended][0]) if begun else 0.0
+
+    def _attribute_activities(self, seconds: dict[str, float], end: float) -> None:
+        """Split the gap at the events that end an evaluation or a checkpoint."""
+        begin = self.begin
+        name = ""
+        for time, kind in self.events:
+            if kind in _ACTIVITIES:
+                name = _ACTIVITIES[Event(kind)]
+                activity_end = max(begin, min(end, time))
+                seconds[name] += activity_end - begin
+                begin = activity_end
+        seconds[self.next_activity or name] += max(0.0, end - begin)

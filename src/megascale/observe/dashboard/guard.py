@@ -1,8 +1,9 @@
-"""Who may ask, and what a browser may do with an answer: checked before anything of the application runs.
+"""Access checks that run before the application, and the headers that limit what a browser may do with an answer.
 
-A request must name this server in its Host (a page elsewhere whose name was made to point here does not), come from no
-other origin, and show the token for reading, unless the server was started without one. Orders show the run's
-acting token, always (application.py). Tokens travel in a header that no browser sends by itself: there are no cookies.
+A request must name this server in its Host header, which excludes pages elsewhere whose name was made to point here. It
+must not come from another origin. It must show the reading token, unless the server was started without one. Orders
+always show the run's acting token (application.py). Tokens travel in a header that no browser sends automatically;
+there are no cookies.
 """
 
 from __future__ import annotations
@@ -34,18 +35,24 @@ _HEADERS = (
 BODY_BYTES = 16 << 10
 ANSWER_SECONDS = 120.0  # from the head of a request to the last byte of its answer; a stream has no end
 _STREAM = "/api/live"
+_FOREIGN_PAGE = "requests from pages of other sites are refused"
 
 
 class Guard:
-    """Args:
-    app: behind it.
-    names: hosts, without a port, by which this server is asked.
-    scheme: http or https.
-    token: for reading; None: whoever reaches it may read.
+    """The checks in front of an application.
+
+    Args:
+        app: the application.
+        names: host names, without a port, of this server.
+        scheme: http or https.
+        token: the reading token; None lets everyone who can connect read.
     """
 
     def __init__(self, app: App, names: frozenset[str], scheme: str, token: bytes | None) -> None:
-        self._app, self._names, self._scheme, self._token = app, names, scheme, token
+        self._app = app
+        self._names = names
+        self._scheme = scheme
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -55,25 +62,25 @@ class Guard:
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
 
-        async def answer(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), *_HEADERS]
             await send(message)
 
-        status, why = self._refusal(scope, headers)
+        status, reason = self._check(scope, headers)
         if status:
-            body = json.dumps({"detail": why}).encode()
+            body = json.dumps({"detail": reason}).encode()
             head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            await answer({"type": "http.response.start", "status": status, "headers": head})
-            await answer({"type": "http.response.body", "body": body})
+            await send_with_headers({"type": "http.response.start", "status": status, "headers": head})
+            await send_with_headers({"type": "http.response.body", "body": body})
             return
-        self._allow_answer(scope)
-        await self._app(scope, receive, answer)
+        self._limit_answer(scope)
+        await self._app(scope, receive, send_with_headers)
 
-    def _allow_answer(self, scope: Scope) -> None:
-        """Tell the connection how long its answer may take, and whether it keeps its place until then.
+    def _limit_answer(self, scope: Scope) -> None:
+        """Set the time limit of the answer, and whether its connection may be closed to make room for others.
 
-        Pages are for everybody and an order has shown no token yet: those make room when places are short.
+        Pages are public, and an order has not shown its token yet, so their connections make room.
         """
         connection = scope.get("state", {}).get("connection")
         if connection is None:
@@ -83,41 +90,39 @@ class Guard:
         else:
             connection.let_in(None if scope["path"] == _STREAM else ANSWER_SECONDS)
 
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str]:
+    def _may_read(self, headers: dict[bytes, bytes]) -> bool:
+        return self._token is None or secrets_equal(bearer(headers), self._token)
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str]:
+        """Return the HTTP status and the reason of a refusal, (0, "") for an accepted request."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
-        if _name(host) not in self._names:
-            return 421, f"this server is none of that name; it is {', '.join(sorted(self._names))}"
+        if _remove_port(host) not in self._names:
+            return 421, f"this server does not have that name; its names are {', '.join(sorted(self._names))}"
         origin = headers.get(b"origin")
-        ours = f"{self._scheme}://{host}".encode()
-        if origin is not None and origin.lower() != ours:
-            return 403, "another site's page may not ask here"
+        if origin is not None and origin.lower() != f"{self._scheme}://{host}".encode():
+            return 403, _FOREIGN_PAGE
         if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin") and scope["path"] != "/":
-            return 403, "another site's page may not ask here"
+            return 403, _FOREIGN_PAGE
         if scope["method"] not in ("GET", "HEAD"):
             if origin is None:
-                return 403, "an order names the page it comes from (Origin)"
+                return 403, "an order must name its page in the header Origin"
             if headers.get(b"content-type", b"").partition(b";")[0].strip() != b"application/json":
-                return 415, "an order is application/json"
+                return 415, "an order must have the content type application/json"
             size = headers.get(b"content-length", b"")
             if not size.isdigit() or int(size) > BODY_BYTES:
-                return 413, f"an order says its length, at most {BODY_BYTES} bytes"
-        elif (
-            scope["path"].startswith("/api/")
-            and self._token is not None
-            and not secrets_equal(bearer(headers), self._token)
-        ):
-            return 401, "show the token for reading: the text of the file that the dashboard's command named"
+                return 413, f"an order must state its length, at most {BODY_BYTES} bytes"
+        elif scope["path"].startswith("/api/") and not self._may_read(headers):
+            return 401, "the reading token is missing or wrong; it is in the file that megascale dashboard named"
         return 0, ""
 
 
 def bearer(headers: dict[bytes, bytes]) -> bytes:
-    """The token of an Authorization header, empty if there is none."""
+    """Return the token of an Authorization header, empty without one."""
     kind, _, token = headers.get(b"authorization", b"").partition(b" ")
     return token.strip() if kind.lower() == b"bearer" else b""
 
 
-def _name(host: str) -> str:
-    """A Host header without its port."""
+def _remove_port(host: str) -> str:
     if host.startswith("["):
         return host.partition("]")[0][1:]
     return host.rpartition(":")[0] if ":" in host else host

@@ -1,30 +1,114 @@
-"""The metrics of a run as columns, one row a step, and series of them that fit a screen."""
+"""A run's growing record files: a reader of JSON lines, and the metrics as columns with series that fit a screen."""
 
 from __future__ import annotations
 
 import math
+import os
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megascale.core import strict_json
 from megascale.core.strict_json import to_float
-from megascale.observe.dashboard.record_tail import RecordTail
+from megascale.core.untrusted_files import open_regular
 
-_MOST_KEYS = 300
-_MOST_STEP = 1 << 53
+_MAX_LINE_BYTES = 1 << 20  # a longer line is damage
+_MAX_READ_BYTES = 64 << 20  # read in one call
+_MAX_KEYS = 300
+_MAX_STEP = 1 << 53
+
+Array = np.ndarray[Any, Any]
 Series = dict[str, list[float | None]]
 
 
-class MetricColumns:
-    """Rows in the order they were written. A run that goes back to an earlier step writes later steps again: the
-    rows written first are then `redone`, and series leave them out.
+class RecordTail:
+    """Reads a growing file of JSON lines: each whole line once; damaged lines are counted and skipped.
+
+    Args:
+        file: may be missing, grow, be truncated or be replaced.
 
     Attributes:
-        tail: the file.
-        rows: how many there are.
-        latest: each key's newest value.
+        damaged: number of lines so far that are not JSON objects.
+        error: why the file cannot be read; empty if it can be read or is missing.
+        missing: the file does not exist.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.error = ""
+        self.missing = True
+        self._reset()
+
+    def _reset(self, inode: int = -1) -> None:
+        self._offset = 0
+        self._inode = inode
+        self._is_in_long_line = False
+        self.damaged = 0
+
+    def read_new_records(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Return whether the file started anew, and the records since the last call."""
+        try:
+            with open(self.file, "rb", opener=open_regular) as file:
+                status = os.fstat(file.fileno())
+                is_new = status.st_ino != self._inode or status.st_size < self._offset
+                if is_new:
+                    self._reset(status.st_ino)
+                file.seek(self._offset)
+                data = file.read(_MAX_READ_BYTES)
+        except FileNotFoundError:
+            was_present = not self.missing
+            self.missing = True
+            self.error = ""
+            if was_present:
+                self._reset()
+            return was_present, []
+        except OSError as error:
+            self.missing = False
+            self.error = str(error.strerror or error)
+            return False, []
+        self.missing = False
+        self.error = ""
+        return is_new, list(self._parse(data))
+
+    def _parse(self, data: bytes) -> Iterator[dict[str, Any]]:
+        lines = data.split(b"\n")
+        # The writer removes a line that a crash truncated, so a partial line is read when it is whole.
+        partial = lines.pop()
+        self._offset += len(data) - len(partial)
+        if self._is_in_long_line and lines:
+            lines.pop(0)  # the end of a line that was already counted
+            self._is_in_long_line = False
+        if len(partial) > _MAX_LINE_BYTES:
+            if not self._is_in_long_line:
+                self.damaged += 1
+            self._offset += len(partial)
+            self._is_in_long_line = True
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                record = strict_json.loads(line, max_bytes=_MAX_LINE_BYTES)
+            except ValueError:
+                record = None
+            if isinstance(record, dict):
+                yield record
+            else:
+                self.damaged += 1
+
+
+class MetricColumns:
+    """A run's metrics in the order in which they were written.
+
+    A run that goes back to an earlier step writes later steps again. The rows that were written first are then marked
+    `redone`, and series leave them out.
+
+    Attributes:
+        tail: the reader of the file.
+        rows: number of rows.
+        latest: newest value of each key.
     """
 
     def __init__(self, file: Path) -> None:
@@ -33,109 +117,109 @@ class MetricColumns:
 
     def _clear(self) -> None:
         self.rows = 0
-        self.version = 0
         self.latest: dict[str, float] = {}
         self._columns: dict[str, array[float]] = {}
-        self._cache: tuple[int, dict[str, np.ndarray[Any, Any]]] = (-1, {})
+        self._arrays: dict[str, Array] | None = None
 
     def refresh(self) -> int:
-        """Read what is new; how many rows."""
-        anew, records = self.tail.read_new_records()
-        if anew:
+        """Read new records; return their number."""
+        is_new, records = self.tail.read_new_records()
+        if is_new:
             self._clear()
         added = 0
         for record in records:
-            step = to_float(record.get("step"))
-            if not 0 <= step < _MOST_STEP:
+            if 0 <= to_float(record.get("step")) < _MAX_STEP:
+                self._add(record)
+                added += 1
+            else:
                 self.tail.damaged += 1
-                continue
-            for key, value in record.items():
-                found = to_float(value)
-                known = self._columns.get(key)
-                # Text that is no number is no metric; a number that is none (nan) is one.
-                if known is None:
-                    if isinstance(value, str | bool | list | dict | None) or len(self._columns) >= _MOST_KEYS:
-                        continue
-                    known = self._columns[str(key)[:100]] = array("d", [math.nan]) * self.rows
-                known.append(found)
-                self.latest[key] = found
-            self.rows += 1
-            added += 1
-            for column in self._columns.values():
-                if len(column) < self.rows:
-                    column.append(math.nan)
-                elif len(column) > self.rows:  # keys that are one once cut short
-                    del column[self.rows :]
-        self.version += bool(added or anew)
+        if added:
+            self._arrays = None
         return added
+
+    def _add(self, record: dict[str, Any]) -> None:
+        for key, value in record.items():
+            if key not in self._columns:
+                # A metric is a number, including NaN. Text that is not a number is not a metric.
+                if isinstance(value, str | bool | list | dict | None) or len(self._columns) >= _MAX_KEYS:
+                    continue
+                self._columns[str(key)[:100]] = array("d", [math.nan]) * self.rows
+            column = self._columns[str(key)[:100]]
+            column.append(to_float(value))
+            self.latest[key] = column[-1]
+        self.rows += 1
+        for column in self._columns.values():
+            if len(column) < self.rows:
+                column.append(math.nan)
+            elif len(column) > self.rows:  # several long keys have the same truncated name
+                del column[self.rows :]
 
     @property
     def keys(self) -> list[str]:
-        """Names of metrics."""
+        """Names of the metrics."""
         return [key for key in self._columns if key not in ("step", "time")]
 
-    def read_columns(self) -> dict[str, np.ndarray[Any, Any]]:
-        """All columns as arrays, with `redone`: rows whose step was written again later."""
-        if self._cache[0] != self.version:
-            found = {key: np.array(column) for key, column in self._columns.items()}
-            steps = found.get("step", np.zeros(0))
-            # A row counts unless some later row has its step, or an earlier one: training went back behind it. An
-            # evaluation after its step has the same step and no loss.
-            trained = ~np.isnan(found["loss"]) if "loss" in found else np.ones(len(steps), bool)
-            behind = np.full(len(steps) + 1, np.inf)
-            behind[:-1] = np.where(trained, steps, np.inf)
-            least_after = np.minimum.accumulate(behind[::-1])[::-1][1:]
-            found["redone"] = (least_after <= steps) & (trained | (least_after < steps)) if len(steps) else steps > 0
-            self._cache = (self.version, found)
-        return self._cache[1]
+    def read_columns(self) -> dict[str, Array]:
+        """Return all columns as arrays, with `redone`: rows whose step was written again later."""
+        if self._arrays is not None:
+            return self._arrays
+        arrays = {key: np.array(column) for key, column in self._columns.items()}
+        steps = arrays.get("step", np.zeros(0))
+        # A row is redone if a later training row has the same or an earlier step. An evaluation has the same step as
+        # the training row before it, and no loss.
+        is_training = ~np.isnan(arrays["loss"]) if "loss" in arrays else np.ones(len(steps), bool)
+        training_steps = np.append(np.where(is_training, steps, np.inf), np.inf)
+        smallest_later = np.minimum.accumulate(training_steps[::-1])[::-1][1:]
+        arrays["redone"] = (smallest_later <= steps) & (is_training | (smallest_later < steps))
+        self._arrays = arrays
+        return arrays
 
     def make_series(
         self, keys: list[str], x: str, points: int, low: float | None = None, high: float | None = None
     ) -> dict[str, Series]:
-        """Each key as at most `points` buckets along `x`: x, mean, low and high of each.
+        """Return each key as at most `points` buckets along `x`, with x, mean, low and high of each bucket.
 
         Args:
-            x: step, tokens, or time.
-            low, high: of x; None: all there is.
+            x: step, tokens or time.
+            low, high: limits of x; None: all values.
         """
         columns = self.read_columns()
-        found: dict[str, Series] = {}
         if x not in columns:
             return {key: {"x": [], "mean": [], "low": [], "high": []} for key in keys}
+        positions = columns[x]
+        selected = np.isfinite(positions) & ~columns["redone"]
+        if low is not None:
+            selected &= positions >= low
+        if high is not None:
+            selected &= positions <= high
+        series = {}
         for key in keys:
-            ys = columns.get(key)
-            if ys is None:
-                continue
-            # Infinite values are shown as gaps, as those that are none.
-            good = np.isfinite(ys) & np.isfinite(columns[x]) & ~columns["redone"]
-            if low is not None:
-                good &= columns[x] >= low
-            if high is not None:
-                good &= columns[x] <= high
-            found[key] = _buckets(columns[x][good], ys[good], points)
-        return found
+            if key in columns:
+                shown = selected & np.isfinite(columns[key])  # infinite values and NaN are gaps
+                series[key] = _make_buckets(positions[shown], columns[key][shown], points)
+        return series
 
     def list_nonfinite_steps(self, key: str) -> list[int]:
-        """The last steps whose value of `key` was written and was no finite number."""
+        """Return the last steps with an infinite or NaN value of a metric."""
         columns = self.read_columns()
         if key not in columns or "seconds" not in columns:
             return []
-        wrong = ~np.isfinite(columns[key]) & ~np.isnan(columns["seconds"]) & ~columns["redone"]
-        return [int(step) for step in columns["step"][wrong][-20:]]
+        nonfinite = ~np.isfinite(columns[key]) & ~np.isnan(columns["seconds"]) & ~columns["redone"]
+        return [int(step) for step in columns["step"][nonfinite][-20:]]
 
 
-def _buckets(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], points: int) -> Series:
+def _make_buckets(x: Array, y: Array, points: int) -> Series:
+    mean = low = high = y
     if len(x) > points:
         edges = np.linspace(0, len(x), points + 1).astype(np.int64)
-        starts, counts = edges[:-1], np.diff(edges)
-        middle = np.minimum((edges[:-1] + edges[1:]) // 2, len(x) - 1)
-        means = np.add.reduceat(y, starts) / counts
-        lows, highs, x = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts), x[middle]
-    else:
-        means = lows = highs = y
-    return {"x": x.tolist(), "mean": _short(means), "low": _short(lows), "high": _short(highs)}
+        starts = edges[:-1]
+        mean = np.add.reduceat(y, starts) / np.diff(edges)
+        low = np.minimum.reduceat(y, starts)
+        high = np.maximum.reduceat(y, starts)
+        x = x[np.minimum((edges[:-1] + edges[1:]) // 2, len(x) - 1)]
+    return {"x": x.tolist(), "mean": _round(mean), "low": _round(low), "high": _round(high)}
 
 
-def _short(values: np.ndarray[Any, Any]) -> list[float | None]:
-    """To six digits: enough for a screen."""
+def _round(values: Array) -> list[float | None]:
+    """Round to six digits, which is enough for a screen."""
     return [float(f"{value:.6g}") for value in values.tolist()]

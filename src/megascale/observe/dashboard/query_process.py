@@ -1,7 +1,6 @@
-"""The processes that answer questions, and who asks them from the server's loop: no query holds up a page or a stream.
+"""Processes that answer questions, so that no query blocks a page or a stream of the server's loop.
 
-Three of them: a quick one for files (curves, events, nodes), one for spans, whose queries may take a part of a second,
-and one for analyses, which may take some.
+There are three: one for files (curves, events, nodes), one for spans, and one for analyses, which may take seconds.
 """
 
 from __future__ import annotations
@@ -19,107 +18,105 @@ from typing import Any
 from megascale.errors import TrainingError
 from megascale.observe.dashboard.questions import Questions, Sources
 
-_SECONDS = 60.0  # that an answer may take
-_TIDYING = 5.0  # that the end of a process may take
-_NICE = 5  # a driver or a trainer on the same machine comes first
+_ANSWER_SECONDS = 60.0
+_CLEANUP_SECONDS = 5.0
+_NICE = 5  # a driver or a trainer on the same machine has priority
 _ANALYSES = frozenset({"spans_stragglers", "plan", "hang"})
 _MEMORY, _ANALYSIS_MEMORY = "320MB", "512MB"
-_questions: Questions | None = None  # of a process that answers
+_questions: Questions | None = None  # in an answering process
 
 
-def _begin(sources: Sources, memory: str, nice: int) -> None:
+def _initialise(sources: Sources, memory: str, nice: int) -> None:
     global _questions
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(nice)
     _questions = Questions(sources, memory)
 
 
 def _end_with_parent() -> None:
-    """A server that was killed leaves nobody behind."""
+    """End this process when the server dies."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def _answer(question: str, run: Path, given: dict[str, Any]) -> bytes:
+def _answer(question: str, run: Path, options: dict[str, Any]) -> bytes:
     assert _questions is not None
-    return _questions.ask(question, run, **given)
+    return _questions.answer(question, run, **options)
 
 
 class QueryProcess:
-    """One process that answers one question after another; a new one is started when it has died or taken too long."""
+    """A process that answers one question after another; it is replaced if it dies or takes too long."""
 
     def __init__(self, sources: Sources, memory: str = _MEMORY, nice: int = _NICE) -> None:
-        self._given = (sources, memory, nice)
-        self._pool = self._make()
+        self._arguments = (sources, memory, nice)
+        self._pool = self._start()
 
-    def _make(self) -> ProcessPoolExecutor:
+    def _start(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=self._given)
-        pool.submit(os.getpid)  # started now: no first question waits for its imports
+        pool = ProcessPoolExecutor(1, mp_context=context, initializer=_initialise, initargs=self._arguments)
+        pool.submit(os.getpid)  # starts the process, so that the first question does not wait for its imports
         return pool
 
-    async def ask(self, question: str, run: Path, **given: Any) -> bytes:
-        """The answer as JSON. MegascaleError as the question raises it, TrainingError where nothing answered."""
+    async def ask(self, question: str, run: Path, **options: Any) -> bytes:
+        """Return the answer as JSON. MegascaleError of the question, or TrainingError if the process fails."""
         pool = self._pool
         try:
-            future = asyncio.get_running_loop().run_in_executor(pool, _answer, question, run, given)
-            return await asyncio.wait_for(future, _SECONDS)
+            future = asyncio.get_running_loop().run_in_executor(pool, _answer, question, run, options)
+            return await asyncio.wait_for(future, _ANSWER_SECONDS)
         except BrokenProcessPool:
             self._replace(pool)
-            raise TrainingError("the process that answers has died, perhaps for want of memory; ask again") from None
+            raise TrainingError("the answering process died, perhaps for lack of memory; ask again") from None
         except TimeoutError:
             self._replace(pool)
-            raise TrainingError(f"no answer within {_SECONDS:g} s; ask for fewer steps or ranks") from None
+            raise TrainingError(f"no answer within {_ANSWER_SECONDS:g} s; ask for fewer steps or ranks") from None
 
     def _replace(self, pool: ProcessPoolExecutor) -> None:
-        if pool is self._pool:  # who asked at the same time may have seen to it
-            self._pool = self._make()
-            self._end(pool)
+        if pool is self._pool:  # a concurrent question may have replaced it already
+            self._pool = self._start()
+            _kill(pool)
 
     @property
     def pids(self) -> list[int]:
-        """Numbers of the processes at work."""
+        """Numbers of the running processes."""
         return list(self._pool._processes or {})
 
-    @staticmethod
-    def _end(pool: ProcessPoolExecutor) -> Any:
-        """Kill it; the thread that then tidies up after it, None if there is none."""
-        processes, tidies = list((pool._processes or {}).values()), pool._executor_manager_thread
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.kill()
-        return tidies
-
     def close(self) -> None:
-        """End it."""
-        tidies = self._end(self._pool)
-        if tidies is not None:
-            tidies.join(_TIDYING)  # an interpreter that ends meanwhile closes the same pipes and says so
+        """End the process."""
+        cleanup_thread = _kill(self._pool)
+        if cleanup_thread is not None:
+            # An interpreter that exits meanwhile would close the same pipes and report it.
+            cleanup_thread.join(_CLEANUP_SECONDS)
+
+
+def _kill(pool: ProcessPoolExecutor) -> threading.Thread | None:
+    """Kill a pool's process; return the thread that then cleans up, if there is one."""
+    processes = list((pool._processes or {}).values())
+    cleanup_thread: Any = pool._executor_manager_thread
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.kill()
+    return cleanup_thread
 
 
 class QueryProcesses:
-    """All of them; sends each question where it belongs."""
+    """All answering processes; chooses one for each question."""
 
     def __init__(self, sources: Sources) -> None:
-        self._files, self._spans = QueryProcess(sources), QueryProcess(sources)
+        self._files = QueryProcess(sources)
+        self._spans = QueryProcess(sources)
         self._analyses = QueryProcess(sources, _ANALYSIS_MEMORY, 2 * _NICE)
 
-    async def ask(self, question: str, run: Path, **given: Any) -> bytes:
-        """As `QueryProcess.ask`."""
+    async def ask(self, question: str, run: Path, **options: Any) -> bytes:
+        """Return the answer as JSON; see `QueryProcess.ask`."""
+        process = self._spans if question.startswith("spans_") else self._files
         if question in _ANALYSES:
-            return await self._analyses.ask(question, run, **given)
-        return await (self._spans if question.startswith("spans_") else self._files).ask(question, run, **given)
-
-    @property
-    def pids(self) -> list[int]:
-        """Numbers of the processes at work."""
-        return [*self._files.pids, *self._spans.pids, *self._analyses.pids]
+            process = self._analyses
+        return await process.ask(question, run, **options)
 
     def close(self) -> None:
-        """End them."""
-        self._files.close()
-        self._spans.close()
-        self._analyses.close()
+        """End all processes."""
+        for process in (self._files, self._spans, self._analyses):
+            process.close()

@@ -1,11 +1,12 @@
-"""What pages ask, answered in a process of its own: one function a question, from a run folder to JSON.
+"""The questions of the pages, answered in a process of its own: from a run folder to JSON.
 
-Answers are kept as text until the run has written more.
+Answers about spans are cached as text until the run writes more spans.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import OrderedDict
@@ -14,30 +15,51 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megascale.core import strict_json
 from megascale.errors import ConfigError, DataError, MegascaleError
-from megascale.observe.dashboard import hang_answer, rank_values, straggler_answer, timeline_answer
+from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+from megascale.observe.analysis.run_steps import list_sampled_steps
+from megascale.observe.analysis.step_timeline import Track, read_step_timeline
+from megascale.observe.analysis.stragglers import find_stragglers
+from megascale.observe.dashboard.rank_values import (
+    finite,
+    make_heat_map,
+    read_rank_figures,
+    read_rank_history,
+    read_ranks,
+)
 from megascale.observe.dashboard.run_reader import RunReader
+from megascale.observe.hang.verdict import describe_position, examine_run, format_headline
 from megascale.observe.store.tables import SpanTables
 
 log = logging.getLogger("megascale.dashboard")
-_OPEN = 3  # runs whose tables are kept open
-_READERS = 64
-_KEPT = 64  # answers
-_NODES = 1.0  # seconds for which what a driver said of its nodes holds
-_LOOK = 2.0  # seconds before a run's spans are looked at again
+_OPEN_TABLES = 3  # runs whose tables stay open
+_MAX_READERS = 64
+_MAX_ANSWERS = 64
+_NODE_SECONDS = 1.0  # for which a driver's answer about its nodes is valid
+_CHECK_SECONDS = 2.0  # between checks of a run's spans
 _THREADS = 2
-_MOST_POINTS, _MOST_SERIES = 2000, 40
+_MAX_POINTS, _MAX_SERIES = 2000, 40
+_MEASURED = ("seconds", "tokens_per_second", "mfu", "memory_gib")
+WATCH_SECONDS = 0.5  # for which a hang is watched for movement
+_MAX_HANG_RANKS = 20_000
+_MAX_STRAGGLERS = 40
+_MAX_STRAGGLER_VALUES = 250_000  # ranks x steps that fit the memory of a query
+_FEWEST_STRAGGLER_STEPS = 10
+_MAX_TRACKS = 512
+_SMALL_JOB = 32  # ranks up to which a timeline shows all by default
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What comes from packages that this one does not know, by functions of the run folder.
+    """Functions of other packages that read a run folder.
 
     Attributes:
-        job: what the driver or its journal says, None if none was launched; MegascaleError if it cannot be read.
+        job: state of the driver or its journal, None if the run was not launched; MegascaleError if unreadable.
         nodes: the job's nodes, their ranks and history.
-        plan: memory, bubble and predicted step of the run's configuration on so many ranks of a cluster, by name.
+        plan: memory, bubble and predicted step of the run's configuration, by number of ranks and cluster name.
     """
 
     job: Callable[[Path], dict[str, Any] | None]
@@ -46,23 +68,40 @@ class Sources:
 
 
 class Questions:
-    """Lives in the process that answers. `ask` is all there is to call.
+    """Answers the questions of the pages; `answer` is its interface.
 
     Args:
-        memory: that a query over spans may take.
+        memory: memory limit of a query over spans.
     """
 
     def __init__(self, sources: Sources, memory: str) -> None:
-        self._sources, self._memory = sources, memory
+        self._sources = sources
+        self._memory = memory
         self._nodes: dict[Path, tuple[float, dict[str, Any]]] = {}
         self._readers: OrderedDict[Path, RunReader] = OrderedDict()
         self._tables: OrderedDict[Path, tuple[SpanTables, str, float]] = OrderedDict()
         self._answers: OrderedDict[tuple[Any, ...], tuple[str, bytes]] = OrderedDict()
+        self._run_questions: dict[str, Callable[..., dict[str, Any]]] = {
+            "pulse": lambda run: self._reader(run).pulse(),
+            "overview": lambda run: self._reader(run).overview(),
+            "events": self._answer_events,
+            "series": self._answer_series,
+            "nodes": self._answer_nodes,
+            "plan": self._answer_plan,
+            "hang": answer_hang,
+        }
+        self._span_questions: dict[str, Callable[..., dict[str, Any]]] = {
+            "spans_heat": make_heat_map,
+            "spans_stragglers": answer_stragglers,
+            "spans_history": read_rank_history,
+            "spans_rank": read_rank_figures,
+            "spans_timeline": answer_timeline,
+        }
 
-    def ask(self, question: str, run: Path, **given: Any) -> bytes:
-        """Return the answer as JSON. MegascaleError says what of the question or the run is wrong."""
+    def answer(self, question: str, run: Path, **options: Any) -> bytes:
+        """Return the answer as JSON. MegascaleError describes a wrong question or an unreadable run."""
         try:
-            return self._ask(question, run, given)
+            return self._answer(question, run, options)
         except MegascaleError:
             raise
         except Exception as error:
@@ -72,131 +111,259 @@ class Questions:
                 "the output of the dashboard has the details"
             ) from error
 
-    def _ask(self, question: str, run: Path, given: dict[str, Any]) -> bytes:
-        answer = getattr(self, f"_on_{question}")
-        if not question.startswith("spans_"):
-            return strict_json.dumps(answer(run, **given)).encode()
-        tables, version = self._spans(run)
-        key = (question, run, *sorted(given.items()))
-        kept = self._answers.get(key)
-        if kept is None or kept[0] != version:
-            kept = (version, strict_json.dumps(answer(tables, run, **given)).encode())
-        self._answers[key] = kept
+    def _answer(self, question: str, run: Path, options: dict[str, Any]) -> bytes:
+        if question in self._run_questions:
+            return strict_json.dumps(self._run_questions[question](run, **options)).encode()
+        tables, version = self._open_tables(run)
+        key = (question, run, *sorted(options.items()))
+        cached = self._answers.get(key)
+        if cached is None or cached[0] != version:
+            cached = (version, strict_json.dumps(self._span_questions[question](tables, **options)).encode())
+            self._answers[key] = cached
         self._answers.move_to_end(key)
-        while len(self._answers) > _KEPT:
+        while len(self._answers) > _MAX_ANSWERS:
             self._answers.popitem(last=False)
-        return kept[1]
+        return cached[1]
 
     def _reader(self, run: Path) -> RunReader:
         if run not in self._readers:
             self._readers[run] = RunReader(run, self._sources.job)
-            while len(self._readers) > _READERS:
+            while len(self._readers) > _MAX_READERS:
                 self._readers.popitem(last=False)
         self._readers.move_to_end(run)
         return self._readers[run]
 
-    def _spans(self, run: Path) -> tuple[SpanTables, str]:
-        """The run's tables as of the last seconds, and a text that changes with them."""
-        kept = self._tables.pop(run, None)
-        if kept is not None and time.monotonic() - kept[2] < _LOOK:
-            self._tables[run] = kept
-            return kept[0], kept[1]
-        version = _version(run / "spans")
-        if kept is None or kept[1] != version:
-            if kept is not None:
-                kept[0].close()
-            kept = (SpanTables(run, threads=_THREADS, memory=self._memory), version, 0.0)
-        self._tables[run] = (kept[0], version, time.monotonic())
-        while len(self._tables) > _OPEN:
+    def _open_tables(self, run: Path) -> tuple[SpanTables, str]:
+        """Return the run's tables, at most some seconds old, and a text that changes with them."""
+        opened = self._tables.pop(run, None)
+        if opened is not None and time.monotonic() - opened[2] < _CHECK_SECONDS:
+            self._tables[run] = opened
+            return opened[0], opened[1]
+        version = _describe_files(run / "spans")
+        if opened is not None and opened[1] == version:
+            tables = opened[0]
+        else:
+            if opened is not None:
+                opened[0].close()
+            tables = SpanTables(run, threads=_THREADS, memory=self._memory)
+        self._tables[run] = (tables, version, time.monotonic())
+        while len(self._tables) > _OPEN_TABLES:
             self._tables.popitem(last=False)[1][0].close()
-        return kept[0], version
+        return tables, version
 
-    def _on_pulse(self, run: Path) -> dict[str, Any]:
-        return self._reader(run).pulse()
-
-    def _on_overview(self, run: Path) -> dict[str, Any]:
-        return self._reader(run).overview()
-
-    def _on_events(self, run: Path, count: int) -> dict[str, Any]:
+    def _answer_events(self, run: Path, count: int) -> dict[str, Any]:
         reader = self._reader(run)
         reader.refresh()
-        return {"events": reader.event_page(count), "count": reader.event_count}
+        return {"events": reader.list_events(count), "count": reader.event_count}
 
-    def _on_series(
+    def _answer_series(
         self, run: Path, keys: list[str], x: str, points: int, low: float | None, high: float | None
     ) -> dict[str, Any]:
         if x not in ("step", "tokens", "time"):
-            raise ConfigError(f"x={x[:60]}: curves go along step, tokens or time")
-        if len(keys) > _MOST_SERIES or not 2 <= points <= _MOST_POINTS:
-            raise ConfigError(f"at most {_MOST_SERIES} keys and 2 to {_MOST_POINTS} points can be asked for at once")
+            raise ConfigError(f"x={x[:60]}: curves are drawn over step, tokens or time")
+        if len(keys) > _MAX_SERIES or not 2 <= points <= _MAX_POINTS:
+            raise ConfigError(f"a request may have at most {_MAX_SERIES} keys and 2 to {_MAX_POINTS} points")
         metrics = self._reader(run).metrics
         metrics.refresh()
         return {"rows": metrics.rows, "series": metrics.make_series(keys, x, points, low, high)}
 
-    def _on_nodes(self, run: Path) -> dict[str, Any]:
-        # However many pages are open, a driver is asked once in a while.
-        asked, found = self._nodes.get(run, (0.0, {}))
-        if not found or time.monotonic() - asked > _NODES:
-            found = self._sources.nodes(run)
-            self._nodes = {run: (time.monotonic(), found)}
-        return found
+    def _answer_nodes(self, run: Path) -> dict[str, Any]:
+        # Ask the driver once per second, however many pages are open.
+        answer_time, nodes = self._nodes.get(run, (0.0, {}))
+        if not nodes or time.monotonic() - answer_time > _NODE_SECONDS:
+            nodes = self._sources.nodes(run)
+            self._nodes = {run: (time.monotonic(), nodes)}
+        return nodes
 
-    def _on_hang(self, run: Path) -> dict[str, Any]:
-        return hang_answer.hang(run)
-
-    def _on_plan(self, run: Path, cluster: str) -> dict[str, Any]:
+    def _answer_plan(self, run: Path, cluster: str) -> dict[str, Any]:
         reader = self._reader(run)
         reader.refresh()
-        job, _ = reader.job()
+        job, _ = reader.read_job()
         world = job["world"] if job and job["world"] else 0
         try:
             if not world:
-                world = len(rank_values.read_ranks(self._spans(run)[0]).rank)
+                world = len(read_ranks(self._open_tables(run)[0]).rank)
         except DataError:
             pass
-        latest = reader.metrics.latest
-        columns, measured = reader.metrics.read_columns(), {}
-        for key in ("seconds", "tokens_per_second", "mfu", "memory_gib"):
-            if key in columns and (good := columns[key][-200:][columns[key][-200:] > 0]).size:
-                measured[key] = float(sorted(good.tolist())[good.size // 2])
-        return {"plan": self._sources.plan(run, max(1, world), cluster), "world": world, "measured": measured,
-                "step": latest.get("step")}  # fmt: skip
-
-    def _on_spans_heat(
-        self, tables: SpanTables, run: Path, figure: str, first: int | None, last: int | None, among: str
-    ) -> dict[str, Any]:
-        return rank_values.make_heat_map(tables, figure, first, last, among)
-
-    def _on_spans_stragglers(
-        self, tables: SpanTables, run: Path, first: int | None, last: int | None
-    ) -> dict[str, Any]:
-        return straggler_answer.answer_stragglers(tables, first, last)
-
-    def _on_spans_history(self, tables: SpanTables, run: Path, figure: str, rank: int) -> dict[str, Any]:
-        return rank_values.read_rank_history(tables, figure, rank)
-
-    def _on_spans_rank(
-        self, tables: SpanTables, run: Path, rank: int, first: int | None, last: int | None
-    ) -> dict[str, Any]:
-        return rank_values.read_rank_figures(tables, rank, first, last)
-
-    def _on_spans_timeline(
-        self, tables: SpanTables, run: Path, step: int | None, ranks: str, view: str
-    ) -> dict[str, Any]:
-        return timeline_answer.timeline(tables, step, ranks, view)
+        columns = reader.metrics.read_columns()
+        measured = {}
+        for key in _MEASURED:
+            recent = columns[key][-200:] if key in columns else np.zeros(0)
+            recent = np.sort(recent[recent > 0])
+            if recent.size:
+                measured[key] = float(recent[recent.size // 2])
+        plan = self._sources.plan(run, max(1, world), cluster)
+        return {"plan": plan, "world": world, "measured": measured, "step": reader.metrics.latest.get("step")}
 
 
-def _version(spans: Path) -> str:
-    """A text that changes when the spans' files do: names, and how long the newest of a folder is."""
-    told = []
+def _describe_files(spans: Path) -> str:
+    """Return a text that changes with the files of spans: their number, sizes and times by host."""
+    texts = []
     for host in sorted(spans.glob("host=*")):
-        count = size = 0
         try:
             with os.scandir(host) as entries:
-                for entry in entries:
-                    count += 1
-                    size += entry.stat().st_size if entry.name.startswith(("spool-", "ranks")) else 0
-            told.append(f"{host.name}:{count}:{size}:{host.stat().st_mtime_ns}")
+                files = list(entries)
+            size = sum(file.stat().st_size for file in files if file.name.startswith(("spool-", "ranks")))
+            texts.append(f"{host.name}:{len(files)}:{size}:{host.stat().st_mtime_ns}")
         except OSError:
             continue
-    return ";".join(told)
+    return ";".join(texts)
+
+
+def answer_hang(run: Path) -> dict[str, Any]:
+    """Return who waits for whom now, like `megascale hang` but without signalling ranks.
+
+    The answer has verdict, evidence, and position, call and stack of each rank; `known` is false without records.
+    """
+    try:
+        scene, verdict = examine_run(run, ask=False, watch_seconds=WATCH_SECONDS)
+    except DataError:
+        reason = "No rank has recorded its position: the run has not begun, or its status files are elsewhere."
+        return {"known": False, "why": reason, "kind": "none", "ranks": [], "waits": [], "by_rank": []}
+    return {
+        "known": True,
+        "kind": verdict.kind,
+        "headline": format_headline(verdict),
+        "ranks": list(verdict.ranks),
+        "group": verdict.group,
+        "evidence": list(verdict.evidence)[:20],
+        "sent": scene.from_agents,
+        "time": scene.now_ns / 1e9,
+        "waits": [
+            {
+                "rank": wait.rank,
+                "group": wait.group,
+                "op": wait.op,
+                "sequence": wait.sequence,
+                "on": list(wait.on[:64]),
+                "all_came": wait.all_came,
+                "seconds": round(wait.seconds, 1),
+            }
+            for wait in verdict.waits[:_MAX_HANG_RANKS]
+        ],
+        "by_rank": [
+            {
+                "rank": rank,
+                "process": evidence.process,
+                "place": describe_position(evidence),
+                "answered": evidence.answered,
+                "moving": evidence.moving,
+                "stack": list(evidence.stack),
+            }
+            for rank, evidence in sorted(scene.ranks.items())[:_MAX_HANG_RANKS]
+        ],
+    }
+
+
+def answer_stragglers(tables: SpanTables, first: int | None, last: int | None) -> dict[str, Any]:
+    """Return slow ranks and links with cause, confidence and evidence. DataError without steps to analyse.
+
+    Args:
+        first, last: window of steps; None: the window that `megascale stragglers` would choose.
+    """
+    step_range = f"{first}-{last}" if first is not None and last is not None else ""
+    attempt, low, high = choose_window(tables, step_range)
+    low = max(low, high + 1 - max(_FEWEST_STRAGGLER_STEPS, _MAX_STRAGGLER_VALUES // max(1, _count_ranks(tables))))
+    result = find_stragglers(read_rank_parts(tables, attempt, low, high), tables)
+    steps = result.parts.steps
+    return {
+        "steps": {"first": int(steps[0]), "last": int(steps[-1])},
+        "compared": len(result.parts.ranks) - result.judgement.uncompared,
+        "lonely": result.judgement.uncompared,
+        "spread": finite(result.judgement.spread),
+        "limit": finite(result.judgement.limit),
+        "count": len(result.ranks) + len(result.links),
+        "ranks": [
+            {
+                "rank": straggler.slow_rank.rank,
+                "hostname": straggler.hostname,
+                "slower": finite(straggler.slow_rank.excess),
+                "state": straggler.slow_rank.state,
+                "first": straggler.slow_rank.first,
+                "last": straggler.slow_rank.last,
+                "cause": straggler.cause,
+                "costs": finite(straggler.delay_seconds),
+                "confidence": finite(straggler.slow_rank.confidence),
+                "evidence": list(straggler.evidence),
+            }
+            for straggler in result.ranks[:_MAX_STRAGGLERS]
+        ],
+        "links": [
+            {
+                "ranks": list(link.ranks[:64]),
+                "axis": link.axis,
+                "share": finite(link.share),
+                "seconds": finite(link.seconds),
+                "confidence": finite(link.confidence),
+                "evidence": list(link.evidence),
+            }
+            for link in result.links[:_MAX_STRAGGLERS]
+        ],
+    }
+
+
+def _count_ranks(tables: SpanTables) -> int:
+    return int(tables.query("SELECT count(DISTINCT rank) AS n FROM ranks")["n"][0])
+
+
+def answer_timeline(tables: SpanTables, step: int | None, ranks: str, view: str) -> dict[str, Any]:
+    """Return a step's timeline as columns per track; ConfigError and DataError as `read_step_timeline`.
+
+    Acts are [action, chunk, micro-batch, begin, end], waits [kind, axis, begin, end, on, root, in, why], planned
+    [backward, chunk, micro-batch, begin, end]; times are microseconds since the timeline's begin.
+    """
+    steps = list_sampled_steps(tables)
+    if not ranks and _count_ranks(tables) <= _SMALL_JOB:
+        ranks = "all"
+    timeline = read_step_timeline(tables, step, ranks, view)
+    if len(timeline.tracks) > _MAX_TRACKS:
+        raise ConfigError(
+            f"ranks={ranks[:60]} selects {len(timeline.tracks):,} ranks; the timeline shows at most {_MAX_TRACKS}"
+        )
+    has_plan = not math.isnan(timeline.planned_seconds)
+    return {
+        "step": timeline.step,
+        "steps": steps[-500:],
+        "view": timeline.view,
+        "length": _microseconds(timeline.length),
+        "virtual": timeline.virtual,
+        "planned_seconds": timeline.planned_seconds if has_plan else None,
+        "pipeline_seconds": timeline.pipeline_seconds if has_plan else None,
+        "clock_error": _microseconds(timeline.clock_error) if timeline.clock_error >= 0 else None,
+        "bubbles": list(timeline.bubbles.items())[:20],
+        "messages": [
+            [sender, _microseconds(begin), receiver, _microseconds(end)]
+            for sender, begin, receiver, end in timeline.messages
+        ],
+        "tracks": [_format_track(track, timeline.origin) for track in timeline.tracks],
+    }
+
+
+def _microseconds(nanoseconds: int) -> float:
+    return round(nanoseconds / 1e3, 1)
+
+
+def _format_track(track: Track, origin: int) -> dict[str, Any]:
+    us = _microseconds
+    return {
+        "rank": track.rank,
+        "place": track.coordinates,
+        "begin": us(track.begin),
+        "end": us(track.end),
+        "seconds": track.seconds,
+        "acts": [
+            [act.action, act.chunk, act.microbatch, us(act.begin - origin), us(act.end - origin)]
+            for act in track.actions
+        ],
+        "waits": [
+            [
+                wait.kind, wait.axis, us(wait.begin), us(wait.end), wait.waited_on, wait.root, wait.action,
+                wait.reason,
+            ]
+            for wait in track.waits
+        ],
+        "planned": [
+            [int(compute.backward), compute.chunk, compute.microbatch, us(compute.begin), us(compute.end)]
+            for compute in track.planned_computes
+        ],
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a run folder says beside its spans: metrics, events, checkpoints, settings, and what of it is missing."""
+"""The runs of a folder, and the content of a run folder except its spans: metrics, events, checkpoints, settings."""
 
 from __future__ import annotations
 
@@ -18,49 +18,114 @@ from megascale.core.calls import read_calls
 from megascale.core.events import is_plausible_time
 from megascale.core.status import read_status
 from megascale.core.strict_json import to_float
-from megascale.core.untrusted_files import read_bounded
-from megascale.errors import MegascaleError
-from megascale.observe.dashboard.effective_time import EffectiveTime, measure_effective_time
-from megascale.observe.dashboard.metric_columns import MetricColumns
-from megascale.observe.dashboard.record_tail import RecordTail
+from megascale.core.untrusted_files import is_plain_name, read_bounded
+from megascale.errors import DataError, MegascaleError
+from megascale.observe.dashboard.effective_time import BETWEEN_STEPS, measure_effective_time
+from megascale.observe.dashboard.metric_columns import MetricColumns, RecordTail
+from megascale.observe.dashboard.rank_values import finite
 from megascale.observe.hang.evidence import read_process_state
 
 JobOf = Callable[[Path], dict[str, Any] | None]
-_EVENTS = 20_000  # kept; of more the newest
+# A folder that contains one of these is a run folder.
+_MARKS = ("metrics.jsonl", "events.jsonl", "journal.sqlite", "config.toml", "spans")
+_MAX_RUNS = 2000
+_MAX_EVENTS = 20_000
 _CONFIG_BYTES = 1 << 20
-_MOST_CHECKPOINTS = 1000
-_QUIET = 30.0  # seconds without a record after which a run without a driver is not taken for alive
-_MOST_ATTEMPTS = 1 << 31  # a larger number of an attempt is damage
-_DOING = {
+_MAX_CHECKPOINTS = 1000
+_MAX_RESTARTS = 100
+_MAX_ATTEMPTS = 1 << 31  # a larger attempt is damage
+_JOB_SECONDS = 0.5  # for which an answer of the driver is valid
+# A run without a driver counts as dead after this time without a record, or after this many steps if that is longer.
+_QUIET_SECONDS = 30.0
+_QUIET_STEPS = 20
+# Activity by phase of rank 0.
+_ACTIVITIES = {
     "start": "starting and loading",
     "load": "starting and loading",
     "evaluate": "evaluation",
     "save": "saving checkpoints",
-}  # what a phase of rank 0 is called
-_STEPS_QUIET = 20  # or so many steps' time, whatever is longer
+}
+_ENDED_PHASES = {"run_finished": "done", "run_failed": "failed", "interrupted": "interrupted"}
 TILES = ("loss", "valid_loss", "tokens_per_second", "mfu", "memory_gib", "grad_norm", "learning_rate", "seconds")
 
 
+class RunList:
+    """The runs of a folder by name; no other folder can be read.
+
+    Args:
+        folder: a run folder, or a folder of run folders. DataError if it is neither.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not folder.is_dir():
+            raise DataError(f"{folder} is not a folder; name a run folder, such as runs/stdlib, or a folder of them")
+        self.is_single = _is_run(folder)
+        if not self.is_single and not self.list_names():
+            raise DataError(
+                f"{folder} holds no run: no folder in it has {', '.join(_MARKS)}; name a run folder or a folder of them"
+            )
+
+    def list_names(self) -> list[str]:
+        """Return the names of the runs, the one last written to first."""
+        if self.is_single:
+            return [self.folder.absolute().name or "run"]
+        try:
+            with os.scandir(self.folder) as entries:
+                names = [entry.name for entry in entries if is_plain_name(entry.name) and entry.is_dir()]
+        except OSError:
+            return []
+        runs = [(_read_time(self.folder / name), name) for name in names if _is_run(self.folder / name)]
+        return [name for _, name in sorted(runs, reverse=True)[:_MAX_RUNS]]
+
+    def find_folder(self, name: str) -> Path:
+        """Return the folder of a run. DataError if there is no run of that name."""
+        if self.is_single and name == self.list_names()[0]:
+            return self.folder
+        if not self.is_single and is_plain_name(name) and _is_run(self.folder / name):
+            return self.folder / name
+        raise DataError(f"there is no run {name[:100]!r} in {self.folder}")
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / mark).exists() for mark in _MARKS)
+
+
+def _read_time(folder: Path) -> float:
+    """Return the time at which a run last wrote."""
+    newest = 0.0
+    for mark in _MARKS[:3]:
+        try:
+            newest = max(newest, (folder / mark).stat().st_mtime)
+        except OSError:
+            continue
+    return newest
+
+
 class RunReader:
-    """Args:
-    path: the run folder.
-    job_of: says of a run folder what its driver and journal know (phase, attempt, nodes), None if none was launched.
+    """The content of one run folder.
+
+    Args:
+        path: the run folder.
+        job_of: returns the state of a run's driver or journal (phase, attempt, nodes), None if it was not launched.
     """
 
     def __init__(self, path: Path, job_of: JobOf) -> None:
         self.path = path
         self.metrics = MetricColumns(path / "metrics.jsonl")
         self._tail = RecordTail(path / "events.jsonl")
-        self.events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
+        self.events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
         self.event_count = 0
         self._job_of = job_of
-        self._job: tuple[float, dict[str, Any] | None, str] = (-1.0, None, "")
+        self._job: dict[str, Any] | None = None
+        self._job_error = ""
+        self._job_time = -1.0
 
     def refresh(self) -> None:
-        """Read what was written since the last call."""
+        """Read new records."""
         self.metrics.refresh()
-        anew, records = self._tail.read_new_records()
-        if anew:
+        is_new, records = self._tail.read_new_records()
+        if is_new:
             self.events.clear()
             self.event_count = 0
         for record in records:
@@ -68,191 +133,195 @@ class RunReader:
             self.events.append(record)
         self.event_count += len(records)
 
-    def job(self) -> tuple[dict[str, Any] | None, str]:
-        """(what the driver or its journal says, why it cannot be read); asked for at most twice a second."""
-        if time.monotonic() - self._job[0] > 0.5:
+    def read_job(self) -> tuple[dict[str, Any] | None, str]:
+        """Return the state of the driver or its journal, and why it cannot be read; at most twice per second."""
+        if time.monotonic() - self._job_time > _JOB_SECONDS:
+            self._job_error = ""
             try:
-                found, why = self._job_of(self.path), ""
+                self._job = self._job_of(self.path)
             except MegascaleError as error:
-                found, why = None, str(error)
-            self._job = (time.monotonic(), found, why)
-        return self._job[1:]
+                self._job = None
+                self._job_error = str(error)
+            self._job_time = time.monotonic()
+        return self._job, self._job_error
 
     def pulse(self) -> dict[str, Any]:
-        """What changes while a run goes on, small: sent to every page that is open."""
+        """Return the changing values of a live run, which are sent to every open page."""
         self.refresh()
-        job, _ = self.job()
-        latest = {key: _plain(value) for key, value in self.metrics.latest.items() if key in (*TILES, "step", "time")}
+        job, _ = self.read_job()
+        latest = {key: finite(value) for key, value in self.metrics.latest.items() if key in (*TILES, "step", "time")}
         newest = self.events[-1] if self.events else {}
         return {
             "rows": self.metrics.rows,
             "events": self.event_count,
             "latest": latest,
-            "event": {"event": newest.get("event", ""), "time": _plain(to_float(newest.get("time")))},
-            "now": self.now(job),
+            "event": {"event": newest.get("event", ""), "time": finite(to_float(newest.get("time")))},
+            "now": self.describe_state(job),
         }
 
-    def now(self, job: dict[str, Any] | None) -> dict[str, Any]:
-        """Whether the run is alive, in which phase, attempt and step."""
-        kinds = [one["event"] for one in self.events]
-        written = [self.metrics.latest.get("time", math.nan), *(to_float(one.get("time")) for one in self._newest(1))]
-        age = time.time() - max((at for at in written if is_plausible_time(at)), default=-math.inf)
+    def describe_state(self, job: dict[str, Any] | None) -> dict[str, Any]:
+        """Return whether the run is alive, and its phase, attempt and step."""
         step = self.metrics.latest.get("step", 0.0)
         if job is not None:
-            phase, alive = str(job["phase"]), bool(job["driver"])
-            attempt, why = job["attempt"], str(job["why"])
+            state = {"phase": str(job["phase"]), "alive": bool(job["driver"]), "attempt": job["attempt"]}
+            state["why"] = str(job["why"])
             step = max(step, to_float(job["step"]))
-            if not alive and phase not in ("done", "failed", "interrupted"):
-                why = f"no driver is at work; the journal's last word: {why}"
+            if not state["alive"] and state["phase"] not in _ENDED_PHASES.values():
+                state["why"] = f"no driver is running; last entry of its journal: {job['why']}"
         else:
-            ended = next((k for k in reversed(kinds) if k in ("run_finished", "run_failed", "interrupted")), "")
-            begun = next((k for k in reversed(kinds) if k in ("run_started", "resumed", "active")), "")
-            if ended and kinds[::-1].index(ended) > (kinds[::-1].index(begun) if begun else len(kinds)):
-                ended = ""
-            usual = self.metrics.latest.get("seconds", 0.0)
-            alive = not ended and (age < max(_QUIET, _STEPS_QUIET * usual) or self._process()[1])
-            phase = {"run_finished": "done", "run_failed": "failed", "interrupted": "interrupted"}.get(ended, "")
-            phase = phase or ("running" if alive else "silent")
-            numbers = [to_float(one["attempt"]) for one in self.events if "attempt" in one]
-            attempt = max((int(each) for each in numbers if 0 <= each < _MOST_ATTEMPTS), default=1)
-            why = "" if phase != "silent" else "nothing was written for a while, and no event says that it ended"
-        settings = self.settings()[0].get("train", {})
-        steps = to_float(settings.get("steps")) if isinstance(settings, dict) else math.nan
-        return {
-            "phase": phase, "alive": alive, "attempt": attempt, "step": _plain(step), "steps": _plain(steps),
-            "why": why, "launched": job is not None,
+            state = self._describe_unlaunched()
+        train = self.read_settings()[0].get("train", {})
+        steps = to_float(train.get("steps")) if isinstance(train, dict) else math.nan
+        return state | {
+            "step": finite(step),
+            "steps": finite(steps),
+            "launched": job is not None,
             "world": job["world"] if job else None,
-        }  # fmt: skip
+        }
 
-    def _newest(self, count: int) -> list[dict[str, Any]]:
-        """Return the newest events, newest first."""
-        return list(itertools.islice(reversed(self.events), count))
+    def _describe_unlaunched(self) -> dict[str, Any]:
+        """Return phase, attempt and liveness of a run without a driver, from its records."""
+        times = [self.metrics.latest.get("time", math.nan)]
+        if self.events:
+            times.append(to_float(self.events[-1].get("time")))
+        age = time.time() - max((value for value in times if is_plausible_time(value)), default=-math.inf)
+        phase = ""
+        for event in reversed(self.events):
+            if event["event"] in ("run_started", "resumed", "active"):
+                break
+            if event["event"] in _ENDED_PHASES:
+                phase = _ENDED_PHASES[event["event"]]
+                break
+        quiet = max(_QUIET_SECONDS, _QUIET_STEPS * self.metrics.latest.get("seconds", 0.0))
+        is_alive = not phase and (age < quiet or self._read_process()[1])
+        phase = phase or ("running" if is_alive else "silent")
+        attempts = [to_float(event["attempt"]) for event in self.events if "attempt" in event]
+        return {
+            "phase": phase,
+            "alive": is_alive,
+            "attempt": max((int(attempt) for attempt in attempts if 0 <= attempt < _MAX_ATTEMPTS), default=1),
+            "why": "the run has written nothing for a while, and no event marks its end" if phase == "silent" else "",
+        }
 
-    def _process(self) -> tuple[str, bool]:
-        """Return the phase of rank 0 by its status, and whether its process runs on this host."""
+    def _read_process(self) -> tuple[str, bool]:
+        """Return the phase of rank 0 in its status, and whether its process runs on this host."""
         file = self.path / "status" / "rank-0.calls"
-        status, record = read_status(file.with_suffix(".status")), read_calls(file, history=False)
+        status = read_status(file.with_suffix(".status"))
+        record = read_calls(file, history=False)
         if status is None or record is None or status.pid != record.pid:
             return "", False
         is_here = record.host == socket.gethostname()[:40]
         return status.phase, is_here and read_process_state(record.pid, str(file.resolve())) in ("running", "stopped")
 
-    def settings(self) -> tuple[dict[str, Any], str]:
-        """(config.toml as tables, what is wrong with it)."""
+    def read_settings(self) -> tuple[dict[str, Any], str]:
+        """Return config.toml as tables, and why it cannot be read."""
         try:
             return tomllib.loads(decode_text(read_bounded(self.path / "config.toml", _CONFIG_BYTES))), ""
         except FileNotFoundError:
-            return {}, "config.toml is missing: no plan, and no number of steps to come"
+            return {}, "config.toml is missing: the plan and the number of steps are unknown"
         except (OSError, ValueError, RecursionError) as error:
             return {}, f"config.toml cannot be read ({str(error)[:200]})"
 
     def overview(self) -> dict[str, Any]:
-        """All of the first view but its curves."""
+        """Return the content of the first view except its curves."""
         self.refresh()
-        job, why = self.job()
-        now = self.now(job)
-        doing = _DOING.get(self._process()[0], "between steps") if now["alive"] else "between steps"
-        spent = measure_effective_time(
-            self.metrics.read_columns(), list(self.events), time.time() if now["alive"] else None, doing
-        )
+        job, job_error = self.read_job()
+        state = self.describe_state(job)
+        activity = BETWEEN_STEPS
+        if state["alive"]:
+            activity = _ACTIVITIES.get(self._read_process()[0], BETWEEN_STEPS)
+        current_time = time.time() if state["alive"] else None
+        effective = measure_effective_time(self.metrics.read_columns(), list(self.events), current_time, activity)
         return {
-            "now": now,
-            "tiles": {key: _plain(self.metrics.latest[key]) for key in TILES if key in self.metrics.latest},
+            "now": state,
+            "tiles": {key: finite(self.metrics.latest[key]) for key in TILES if key in self.metrics.latest},
             "keys": self.metrics.keys,
             "rows": self.metrics.rows,
             "events": self.event_count,
-            "effective": _spent(spent),
-            "marks": self.marks(),
+            "effective": {"total": effective.total, "share": finite(effective.share), "seconds": effective.seconds},
+            "marks": self.list_restarts(),
             "nonfinite": {key: self.metrics.list_nonfinite_steps(key) for key in ("loss", "grad_norm")},
-            "checkpoints": self.checkpoints(),
-            "notes": self.notes(why),
+            "checkpoints": self.list_checkpoints(),
+            "notes": self.describe_problems(job_error),
         }
 
-    def marks(self) -> list[dict[str, Any]]:
-        """Starts after the first, by the step at which training went on: lines in the curves."""
+    def list_restarts(self) -> list[dict[str, Any]]:
+        """Return all starts but the first with the step at which training continued, for lines in the curves."""
         columns = self.metrics.read_columns()
         times, steps = columns.get("time"), columns.get("step")
-        found = []
-        if times is None or steps is None or not len(times):
+        if times is None or steps is None:
             return []
-        for one in self.events:
-            if one["event"] in ("attempt_started", "resumed") and is_plausible_time(at := to_float(one.get("time"))):
-                later = int((times < at).sum())
-                if 0 < later < len(steps):
-                    found.append({"step": float(steps[later]), "time": at, "event": one["event"]})
-        return found[-100:]
+        restarts = []
+        for event in self.events:
+            event_time = to_float(event.get("time"))
+            if event["event"] in ("attempt_started", "resumed") and is_plausible_time(event_time):
+                row = int((times < event_time).sum())
+                if 0 < row < len(steps):
+                    restarts.append({"step": float(steps[row]), "time": event_time, "event": event["event"]})
+        return restarts[-_MAX_RESTARTS:]
 
-    def event_page(self, count: int) -> list[dict[str, Any]]:
-        """The newest events, newest first; texts and lists cut to what a page can show."""
-        return [{str(key)[:60]: _cut(value) for key, value in one.items()} for one in self._newest(count)]
+    def list_events(self, count: int) -> list[dict[str, Any]]:
+        """Return the newest events, newest first, with texts and lists truncated to what a page can show."""
+        newest = itertools.islice(reversed(self.events), count)
+        return [{str(key)[:60]: _truncate(value) for key, value in event.items()} for event in newest]
 
-    def checkpoints(self) -> list[dict[str, Any]]:
-        """Those in the run folder, newest first."""
-        found: list[dict[str, Any]] = []
+    def list_checkpoints(self) -> list[dict[str, Any]]:
+        """Return the checkpoints in the run folder, newest first."""
+        folder = self.path / "checkpoints"
         try:
-            with os.scandir(self.path / "checkpoints") as entries:
-                names = sorted(
-                    (int(entry.name[5:]), entry.name)
-                    for entry in entries
-                    if entry.name.startswith("step-") and entry.name[5:].isdecimal() and entry.is_dir()
-                )
+            with os.scandir(folder) as entries:
+                names = [entry.name for entry in entries if entry.is_dir()]
         except OSError:
             return []
-        for step, name in names[::-1][:_MOST_CHECKPOINTS]:
-            folder = self.path / "checkpoints" / name
+        steps = sorted(
+            ((int(name[5:]), name) for name in names if name.startswith("step-") and name[5:].isdecimal()),
+            reverse=True,
+        )
+        checkpoints: list[dict[str, Any]] = []
+        for step, name in steps[:_MAX_CHECKPOINTS]:
             try:
-                about = (folder / "COMMIT").stat()
-                size = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
-                found.append({"step": step, "complete": True, "time": about.st_mtime, "bytes": size})
+                written = (folder / name / "COMMIT").stat().st_mtime
+                size = sum(entry.stat().st_size for entry in os.scandir(folder / name) if entry.is_file())
+                checkpoints.append({"step": step, "complete": True, "time": written, "bytes": size})
             except OSError:
-                found.append({"step": step, "complete": False, "time": None, "bytes": None})
-        return found
+                checkpoints.append({"step": step, "complete": False, "time": None, "bytes": None})
+        return checkpoints
 
-    def notes(self, job_error: str) -> list[str]:
-        """What of the run folder is missing or damaged, in sentences."""
-        found = []
-        for name, tail, without in (
-            ("metrics.jsonl", self.metrics.tail, "no curves"),
-            ("events.jsonl", self._tail, "no events, and causes of lost time are unknown"),
+    def describe_problems(self, job_error: str) -> list[str]:
+        """Return sentences about missing and damaged files of the run folder."""
+        notes = []
+        for name, tail, consequence in (
+            ("metrics.jsonl", self.metrics.tail, "there are no curves"),
+            ("events.jsonl", self._tail, "there are no events, and causes of lost time are unknown"),
         ):
             if tail.error:
-                found.append(f"{name} cannot be read ({tail.error}): {without}")
+                notes.append(f"{name} cannot be read ({tail.error}): {consequence}")
             elif tail.missing:
-                found.append(f"{name} is missing: {without}")
+                notes.append(f"{name} is missing: {consequence}")
             elif tail.damaged:
-                found.append(f"{tail.damaged:,} line{'s' * (tail.damaged > 1)} of {name} could not be read; left out")
-        if wrong := self.settings()[1]:
-            found.append(wrong)
-        if job_error:
-            found.append(job_error)
+                plural = "s" if tail.damaged > 1 else ""
+                notes.append(f"{tail.damaged:,} line{plural} of {name} could not be read and were skipped")
+        notes += [text for text in (self.read_settings()[1], job_error) if text]
         if not (self.path / "spans").is_dir():
-            found.append("there is no spans folder: heat map and timeline are empty (observe.timers=false, or removed)")
-        incomplete = [one["step"] for one in self.checkpoints() if not one["complete"]]
+            notes.append("there is no spans folder: heat map and timeline are empty (observe.timers=false, or removed)")
+        incomplete = [checkpoint["step"] for checkpoint in self.list_checkpoints() if not checkpoint["complete"]]
         if incomplete:
-            found.append(f"the checkpoint of step {incomplete[0]} has no COMMIT: it is being written, or was given up")
-        return found
+            notes.append(f"the checkpoint of step {incomplete[0]} has no COMMIT: its save is under way or failed")
+        return notes
 
 
-def _spent(found: EffectiveTime) -> dict[str, Any]:
-    return {"total": found.total, "share": _plain(found.share), "seconds": found.seconds}
-
-
-def _plain(value: float) -> float | None:
-    """A number for JSON; None for what is none."""
-    return value if math.isfinite(value) else None
-
-
-def _cut(value: Any, depth: int = 0) -> Any:
+def _truncate(value: Any, depth: int = 0) -> Any:
+    """Return a value for JSON that a page can show."""
     if isinstance(value, str):
         return value if len(value) <= 2000 else value[:2000] + "..."
     if isinstance(value, float):
-        return _plain(value)
+        return finite(value)
     if isinstance(value, int | None):
         return value
     if depth > 3:
         return "..."
     if isinstance(value, list):
-        return [_cut(each, depth + 1) for each in value[:64]]
+        return [_truncate(item, depth + 1) for item in value[:64]]
     if isinstance(value, dict):
-        return {str(key)[:60]: _cut(each, depth + 1) for key, each in list(value.items())[:64]}
+        return {str(key)[:60]: _truncate(item, depth + 1) for key, item in list(value.items())[:64]}
     return str(value)[:200]

@@ -1,4 +1,4 @@
-"""Serves the dashboard until it is interrupted."""
+"""The command's server: it listens, serves the dashboard, and ends on a signal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
 from megascale.observe.dashboard.application import Integrations, build
 from megascale.observe.dashboard.guard import Guard
-from megascale.observe.dashboard.run_list import RunList
+from megascale.observe.dashboard.run_reader import RunList
 from megascale.services.door import ConnectionLimits, LimitedListener
 from megascale.services.host_service import private_base_folder
 from megascale.services.http_protocol import make_http_protocol
@@ -35,13 +35,13 @@ _LIMITS = ConnectionLimits(connections=256, head_seconds=5.0, backlog=256)
 
 @dataclass(frozen=True)
 class Listening:
-    """Where it listens, and how.
+    """Address and access of the server.
 
     Attributes:
-        host, port: port 0 is any that is free.
-        token_file: holds the token for reading, made if missing; None: a new token for this server, on loopback only.
-        no_token: whether whoever reaches it may read; on loopback only.
-        certificate, key: files in PEM form; both needed where others than this machine reach it.
+        host, port: port 0 is any free port.
+        token_file: holds the reading token and is created if missing; None: a new token per server, on loopback only.
+        no_token: everyone who can connect may read; on loopback only.
+        certificate, key: PEM files; both are required if other machines can connect.
     """
 
     host: str = "127.0.0.1"
@@ -52,61 +52,59 @@ class Listening:
     key: Path | None = None
 
 
-def make_tls_context(at: Listening) -> ssl.SSLContext | None:
-    """TLS to listen with, None for plain HTTP on loopback. ConfigError names the option that is missing or wrong."""
-    if at.no_token and at.token_file is not None:
-        raise ConfigError(f"--no-token and --token-file={at.token_file} exclude each other; give one of them")
-    if not is_loopback(at.host):
-        if at.no_token:
+def make_tls_context(listening: Listening) -> ssl.SSLContext | None:
+    """Return the TLS context, None for plain HTTP on loopback. ConfigError names a missing or wrong option."""
+    if listening.no_token and listening.token_file is not None:
+        raise ConfigError(f"--no-token and --token-file={listening.token_file} exclude each other; give one of them")
+    if not is_loopback(listening.host):
+        exposed = f"other machines can connect to --host={listening.host}"
+        alternative = "or stay on 127.0.0.1 and use ssh -L"
+        if listening.no_token:
             raise ConfigError(
-                f"--host={at.host} is reached by other machines: without a token they would read everything; give "
-                "--token-file=FILE in place of --no-token, or stay on 127.0.0.1 and use ssh -L"
+                f"{exposed} and would read everything without a token; give --token-file=FILE in place of --no-token, "
+                f"{alternative}"
             )
-        if at.token_file is None:
+        if listening.token_file is None:
             raise ConfigError(
-                f"--host={at.host} is reached by other machines: give --token-file=FILE, which holds the token that "
-                "pages ask for (made if it is not there); or stay on 127.0.0.1 and use ssh -L"
+                f"{exposed}; give --token-file=FILE, which holds the token that pages ask for and is created if "
+                f"missing, {alternative}"
             )
-        if at.certificate is None or at.key is None:
+        if listening.certificate is None or listening.key is None:
             raise ConfigError(
-                f"--host={at.host} is reached by other machines: tokens travel over TLS only; give --certificate and "
-                "--key (PEM files); or stay on 127.0.0.1 and use ssh -L"
+                f"{exposed}, and tokens require TLS; give --certificate and --key (PEM files), {alternative}"
             )
-    if (at.certificate is None) != (at.key is None):
+    if (listening.certificate is None) != (listening.key is None):
         raise ConfigError("--certificate and --key belong together; give both")
-    if at.certificate is None:
+    if listening.certificate is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(at.certificate, at.key, password=lambda: b"")
+        context.load_cert_chain(listening.certificate, listening.key, password=lambda: b"")
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"--certificate={at.certificate} with --key={at.key} cannot be used ({error}); give a certificate and its "
-            "key, unencrypted, in PEM form"
+            f"--certificate={listening.certificate} with --key={listening.key} cannot be used ({error}); give a "
+            "certificate and its unencrypted key in PEM form"
         ) from None
     return context
 
 
 def list_host_names(host: str) -> frozenset[str]:
-    """By which Host headers a server that listens on `host` may be asked."""
-    found = {host.lower()}
+    """Return the names in Host headers that a server listening on `host` accepts."""
+    names = {host.lower()}
     if is_loopback(host):
-        found |= {"localhost", "127.0.0.1", "::1"}
-    else:
-        found |= {socket.gethostname().lower(), socket.getfqdn().lower()}
-        try:
-            if ipaddress.ip_address(host).is_unspecified:
-                found |= {str(about[4][0]).lower() for about in socket.getaddrinfo(socket.gethostname(), None)}
-        except (ValueError, OSError):
-            pass
-    return frozenset(found)
+        return frozenset(names | {"localhost", "127.0.0.1", "::1"})
+    names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+    with contextlib.suppress(ValueError, OSError):
+        if ipaddress.ip_address(host).is_unspecified:
+            names |= {str(entry[4][0]).lower() for entry in socket.getaddrinfo(socket.gethostname(), None)}
+    return frozenset(names)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, whose connections come in by a Door.
+    """uvicorn with connections from a Door.
 
-    It raises no signal again when it has ended by one: what it has is put away first.
+    After a signal it does not raise the signal again, so that its resources are released first.
     """
 
     interrupted = False
@@ -116,10 +114,12 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         listener: socket.socket,
         context: ssl.SSLContext | None,
-        ending: Callable[[], None],
+        end_streams: Callable[[], None],
     ) -> None:
         super().__init__(config)
-        self._listener, self._context, self._ending = listener, context, ending
+        self._listener = listener
+        self._context = context
+        self._end_streams = end_streams
         self._door: LimitedListener | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -129,7 +129,7 @@ class _Server(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._ending()  # streams never end by themselves
+        self._end_streams()
         if self._door is not None:
             await self._door.close()
         await super().shutdown(sockets)
@@ -138,7 +138,7 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         def end(number: int, _: object) -> None:
             self.interrupted |= number == signal.SIGINT
-            self.force_exit |= self.should_exit  # the second time
+            self.force_exit |= self.should_exit  # the second signal
             self.should_exit = True
 
         before = {number: signal.signal(number, end) for number in termination_signals()}
@@ -151,13 +151,12 @@ class _Server(uvicorn.Server):
 
 @dataclass(frozen=True)
 class ReadingToken:
-    """The token for reading, which pages show with each request.
+    """The reading token, which pages show with each request.
 
     Attributes:
         token: its bytes.
-        file: where it is kept, readable by this user only.
-        link: the page's address with the token in it, for this user's terminal and browser; "" where the token was
-            given by --token-file.
+        file: its file, readable by this user only.
+        link: the page's address with the token, for this user's terminal and browser; empty with --token-file.
     """
 
     token: bytes
@@ -166,83 +165,86 @@ class ReadingToken:
 
 
 @contextlib.contextmanager
-def _reading_token(at: Listening, url: str, port: int) -> Iterator[ReadingToken | None]:
-    """Yield the token for reading, None without one. A token made for this server alone is removed at the end.
+def _reading_token(listening: Listening, url: str, port: int) -> Iterator[ReadingToken | None]:
+    """Yield the reading token, None without one. A token made for this server is removed at the end.
 
-    A server that another user starts on the same port later is sent a token that is of no use any more.
+    If another user later starts a server on the same port, a browser sends it a useless token.
     """
-    if at.no_token:
+    if listening.no_token:
         yield None
         return
-    if at.token_file is not None:
-        yield ReadingToken(make_token(at.token_file), at.token_file)
+    if listening.token_file is not None:
+        yield ReadingToken(make_token(listening.token_file), listening.token_file)
         return
     try:
         file = private_base_folder() / f"dashboard-{port}.token"
         file.unlink(missing_ok=True)
         token = make_token(file)
     except OSError as error:
-        raise ConfigError(f"the token for reading cannot be kept ({error}); give --token-file=FILE") from None
+        raise ConfigError(f"the reading token cannot be stored ({error}); give --token-file=FILE") from None
     try:
-        # Browsers send no server what stands behind "#".
+        # Browsers do not send the part after "#" to the server.
         yield ReadingToken(token, file, f"{url}#token={token.decode()}")
     finally:
         file.unlink(missing_ok=True)
-        _redirection(file).unlink(missing_ok=True)
-
-
-def _redirection(file: Path) -> Path:
-    """Return where the page lies that leads a browser to the address with the token."""
-    return file.with_suffix(".html")
+        file.with_suffix(".html").unlink(missing_ok=True)
 
 
 def _open_in_browser(url: str, access: ReadingToken | None) -> None:
-    """Open the page in this machine's browser, by a private file where the address holds the token: other users may
-    read the words that a browser is started with."""
+    """Open the page in this machine's browser.
+
+    Other users can read a browser's arguments, so an address with the token is passed in a private file.
+    """
     if access is None or not access.link:
         webbrowser.open(url)
         return
-    page = _redirection(access.file)
+    page = access.file.with_suffix(".html")
     page.unlink(missing_ok=True)
     with open(os.open(page, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
         out.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={access.link}">\n')
     webbrowser.open(page.as_uri())
 
 
-def _announce(place: Path, url: str, access: ReadingToken | None, say: Callable[[str], None]) -> None:
-    """Say where the page is and who may read it. The token itself is shown on a terminal only, not in a log."""
-    shown = access.link if access is not None and access.link and sys.stdout.isatty() else url
-    say(f"dashboard of {place}: {shown}")
+def _announce(folder: Path, url: str, access: ReadingToken | None, report: Callable[[str], None]) -> None:
+    """Report the page's address and its access. The token itself is shown on a terminal only, not in a log."""
+    address = access.link if access is not None and access.link and sys.stdout.isatty() else url
+    report(f"dashboard of {folder}: {address}")
     if access is None:
-        say(
+        report(
             "--no-token: every user of this machine can read these runs: their names, settings, events, curves and "
             "nodes"
         )
     else:
-        say(f"pages ask for the token in {access.file}")
-    say("acting asks for the text of RUN/driver/token.act; Ctrl-C ends")
+        report(f"pages ask for the token in {access.file}")
+    report("orders need the text of RUN/driver/token.act; press Ctrl-C to end")
 
 
-def serve(runs: RunList, outside: Integrations, at: Listening, say: Callable[[str], None], open_browser: bool) -> None:
-    """Listen and answer until Ctrl-C (KeyboardInterrupt), SIGTERM or SIGHUP. ConfigError if it cannot listen there."""
-    context = make_tls_context(at)
+def serve(
+    runs: RunList,
+    integrations: Integrations,
+    listening: Listening,
+    report: Callable[[str], None],
+    open_browser: bool,
+) -> None:
+    """Serve until Ctrl-C (KeyboardInterrupt), SIGTERM or SIGHUP. ConfigError if it cannot listen."""
+    context = make_tls_context(listening)
     scheme = "https" if context is not None else "http"
-    with contextlib.closing(_bind(at)) as listener:
-        everywhere = at.host in ("0.0.0.0", "::")  # no address that anybody could open
-        host = f"[{at.host}]" if ":" in at.host else at.host
+    with contextlib.closing(_bind(listening)) as listener:
+        host = f"[{listening.host}]" if ":" in listening.host else listening.host
+        if listening.host in ("0.0.0.0", "::"):  # browsers cannot open these addresses
+            host = socket.gethostname()
         port = listener.getsockname()[1]
-        url = f"{scheme}://{socket.gethostname() if everywhere else host}:{port}/"
-        with _reading_token(at, url, port) as access:
-            application = build(runs, outside)
-            app: Any = Guard(
-                application, list_host_names(at.host), scheme, access.token if access is not None else None
-            )
+        url = f"{scheme}://{host}:{port}/"
+        with _reading_token(listening, url, port) as access:
+            application = build(runs, integrations)
+            token = access.token if access is not None else None
+            app: Any = Guard(application, list_host_names(listening.host), scheme, token)
             config = uvicorn.Config(
                 app, log_level="error", access_log=False, h11_max_incomplete_event_size=_HEAD_BYTES, lifespan="on",
                 http="h11", server_header=False, timeout_graceful_shutdown=10, ws="none",
             )  # fmt: skip
             server = _Server(config, listener, context, application.state.live.close)
-            _announce(runs.place, url, access, say)
+            _announce(runs.folder, url, access, report)
             if open_browser:
                 _open_in_browser(url, access)
             server.run()
@@ -250,17 +252,17 @@ def serve(runs: RunList, outside: Integrations, at: Listening, say: Callable[[st
         raise KeyboardInterrupt
 
 
-def _bind(at: Listening) -> socket.socket:
-    """Return a socket that listens; ConfigError names the options if it cannot."""
-    listener = socket.socket(socket.AF_INET6 if ":" in at.host else socket.AF_INET, socket.SOCK_STREAM)
+def _bind(listening: Listening) -> socket.socket:
+    """Return a listening socket. ConfigError names the options if it cannot listen."""
+    listener = socket.socket(socket.AF_INET6 if ":" in listening.host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((at.host, at.port))
-        listener.listen(_LIMITS.backlog)  # whoever comes before the application has begun waits
+        listener.bind((listening.host, listening.port))
+        listener.listen(_LIMITS.backlog)  # connections wait until the application has started
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on --host={at.host} --port={at.port} ({error.strerror}); give another port, or --port=0 "
-            "for any that is free"
+            f"cannot listen on --host={listening.host} --port={listening.port} ({error.strerror}); give another port, "
+            "or --port=0 for any free port"
         ) from None
     return listener

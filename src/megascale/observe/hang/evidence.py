@@ -1,7 +1,7 @@
-"""What is known of each rank of a run that stands still: its last words, its process, its stack, its flight recorder.
+"""Evidence of each rank of a run that stands still: its files, its process, its stack and its flight recorder.
 
-Reading never depends on the ranks' help: the files are memory-mapped and stay when a process hangs or dies. Ranks on
-this host are also asked for their stacks; one that does not answer is told apart from one that was not asked.
+Reading does not need the ranks' help: the files are memory-mapped and remain when a process hangs or dies. Ranks on
+this host are also asked for their stacks. A rank that does not answer is distinguished from a rank that was not asked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,77 +24,85 @@ from megascale.core.status import read_status
 from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
 from megascale.observe.hang.flight import read_flight
-from megascale.observe.hang.scene import ProcessState, RankEvidence, Scene
-from megascale.observe.hang.sent_evidence import read_sent
+from megascale.observe.hang.scene import ProcessState, RankEvidence, Scene, read_sent
 
 log = logging.getLogger(__name__)
 
-_ANSWER = 3.0  # seconds that the ranks of this host have to answer: inside a driver's call a signal may have to wait
-_FRAMES = 8
-_STACK_BYTES = 1 << 20  # of a rank's stack that are read
-_MOST_RANK = MAX_RANKS - 1
+_ANSWER_SECONDS = 3.0  # a signal may have to wait while the rank is inside a driver's call
+_POLL_SECONDS = 0.02
+_MAX_FRAMES = 8
+_MAX_STACK_BYTES = 1 << 20
+_RANK_FILE = re.compile(r"rank-(\d+)\.(?:status|calls|json|evidence)|nccl_trace_rank_(\d+)|rank-(\d+)")
 
 
 def collect_evidence(
     folder: Path, ask: bool = True, watch_seconds: float = 0.5, ranks: frozenset[int] | None = None
 ) -> Scene:
-    """Read a run folder (or a folder of `rank-N.calls` files).
+    """Read a run folder, or a folder of `rank-N.calls` files.
 
     Args:
-        ask: signal the ranks that live on this host for their stacks and flight records.
-        watch_seconds: how long to look for movement, unless all ranks move or one is gone or stopped; 0 does not look.
-        only: ranks to look at, None: all that left something.
+        ask: signal the ranks on this host for their stacks and flight records.
+        watch_seconds: time to watch for progress. It ends early if all ranks make progress, or if one is gone or
+            stopped; 0 does not watch.
+        ranks: ranks to read; None reads all.
 
     Raises:
-        DataError: nothing of the kind lies there.
+        DataError: the folder has no such files.
     """
     status_folder = folder / "status" if (folder / "status").is_dir() else folder
     flight_folder = folder / "flight" if (folder / "flight").is_dir() else folder
-    ranks = [r for r in _ranks(status_folder, flight_folder) if ranks is None or r in ranks]
-    if not ranks:
+    present = [rank for rank in _list_ranks(status_folder, flight_folder) if ranks is None or rank in ranks]
+    if not present:
         raise DataError(
             f"{folder} holds no rank-N.status or rank-N.calls files and no flight-recorder dumps; name a run folder, "
             "such as runs/stdlib, or a folder with copies of its status files"
         )
-    if sent := _sent(status_folder, flight_folder, ranks):
+    sent = _collect_sent(status_folder, flight_folder, present)
+    if sent is not None:
         return sent
-    before, until = {rank: _events(status_folder, rank) for rank in ranks}, time.monotonic() + watch_seconds
-    found = {rank: _read(status_folder, rank) for rank in ranks}
+    progress_before = {rank: _read_progress(status_folder, rank) for rank in present}
+    deadline = time.monotonic() + watch_seconds
+    evidence = {rank: _read_rank(status_folder, rank) for rank in present}
     if ask:
-        found = _ask(status_folder, flight_folder, found)
-    if any(what.process in ("gone", "stopped") for what in found.values()):
-        until = 0.0  # that says more than whether others still move
-    moving = frozenset(_watch(status_folder, before, until)) if watch_seconds else frozenset()
-    for rank, what in found.items():
-        file = next((f for f in _flight_files(flight_folder, rank) if f.exists()), None)
-        if file is not None and what.answered is not False:
+        evidence = _ask_for_stacks(status_folder, flight_folder, evidence)
+    if any(item.process in ("gone", "stopped") for item in evidence.values()):
+        deadline = 0.0  # a dead or stopped process explains the hang better than progress
+    moving = _watch(status_folder, progress_before, deadline) if watch_seconds else frozenset()
+    for rank, item in evidence.items():
+        flight = None
+        file = next((file for file in _flight_files(flight_folder, rank) if file.exists()), None)
+        if file is not None and item.answered is not False:
             try:
-                found[rank] = replace(what, flight=read_flight(file))
+                flight = read_flight(file)
             except DataError as error:
-                if what.record is None:
+                if item.record is None:
                     raise
                 log.warning("%s; the rank's own record of its calls is used", error)
-    found = {rank: replace(what, moving=rank in moving) for rank, what in found.items()}
-    return Scene(found, _world(found), moving, time.time_ns())
+        evidence[rank] = replace(item, flight=flight, moving=rank in moving)
+    return Scene(evidence, _find_world(evidence), moving, time.time_ns())
 
 
-def _sent(status: Path, flight: Path, ranks: list[int]) -> Scene | None:
-    """What agents sent, where no rank writes here."""
+def _collect_sent(status: Path, flight: Path, ranks: list[int]) -> Scene | None:
+    """Return the evidence that agents sent if no rank writes into this folder."""
     files = [status / f"rank-{rank}.{kind}" for rank in ranks for kind in ("status", "calls")]
     files += [file for rank in ranks for file in _flight_files(flight, rank)]
     if any(file.exists() for file in files):
         return None
-    found, when = read_sent(status, ranks)
-    moving = frozenset(rank for rank, what in found.items() if what.moving)
-    return Scene(found, _world(found), moving, when, sent=True) if found else None
+    evidence, time_ns = read_sent(status, ranks)
+    if not evidence:
+        return None
+    moving = frozenset(rank for rank, item in evidence.items() if item.moving)
+    return Scene(evidence, _find_world(evidence), moving, time_ns, from_agents=True)
 
 
-def read_process_state(pid: int, mark: str = "") -> ProcessState:
-    """State of a process here; "gone" too if it does not have the file `mark` mapped (its number was reused)."""
+def read_process_state(pid: int, mapped_file: str = "") -> ProcessState:
+    """Return the state of a process on this host.
+
+    It is also "gone" if the process does not have `mapped_file` mapped, because its number was reused.
+    """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-        letter = text.rpartition(")")[2].split()[0]
-        if letter in "ZX" or (mark and mark not in Path(f"/proc/{pid}/maps").read_text()):
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if letter in "ZX" or (mapped_file and mapped_file not in Path(f"/proc/{pid}/maps").read_text()):
             return "gone"
         return "stopped" if letter in "Tt" else "running"
     except PermissionError:
@@ -104,140 +111,147 @@ def read_process_state(pid: int, mark: str = "") -> ProcessState:
         return "gone"
 
 
-def _ranks(status: Path, flight: Path) -> list[int]:
-    names = [p.name for folder in (status, flight) if folder.is_dir() for p in folder.iterdir()]
-    pattern = re.compile(r"rank-(\d+)\.(?:status|calls|json|evidence)|nccl_trace_rank_(\d+)|rank-(\d+)")
-    matches = (pattern.fullmatch(name) for name in names)
-    ranks = {int(next(g for g in m.groups() if g)) for m in matches if m}
-    return sorted(rank for rank in ranks if rank <= _MOST_RANK)
+def _list_ranks(status: Path, flight: Path) -> list[int]:
+    names = [path.name for folder in (status, flight) if folder.is_dir() for path in folder.iterdir()]
+    matches = [match for match in map(_RANK_FILE.fullmatch, names) if match]
+    ranks = {int(next(group for group in match.groups() if group)) for match in matches}
+    return sorted(rank for rank in ranks if rank < MAX_RANKS)
 
 
 def _flight_files(folder: Path, rank: int) -> tuple[Path, ...]:
     return folder / f"rank-{rank}.json", folder / f"nccl_trace_rank_{rank}", folder / f"rank-{rank}"
 
 
-def _events(folder: Path, rank: int) -> object:
+def _read_progress(folder: Path, rank: int) -> object:
+    """Return values that change when a rank makes progress."""
     record = read_calls(folder / f"rank-{rank}.calls", history=False)
     status = read_status(folder / f"rank-{rank}.status")
-    return (record and record.events, record and record.waiting, status and (status.phase, status.step))
+    return record and record.events, record and record.waiting, status and (status.phase, status.step)
 
 
-def _watch(folder: Path, before: dict[int, object], until: float) -> set[int]:
-    """The ranks that come further until then, on the monotonic clock, or as soon as all have."""
+def _watch(folder: Path, before: dict[int, object], deadline: float) -> frozenset[int]:
+    """Return the ranks that make progress until a monotonic time; return early if all do."""
     moving: set[int] = set()
     while True:
-        moving |= {rank for rank, events in before.items() if rank not in moving and _events(folder, rank) != events}
-        if len(moving) == len(before) or time.monotonic() >= until:
-            return moving
-        time.sleep(0.02)
+        moving |= {
+            rank for rank, progress in before.items() if rank not in moving and _read_progress(folder, rank) != progress
+        }
+        if len(moving) == len(before) or time.monotonic() >= deadline:
+            return frozenset(moving)
+        time.sleep(_POLL_SECONDS)
 
 
-def _read(folder: Path, rank: int) -> RankEvidence:
+def _read_rank(folder: Path, rank: int) -> RankEvidence:
     file = folder / f"rank-{rank}.calls"
-    record, status = read_calls(file), read_status(folder / f"rank-{rank}.status")
-    here = record is not None and record.host == socket.gethostname()[:40]
-    process = read_process_state(record.pid, str(file.resolve())) if here and record else "unknown"
-    what = RankEvidence(rank, process, status, record)
-    if record and record.waiting and record.waiting.group == READER and record.waiting.pid:
-        what = replace(what, reader=read_process_state(record.waiting.pid) if what.process != "unknown" else "unknown")
-    return what
+    record = read_calls(file)
+    evidence = RankEvidence(rank, status=read_status(folder / f"rank-{rank}.status"), record=record)
+    if record is None or record.host != socket.gethostname()[:40]:
+        return evidence
+    evidence = replace(evidence, process=read_process_state(record.pid, str(file.resolve())))
+    waiting = record.waiting
+    if waiting and waiting.group == READER and waiting.pid and evidence.process != "unknown":
+        evidence = replace(evidence, reader=read_process_state(waiting.pid))
+    return evidence
 
 
-def _world(found: dict[int, RankEvidence]) -> int:
-    said = [e.record.world for e in found.values() if e.record and e.record.world <= MAX_RANKS]
-    return max([*said, max(found) + 1])
+def _find_world(evidence: dict[int, RankEvidence]) -> int:
+    worlds = [item.record.world for item in evidence.values() if item.record and item.record.world <= MAX_RANKS]
+    return max([*worlds, max(evidence) + 1])
 
 
-def _ask(status: Path, flight: Path, found: dict[int, RankEvidence]) -> dict[int, RankEvidence]:
-    """Ask every rank that runs here for its stack and its flight records; wait a moment for the answers."""
-    asked = [r for r, e in found.items() if e.process == "running" and e.record and hasattr(signal, "SIGUSR2")]
+def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence]) -> dict[int, RankEvidence]:
+    """Ask every rank on this host for its stack and flight record, and wait for the answers."""
+    signalled: set[int] = set()
     dumping: set[int] = set()
-    for rank in asked:
-        stack, dump = status / f"rank-{rank}.stack", flight / f"rank-{rank}.json"
-        dump.unlink(missing_ok=True)
+    for rank, item in evidence.items():
+        if item.process != "running" or item.record is None or not hasattr(signal, "SIGUSR2"):
+            continue
+        signalled.add(rank)
+        (flight / f"rank-{rank}.json").unlink(missing_ok=True)
         with suppress(OSError):
-            os.truncate(stack, 0)
-            record = found[rank].record
-            assert record is not None
-            _signal_main_thread(record.pid)
-        with suppress(OSError):  # no reader at the other end: the rank has ended or keeps no recorder
+            os.truncate(status / f"rank-{rank}.stack", 0)
+            _signal_main_thread(item.record.pid)
+        with suppress(OSError):  # without a reader of the pipe the rank has ended or has no recorder
             os.close(os.open(status / f"rank-{rank}.ask", os.O_WRONLY | os.O_NONBLOCK))
             dumping.add(rank)
-    deadline = time.monotonic() + _ANSWER
-    waiting, said = set(asked), dict.fromkeys(asked, "")
-    while (waiting or dumping) and time.monotonic() < deadline:
-        time.sleep(0.02)
-        before = said
-        said = {r: _text(status / f"rank-{r}.stack") for r in waiting}
-        waiting -= {r for r in waiting if said[r] and said[r] == before[r]}  # nothing follows any more
-        dumping -= {r for r in dumping if (flight / f"rank-{r}.json").exists()}
-    for rank, what in found.items():
-        if rank in asked:
-            answered = rank not in waiting
-            frames = _frames_of(_text(status / f"rank-{rank}.stack")) if answered else _py_spy(what) or _kernel(what)
-            found[rank] = replace(what, answered=answered, stack=frames)
-        elif what.process == "stopped":
-            found[rank] = replace(what, answered=False, stack=_py_spy(what))
-    return found
+    unanswered = _wait_for_answers(status, flight, signalled, dumping)
+    for rank, item in evidence.items():
+        if rank in unanswered:
+            evidence[rank] = replace(item, answered=False, stack=_dump_with_py_spy(item) or _read_kernel_state(item))
+        elif rank in signalled:
+            stack = _parse_stack(_read_text(status / f"rank-{rank}.stack"))
+            evidence[rank] = replace(item, answered=True, stack=stack)
+        elif item.process == "stopped":
+            evidence[rank] = replace(item, answered=False, stack=_dump_with_py_spy(item))
+    return evidence
 
 
-def _text(stack: Path) -> str:
+def _wait_for_answers(status: Path, flight: Path, signalled: set[int], dumping: set[int]) -> set[int]:
+    """Wait until all ranks have written their stacks and dumps; return the ranks without a stack."""
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    unanswered = set(signalled)
+    stacks = dict.fromkeys(signalled, "")
+    while (unanswered or dumping) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        before = stacks
+        stacks = {rank: _read_text(status / f"rank-{rank}.stack") for rank in unanswered}
+        # A stack that did not change since the last reading is complete.
+        unanswered -= {rank for rank in unanswered if stacks[rank] and stacks[rank] == before[rank]}
+        dumping -= {rank for rank in dumping if (flight / f"rank-{rank}.json").exists()}
+    return unanswered
+
+
+def _read_text(stack: Path) -> str:
     try:
         with open(stack, "rb", opener=open_regular) as file:
-            return file.read(_STACK_BYTES).decode(errors="replace")
+            return file.read(_MAX_STACK_BYTES).decode(errors="replace")
     except OSError:
         return ""
 
 
 def _signal_main_thread(pid: int) -> None:
-    """Ask it for its stack. OSError if the process is gone.
+    """Ask a process for its stack. OSError if the process is gone.
 
-    A signal to the process would go to any thread that may take it while the main one is inside the kernel, and that
-    may be a library's, which has no stack of Python's to show.
+    While the main thread is inside the kernel, the kernel would deliver a signal to any other thread, for example a
+    thread of a library without a Python stack.
     """
-    tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)  # Linux, since glibc 2.30
+    tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)  # Linux with glibc 2.30 or newer
     if tgkill is None:
         os.kill(pid, signal.SIGUSR2)
     elif tgkill(pid, pid, int(signal.SIGUSR2)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _frames_of(text: str) -> tuple[str, ...]:
-    """The frames of a stack as the interpreter writes it, innermost first, as `function (file:line)`."""
-    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text)
-    return tuple(f"{function} ({_short(file)}:{line})" for file, line, function in frames[:_FRAMES])
+def _parse_stack(text: str) -> tuple[str, ...]:
+    """Return the frames of an interpreter's stack, innermost first, as `function (file:line)`."""
+    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text)[:_MAX_FRAMES]
+    return tuple(f"{function} ({'/'.join(Path(file).parts[-2:])}:{line})" for file, line, function in frames)
 
 
-def _short(file: str) -> str:
-    return "/".join(Path(file).parts[-2:])
-
-
-def _py_spy(what: RankEvidence) -> tuple[str, ...]:
-    """The stack of a process that cannot answer, where py-spy is installed and may look; else nothing."""
+def _dump_with_py_spy(evidence: RankEvidence) -> tuple[str, ...]:
+    """Return the stack of a process that cannot answer, if py-spy is installed and permitted."""
     program = shutil.which("py-spy")
-    if program is None or what.record is None:
+    if program is None or evidence.record is None:
         return ()
-    command = [program, "dump", "--nonblocking", "--pid", str(what.record.pid)]
+    command = [program, "dump", "--nonblocking", "--pid", str(evidence.record.pid)]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
     threads = [part for part in text.split("\nThread ") if "MainThread" in part]
-    return tuple(line.strip() for line in _frames(threads))[:_FRAMES]
+    frames = [line.strip() for part in threads for line in part.splitlines()[1:] if line.strip()]
+    return tuple(frames[:_MAX_FRAMES])
 
 
-def _kernel(what: RankEvidence) -> tuple[str, ...]:
-    """What the kernel says of the main thread of a process that does not answer: its state, and where it waits."""
-    process = Path("/proc") / str(what.record.pid if what.record else 0)
+def _read_kernel_state(evidence: RankEvidence) -> tuple[str, ...]:
+    """Return the state of a main thread that does not answer, and the kernel function in which it waits."""
+    process = Path("/proc") / str(evidence.record.pid if evidence.record else 0)
     try:
         letter = (process / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ()
     with suppress(OSError):
-        if (where := (process / "wchan").read_text().strip()) not in ("", "0"):
-            return (f"state {letter}, in the kernel's {where}",)
+        function = (process / "wchan").read_text().strip()
+        if function not in ("", "0"):
+            return (f"state {letter}, in the kernel's {function}",)
     return (f"state {letter}",)
-
-
-def _frames(threads: Iterable[str]) -> list[str]:
-    return [line for part in threads for line in part.splitlines()[1:] if line.strip()]

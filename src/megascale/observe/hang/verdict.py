@@ -1,20 +1,28 @@
-"""Who waits for whom, in which collective, and which rank began it: a pure function of the evidence.
+"""The verdict on a hang: who waits for whom, in which collective, and which rank caused it.
 
-Ranks that wait accuse others; a rank that nobody can excuse is named. In order of weight: a process that is gone or
-stopped; one that did not answer; a rank that waits for its samples; a rank whose calls depart from its schedule, from
-its siblings' or from its own step before (a mismatched collective, a missing send); a rank that stands in no collective
-while others wait for it; and, where every member came to the call, the network. Silence accuses: ranks that wait can
-say so, the one that hangs often cannot (MegaScale section 5.2).
+`explain_hang` is a pure function of the evidence. Ranks that wait accuse others; a rank that no evidence excuses is
+reported. The causes are, by weight: a process that is gone or stopped; a rank that did not answer; a rank that waits
+for its samples; a rank whose calls depart from its schedule, its siblings or its own step before (a mismatched
+collective, a missing send); a rank that is in no collective while others wait for it; and the network, if every member
+joined the call. Silence accuses: ranks that wait can report it, but the rank that hangs often cannot (MegaScale section
+5.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from megascale.core.calls import READER, Call, CallRecord, PendingWait
-from megascale.core.layout import Layout
+from megascale import config as configuration
+from megascale.core.calls import READER, Call, CallRecord
+from megascale.core.layout import Layout, lay_out
+from megascale.core.untrusted_files import is_small_file
+from megascale.errors import MegascaleError
 from megascale.observe.hang.departure import Departure, departures
+from megascale.observe.hang.evidence import collect_evidence
 from megascale.observe.hang.scene import RankEvidence, Scene
 
 KINDS = {
@@ -25,22 +33,25 @@ KINDS = {
     "reader": "a rank gets no samples",
     "mismatched collective": "ranks of one group call different collectives",
     "missing send": "a rank did not send what its schedule lists",
-    "missing call": "a rank left out a collective",
+    "missing call": "a rank skipped a collective",
     "busy": "a rank is in no collective while others wait for it",
-    "network": "every rank came to the call and nobody leaves it",
+    "network": "every rank joined the call and none leaves it",
 }
+_MAX_LISTED_RANKS = 12
+_MAX_CHAIN_LINES = 12
+_READER_STATES = {"running": "runs", "stopped": "is stopped", "gone": "is gone", "unknown": "is on another host"}
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank that waits.
+    """A waiting rank.
 
     Attributes:
-        rank: who waits.
-        group, op, sequence: in which call; group is READER for samples.
-        on: the ranks it waits for: those that have not come to the call, or, once all came, those still in it.
-        all_came: whether every member has started the call.
-        seconds: for how long, by the rank's own clock against the looker's.
+        rank: its number.
+        group, op, sequence: the call; group is READER for samples.
+        on: the awaited ranks: those that have not joined the call, or the others in it if all have joined.
+        all_came: every member has started the call.
+        seconds: duration of the wait, by the difference of the rank's clock and this host's.
     """
 
     rank: int
@@ -58,10 +69,10 @@ class Hang:
 
     Attributes:
         kind: one of KINDS.
-        ranks: which ranks began it; empty for "none" and "network".
-        group, op, sequence: the call in which the others wait for them; empty where there is none.
-        waits: all that wait, the longest first.
-        evidence: sentences a person understands, the decisive one first.
+        ranks: ranks that caused the hang; empty for "none" and "network".
+        group, op, sequence: the call in which other ranks wait for them; empty without such a call.
+        waits: all waiting ranks, the longest wait first.
+        evidence: sentences, the decisive one first.
     """
 
     kind: str
@@ -73,287 +84,372 @@ class Hang:
     evidence: tuple[str, ...] = ()
 
 
+def examine_run(folder: Path, ask: bool = True, watch_seconds: float = 0.5) -> tuple[Scene, Hang]:
+    """Collect the evidence of a run folder and explain it. DataError if the folder has no run."""
+    scene = collect_evidence(folder, ask, watch_seconds)
+    return scene, explain_hang(scene, load_layout(folder, scene.world))
+
+
+def load_layout(folder: Path, world: int) -> Layout | None:
+    """Return the layout of the run in `folder`; None if its configuration is missing or does not fit `world` ranks."""
+    file = folder / "config.toml"
+    if not is_small_file(file):
+        return None
+    try:
+        return lay_out(configuration.load(file, keep_unknown_parts=True), world)
+    except (MegascaleError, ValueError, RecursionError):
+        return None
+
+
+def format_headline(hang: Hang) -> str:
+    """Return the verdict as one line."""
+    subjects = []
+    if hang.ranks:
+        subjects.append(_list(hang.ranks, limit=len(hang.ranks)))
+    if hang.group and hang.group != READER:
+        subjects.append(f"{hang.op or 'call'} number {hang.sequence} of {hang.group}")
+    subject = ", ".join(subjects)
+    if hang.group == READER:
+        subject += " while reading"
+    return f"{hang.kind}{': ' if subject else ''}{subject.strip()} ({KINDS[hang.kind]})"
+
+
+def as_json(scene: Scene, hang: Hang) -> dict[str, Any]:
+    """Return the verdict and the position of each rank."""
+    ranks: list[dict[str, Any]] = []
+    for rank in range(scene.world):
+        evidence = scene.ranks.get(rank)
+        if evidence is None:
+            ranks.append({"rank": rank, "process": "unknown", "place": "left no record"})
+            continue
+        ranks.append(
+            {
+                "rank": rank,
+                "process": evidence.process,
+                "place": describe_position(evidence),
+                "answered": evidence.answered,
+                "stack": list(evidence.stack),
+            }
+        )
+    return {**dataclasses.asdict(hang), "world": scene.world, "by_rank": ranks}
+
+
 def explain_hang(scene: Scene, layout: Layout | None = None) -> Hang:
-    """The verdict over the evidence; `layout` (if known) says what each rank's schedule lists."""
-    records = _records(scene)
-    members = _members(records)
-    waits = sorted(_waits(scene, records, members), key=lambda w: -w.seconds)
-    if scene.moving and not any(e.process in ("gone", "stopped") for e in scene.ranks.values()):
-        ranks = _list(sorted(scene.moving))
-        return Hang("none", waits=tuple(waits), evidence=(f"{ranks} moved on while being looked at",))
-    judge = _Judge(scene, records, members, tuple(waits), _departures(scene, records, layout))
-    tests = (judge.lost, judge.silent, judge.reader, judge.departed, judge.busy, judge.absent, judge.circle)
-    for test in (*tests, judge.network):
-        hang = test()
-        if hang is not None:
-            return hang
-    return Hang("none", waits=tuple(waits), evidence=("no rank waits for another",))
-
-
-def _records(scene: Scene) -> dict[int, CallRecord]:
-    """Each rank's calls; on devices from the flight recorder, which alone knows which calls have finished."""
-    flights = {r: e.flight for r, e in scene.ranks.items() if e.flight is not None}
-    own = _own_records(scene)
-    if not flights or not (not own or _on_devices(scene, own)):
-        return own
-    # No recorder sees a rank wait for samples.
-    reads = {r: e.waiting for r, e in own.items() if e.waiting is not None and e.waiting.group == READER}
-    return {r: replace(f.record, waiting=reads.get(r, f.record.waiting)) for r, f in flights.items()}
-
-
-def _own_records(scene: Scene) -> dict[int, CallRecord]:
-    return {r: e.record for r, e in scene.ranks.items() if e.record is not None}
-
-
-def _on_devices(scene: Scene, own: Mapping[int, CallRecord]) -> bool:
-    """Whether calls ran on devices and flight recorders tell of all ranks that left a record."""
-    flights = {r: e.flight for r, e in scene.ranks.items() if e.flight is not None}
-    return any(f.device for f in flights.values()) and flights.keys() >= own.keys()
-
-
-def _departures(scene: Scene, records: Mapping[int, CallRecord], layout: Layout | None) -> dict[int, Departure]:
-    """Of the ranks' own records where there are any: they alone know steps, and calls that a replay makes.
-
-    On devices the host is up to a step ahead of what hangs.
-    """
-    own = _own_records(scene)
-    if own.keys() >= records.keys():
-        return departures(own, layout, ahead=1 if _on_devices(scene, own) else 0)
-    return departures(records, layout)
-
-
-def _members(records: Mapping[int, CallRecord]) -> dict[str, list[int]]:
+    """Return the verdict on the evidence; `layout`, if known, provides each rank's schedule."""
+    records = _select_records(scene)
     members: dict[str, list[int]] = {}
     for rank in sorted(records):
         for group in records[rank].groups:
             members.setdefault(group, []).append(rank)
-    return members
+    waits = tuple(sorted(_list_waits(scene, records, members), key=lambda wait: -wait.seconds))
+    if scene.moving and not any(item.process in ("gone", "stopped") for item in scene.ranks.values()):
+        return Hang("none", waits=waits, evidence=(f"{_list(sorted(scene.moving))} made progress while watched",))
+    judge = _Judge(scene, records, members, waits, _find_departures(scene, records, layout))
+    for test in (
+        judge.find_lost,
+        judge.find_silent,
+        judge.find_readers,
+        judge.find_departed,
+        judge.find_busy,
+        judge.find_absent,
+        judge.find_cycle,
+        judge.find_network_fault,
+    ):
+        hang = test()
+        if hang is not None:
+            return hang
+    return Hang("none", waits=waits, evidence=("no rank waits for another",))
 
 
-def _waits(scene: Scene, records: Mapping[int, CallRecord], members: Mapping[str, list[int]]) -> list[Wait]:
-    found = []
+def _select_records(scene: Scene) -> dict[int, CallRecord]:
+    """Return each rank's calls; on devices from the flight recorder, which alone knows which calls have finished."""
+    own_records = _select_own_records(scene)
+    flights = {rank: item.flight for rank, item in scene.ranks.items() if item.flight is not None}
+    if not flights or (own_records and not _is_on_devices(scene)):
+        return own_records
+    records = {}
+    for rank, flight in flights.items():
+        waiting = own_records[rank].waiting if rank in own_records else None
+        # The recorder does not record waits for samples.
+        is_reading = waiting is not None and waiting.group == READER
+        records[rank] = replace(flight.record, waiting=waiting) if is_reading else flight.record
+    return records
+
+
+def _select_own_records(scene: Scene) -> dict[int, CallRecord]:
+    return {rank: item.record for rank, item in scene.ranks.items() if item.record is not None}
+
+
+def _is_on_devices(scene: Scene) -> bool:
+    """Return whether calls ran on devices and all ranks with a record have a flight record."""
+    flights = {rank: item.flight for rank, item in scene.ranks.items() if item.flight is not None}
+    return any(flight.device for flight in flights.values()) and flights.keys() >= _select_own_records(scene).keys()
+
+
+def _find_departures(scene: Scene, records: Mapping[int, CallRecord], layout: Layout | None) -> dict[int, Departure]:
+    """Return the departed ranks by the ranks' own records, which alone contain steps and the calls of replays."""
+    own_records = _select_own_records(scene)
+    if own_records.keys() >= records.keys():
+        # On devices the host is up to one step ahead of the hanging call.
+        return departures(own_records, layout, ahead=1 if _is_on_devices(scene) else 0)
+    return departures(records, layout)
+
+
+def _list_waits(scene: Scene, records: Mapping[int, CallRecord], members: Mapping[str, list[int]]) -> list[Wait]:
+    waits = []
     for rank, record in records.items():
         waiting = record.waiting
         if waiting is None or scene.ranks[rank].process == "gone":
             continue
         seconds = max(0.0, (scene.now_ns - waiting.start_ns) / 1e9) if waiting.start_ns else 0.0
         if waiting.group == READER:
-            found.append(Wait(rank, READER, "read", record.step, (), False, seconds))
+            waits.append(Wait(rank, READER, "read", record.step, on=(), all_came=False, seconds=seconds))
             continue
-        call = record.find_call(waiting.group, waiting.sequence)
-        others = [m for m in members[waiting.group] if m != rank]
-        behind = [m for m in others if records[m].groups[waiting.group].started < waiting.sequence]
+        peers = [member for member in members[waiting.group] if member != rank]
+        absent = [m for m in peers if records[m].groups[waiting.group].started < waiting.sequence]
         size = record.groups[waiting.group].size
-        all_came = not behind and (not size or len(others) + 1 >= size)
-        inside = [m for m in others if _inside(records[m].waiting, waiting)] or others
-        on = tuple(behind if behind or not all_came else inside)
-        found.append(
-            Wait(rank, waiting.group, call.op if call else "", waiting.sequence, on, all_came, seconds),
-        )
-    return found
+        all_came = not absent and (not size or len(peers) + 1 >= size)
+        on = absent
+        if all_came:
+            inside = [m for m in peers if _is_in_call(records[m], waiting.group, waiting.sequence)]
+            on = inside or peers
+        call = record.find_call(waiting.group, waiting.sequence)
+        op = call.op if call else ""
+        waits.append(Wait(rank, waiting.group, op, waiting.sequence, tuple(on), all_came, seconds))
+    return waits
 
 
-def _inside(one: PendingWait | None, other: PendingWait) -> bool:
-    return one is not None and (one.group, one.sequence) == (other.group, other.sequence)
+def _is_in_call(record: CallRecord, group: str, sequence: int) -> bool:
+    waiting = record.waiting
+    return waiting is not None and (waiting.group, waiting.sequence) == (group, sequence)
 
 
-def _list(ranks: list[int] | tuple[int, ...], limit: int = 12) -> str:
-    shown = ", ".join(map(str, ranks[:limit])) + (f" and {len(ranks) - limit} more" if len(ranks) > limit else "")
-    return f"rank{'s' * (len(ranks) != 1)} {shown}"
+def _list(ranks: Sequence[int], limit: int = _MAX_LISTED_RANKS) -> str:
+    text = ", ".join(map(str, ranks[:limit]))
+    if len(ranks) > limit:
+        text += f" and {len(ranks) - limit} more"
+    return f"rank{'s' if len(ranks) != 1 else ''} {text}"
+
+
+def _wait_verb(ranks: Sequence[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
 @dataclass
 class _Judge:
-    """One test a method, each a Hang or None."""
+    """The tests for each cause; each returns a Hang or None."""
 
     scene: Scene
     records: Mapping[int, CallRecord]
     members: Mapping[str, list[int]]
     waits: tuple[Wait, ...]
-    departed_at: Mapping[int, Departure]
+    departures: Mapping[int, Departure]
 
-    def lost(self) -> Hang | None:
-        """Processes that are gone or stopped, unless all are (then only their last words tell)."""
-        alive = [e for e in self.scene.ranks.values() if e.process in ("running", "stopped")]
+    def find_lost(self) -> Hang | None:
+        """Find processes that are gone or stopped, unless all are; then only their last messages are informative."""
+        alive = [item for item in self.scene.ranks.values() if item.process in ("running", "stopped")]
         if not alive:
             return None
-        stopped = [e.rank for e in alive if e.process == "stopped"]
-        gone = [e for e in self.scene.ranks.values() if e.process == "gone" and not (e.status and _ended(e))]
-        if gone:
-            first = [e for e in gone if not (e.status and "lost contact" in e.status.message)] or gone
-            ranks = tuple(e.rank for e in first)
-            said = [f"rank {e.rank} said: {e.status.message}" for e in first if e.status and e.status.message]
-            return self._name("dead", ranks, f"the process of {_list(ranks)} is gone", said)
+        dead = [item for item in self.scene.ranks.values() if item.process == "gone" and not _has_finished(item)]
+        if dead:
+            first = [item for item in dead if not (item.status and "lost contact" in item.status.message)] or dead
+            ranks = tuple(item.rank for item in first)
+            messages = [f"rank {item.rank} reported: {item.status.message}" for item in first
+                        if item.status and item.status.message]  # fmt: skip
+            return self._blame("dead", ranks, f"the process of {_list(ranks)} is gone", messages)
+        stopped = tuple(item.rank for item in alive if item.process == "stopped")
         if stopped:
-            why = f"the process of {_list(stopped)} is stopped (state T: SIGSTOP or a debugger)"
-            return self._name("stopped", tuple(stopped), why, [f"kill -CONT {self._pids(stopped)} lets it go on"])
+            reason = f"the process of {_list(stopped)} is stopped (state T: SIGSTOP or a debugger)"
+            records = [self.scene.ranks[rank].record for rank in stopped]
+            pids = " ".join(str(record.pid) for record in records if record)
+            return self._blame("stopped", stopped, reason, [f"kill -CONT {pids} resumes it"])
         return None
 
-    def silent(self) -> Hang | None:
-        """Ranks that were asked for their stack and did not answer, unless a rank departed: who holds others up by
-        standing still leaves no such trace, and who waits inside a driver's call may be unable to answer."""
+    def find_silent(self) -> Hang | None:
+        """Find ranks that did not answer the request for their stack, unless a rank departed.
+
+        A rank that blocks others by standing still leaves no departure. A rank that waits inside a driver's call may be
+        unable to answer.
+        """
         ranks = self._unanswered()
-        if not ranks or self.departed_at:
+        if not ranks or self.departures:
             return None
-        return self._name("silent", ranks, f"{_list(ranks)} did not answer when asked for a stack", self._places(ranks))
+        reason = f"{_list(ranks)} did not answer when asked for a stack"
+        return self._blame("silent", ranks, reason, self._describe_positions(ranks))
 
-    def reader(self) -> Hang | None:
-        """Ranks that wait for their samples."""
-        ranks = tuple(w.rank for w in self.waits if w.group == READER)
+    def find_readers(self) -> Hang | None:
+        """Find ranks that wait for their samples."""
+        ranks = tuple(wait.rank for wait in self.waits if wait.group == READER)
         if not ranks:
             return None
-        more = []
+        details = []
         for rank in ranks:
-            waiting, state = self.records[rank].waiting, self.scene.ranks[rank].reader
+            waiting = self.records[rank].waiting
             if waiting is not None and waiting.pid:
-                known = {"running": "runs", "stopped": "is stopped", "gone": "is gone", "unknown": "is elsewhere"}
-                more.append(f"its reader, process {waiting.pid}, {known[state]}")
-        return self._name("reader", ranks, f"{_list(ranks)} got no samples", more + self._places(ranks))
+                state = _READER_STATES[self.scene.ranks[rank].reader]
+                details.append(f"its reader, process {waiting.pid}, {state}")
+        details += self._describe_positions(ranks)
+        return self._blame("reader", ranks, f"{_list(ranks)} got no samples", details)
 
-    def departed(self) -> Hang | None:
-        """Ranks whose calls are not those that were due."""
-        if not self.departed_at:
+    def find_departed(self) -> Hang | None:
+        """Find ranks whose calls differ from the calls that were due."""
+        if not self.departures:
             return None
-        ranks = tuple(sorted(self.departed_at))
-        first = self.departed_at[ranks[0]]
-        sentences = [f"rank {r}: {self.departed_at[r].sentence}" for r in ranks]
-        mute = tuple(r for r in self._unanswered() if r not in ranks)
-        also = [f"{_list(mute)} did not answer when asked for a stack", *self._stacks(mute)] if mute else []
-        hang = self._name(first.kind, ranks, sentences[0], [*sentences[1:], *self._places(ranks), *also])
-        due = first.due
-        return Hang(hang.kind, ranks, due.group, due.op, due.sequence, self.waits, hang.evidence)
+        ranks = tuple(sorted(self.departures))
+        first = self.departures[ranks[0]]
+        sentences = [f"rank {rank}: {self.departures[rank].sentence}" for rank in ranks]
+        details = [*sentences[1:], *self._describe_positions(ranks)]
+        silent = tuple(rank for rank in self._unanswered() if rank not in ranks)
+        if silent:
+            details += [f"{_list(silent)} did not answer when asked for a stack", *self._describe_stacks(silent)]
+        hang = self._blame(first.kind, ranks, sentences[0], details)
+        return replace(hang, group=first.due.group, op=first.due.op, sequence=first.due.sequence)
 
-    def busy(self) -> Hang | None:
-        """Ranks that others wait for and that themselves wait for nobody, or for a call that all others have left."""
-        accused = {m for w in self.waits for m in w.on}
-        waiting = {w.rank for w in self.waits}
-        stale = {w.rank for w in self.waits if self._left_alone(w)}
-        ranks = tuple(sorted((accused - waiting) | (accused & stale)))
+    def find_busy(self) -> Hang | None:
+        """Find awaited ranks that wait for no rank, or for a call that all others have left."""
+        accused = {member for wait in self.waits for member in wait.on}
+        blocked = {wait.rank for wait in self.waits if not self._is_abandoned(wait)}
+        ranks = tuple(sorted(accused - blocked))
         if not ranks:
             return None
-        return self._name("busy", ranks, f"{_list(ranks)} is in no collective while others wait", self._places(ranks))
+        reason = f"{_list(ranks)} is in no collective while others wait"
+        return self._blame("busy", ranks, reason, self._describe_positions(ranks))
 
-    def absent(self) -> Hang | None:
-        """Ranks that left nothing at all."""
+    def find_absent(self) -> Hang | None:
+        """Find ranks without any record."""
         ranks = tuple(sorted(set(range(self.scene.world)) - set(self.records)))
         if not ranks:
             return None
-        return self._name("silent", ranks, f"{_list(ranks)} left no record: silence where all others left one", [])
+        return self._blame("silent", ranks, f"{_list(ranks)} left no record, and all other ranks did", [])
 
-    def circle(self) -> Hang | None:
-        """Ranks that wait for each other in different calls: one of them made a call too many or left one out."""
-        on = {w.rank: set(w.on) for w in self.waits if not w.all_came}
-        reach = {rank: _reached(rank, on) for rank in on}
-        ranks = tuple(sorted(rank for rank in on if rank in reach[rank]))
+    def find_cycle(self) -> Hang | None:
+        """Find ranks that wait for each other in different calls."""
+        awaited = {wait.rank: set(wait.on) for wait in self.waits if not wait.all_came}
+        ranks = tuple(sorted(rank for rank in awaited if rank in _find_reachable(rank, awaited)))
         if not ranks:
             return None
-        why = f"{_list(ranks)} wait for each other in different calls: one of them made one too many or left one out"
-        return self._name("mismatched collective", ranks, why, self._places(ranks))
-
-    def network(self) -> Hang | None:
-        """A call to which all members came and which nobody leaves."""
-        stuck = [w for w in self.waits if w.all_came]
-        if not stuck:
-            return None
-        first = stuck[0]
-        group = self.members.get(first.group, [])
-        text = (
-            f"{_list(group)} all started {_call(first)} and none has left it for {first.seconds:.0f} s: look at the "
-            "links between their hosts"
+        reason = (
+            f"{_list(ranks)} wait for each other in different calls: one of them made an additional call or skipped one"
         )
-        return Hang("network", (), first.group, first.op, first.sequence, self.waits, (text, *self._chain()))
+        return self._blame("mismatched collective", ranks, reason, self._describe_positions(ranks))
+
+    def find_network_fault(self) -> Hang | None:
+        """Find a call that all members joined and that none leaves."""
+        first = next((wait for wait in self.waits if wait.all_came), None)
+        if first is None:
+            return None
+        sentence = (
+            f"{_list(self.members.get(first.group, []))} all started {_format_call(first)} and none has left it for "
+            f"{first.seconds:.0f} s: check the links between their hosts"
+        )
+        evidence = (sentence, *self._describe_chain())
+        return Hang("network", (), first.group, first.op, first.sequence, self.waits, evidence)
 
     def _unanswered(self) -> tuple[int, ...]:
-        return tuple(e.rank for e in self.scene.ranks.values() if e.answered is False)
+        return tuple(item.rank for item in self.scene.ranks.values() if item.answered is False)
 
-    def _left_alone(self, wait: Wait) -> bool:
-        others = [m for m in self.members.get(wait.group, []) if m != wait.rank]
-        return bool(others) and all(self.records[m].groups[wait.group].finished >= wait.sequence for m in others)
+    def _is_abandoned(self, wait: Wait) -> bool:
+        """Return whether all other members have left the call of a waiting rank."""
+        peers = [member for member in self.members.get(wait.group, []) if member != wait.rank]
+        return bool(peers) and all(self.records[m].groups[wait.group].finished >= wait.sequence for m in peers)
 
-    def _name(self, kind: str, ranks: tuple[int, ...], why: str, more: list[str]) -> Hang:
-        """A verdict on `ranks`; the call is the one in which somebody has waited for them longest."""
-        direct = [w for w in self.waits if w.rank not in ranks and set(w.on) & set(ranks)]
-        on_way = [w for w in self.waits if w.rank not in ranks and set(self.members.get(w.group, ())) & set(ranks)]
-        found = next(iter([*direct, *on_way]), None)
-        evidence, call = [why], ("", "", 0)
-        if found is not None:
-            call = (found.group, found.op, found.sequence)
-            waiters = [w.rank for w in self.waits if w.group == found.group and w.rank not in ranks]
-            came = "all came, it is under way" if found.all_came else f"{_list(found.on)} did not come to it"
-            evidence.append(f"{_list(waiters)} {_verb(waiters)} in {_call(found)} for {found.seconds:.0f} s: {came}")
-        elif (launched := self._launched_alone(ranks)) is not None:
-            rank, one, behind = launched
-            call = (one.group, one.op, one.sequence)
-            text = f"{_list((rank,))} launched {one.op} (call {one.sequence} of {one.group})"
-            evidence.append(f"{text}, {_list(behind)} did not come to it")
-        evidence += more + self._stacks(ranks)
-        evidence += [line for line in self._chain() if line not in evidence]
-        return Hang(kind, ranks, *call, self.waits, tuple(evidence))
+    def _blame(self, kind: str, ranks: tuple[int, ...], reason: str, details: list[str]) -> Hang:
+        """Return a verdict on `ranks`, with the call in which another rank has waited for them longest."""
+        outside_waits = [wait for wait in self.waits if wait.rank not in ranks]
+        direct = [wait for wait in outside_waits if set(wait.on) & set(ranks)]
+        indirect = [wait for wait in outside_waits if set(self.members.get(wait.group, ())) & set(ranks)]
+        longest = next(iter([*direct, *indirect]), None)
+        evidence = [reason]
+        group, op, sequence = "", "", 0
+        if longest is not None:
+            group, op, sequence = longest.group, longest.op, longest.sequence
+            waiters = [wait.rank for wait in outside_waits if wait.group == group]
+            state = f"{_list(longest.on)} did not join it"
+            if longest.all_came:
+                state = "all joined it, and it is under way"
+            subject = f"{_list(waiters)} {_wait_verb(waiters)} in {_format_call(longest)}"
+            evidence.append(f"{subject} for {longest.seconds:.0f} s: {state}")
+        else:
+            launched = self._find_unmatched_launch(ranks)
+            if launched is not None:
+                rank, call, behind = launched
+                group, op, sequence = call.group, call.op, call.sequence
+                evidence.append(
+                    f"rank {rank} launched {op} (call {sequence} of {group}), {_list(behind)} did not join it"
+                )
+        evidence += details + self._describe_stacks(ranks)
+        evidence += [line for line in self._describe_chain() if line not in evidence]
+        return Hang(kind, ranks, group, op, sequence, self.waits, tuple(evidence))
 
-    def _launched_alone(self, ranks: tuple[int, ...]) -> tuple[int, Call, list[int]] | None:
-        """Another rank, the first call that it launched and some of `ranks`, members too, did not, and those. On
-        devices it is what hangs: what all launched ends, and hosts, which are ahead, wait for no call."""
+    def _find_unmatched_launch(self, ranks: tuple[int, ...]) -> tuple[int, Call, list[int]] | None:
+        """Find the first call that another rank launched and some of `ranks`, which are members, did not.
+
+        On devices this call hangs: calls that all ranks launched finish, and hosts, which are ahead, wait for no call.
+
+        Returns:
+            The other rank, the call and the members of `ranks` that did not launch it.
+        """
         started: dict[str, dict[int, int]] = {}
         for rank in ranks:
-            for group, counts in self.records[rank].groups.items() if rank in self.records else ():
-                started.setdefault(group, {})[rank] = counts.started
-        least = {group: min(of.values()) for group, of in started.items()}
+            if rank in self.records:
+                for group, counts in self.records[rank].groups.items():
+                    started.setdefault(group, {})[rank] = counts.started
         for rank in sorted(self.records.keys() - set(ranks)):
             for call in self.records[rank].calls:
-                if least.get(call.group, call.sequence) < call.sequence:
-                    return rank, call, [r for r, n in started[call.group].items() if n < call.sequence]
+                behind = [r for r, count in started.get(call.group, {}).items() if count < call.sequence]
+                if behind:
+                    return rank, call, behind
         return None
 
-    def _chain(self) -> list[str]:
-        """Who waits for whom, one line a group of waiters, the oldest first."""
-        lines: dict[tuple[str, int, tuple[int, ...]], list[int]] = {}
-        for w in self.waits:
-            lines.setdefault((w.group, w.sequence, () if w.all_came else w.on), []).append(w.rank)
-        texts = []
-        for (group, sequence, on), ranks in lines.items():
-            target = f"{_verb(ranks)} for {_list(on)}" if on else _verb(ranks)
-            texts.append(f"{_list(sorted(ranks))} {target} in {group} call {sequence}")
-        return texts[:12]
+    def _describe_chain(self) -> list[str]:
+        """Return who waits for whom, one line per group of waiting ranks, the longest wait first."""
+        waiters: dict[tuple[str, int, tuple[int, ...]], list[int]] = {}
+        for wait in self.waits:
+            key = (wait.group, wait.sequence, () if wait.all_came else wait.on)
+            waiters.setdefault(key, []).append(wait.rank)
+        lines = []
+        for (group, sequence, on), ranks in list(waiters.items())[:_MAX_CHAIN_LINES]:
+            target = f" for {_list(on)}" if on else ""
+            lines.append(f"{_list(sorted(ranks))} {_wait_verb(ranks)}{target} in {group} call {sequence}")
+        return lines
 
-    def _places(self, ranks: tuple[int, ...]) -> list[str]:
-        return [f"rank {r} stands at {describe_position(self.scene.ranks[r])}" for r in ranks if r in self.scene.ranks]
+    def _describe_positions(self, ranks: tuple[int, ...]) -> list[str]:
+        return [
+            f"rank {rank} stands at {describe_position(self.scene.ranks[rank])}"
+            for rank in ranks
+            if rank in self.scene.ranks
+        ]
 
-    def _stacks(self, ranks: tuple[int, ...]) -> list[str]:
-        known = [(r, self.scene.ranks[r].stack) for r in ranks if r in self.scene.ranks]
-        return [f"stack of rank {r}: {' < '.join(stack[:4])}" for r, stack in known if stack]
-
-    def _pids(self, ranks: list[int]) -> str:
-        records = (self.scene.ranks[r].record for r in ranks)
-        return " ".join(str(record.pid) for record in records if record)
-
-
-def _ended(what: RankEvidence) -> bool:
-    return what.status is not None and what.status.phase == "done"
+    def _describe_stacks(self, ranks: tuple[int, ...]) -> list[str]:
+        stacks = [(rank, self.scene.ranks[rank].stack) for rank in ranks if rank in self.scene.ranks]
+        return [f"stack of rank {rank}: {' < '.join(stack[:4])}" for rank, stack in stacks if stack]
 
 
-def _call(wait: Wait) -> str:
+def _has_finished(evidence: RankEvidence) -> bool:
+    return evidence.status is not None and evidence.status.phase == "done"
+
+
+def _format_call(wait: Wait) -> str:
     return f"{wait.op or 'call'} (call {wait.sequence} of {wait.group})"
 
 
-def describe_position(what: RankEvidence) -> str:
-    """Where a rank stands, in words."""
-    record, status = what.record, what.status
+def describe_position(evidence: RankEvidence) -> str:
+    """Return a rank's position as text: its step and action, or its phase."""
+    record, status = evidence.record, evidence.status
     phase = status.phase if status else "an unknown phase"
     if record is None or not record.action or phase not in ("train", "an unknown phase"):
         return f"{phase}, step {status.step if status else 0}"
-    part = "" if record.microbatch < 0 else f", chunk {record.chunk}, micro-batch {record.microbatch}"
-    return f"step {record.step}, {record.action}{part}"
+    text = f"step {record.step}, {record.action}"
+    if record.microbatch >= 0:
+        text += f", chunk {record.chunk}, micro-batch {record.microbatch}"
+    return text
 
 
-def _verb(ranks: list[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
-
-
-def _reached(rank: int, on: Mapping[int, set[int]]) -> set[int]:
-    """Ranks for which `rank` waits, directly or through others."""
-    found: set[int] = set()
-    left = set(on.get(rank, ()))
-    while left:
-        found |= left
-        left = {other for one in left for other in on.get(one, ())} - found
-    return found
+def _find_reachable(rank: int, awaited: Mapping[int, set[int]]) -> set[int]:
+    """Return the ranks for which `rank` waits, directly or through others."""
+    reachable: set[int] = set()
+    frontier = set(awaited.get(rank, ()))
+    while frontier:
+        reachable |= frontier
+        frontier = {target for source in frontier for target in awaited.get(source, ())} - reachable
+    return reachable

@@ -1,1 +1,1 @@
-"""What a trainer measures of itself: timers on its device or its CPU, and how that leaves it without waiting."""
+"""Measurements inside a trainer: timers on its device or its CPU, and the link that takes them out without waiting."""

@@ -1,8 +1,8 @@
-"""Frames of a segment as columns: arrays by name, with times on the common clock and codes spelled out by tables."""
+"""Frames of a segment as columns: arrays by name, with times on the common clock."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,68 +48,69 @@ TABLES: dict[str, dict[str, str]] = {
     "clocks": {"time_ns": "BIGINT", "offset_ns": "BIGINT", "error_ns": "BIGINT"},
     "counters": {"time_ns": "BIGINT", "name": "VARCHAR", "device": "VARCHAR", "value": "DOUBLE"},
 }
-_NAMES = {"rollups": ROLLUPS, "spans": SPANS, "clocks": CLOCKS, "counters": COUNTERS}
-KINDS = [SpanKind(code).label if code in list(SpanKind) else f"kind_{code}" for code in range(256)]
-AXES = [SpanAxis(code).label if code in list(SpanAxis) else f"axis_{code}" for code in range(256)]
+_KINDS = {"rollups": ROLLUPS, "spans": SPANS, "clocks": CLOCKS, "counters": COUNTERS}
+ACTION_LABELS = [SpanKind(code).label if code in list(SpanKind) else f"kind_{code}" for code in range(256)]
+AXIS_LABELS = [SpanAxis(code).label if code in list(SpanAxis) else f"axis_{code}" for code in range(256)]
+# Columns from a frame's head, with their types: they are the same for all of its records.
+_HEAD_COLUMNS = {
+    "attempt": ("attempt", np.int32),
+    "rank": ("rank", np.int32),
+    "step": ("step", np.int64),
+    "clock_error_ns": ("error_ns", np.int64),
+    "lost": ("lost", np.int64),
+}
 _TIMES = ("first_ns", "last_ns", "start_ns", "end_ns", "time_ns")
 
 Frames = Sequence[tuple[FrameHead, memoryview]]
 
 
-def by_table(frames: Frames) -> dict[str, Frames]:
-    """Frames by the table that they belong to."""
-    found: tuple[list[tuple[FrameHead, memoryview]], ...] = tuple([] for _ in RECORDS)
+def group_by_table(frames: Frames) -> dict[str, Frames]:
+    """Return the frames of each table."""
+    by_kind: dict[int, list[tuple[FrameHead, memoryview]]] = {kind: [] for kind in RECORDS}
     for frame in frames:
-        found[frame[0].kind].append(frame)
-    return {table: found[code] for table, code in _NAMES.items()}
+        by_kind[frame[0].kind].append(frame)
+    return {table: by_kind[kind] for table, kind in _KINDS.items()}
 
 
-def columns(sorted_frames: dict[str, Frames], table: str, clock_ns: int) -> dict[str, Array]:
-    """The columns of one table, of `by_table`'s frames; `action` and `axis` are codes (KINDS, AXES).
+def make_columns(frames: dict[str, Frames], table: str, clock_ns: int) -> dict[str, Array]:
+    """Return the columns of a table; `action` and `axis` are codes, indices into ACTION_LABELS and AXIS_LABELS.
 
-    clock_ns: how far the common clock is ahead of the host's monotonic one, where the frames do not say it.
+    Args:
+        frames: result of `group_by_table`.
+        clock_ns: offset of the common clock from the host's monotonic clock if there are no CLOCKS frames.
     """
-    code, mine = _NAMES[table], sorted_frames[table]
-    dtype = RECORDS[code]
-    records = np.frombuffer(b"".join([body for _, body in mine]), dtype)
-    counts = [len(body) // dtype.itemsize for _, body in mine]
-    found: dict[str, Array] = {}
-    if table in ("rollups", "spans"):
-        for name, kind in (("attempt", np.int32), ("rank", np.int32), ("step", np.int64)):
-            found[name] = np.repeat(np.array([getattr(head, name) for head, _ in mine], kind), counts)
-        found["clock_error_ns"] = np.repeat(np.array([head.error_ns for head, _ in mine], np.int64), counts)
-        found["action"] = np.ascontiguousarray(records["kind"])
-        if table == "rollups":
-            found["lost"] = np.repeat(np.array([head.lost for head, _ in mine], np.int64), counts)
-    offset = common_clock(sorted_frames["clocks"], clock_ns)
+    table_frames = frames[table]
+    dtype = RECORDS[_KINDS[table]]
+    records = np.frombuffer(b"".join([body for _, body in table_frames]), dtype)
+    counts = [len(body) // dtype.itemsize for _, body in table_frames]
+    to_common_clock = _make_clock_conversion(frames["clocks"], clock_ns)
+    columns: dict[str, Array] = {}
     for name in TABLES[table]:
-        if name not in found:
-            found[name] = np.ascontiguousarray(records[name])
-            if found[name].dtype.kind == "S":
-                found[name] = np.array([text.decode(errors="replace") for text in found[name].tolist()], object)
+        if name in _HEAD_COLUMNS:
+            field, kind = _HEAD_COLUMNS[name]
+            columns[name] = np.repeat(np.array([getattr(head, field) for head, _ in table_frames], kind), counts)
+            continue
+        values = np.ascontiguousarray(records["kind" if name == "action" else name])
+        if values.dtype.kind == "S":
+            values = np.array([text.decode(errors="replace") for text in values.tolist()], object)
         if name in _TIMES and table != "clocks":
-            found[name] = offset(found[name])
-    return found
+            values = to_common_clock(values)
+        columns[name] = values
+    return columns
 
 
-def common_clock(frames: Frames, clock_ns: int) -> Any:
-    """A function from the host's monotonic clock to the common one (arrays of ns; 0 stays 0), by CLOCKS frames."""
-    told = [np.frombuffer(body, CLOCK) for _, body in frames]
-    clocks = np.concatenate(told) if told else np.zeros(0, CLOCK)
+def _make_clock_conversion(frames: Frames, clock_ns: int) -> Callable[[Array], Array]:
+    """Return a function from the host's monotonic clock to the common one, arrays of nanoseconds; 0 stays 0."""
+    clocks = np.frombuffer(b"".join([body for _, body in frames]), CLOCK)
     if not len(clocks):
         return lambda times: np.where(times > 0, times + clock_ns, 0)
     base = int(clocks["offset_ns"][0])
-    times_at, steps = clocks["time_ns"], (clocks["offset_ns"] - base).astype(np.float64)
+    clock_times = clocks["time_ns"].astype(np.float64)
+    # Interpolate the difference from the first offset: an offset since 1970 would not fit a float64.
+    drift = (clocks["offset_ns"] - base).astype(np.float64)
 
     def convert(times: Array) -> Array:
-        # Interpolated as a difference from the first: an offset since 1970 would not fit a float64.
-        moved = np.interp(times.astype(np.float64), times_at.astype(np.float64), steps)
-        return np.where(times > 0, times + base + np.rint(moved).astype(np.int64), 0)
+        interpolated = np.rint(np.interp(times.astype(np.float64), clock_times, drift)).astype(np.int64)
+        return np.where(times > 0, times + base + interpolated, 0)
 
     return convert
-
-
-def by_action(found: dict[str, Array]) -> dict[str, Array]:
-    """The rows in the order of their actions, else as they are: files then have few actions in each part."""
-    order = np.argsort(found["action"], kind="stable")
-    return {name: values[order] for name, values in found.items()}

@@ -1,44 +1,53 @@
-"""Counters of a host: its NICs, InfiniBand and RoCE ports, GPUs and processors, read once a second; Xid errors.
+"""Counters of a host's NICs, InfiniBand and RoCE ports, GPUs and processors, and the Xid errors of its GPUs.
 
-All that the machine has is read, and what it has not is left out: no counter is made up. Counters of bytes, packets and
-errors count up since the device came; the others are as they are now. What a NIC's driver counts by priority and lane
-is left out while it is 0.
+The counters are read once per second. Counters that the machine lacks are left out; no value is invented. Counters of
+bytes, packets and errors have counted since the device started; the others are current values. A NIC driver's counters
+by priority and lane are left out while they are 0.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import importlib
 import os
+import re
+import socket
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megascale.observe.store.ethtool_counters import EthtoolCounters
+from megascale.core.gpus import OFF_BUS_XID
 from megascale.observe.store.frames import COUNTER
-from megascale.observe.store.xid_events import XidEvents
 
 _NIC = ("rx_bytes", "tx_bytes", "rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "rx_fifo_errors")
-# Of a port of InfiniBand or RoCE; data is counted in words of 4 bytes.
+# Counters of an InfiniBand or RoCE port with their unit; data is counted in words of 4 bytes.
 _PORT = {
     "port_rcv_data": 4, "port_xmit_data": 4, "port_xmit_wait": 1, "symbol_error": 1, "link_error_recovery": 1,
     "link_downed": 1, "port_rcv_errors": 1, "port_xmit_discards": 1, "local_link_integrity_errors": 1,
 }  # fmt: skip
+_PORT_NAMES = {"port_rcv_data": "port_rcv_bytes", "port_xmit_data": "port_xmit_bytes"}
 _PORT_HARDWARE = (
     "np_ecn_marked_roce_packets", "np_cnp_sent", "rp_cnp_handled", "packet_seq_err", "out_of_sequence",
     "local_ack_timeout_err", "rnr_nak_retry_err", "roce_adp_retrans", "roce_slow_restart", "rx_icrc_encapsulated",
 )  # fmt: skip
-_SKIPPED = ("lo", "veth", "docker", "br-", "virbr")
-_MOST_DEVICES = 64
-_SENT = "nic_tx_bytes"
+_VIRTUAL_NICS = ("lo", "veth", "docker", "br-", "virbr")
+_MAX_DEVICES = 64
+
+Sample = tuple[str, str, float]  # name, device, value
 
 
 class HostCounters:
-    """Args:
-    system, processes: where the kernel shows what it counts.
-    nvml: the module pynvml, or one that does as it does; None: the real one if there is one.
-    kernel_log: where the kernel's lines come.
+    """The counters of this host.
+
+    Args:
+        system, processes: the kernel's folders of devices and processes.
+        nvml: the module pynvml or a replacement; None imports it if it is installed.
+        kernel_log: the kernel's log.
     """
 
     def __init__(
@@ -49,13 +58,13 @@ class HostCounters:
         kernel_log: Path = Path("/dev/kmsg"),
     ) -> None:
         self._processes = processes
-        self._files = [*_nics(system), *_ports(system)]
-        # This machine's, whichever folder its counters are read from.
-        drivers = {device: EthtoolCounters(device) for device in {one[1] for one in self._files if one[0] == _SENT}}
-        self._drivers = {device: driver for device, driver in sorted(drivers.items()) if driver.names}
+        self._files = [*_list_nic_files(system), *_list_port_files(system)]
+        # Drivers are those of this machine, whichever folder the other counters are read from.
+        drivers = [EthtoolCounters(device) for name, device, _, _ in self._files if name == "nic_tx_bytes"]
+        self._drivers = [driver for driver in drivers if driver.names]
         self._gpus: list[Any] = []
         self._nvml: Any = None
-        with contextlib.suppress(Exception):  # no package, no driver, no GPU
+        with contextlib.suppress(Exception):  # no package, no driver or no GPU
             nvml = nvml or importlib.import_module("pynvml")
             nvml.nvmlInit()
             self._nvml = nvml
@@ -63,83 +72,275 @@ class HostCounters:
         self._xids = XidEvents(self._nvml, self._gpus, kernel_log)
 
     def sample(self, now_ns: int) -> np.ndarray[Any, Any]:
-        """COUNTER records of this moment."""
-        found = []
+        """Return COUNTER records of the current values."""
+        samples: list[Sample] = []
         for name, device, path, scale in self._files:
-            if (value := _read(path, scale)) is not None:
-                found.append((name, device, value))
-        for device, driver in self._drivers.items():
-            counted = zip(driver.names, driver.read(), strict=False)
-            found += [(f"nic_{name}"[:32], device, float(value)) for name, value in counted if value]
-        found += [("gpu_xid", device, float(xid)) for device, xid in self._xids.take()]
-        found += self._processor() + [one for i, gpu in enumerate(self._gpus) for one in self._gpu(i, gpu)]
-        records = np.zeros(len(found), COUNTER)
-        records["time_ns"] = now_ns
-        for row, (name, device, value) in zip(records, found, strict=True):
-            row["name"], row["device"], row["value"] = name.encode(), device.encode(errors="replace"), value
-        return records
+            value = _read_number(path, scale)
+            if value is not None:
+                samples.append((name, device, value))
+        for driver in self._drivers:
+            for name, count in zip(driver.names, driver.read(), strict=False):
+                if count:
+                    samples.append((f"nic_{name}"[:32], driver.nic, float(count)))
+        samples += [("gpu_xid", device, float(xid)) for device, xid in self._xids.take()]
+        samples += self._sample_processor()
+        for index, gpu in enumerate(self._gpus):
+            samples += self._sample_gpu(index, gpu)
+        rows = [(now_ns, value, name.encode(), device.encode(errors="replace")) for name, device, value in samples]
+        return np.array(rows, COUNTER)
 
     def close(self) -> None:
-        """Look no more."""
+        """Close the kernel's log and the drivers."""
         self._xids.close()
-        for driver in self._drivers.values():
+        for driver in self._drivers:
             driver.close()
 
-    def _processor(self) -> list[tuple[str, str, float]]:
-        found = []
+    def _sample_processor(self) -> list[Sample]:
+        samples: list[Sample] = []
         with contextlib.suppress(OSError, ValueError, IndexError):
-            words = (self._processes / "stat").read_text().split("\n", 1)[0].split()[1:]
-            ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in words[:8]]
-            found += [("cpu_busy_seconds", "", sum(ticks) - ticks[3] - ticks[4]), ("cpu_iowait_seconds", "", ticks[4])]
+            fields = (self._processes / "stat").read_text().split("\n", 1)[0].split()[1:9]
+            user, nice, system, _, iowait, *interrupts = (int(f) / os.sysconf("SC_CLK_TCK") for f in fields)
+            samples.append(("cpu_busy_seconds", "", user + nice + system + sum(interrupts)))
+            samples.append(("cpu_iowait_seconds", "", iowait))
         with contextlib.suppress(OSError, ValueError, IndexError):
             for line in (self._processes / "meminfo").read_text().splitlines():
                 if line.startswith("MemAvailable:"):
-                    found.append(("memory_available_bytes", "", int(line.split()[1]) * 1024.0))
-        return found
+                    samples.append(("memory_available_bytes", "", int(line.split()[1]) * 1024.0))
+        return samples
 
-    def _gpu(self, index: int, gpu: Any) -> list[tuple[str, str, float]]:
-        n, device, found = self._nvml, f"gpu{index}", []
-        for name, ask in (
-            ("gpu_sm_clock_mhz", lambda: n.nvmlDeviceGetClockInfo(gpu, n.NVML_CLOCK_SM)),
-            ("gpu_power_watts", lambda: n.nvmlDeviceGetPowerUsage(gpu) / 1e3),
-            ("gpu_temperature_celsius", lambda: n.nvmlDeviceGetTemperature(gpu, n.NVML_TEMPERATURE_GPU)),
-            ("gpu_throttle_reasons", lambda: n.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)),
-            ("gpu_busy_percent", lambda: n.nvmlDeviceGetUtilizationRates(gpu).gpu),
-            ("gpu_memory_used_bytes", lambda: n.nvmlDeviceGetMemoryInfo(gpu).used),
-        ):
-            with contextlib.suppress(Exception):  # this device does not say; another second it may
-                found.append((name, device, float(ask())))
-        return found
+    def _sample_gpu(self, index: int, gpu: Any) -> list[Sample]:
+        nvml = self._nvml
+        readers: dict[str, Callable[[], float]] = {
+            "gpu_sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+            "gpu_power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+            "gpu_temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+            "gpu_throttle_reasons": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+            "gpu_busy_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+            "gpu_memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+        }
+        samples = []
+        for name, read in readers.items():
+            with contextlib.suppress(Exception):  # the device does not report this value now
+                samples.append((name, f"gpu{index}", float(read())))
+        return samples
 
 
-_File = tuple[str, str, Path, float]  # name, device, path, what a count is in the counter's unit
+_File = tuple[str, str, Path, float]  # name, device, path, unit of a count
 
 
-def _nics(system: Path) -> list[_File]:
-    found: list[_File] = []
-    for nic in sorted((system / "class" / "net").glob("*"))[:_MOST_DEVICES]:
-        if nic.name.startswith(_SKIPPED):
+def _list_nic_files(system: Path) -> list[_File]:
+    files: list[_File] = []
+    for nic in sorted((system / "class" / "net").glob("*"))[:_MAX_DEVICES]:
+        if nic.name.startswith(_VIRTUAL_NICS):
             continue
-        found += [(f"nic_{name}", nic.name, nic / "statistics" / name, 1.0) for name in _NIC]
-        found += [("nic_carrier_changes", nic.name, nic / "carrier_changes", 1.0)]
-        found += [("nic_speed_mbit", nic.name, nic / "speed", 1.0)]
-    return [one for one in found if _read(one[2], one[3]) is not None]
+        files += [(f"nic_{name}", nic.name, nic / "statistics" / name, 1.0) for name in _NIC]
+        files.append(("nic_carrier_changes", nic.name, nic / "carrier_changes", 1.0))
+        files.append(("nic_speed_mbit", nic.name, nic / "speed", 1.0))
+    return _select_readable(files)
 
 
-def _ports(system: Path) -> list[_File]:
-    found: list[_File] = []
-    for port in sorted((system / "class" / "infiniband").glob("*/ports/*"))[:_MOST_DEVICES]:
+def _list_port_files(system: Path) -> list[_File]:
+    files: list[_File] = []
+    for port in sorted((system / "class" / "infiniband").glob("*/ports/*"))[:_MAX_DEVICES]:
         device = f"{port.parent.parent.name}/{port.name}"
         for name, scale in _PORT.items():
-            shown = {"port_rcv_data": "port_rcv_bytes", "port_xmit_data": "port_xmit_bytes"}.get(name, name)
-            found.append((f"ib_{shown}", device, port / "counters" / name, scale))
-        found += [(f"ib_{name}", device, port / "hw_counters" / name, 1.0) for name in _PORT_HARDWARE]
-        found.append(("ib_link_state", device, port / "state", 1.0))  # "4: ACTIVE"
-    return [one for one in found if _read(one[2], one[3]) is not None]
+            files.append((f"ib_{_PORT_NAMES.get(name, name)}", device, port / "counters" / name, scale))
+        files += [(f"ib_{name}", device, port / "hw_counters" / name, 1.0) for name in _PORT_HARDWARE]
+        files.append(("ib_link_state", device, port / "state", 1.0))  # "4: ACTIVE"
+    return _select_readable(files)
 
 
-def _read(path: Path, scale: float) -> float | None:
+def _select_readable(files: list[_File]) -> list[_File]:
+    return [(name, device, path, scale) for name, device, path, scale in files if _read_number(path, scale) is not None]
+
+
+def _read_number(path: Path, scale: float) -> float | None:
     try:
         return int(path.read_text(errors="replace").partition(":")[0]) * scale
     except (OSError, ValueError):
         return None
+
+
+# counters of NIC drivers ------------------------------------------------------------------------------------------
+
+# Names are those of the drivers. In mlx5 (see the kernel's documentation of mlx5 counters) rx_prioN_pause are received
+# PFC frames, tx_prioN_pause sent ones, and ..._duration the microseconds in which they paused traffic.
+# rx_corrected_bits_phy counts bits that FEC corrected, rx_symbol_err_phy symbols that it could not correct. A failing
+# fibre or transceiver increases the former long before the latter. The other names are those of ice (priority), bnxt
+# (pfc, fec) and similar drivers.
+_LINK_COUNTERS = re.compile(
+    r"[rt]x_prio\d_pause(_duration|_transition)?|[rt]x_pause_ctrl_phy|[rt]x_global_pause(_duration)?"
+    r"|[rt]x_priority_\d_xo(n|ff)\.nic|[rt]x_pfc_ena_frames_pri\d|[rt]x_pause(_frames)?"
+    r"|rx_corrected_bits_phy|rx_pcs_symbol_err_phy|rx_symbol_err_phy|rx_crc_errors_phy|link_down_events_phy"
+    r"|rx_err_lane_\d_phy|rx_fec_(corrected|uncorrectable)_blocks|[rt]x_ecn_mark\w*|rx_discards_phy|rx_out_of_buffer"
+)
+_SIOCETHTOOL = 0x8946
+_GET_STRINGS, _GET_STATISTICS, _GET_SIZES = 0x1B, 0x1D, 0x37
+_STATISTICS_SET = 1  # the set of strings that names the statistics
+_NAME_BYTES = 32
+_MAX_STATISTICS = 4096
+
+
+def is_link_counter(name: str) -> bool:
+    """Return whether a driver's counter describes pauses, FEC, signal quality or congestion."""
+    return _LINK_COUNTERS.fullmatch(name) is not None
+
+
+class EthtoolCounters:
+    """Counters of a NIC's driver beyond those of the kernel (`ethtool -S`).
+
+    Args:
+        select: selects counters by name, by default those of links.
+
+    Attributes:
+        names: names of the selected counters, in the order of `read`; empty without such counters.
+    """
+
+    def __init__(self, nic: str, select: Callable[[str], bool] = is_link_counter) -> None:
+        self.nic = nic
+        self.names: list[str] = []
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._count = 0
+        self._indices: list[int] = []
+        with contextlib.suppress(OSError):
+            driver_names = self._read_names()
+            self._count = len(driver_names)
+            self._indices = [i for i, name in enumerate(driver_names) if select(name)]
+            self.names = [driver_names[i] for i in self._indices]
+        if not self.names:
+            self.close()
+
+    def _fill(self, request: array.array[int]) -> bytes:
+        """Let the kernel fill a request, and return it."""
+        address, _ = request.buffer_info()
+        fcntl.ioctl(self._socket.fileno(), _SIOCETHTOOL, struct.pack("16sP", self.nic.encode()[:15], address))
+        return request.tobytes()
+
+    def _read_names(self) -> list[str]:
+        sizes = self._fill(array.array("B", struct.pack("=IIQI", _GET_SIZES, 0, 1 << _STATISTICS_SET, 0)))
+        _, _, sets, count = struct.unpack("=IIQI", sizes)
+        if not sets or not 0 < count <= _MAX_STATISTICS:
+            return []
+        request = struct.pack("=III", _GET_STRINGS, _STATISTICS_SET, count) + bytes(count * _NAME_BYTES)
+        text = self._fill(array.array("B", request))[12:]
+        names = (text[i : i + _NAME_BYTES] for i in range(0, len(text), _NAME_BYTES))
+        return [name.split(b"\0", 1)[0].decode(errors="replace") for name in names]
+
+    def read(self) -> list[int]:
+        """Return the values of `names`; empty if the driver does not answer now."""
+        if not self.names:
+            return []
+        # The kernel fills as many values as it has now: a queue may have been added since the names were read.
+        request = struct.pack("=II", _GET_STATISTICS, self._count) + bytes(8 * 2 * _MAX_STATISTICS)
+        try:
+            data = self._fill(array.array("B", request))
+        except OSError:
+            return []
+        if struct.unpack_from("=I", data, 4)[0] != self._count:
+            return []
+        return [int(struct.unpack_from("=Q", data, 8 + 8 * i)[0]) for i in self._indices]
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+# Xid errors -------------------------------------------------------------------------------------------------------
+
+_XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.\d)?\): (?P<xid>\d+)")
+_GPU_LOST = re.compile(r"NVRM: The NVIDIA GPU (?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})\.\d")
+_LOG_RECORD_BYTES = 8192  # largest record of the kernel's log
+_MAX_LOG_RECORDS = 1000  # records read at once
+_MAX_EVENTS = 64  # events read at once
+
+
+def parse_xid(line: str) -> tuple[str, int] | None:
+    """Return PCI address (domain:bus:device) and number of the Xid in a line of the kernel's log, None without one.
+
+    A GPU that has fallen off the bus is Xid 79, also if the driver does not log the number.
+    """
+    match = _XID.search(line)
+    if match:
+        return match["bus"].lower(), int(match["xid"])
+    match = _GPU_LOST.search(line)
+    return (match["bus"].lower(), OFF_BUS_XID) if match else None
+
+
+class XidEvents:
+    """Xid errors of a host's GPUs as they occur, from NVML's events or else from the kernel's log.
+
+    Args:
+        nvml: the module pynvml after nvmlInit, None without it.
+        gpus: its handles.
+        kernel_log: read from its end if NVML reports no events.
+    """
+
+    def __init__(self, nvml: Any, gpus: list[Any], kernel_log: Path = Path("/dev/kmsg")) -> None:
+        self._nvml = nvml
+        self._event_set: Any = None
+        self._device_names: dict[str, str] = {}
+        self._log = -1
+        if nvml is not None:
+            for index, gpu in enumerate(gpus):
+                with contextlib.suppress(Exception):  # NVML has its own error classes
+                    bus = nvml.nvmlDeviceGetPciInfo(gpu).busId
+                    address = (bus.decode() if isinstance(bus, bytes) else str(bus)).lower()  # 00000000:3B:00.0
+                    self._device_names[_shorten(address.partition(".")[0])] = f"gpu{index}"
+            with contextlib.suppress(Exception):
+                events = nvml.nvmlEventSetCreate()
+                for gpu in gpus:
+                    nvml.nvmlDeviceRegisterEvents(gpu, nvml.nvmlEventTypeXidCriticalError, events)
+                self._event_set = events
+        if self._event_set is None:
+            with contextlib.suppress(OSError):
+                self._log = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                os.lseek(self._log, 0, os.SEEK_END)
+
+    def take(self) -> list[tuple[str, int]]:
+        """Return (device, Xid) since the last call. The device is gpuN, or its PCI address if NVML does not name it."""
+        return self._take_from_nvml() if self._event_set is not None else self._take_from_log()
+
+    def _take_from_nvml(self) -> list[tuple[str, int]]:
+        nvml = self._nvml
+        errors = []
+        with contextlib.suppress(Exception):  # raised if there are no more events
+            for _ in range(_MAX_EVENTS):
+                event = nvml.nvmlEventSetWait_v2(self._event_set, 0)
+                if event.eventType & nvml.nvmlEventTypeXidCriticalError:
+                    errors.append((self._name_device(event.device), int(event.eventData)))
+        return errors
+
+    def _name_device(self, gpu: Any) -> str:
+        with contextlib.suppress(Exception):
+            return f"gpu{int(self._nvml.nvmlDeviceGetIndex(gpu))}"
+        return "gpu"  # it has fallen off the bus; the kernel's log has its address
+
+    def _take_from_log(self) -> list[tuple[str, int]]:
+        errors = []
+        for _ in range(_MAX_LOG_RECORDS if self._log >= 0 else 0):
+            try:
+                record = os.read(self._log, _LOG_RECORD_BYTES)
+            except BrokenPipeError:  # records were overwritten before they were read
+                continue
+            except OSError:
+                break
+            if not record:
+                break
+            for line in record.decode(errors="replace").splitlines():
+                error = parse_xid(line)
+                if error is not None:
+                    address, xid = error
+                    errors.append((self._device_names.get(_shorten(address), address), xid))
+        return errors
+
+    def close(self) -> None:
+        """Close the kernel's log."""
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1
+
+
+def _shorten(address: str) -> str:
+    """Return a PCI address with the last four digits of its domain."""
+    domain, _, bus = address.partition(":")
+    return f"{domain[-4:]}:{bus}"

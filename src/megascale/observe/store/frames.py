@@ -1,9 +1,9 @@
-"""The binary form of spans and roll-ups: frames of records with a checksum, as they leave a rank and lie in a spool.
+"""The binary form of spans and roll-ups: frames of records with a checksum, as ranks and spools write them.
 
     frame = head (64 bytes) | records of one kind, all of one rank and one step
 
-A frame has its ring's identity and a number counted up there: who has kept one knows which come next, so that none is
-kept twice. What is torn, of another schema or no frame at all is told apart from what is there (`scan`).
+A frame carries its ring's identity and a number that counts up there. A reader that knows the last number of a ring
+recognises repeated frames. `scan_frames` distinguishes cut frames, other schemas and foreign bytes from valid frames.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from megascale.core.spans import SPAN_SCHEMA
 
 ROLLUPS, SPANS, CLOCKS, COUNTERS = range(4)
 
-# One row a rank, step, kind and axis. Rows of the same are parts: counts, times and bytes add up.
+# One row per rank, step, kind and axis. Rows with the same key are parts: counts, times and bytes are added.
 ROLLUP = np.dtype(
     [
         ("kind", "u1"),
         ("axis", "u1"),
         ("unused", "u2"),
         ("count", "u4"),
-        ("total_ns", "i8"),  # from start to end, of all together
-        ("waited_ns", "i8"),  # of that: for others, or for samples
+        ("total_ns", "i8"),  # sum of the durations
+        ("waited_ns", "i8"),  # part of the total that was waiting for other ranks or samples
         ("longest_ns", "i8"),
-        ("host_ns", "i8"),  # the host's time in them: as long as the device's where the host is the slower
+        ("host_ns", "i8"),  # the host's time; equals the device's time if the host is the bottleneck
         ("bytes", "i8"),
-        ("first_ns", "i8"),  # start of the first, end of the last
-        ("last_ns", "i8"),
+        ("first_ns", "i8"),  # begin of the first span
+        ("last_ns", "i8"),  # end of the last span
     ]
 )
 SPAN = np.dtype(
@@ -49,30 +49,30 @@ SPAN = np.dtype(
         ("end_ns", "i8"),
     ]
 )
-# How far the common clock was ahead of the host's monotonic one, in nanoseconds, and by how much that may be wrong.
+# Offset of the common clock from the host's monotonic clock, and the largest error of that offset, in nanoseconds.
 CLOCK = np.dtype([("time_ns", "i8"), ("offset_ns", "i8"), ("error_ns", "i8")])
-# A value of a device of the host, such as a NIC's bytes. Names are UTF-8, cut off.
+# A value of a host's device, such as the bytes of a NIC. Names are truncated UTF-8.
 COUNTER = np.dtype([("time_ns", "i8"), ("value", "f8"), ("name", "S32"), ("device", "S16")])
 RECORDS = {ROLLUPS: ROLLUP, SPANS: SPAN, CLOCKS: CLOCK, COUNTERS: COUNTER}
 
-# magic, schema, kind, bytes of the records, ring, number, step, rank, attempt, clock's error, spans lost, checksum
+# magic, schema, kind, bytes of the records, ring, number, step, rank, attempt, clock error, lost spans, checksum
 _HEAD = struct.Struct("<4sHHIQQQIIQQI")
 HEAD_BYTES = _HEAD.size
-_SUM = struct.Struct("<I")  # the last field of the head: of all that is before and after it
-_SUM_AT = HEAD_BYTES - _SUM.size
+_CHECKSUM = struct.Struct("<I")  # the last field of the head; covers the fields before it and the records
+_CHECKSUM_OFFSET = HEAD_BYTES - _CHECKSUM.size
 _MAGIC = b"MSpn"
-MOST_BYTES = 1 << 24  # of one frame's records
+_MAX_RECORD_BYTES = 1 << 24
 
 
 class FrameHead(NamedTuple):
-    """What a frame says of its records.
+    """The description of a frame's records.
 
     Attributes:
         kind: ROLLUPS, SPANS, CLOCKS or COUNTERS.
-        ring, number: the ring's identity, and which of its frames this is.
-        rank, attempt, step: whose records they are.
-        error_ns: by how much their times may be off on their host's clock.
-        lost: spans that this rank has dropped so far, for want of room.
+        ring, number: identity of the ring, and the frame's number in it.
+        rank, attempt, step: origin of the records.
+        error_ns: largest error of their times on the host's clock.
+        lost: spans that this rank has dropped so far because its ring was full.
     """
 
     kind: int
@@ -85,49 +85,53 @@ class FrameHead(NamedTuple):
     lost: int = 0
 
 
-def pack_frame(head: FrameHead, records: np.ndarray[Any, Any]) -> bytes:
-    """A frame."""
-    return pack_bytes(head, records.tobytes())
-
-
-def pack_bytes(head: FrameHead, data: bytes | memoryview) -> bytes:
-    """A frame of records that are bytes already."""
-    about = (head.ring, head.number, head.step, head.rank, head.attempt, head.error_ns, head.lost)
-    bare = _HEAD.pack(_MAGIC, SPAN_SCHEMA, head.kind, len(data), *about, 0)[:_SUM_AT]
-    return bare + _SUM.pack(zlib.crc32(data, zlib.crc32(bare))) + bytes(data)
+def pack_frame(head: FrameHead, records: np.ndarray[Any, Any] | memoryview) -> bytes:
+    """Return a frame of records."""
+    data = records.tobytes()
+    fields = (head.ring, head.number, head.step, head.rank, head.attempt, head.error_ns, head.lost)
+    start = _HEAD.pack(_MAGIC, SPAN_SCHEMA, head.kind, len(data), *fields, 0)[:_CHECKSUM_OFFSET]
+    return start + _CHECKSUM.pack(zlib.crc32(data, zlib.crc32(start))) + data
 
 
 class TornFrame(ValueError):
-    """Bytes that are no whole frame; `at` is where they begin, `short` whether there may simply be more to come."""
+    """Bytes that are not a whole frame.
 
-    def __init__(self, text: str, at: int, short: bool = False) -> None:
+    Attributes:
+        offset: where they begin.
+        is_truncated: the rest of the frame may follow.
+    """
+
+    def __init__(self, text: str, offset: int, is_truncated: bool = False) -> None:
         super().__init__(text)
-        self.offset, self.is_truncated = at, short
+        self.offset = offset
+        self.is_truncated = is_truncated
 
 
 def scan_frames(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[FrameHead, memoryview, int]]:
-    """The frames of `data`: (head, its records as bytes, where the frame ends); TornFrame at the first that is none.
+    """Yield (head, records as bytes, end of the frame) of each frame; raise TornFrame at the first invalid one.
 
-    check: whether checksums are compared; those of a frame that was read before need not be.
+    Args:
+        check: compare checksums; unnecessary for frames that were checked before.
     """
-    view, at = memoryview(data), 0
-    while at < len(view):
-        if len(view) - at < HEAD_BYTES:
-            raise TornFrame("a frame's head is cut off", at, short=True)
-        magic, schema, kind, size, ring, number, step, rank, attempt, error, lost, crc = _HEAD.unpack_from(view, at)
+    view = memoryview(data)
+    offset = 0
+    while offset < len(view):
+        if len(view) - offset < HEAD_BYTES:
+            raise TornFrame("a frame's head is truncated", offset, is_truncated=True)
+        magic, schema, kind, size, ring, number, step, rank, attempt, error, lost, crc = _HEAD.unpack_from(view, offset)
         if magic != _MAGIC:
-            raise TornFrame("this is no frame of spans", at)
+            raise TornFrame("the bytes are not a frame of spans", offset)
         if schema != SPAN_SCHEMA:
-            raise TornFrame(f"a frame of schema {schema}; this version reads {SPAN_SCHEMA}", at)
-        if kind not in RECORDS or size > MOST_BYTES or size % RECORDS[kind].itemsize:
-            raise TornFrame(f"a frame of kind {kind} with {size} bytes", at)
-        end = at + HEAD_BYTES + size
+            raise TornFrame(f"the frame has schema {schema}; this version reads {SPAN_SCHEMA}", offset)
+        if kind not in RECORDS or size > _MAX_RECORD_BYTES or size % RECORDS[kind].itemsize:
+            raise TornFrame(f"the frame of kind {kind} has an invalid size of {size} bytes", offset)
+        end = offset + HEAD_BYTES + size
         if end > len(view):
-            raise TornFrame("a frame's records are cut off", at, short=True)
-        body = view[at + HEAD_BYTES : end]
-        if check and zlib.crc32(body, zlib.crc32(view[at : at + _SUM_AT])) != crc:
-            raise TornFrame("a frame whose checksum is wrong", at)
+            raise TornFrame("a frame's records are truncated", offset, is_truncated=True)
+        body = view[offset + HEAD_BYTES : end]
+        if check and zlib.crc32(body, zlib.crc32(view[offset : offset + _CHECKSUM_OFFSET])) != crc:
+            raise TornFrame("the checksum of a frame is wrong", offset)
         if rank >= MAX_RANKS or attempt >= 1 << 31 or max(step, error, lost) >= 1 << 62:
-            raise TornFrame(f"a frame of rank {rank}, attempt {attempt} and step {step}", at)
+            raise TornFrame(f"the frame has an invalid rank {rank}, attempt {attempt} or step {step}", offset)
         yield FrameHead(kind, ring, number, rank, attempt, step, error, lost), body, end
-        at = end
+        offset = end

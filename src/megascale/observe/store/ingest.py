@@ -1,8 +1,8 @@
-"""The way of frames from the rings of a host's ranks into its spool and its tables: what the span service does.
+"""The path of frames from the rings of a host's ranks into its spool and its tables, as the span service runs it.
 
-Frames are taken over from rings into the segment under way, and only then does a ring forget them. Segments end by size
-or age and become Parquet files. The folder is bounded: over its limit the oldest files go, and roll-ups stay longest.
-Where nothing can be written, rings fill, ranks drop spans and count them, and training goes on.
+Frames are stored in the current segment before their ring releases them. A segment ends by size or age and becomes
+Parquet files. The folder is bounded: beyond its limit the oldest files are removed, roll-ups last. If nothing can be
+written, rings fill, ranks drop and count spans, and training continues.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from megascale.observe.store.frames import (
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import SegmentSink
 from megascale.observe.store.spool import (
-    LEFT,
-    RINGS,
+    ORPHAN_PREFIX,
+    RINGS_FILE,
     Spool,
-    adopt,
-    last_numbers,
+    adopt_orphan,
     list_segments,
+    read_last_numbers,
     read_segment,
+    replace_file,
     segment_file,
 )
 
@@ -48,24 +49,24 @@ log = logging.getLogger("megascale.observe.spans")
 
 SEGMENT_BYTES = 16 << 20
 SEGMENT_SECONDS = 300.0
-STATE_FILE = "state.json"
+_RETRY_SECONDS = 10.0
 
 
 class Ingest:
-    """One writer of a folder; not for several threads.
+    """The only writer of a folder; used by one thread.
 
     Args:
-        folder: `runs/NAME/spans/host=H`, made if need be.
-        job, host, hostname: whose it is.
-        sink: makes the sink at the first segment's end; DuckDB is loaded then and not before.
-        limit: bytes that the folder may have.
-        clock_ns: how far the common clock is ahead of the monotonic one, until a clock frame says more.
+        folder: `runs/NAME/spans/host=H`, created if missing.
+        job, host, hostname: origin of the frames.
+        sink: makes the sink at the end of the first segment, so that DuckDB is loaded no earlier.
+        limit: bytes that the folder may occupy.
+        clock_ns: offset of the common clock from the monotonic one until a clock frame is added.
 
     Attributes:
-        rows: of each table, made so far.
-        removed: files that were given up for want of room.
-        failures: times that something could not be written.
-        given_up: segments that a sink beside the first never got.
+        rows: rows of each table written so far.
+        removed_files: files that were removed to keep the limit.
+        failures: failed writes.
+        dropped_segments: segments that a sink other than the first never received.
     """
 
     def __init__(
@@ -82,213 +83,218 @@ class Ingest:
         segment_seconds: float = SEGMENT_SECONDS,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.limit = folder, limit
-        self.segment_bytes, self.segment_seconds = segment_bytes, segment_seconds
-        if clock_ns is None:
-            clock_ns = time.time_ns() - time.monotonic_ns()
-        self.clock_ns = clock_ns
-        self.about = {"job": job, "host": host, "hostname": hostname, "schema": SPAN_SCHEMA, "clock_ns": clock_ns}
+        self.folder = folder
+        self.limit = limit
+        self.segment_bytes = segment_bytes
+        self.segment_seconds = segment_seconds
+        self.clock_ns = time.time_ns() - time.monotonic_ns() if clock_ns is None else clock_ns
         self.rows: dict[str, int] = {}
-        self.removed_files = self.failures = self.damaged = self.dropped_segments = 0
+        self.removed_files = 0
+        self.failures = 0
+        self.damaged = 0
+        self.dropped_segments = 0
         self.error = ""
-        self._make_sink, self._sink = sink, None  # type: Callable[[Path], SegmentSink], SegmentSink | None
-        for left in folder.glob("*.tmp"):
-            left.unlink(missing_ok=True)
-        last = last_numbers(folder)
+        self._make_sink = sink
+        self._sink: SegmentSink | None = None
+        for temporary in folder.glob("*.tmp"):
+            temporary.unlink(missing_ok=True)
+        last = read_last_numbers(folder)
         self._ended = deque(list_segments(folder))
-        newest = max([*self._ended, *_numbers(folder)], default=-1)
-        for left in sorted(folder.glob(f"{LEFT}*.bin")):
+        table_numbers = (path.stem.rpartition("-")[2] for path in folder.glob("*-*.parquet"))
+        newest = max([*self._ended, *(int(text) for text in table_numbers if text.isdigit())], default=-1)
+        for orphan in sorted(folder.glob(f"{ORPHAN_PREFIX}*.bin")):
             newest += 1
-            adopt(left, segment_file(folder, newest), last)
+            adopt_orphan(orphan, segment_file(folder, newest), last)
             self._ended.append(newest)
-        self._first = newest + 1  # of this process's own
-        self._spool = Spool(folder, self.about, newest + 1, last)
-        self._own_number, self._own_ring = 0, int.from_bytes(os.urandom(8), "little")
+        self._first_own = newest + 1  # first segment of this process
+        header = {"job": job, "host": host, "hostname": hostname, "schema": SPAN_SCHEMA, "clock_ns": self.clock_ns}
+        self._spool = Spool(folder, header, newest + 1, last)
+        self._host_ring = int.from_bytes(os.urandom(8), "little")
+        self._host_frames = 0
         self._opened = time.monotonic()
-        self._asked_again = 0.0
+        self._retry_time = 0.0
 
     # frames --------------------------------------------------------------------------------------------------------
 
     def take_frames(self, ring: SpanRing) -> int:
-        """Take over what a ring has; bytes of it. What cannot be written stays there."""
+        """Store the frames of a ring and release them; return their bytes. Frames that cannot be stored stay there."""
         try:
             data = memoryview(ring.read())
         except ValueError as error:
-            self._damage(ring, 0, str(error))
+            self._report_damage(ring, 0, str(error))
             return 0
-        if not len(data):
-            return 0
-        whole, torn = self._new_frames(data)
-        if whole and not self._append(whole):
-            return 0
-        if torn is not None:
-            self._damage(ring, len(data), str(torn))
-        ring.release(len(data))
-        return len(data)
-
-    def _new_frames(self, data: memoryview) -> tuple[list[tuple[FrameHead, memoryview]], TornFrame | None]:
-        """Frames that were not kept before, as (head, the whole frame), and what ends them early."""
-        found: list[tuple[FrameHead, memoryview]] = []
-        at = 0
+        heads = []
+        frames = []
+        offset = 0
+        torn = None
         try:
             for head, _, end in scan_frames(data):
                 if head.number > self._spool.last.get(head.ring, 0):
-                    found.append((head, data[at:end]))
-                at = end
-        except TornFrame as torn:
-            return found, torn
-        return found, None
+                    heads.append(head)
+                    frames.append(data[offset:end])
+                offset = end
+        except TornFrame as error:
+            torn = error
+        if frames and not self._append(heads, b"".join(frames)):
+            return 0
+        if torn is not None:
+            self._report_damage(ring, len(data), str(torn))
+        ring.release(len(data))
+        return len(data)
 
-    def _append(self, frames: list[tuple[FrameHead, memoryview]]) -> bool:
+    def _append(self, heads: list[FrameHead], frames: bytes) -> bool:
         try:
-            self._spool.append(b"".join([frame for _, frame in frames]))
+            self._spool.append(frames)
         except OSError as error:
-            self._failed(f"the spool cannot be written: {error}")
+            self._report_failure(f"the spool cannot be written: {error}")
             return False
-        for head, _ in frames:
+        for head in heads:
             self._spool.last[head.ring] = head.number
         return True
 
-    def _damage(self, ring: SpanRing, size: int, why: str) -> None:
+    def _report_damage(self, ring: SpanRing, size: int, reason: str) -> None:
         self.damaged += 1
-        log.warning("the ring of rank %d holds what cannot be read and %d bytes are given up: %s", ring.rank, size, why)
+        log.warning("the ring of rank %d is damaged; %d bytes are dropped: %s", ring.rank, size, reason)
 
     def add_records(self, kind: int, records: np.ndarray[Any, Any]) -> None:
-        """Keep clocks or counters of the host itself."""
+        """Store clocks or counters of the host."""
         assert kind in (CLOCKS, COUNTERS)
-        self._own_number += 1
-        head = FrameHead(kind, self._own_ring, self._own_number, 0, 0, 0)
-        self._append([(head, memoryview(pack_frame(head, records.astype(RECORDS[kind]))))])
+        self._host_frames += 1
+        head = FrameHead(kind, self._host_ring, self._host_frames, rank=0, attempt=0, step=0)
+        self._append([head], pack_frame(head, records.astype(RECORDS[kind])))
 
     def add_clock(self, now_ns: int, offset_ns: int, error_ns: int) -> None:
-        """From `now_ns` of the monotonic clock on the common clock is so far ahead of it."""
+        """Store the offset of the common clock from the monotonic clock at `now_ns`."""
         self.add_records(CLOCKS, np.array([(now_ns, offset_ns, error_ns)], CLOCK))
 
     # segments ------------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Have all that was taken over outlive the machine."""
+        """Write the stored frames to the disk, so that they survive a machine failure."""
         try:
             self._spool.flush()
         except OSError as error:
-            self._failed(f"the spool cannot be put on the disk: {error}")
+            self._report_failure(f"the spool cannot be flushed to the disk: {error}")
 
-    def tick(self, now: float | None = None, end: bool = False) -> None:
-        """End the segment if it is large or old enough, or at the `end`; make tables of ended ones; keep the limit."""
-        now = time.monotonic() if now is None else now
-        old = now - self._opened >= self.segment_seconds
-        if end or old or self._spool.size >= self.segment_bytes:
-            self._opened = now
-            if (number := self._spool.rotate()) is not None:
+    def tick(self, current_time: float | None = None, end: bool = False) -> None:
+        """End a large or old segment, convert ended segments, and enforce the limit; `end` ends the last segment."""
+        current_time = time.monotonic() if current_time is None else current_time
+        is_old = current_time - self._opened >= self.segment_seconds
+        if end or is_old or self._spool.size >= self.segment_bytes:
+            self._opened = current_time
+            number = self._spool.rotate()
+            if number is not None:
                 self._ended.append(number)
-        if self._ended and (end or now >= self._asked_again):
-            self._convert(now)
-        if end or old:
-            self.bound()
+        if self._ended and (end or current_time >= self._retry_time):
+            self._convert(current_time)
+        if end or is_old:
+            self.enforce_limit()
 
     def _convert(self, now: float) -> None:
         while self._ended:
             number = self._ended[0]
             file = segment_file(self.folder, number)
             try:
-                segment = read_segment(file, check=number < self._first)
-                if segment.damage:
-                    log.warning("%s: %s; what is before it counts", file.name, segment.damage)
-                if segment.frames:
-                    if self._sink is None:
-                        self._sink = self._make_sink(self.folder)
-                    for table, rows in self._sink.write_segment(number, segment).items():
-                        self.rows[table] = self.rows.get(table, 0) + rows
-                    self._keep_rings(segment.last)
-                file.unlink()
+                self._write_tables(number, file)
+                file.unlink(missing_ok=True)
             except FileNotFoundError:
                 pass
-            except ValueError as error:  # not of ours: kept under another name, so that it is not read again
-                self._failed(str(error))
+            except ValueError as error:
+                self._report_failure(str(error))
                 with contextlib.suppress(OSError):
-                    os.replace(file, file.with_suffix(".damaged"))
+                    os.replace(file, file.with_suffix(".damaged"))  # under this name it is not read again
             except OSError as error:
-                self._failed(f"segment {number} cannot be made into tables yet: {error}")
-                self.bound()
-                if not self._given_up(number):
-                    self._asked_again = now + 10.0
+                self._report_failure(f"segment {number} cannot be converted yet: {error}")
+                self.enforce_limit()
+                if not self._drop_segment(number):
+                    self._retry_time = now + _RETRY_SECONDS
                     return
             self._ended.popleft()
 
-    def _given_up(self, number: int) -> bool:
-        """Where what waits for a sink beside the first is a quarter of the folder, it does without the oldest segment:
-        what commands read goes on."""
-        if self._waiting() <= self.limit // 4 or not getattr(self._sink, "first_has", lambda n: False)(number):
+    def _write_tables(self, number: int, file: Path) -> None:
+        segment = read_segment(file, check=number < self._first_own)
+        if segment.damage:
+            log.warning("%s: %s; the frames before the damage are kept", file.name, segment.damage)
+        if not segment.frames:
+            return
+        if self._sink is None:
+            self._sink = self._make_sink(self.folder)
+        for table, rows in self._sink.write_segment(number, segment).items():
+            self.rows[table] = self.rows.get(table, 0) + rows
+        # A service that starts when no segment exists reads the last numbers from this file.
+        numbers = {str(ring): last for ring, last in segment.last.items()}
+        replace_file(self.folder / RINGS_FILE, strict_json.dumps(numbers).encode())
+
+    def _drop_segment(self, number: int) -> bool:
+        """Drop the oldest segment if the first sink has it and waiting segments occupy a quarter of the limit.
+
+        Another sink that is down for long then misses segments, but the tables that commands read continue.
+        """
+        has_segment = getattr(self._sink, "first_has", lambda number: False)
+        if self._waiting_bytes() <= self.limit // 4 or not has_segment(number):
             return False
         segment_file(self.folder, number).unlink(missing_ok=True)
         self.dropped_segments += 1
         return True
 
-    def _keep_rings(self, last: dict[int, int]) -> None:
-        """Which frame of each ring was kept last, for a service that starts when no segment tells it."""
-        temporary = self.folder / "rings.tmp"
-        temporary.write_text(strict_json.dumps({str(ring): number for ring, number in last.items()}))
-        os.replace(temporary, self.folder / RINGS)
+    def enforce_limit(self) -> None:
+        """Remove files until the folder is within its limit.
 
-    def bound(self) -> None:
-        """Remove files of the folder until it keeps its limit: first what is damaged, then the oldest roll-ups if they
-        have more than half of it, else the oldest of the others."""
-        tables: dict[str, list[tuple[str, Path, int]]] = {table: [] for table in TABLES}
-        damaged: list[tuple[Path, int]] = []
+        Damaged files are removed first. Then the oldest roll-ups are removed if they occupy more than half of the
+        limit, otherwise the oldest other files.
+        """
         total = 0
+        damaged: list[tuple[str, Path, int]] = []
+        rollups: list[tuple[str, Path, int]] = []
+        tables: list[tuple[str, Path, int]] = []
         for path in self.folder.iterdir():
-            size = _size(path)
+            size = _file_size(path)
             total += size
-            if path.suffix == ".damaged":
-                damaged.append((path, size))
             table, _, numbers = path.stem.partition("-")
-            if path.suffix == ".parquet" and table in tables:
-                tables[table].append((numbers, path, size))
-        for path, size in damaged:
-            if total > self.limit:
-                path.unlink(missing_ok=True)
-                total -= size
-                self.removed_files += 1
-        rollups = sorted(tables.pop("rollups"))
-        others = sorted(one for found in tables.values() for one in found)
-        share = sum(size for _, _, size in rollups)
-        while total > self.limit and (rollups or others):
-            from_rollups = bool(rollups) and (share > self.limit // 2 or not others)
-            _, path, size = (rollups if from_rollups else others).pop(0)
+            if path.suffix == ".damaged":
+                damaged.append((numbers, path, size))
+            elif path.suffix == ".parquet" and table in TABLES:
+                (rollups if table == "rollups" else tables).append((numbers, path, size))
+        for files in (damaged, rollups, tables):
+            files.sort()
+        rollup_bytes = sum(size for _, _, size in rollups)
+        while total > self.limit and (damaged or rollups or tables):
+            if damaged:
+                files = damaged
+            elif rollups and (rollup_bytes > self.limit // 2 or not tables):
+                files = rollups
+            else:
+                files = tables
+            _, path, size = files.pop(0)
             path.unlink(missing_ok=True)
             total -= size
-            share -= size if from_rollups else 0
+            if files is rollups:
+                rollup_bytes -= size
             self.removed_files += 1
 
-    def full(self) -> bool:
-        """Whether segments that could not be made into tables fill the folder: nothing more is taken over then."""
-        return self._waiting() + self._spool.size > self.limit
+    def is_full(self) -> bool:
+        """Return whether segments that could not be converted fill the folder; no more frames are taken then."""
+        return self._waiting_bytes() + self._spool.size > self.limit
 
-    def _waiting(self) -> int:
-        """Bytes of segments that have ended and are not tables."""
-        return sum(_size(segment_file(self.folder, number)) for number in self._ended)
+    def _waiting_bytes(self) -> int:
+        """Return the bytes of ended segments that are not tables."""
+        return sum(_file_size(segment_file(self.folder, number)) for number in self._ended)
 
-    def _failed(self, text: str) -> None:
+    def _report_failure(self, text: str) -> None:
         self.failures += 1
         if text != self.error:
             log.warning("%s", text)
         self.error = text
 
     def close(self) -> None:
-        """Make tables of what is left."""
+        """Convert all frames and close the sink."""
         self.tick(end=True)
         if self._sink is not None:
             self._sink.close()
 
 
-def _size(file: Path) -> int:
+def _file_size(file: Path) -> int:
     try:
         return file.stat().st_size
     except OSError:
         return 0
-
-
-def _numbers(folder: Path) -> list[int]:
-    """Numbers of segments that have become tables."""
-    found = (path.stem.rpartition("-")[2] for path in folder.glob("*-*.parquet"))
-    return [int(text) for text in found if text.isdigit()]

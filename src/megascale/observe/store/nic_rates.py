@@ -1,9 +1,9 @@
-"""Bandwidth of each NIC and port by the millisecond, beside the link's limit, while a rank's spans are all kept.
+"""Bandwidth of each NIC and port per millisecond, while a rank is in a step whose spans are all recorded.
 
-Second by second a link that is half used may be a link that is full half the time. A thread reads the counters of
-bytes every millisecond while a ring says that its rank is in such a step, for at most MOST_SECONDS of it. What a NIC
-counts in coarser steps shows so: a rate of 0 and then a high one. Where reading takes longer, intervals are longer; a
-rate is over the interval that it was.
+A link that is half used over a second may be fully used half of the time. A thread therefore reads the counters of
+bytes every millisecond while a ring announces such a step, for at most MAX_SECONDS of it. A NIC that updates its
+counters less often shows rates of 0 followed by a high one. If reading takes longer, intervals are longer; each rate is
+the mean over its interval.
 """
 
 from __future__ import annotations
@@ -26,22 +26,29 @@ from megascale.observe.store.frames import COUNTER
 log = logging.getLogger("megascale.observe.spans")
 
 PERIOD = 0.001
-MOST_SECONDS = 5.0  # of a step
-_IDLE = 0.02  # seconds between looks whether a sample has begun
-_MOST_ROWS = 200_000  # that wait to be taken
-_SKIPPED = ("lo", "veth", "docker", "br-", "virbr", "ifb", "dummy")
-_DEVICES = 32
+MAX_SECONDS = 5.0  # of a step
+_IDLE_SECONDS = 0.02  # between checks for a sampled step
+_MAX_WAITING_ROWS = 200_000
+_VIRTUAL_NICS = ("lo", "veth", "docker", "br-", "virbr", "ifb", "dummy")
+_MAX_DEVICES = 32
+
+_Row = tuple[int, float, bytes, bytes]  # COUNTER: time, value, name, device
 
 
 class _Nic:
-    """Counters of bytes of one link, open.
+    """Open counters of bytes of one link.
 
     Attributes:
-        limit: bytes a second in one direction, 0 if the kernel does not say it.
+        limit: bytes per second in one direction, 0 if the kernel does not report it.
+        last: bytes received and sent at the last reading.
+        last_time: time of that reading, monotonic nanoseconds.
     """
 
     def __init__(self, name: str, files: list[Path], scale: int, limit: float) -> None:
-        self.name, self._scale, self.limit = name, scale, limit
+        self.name = name
+        self.limit = limit
+        self.last_time = 0
+        self._scale = scale
         self._files: list[int] = []
         try:
             for file in files:
@@ -52,28 +59,40 @@ class _Nic:
             raise
 
     def read(self) -> tuple[int, int]:
-        """Bytes received and sent."""
+        """Return the bytes received and sent."""
         received, sent = (int(os.pread(file, 32, 0)) * self._scale for file in self._files)
         return received, sent
 
+    def measure(self) -> list[_Row]:
+        """Return the rates since the last reading."""
+        counts = self.read()
+        time_ns = time.monotonic_ns()
+        seconds = (time_ns - self.last_time) / 1e9
+        rows = []
+        for name, count, before in zip((b"nic_rx_rate", b"nic_tx_rate"), counts, self.last, strict=True):
+            rows.append((time_ns, max(0, count - before) / seconds, name, self.name.encode()))
+        self.last = counts
+        self.last_time = time_ns
+        return rows
+
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         while self._files:
             os.close(self._files.pop())
 
 
 class NicRates:
-    """The thread; does nothing but look where there is no NIC.
+    """The sampling thread; it does not start on a machine without NICs.
 
     Args:
-        keeping: what says which step is sampled now, 0 while none is.
-        system: where the kernel shows its devices.
+        sampled_step: returns the step whose spans are all recorded, 0 if there is none.
+        system: the kernel's folder of devices.
     """
 
-    def __init__(self, keeping: Callable[[], int], system: Path = Path("/sys")) -> None:
-        self._keeping = keeping
+    def __init__(self, sampled_step: Callable[[], int], system: Path = Path("/sys")) -> None:
+        self._sampled_step = sampled_step
         self._nics = _open_links(system)
-        self._rows: list[tuple[int, str, float, str]] = []
+        self._rows: list[_Row] = []
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megascale-nic-rates", daemon=True)
@@ -81,52 +100,43 @@ class NicRates:
             self._thread.start()
 
     def take(self) -> np.ndarray[Any, Any]:
-        """COUNTER records since the last call: nic_rx_rate, nic_tx_rate and nic_rate_limit, bytes a second."""
+        """Return COUNTER records since the last call: nic_rx_rate, nic_tx_rate and nic_rate_limit in bytes/s."""
         with self._lock:
-            rows, self._rows = self._rows, []
-        records = np.zeros(len(rows), COUNTER)
-        if rows:
-            times, names, values, devices = zip(*rows, strict=True)
-            records["time_ns"], records["value"] = times, values
-            records["name"], records["device"] = [n.encode() for n in names], [d.encode()[:16] for d in devices]
-        return records
+            rows = self._rows
+            self._rows = []
+        return np.array(rows, COUNTER)
 
     def _run(self) -> None:
         failures = FailureLog(log, "the sampling of NICs")
-        while not self._ending.wait(_IDLE):
+        while not self._ending.wait(_IDLE_SECONDS):
             try:
-                if step := self._keeping():
+                step = self._sampled_step()
+                if step:
                     self._sample(step)
             except Exception as error:
                 failures.note(error, "the next step is sampled again")
 
     def _sample(self, step: int) -> None:
-        """Read until the step has ended, and its rank is in no other that is sampled too."""
-        found: list[tuple[int, str, float, str]] = []
-        before = time.monotonic_ns()
-        until = before + int(1e9 * MOST_SECONDS)
+        """Sample until no rank is in this step any more."""
+        rows: list[_Row] = []
+        begin = time.monotonic_ns()
         for nic in self._nics:
+            nic.last_time = begin
             with contextlib.suppress(OSError, ValueError):
                 nic.last = nic.read()
             if nic.limit:
-                found.append((before, "nic_rate_limit", nic.limit, nic.name))
-        at = dict.fromkeys(self._nics, before)
-        while self._keeping() == step and not self._ending.is_set():
-            now = time.monotonic_ns()
-            if now > until:
-                self._ending.wait(_IDLE)
+                rows.append((begin, nic.limit, b"nic_rate_limit", nic.name.encode()))
+        while self._sampled_step() == step and not self._ending.is_set():
+            if time.monotonic_ns() > begin + int(1e9 * MAX_SECONDS):
+                self._ending.wait(_IDLE_SECONDS)
                 continue
             self._ending.wait(PERIOD)
             for nic in self._nics:
                 with contextlib.suppress(OSError, ValueError):
-                    both, now = nic.read(), time.monotonic_ns()
-                    seconds = (now - at[nic]) / 1e9
-                    for name, new, old in zip(("nic_rx_rate", "nic_tx_rate"), both, nic.last, strict=True):
-                        found.append((now, name, max(0, new - old) / seconds, nic.name))
-                    nic.last, at[nic] = both, now
+                    rows += nic.measure()
         with self._lock:
-            if len(self._rows) < _MOST_ROWS:
-                self._rows += found
+            if len(self._rows) < _MAX_WAITING_ROWS:
+                self._rows += rows
 
     def close(self) -> None:
         """End the thread."""
@@ -138,25 +148,26 @@ class NicRates:
 
 
 def _open_links(system: Path) -> list[_Nic]:
-    found = []
-    for nic in sorted((system / "class" / "net").glob("*"))[:_DEVICES]:
-        if not nic.name.startswith(_SKIPPED):
-            speed = _number(nic / "speed")  # Mbit/s, -1: unknown
+    nics = []
+    for nic in sorted((system / "class" / "net").glob("*"))[:_MAX_DEVICES]:
+        if not nic.name.startswith(_VIRTUAL_NICS):
+            megabits = _read_leading_number(nic / "speed")  # -1: unknown
             files = [nic / "statistics" / "rx_bytes", nic / "statistics" / "tx_bytes"]
             with contextlib.suppress(OSError, ValueError):
-                found.append(_Nic(nic.name, files, 1, max(0.0, speed) * 1e6 / 8))
-    for port in sorted((system / "class" / "infiniband").glob("*/ports/*"))[:_DEVICES]:
-        gigabits = _number(port / "rate")  # "400 Gb/sec (4X NDR)"
+                nics.append(_Nic(nic.name, files, scale=1, limit=max(0.0, megabits) * 1e6 / 8))
+    for port in sorted((system / "class" / "infiniband").glob("*/ports/*"))[:_MAX_DEVICES]:
+        gigabits = _read_leading_number(port / "rate")  # "400 Gb/sec (4X NDR)"
         files = [port / "counters" / "port_rcv_data", port / "counters" / "port_xmit_data"]  # words of four bytes
+        name = f"{port.parent.parent.name}/{port.name}"
         with contextlib.suppress(OSError, ValueError):
-            found.append(_Nic(f"{port.parent.parent.name}/{port.name}", files, 4, max(0.0, gigabits) * 1e9 / 8))
-    return found
+            nics.append(_Nic(name, files, scale=4, limit=max(0.0, gigabits) * 1e9 / 8))
+    return nics
 
 
-def _number(file: Path) -> float:
-    """The number that a file begins with, 0 if it has none."""
+def _read_leading_number(file: Path) -> float:
+    """Return the number at the beginning of a file, 0 without one."""
     try:
-        told = re.match(r"-?\d+(\.\d+)?", file.read_text(errors="replace"))
+        match = re.match(r"-?\d+(\.\d+)?", file.read_text(errors="replace"))
     except OSError:
         return 0.0
-    return float(told[0]) if told else 0.0
+    return float(match[0]) if match else 0.0

@@ -1,142 +1,155 @@
-"""Segments as Parquet files, written by DuckDB: a file a table and segment, whole or not there.
+"""Segments as Parquet files, written by DuckDB: one file per table and segment, either whole or absent.
 
     rollups-N.parquet   spans-N.parquet   counters-N.parquet   clocks-N.parquet
 
-All are written under other names, put on the disk, renamed, and then the segment is removed: who dies in between does
-it again. Small files of a table are merged, FIRST-LAST in place of the segment's number: where such a file is there,
-those that it was made of do not count.
+The files are written under temporary names, flushed to the disk and renamed. Then the segment is removed. If the
+process dies in between, the next service repeats the work. Small files of a table are merged; the merged file has the
+numbers FIRST-LAST of its segments, and it replaces the files that it was made of.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
-from megascale.observe.store.columns import AXES, KINDS, TABLES, Frames, by_action, by_table, columns
+from megascale.observe.store.columns import (
+    ACTION_LABELS,
+    AXIS_LABELS,
+    TABLES,
+    group_by_table,
+    make_columns,
+)
 from megascale.observe.store.spool import Segment, list_segments
 
 log = logging.getLogger("megascale.observe.spans")
 
-# A DuckDB beside trainers: what it may take for a conversion.
-SMALL: dict[str, Any] = {
+# Limits of a DuckDB that runs next to trainers.
+SMALL_DATABASE: dict[str, Any] = {
     "threads": 1,
     "memory_limit": "256MB",
     "temp_directory": "",
     "autoinstall_known_extensions": False,
 }
-_ROWS = 122_880  # of a part of a file: what a query skips or reads
-_MERGED = 32  # files that become one, none larger than
-_SMALL = 2 << 20  # bytes, and all together not more than
-_MERGED_BYTES = 8 << 20
+_ROW_GROUP = 122_880
+_FORMAT = f"FORMAT parquet, COMPRESSION snappy, ROW_GROUP_SIZE {_ROW_GROUP}"
+_MERGED_FILES = 32  # files that become one
+_SMALL_BYTES = 2 << 20  # largest file that is merged
+_MERGED_BYTES = 8 << 20  # largest sum of the files
+_MERGED_ORDER = {"rollups": "ORDER BY action, step, rank", "counters": "ORDER BY name, device, time_ns"}
+# A roll-up's parts have the same key; all other columns are added, or aggregated as follows.
+_ROLLUP_KEY = ("attempt", "rank", "step", "action", "axis")
+_ROLLUP_AGGREGATES = {
+    "longest_ns": "max(longest_ns)",
+    "last_ns": "max(last_ns)",
+    "clock_error_ns": "max(clock_error_ns)",
+    "lost": "max(lost)",
+    "first_ns": "min(nullif(first_ns, 0))",
+}
 
 
 def table_file(folder: Path, table: str, number: int) -> Path:
-    """The file of a table and segment."""
+    """Return the file of a table and segment."""
     return folder / f"{table}-{number:06d}.parquet"
 
 
-def span_of(path: Path, table: str) -> tuple[int, int] | None:
-    """The first and the last segment in a table's file; None if it is none of this table."""
+def segment_range(path: Path, table: str) -> tuple[int, int] | None:
+    """Return the first and the last segment in a table's file; None if it is not a file of this table."""
     first, _, last = path.stem.removeprefix(f"{table}-").partition("-")
-    if not path.name.startswith(f"{table}-") or not first.isdigit() or not (last or first).isdigit():
+    last = last or first
+    if not path.name.startswith(f"{table}-") or not first.isdigit() or not last.isdigit():
         return None
-    return int(first), int(last or first)
+    return int(first), int(last)
 
 
-def standing(folder: Path, table: str) -> dict[Path, tuple[int, int]]:
-    """The files of a table that count, with their segments, in order: without those that a merged one is made of."""
-    found = {path: span for path in folder.glob(f"{table}-*.parquet") if (span := span_of(path, table)) is not None}
-    merged = [span for span in found.values() if span[0] < span[1]]
+def list_current_files(folder: Path, table: str) -> dict[Path, tuple[int, int]]:
+    """Return the files of a table with their segments, in order, without the files that a merged one replaces."""
+    ranges = {path: segment_range(path, table) for path in folder.glob(f"{table}-*.parquet")}
+    files = sorted((numbers, path) for path, numbers in ranges.items() if numbers is not None)
+    merged = [numbers for numbers, _ in files if numbers[0] < numbers[1]]
     return {
         path: (first, last)
-        for path, (first, last) in sorted(found.items(), key=lambda one: one[1])
+        for (first, last), path in files
         if not any(a <= first and last <= b and (first, last) != (a, b) for a, b in merged)
     }
 
 
 class ParquetWriter:
-    """Makes segments into files of `folder`; keeps one connection to DuckDB.
+    """Converts segments to files of `folder` with one DuckDB connection.
 
     Args:
-        threads: that a conversion may use; a host's service takes one from the trainers, a bench two.
+        threads: threads of a conversion; more than one would take processors from the trainers.
     """
 
     def __init__(self, folder: Path, threads: int = 1) -> None:
         import duckdb
 
         self.folder = folder
-        for table in TABLES:  # what a merge before a kill has left
-            for path in set(folder.glob(f"{table}-*.parquet")) - standing(folder, table).keys():
+        for table in TABLES:  # files that a killed merge did not remove
+            for path in set(folder.glob(f"{table}-*.parquet")) - list_current_files(folder, table).keys():
                 path.unlink(missing_ok=True)
-        self._database: Any = duckdb.connect(config=SMALL | {"threads": threads})
+        self._database: Any = duckdb.connect(config=SMALL_DATABASE | {"threads": threads})
 
     def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
-        """Write a segment's tables; rows of each. OSError if there is no room."""
-        made, told = [], {}
-        about, frames = segment.about, by_table(segment.frames)
-        parts = _has_parts(frames["rollups"])
+        """Write a segment's tables; return the rows of each. OSError if there is no space."""
+        frames = group_by_table(segment.frames)
+        rollup_keys = {(head.ring, head.rank, head.step) for head, _ in frames["rollups"]}
+        has_parts = len(rollup_keys) < len(frames["rollups"])
+        files: dict[Path, Path] = {}
+        rows: dict[str, int] = {}
         try:
             for table in TABLES:
-                found = columns(frames, table, int(about.get("clock_ns", 0)))
-                rows = len(next(iter(found.values())))
-                if not rows:
+                columns = make_columns(frames, table, int(segment.header.get("clock_ns", 0)))
+                count = len(next(iter(columns.values())))
+                if not count:
                     continue
                 if table == "rollups":
-                    found = by_action(found)
+                    # Sorted by action, each row group holds few actions, so queries skip most groups.
+                    order = columns["action"].argsort(kind="stable")
+                    columns = {name: values[order] for name, values in columns.items()}
                 file = table_file(self.folder, table, number)
                 temporary = file.with_suffix(".tmp")
-                made.append((temporary, file))
-                self._copy(table, found, temporary, about, parts)
-                told[table] = rows
-            for temporary, _ in made:
-                _on_disk(temporary)
-            for temporary, file in made:
+                files[temporary] = file
+                self._copy(columns, table_query(table, has_parts), temporary, segment.header)
+                rows[table] = count
+            for temporary in files:
+                _flush_to_disk(temporary)
+            for temporary, file in files.items():
                 os.replace(temporary, file)
-            _on_disk(self.folder)
+            _flush_to_disk(self.folder)
         except BaseException:
-            for temporary, _ in made:
+            for temporary in files:
                 temporary.unlink(missing_ok=True)
             raise
-        for table in told:
+        for table in rows:
             self.merge(table)
-        return told
+        return rows
 
     def merge(self, table: str) -> Path | None:
-        """Make the oldest small files of a table into one, if there are many; the new file. Nothing is lost if it
-        cannot be done: it is tried again after another segment."""
-        spooled, total = set(list_segments(self.folder)), 0
-        small: list[tuple[Path, int, int]] = []
-        for path, (first, last) in standing(self.folder, table).items():
-            size = path.stat().st_size
-            if size > _SMALL or any(first <= number <= last for number in spooled) or total + size > _MERGED_BYTES:
-                if len(small) >= _MERGED:
-                    break
-                small, total = [], 0  # what is merged must be of consecutive segments
-                continue
-            small.append((path, first, last))
-            total += size
-            if len(small) == _MERGED:
-                break
-        if len(small) < _MERGED:
+        """Merge the oldest small files of a table if there are many; return the new file.
+
+        A failed merge loses nothing and is repeated after another segment.
+        """
+        small = self._select_small_files(table)
+        if not small:
             return None
-        file = self.folder / f"{table}-{small[0][1]:06d}-{small[-1][2]:06d}.parquet"
+        first, last = small[0][1], small[-1][2]
+        file = self.folder / f"{table}-{first:06d}-{last:06d}.parquet"
         temporary = file.with_suffix(".tmp")
-        source = "read_parquet([{}], union_by_name = true, hive_partitioning = false)".format(
-            ", ".join(sql_text(str(path)) for path, _, _ in small)
-        )
-        order = {"rollups": "ORDER BY action, step, rank", "counters": "ORDER BY name, device, time_ns"}.get(table, "")
+        names = ", ".join(quote_sql(str(path)) for path, _, _ in small)
+        source = f"read_parquet([{names}], union_by_name = true, hive_partitioning = false)"
         try:
             self._database.execute(
-                f"COPY (SELECT * FROM {source} {order}) TO {sql_text(str(temporary))} "
-                f"(FORMAT parquet, COMPRESSION snappy, ROW_GROUP_SIZE {_ROWS})"
+                f"COPY (SELECT * FROM {source} {_MERGED_ORDER.get(table, '')}) TO {quote_sql(str(temporary))} "
+                f"({_FORMAT})"
             ).fetchall()
-            _on_disk(temporary)
+            _flush_to_disk(temporary)
             os.replace(temporary, file)
-            _on_disk(self.folder)
+            _flush_to_disk(self.folder)
         except Exception as error:
-            log.warning("%d small files of %s are not merged: %s", len(small), table, error)
+            log.warning("%d small files of %s could not be merged: %s", len(small), table, error)
             temporary.unlink(missing_ok=True)
             return None
         for path, _, _ in small:
@@ -144,68 +157,78 @@ class ParquetWriter:
                 path.unlink(missing_ok=True)
         return file
 
-    def _copy(self, table: str, found: dict[str, Any], file: Path, about: dict[str, Any], parts: bool) -> None:
+    def _select_small_files(self, table: str) -> list[tuple[Path, int, int]]:
+        """Return consecutive files to merge as (file, first segment, last segment); empty if they are too few."""
+        segments = list_segments(self.folder)
+        small: list[tuple[Path, int, int]] = []
+        total = 0
+        for path, (first, last) in list_current_files(self.folder, table).items():
+            size = path.stat().st_size
+            is_pending = any(first <= number <= last for number in segments)
+            if size <= _SMALL_BYTES and not is_pending and total + size <= _MERGED_BYTES:
+                small.append((path, first, last))
+                total += size
+            elif len(small) < _MERGED_FILES:
+                small = []  # merged files must be of consecutive segments
+                total = 0
+            if len(small) == _MERGED_FILES:
+                return small
+        return []
+
+    def _copy(self, columns: dict[str, Any], query: str, file: Path, header: dict[str, Any]) -> None:
+        """Write the rows of a query over the columns, registered as `rows`."""
         import duckdb
 
-        self._database.register("rows", found)
-        source = select(table, parts)
-        meta = ", ".join(f"{key}: {sql_text(str(about.get(key, '')))}" for key in ("job", "host", "hostname", "schema"))
+        metadata = ", ".join(
+            f"{key}: {quote_sql(str(header.get(key, '')))}" for key in ("job", "host", "hostname", "schema")
+        )
+        self._database.register("rows", columns)
         try:
             self._database.execute(
-                f"COPY ({source}) TO {sql_text(str(file))} "
-                f"(FORMAT parquet, COMPRESSION snappy, ROW_GROUP_SIZE {_ROWS}, KV_METADATA {{{meta}}})"
+                f"COPY ({query}) TO {quote_sql(str(file))} ({_FORMAT}, KV_METADATA {{{metadata}}})"
             ).fetchall()
         except duckdb.Error as error:
-            raise OSError(28, f"{file} cannot be written: {error}") from None
+            raise OSError(errno.ENOSPC, f"{file} cannot be written: {error}") from None
         finally:
             self._database.unregister("rows")
 
     def close(self) -> None:
-        """Let go of DuckDB."""
+        """Close the database."""
         self._database.close()
 
 
-def select(table: str, parts: bool = False, rows: str = "rows") -> str:
-    """SQL that makes a table of the columns of `columns`, registered as `rows`.
+def table_query(table: str, has_parts: bool = False) -> str:
+    """Return SQL that makes a table of the columns of `make_columns`, registered as `rows`.
 
-    parts: whether several rows may be parts of one roll-up, to be added up.
+    Args:
+        has_parts: several rows may be parts of one roll-up and must be added.
     """
-    kinds = "[" + ",".join(sql_text(name) for name in KINDS[:64]) + "]"
-    axes = "[" + ",".join(sql_text(name) for name in AXES[:16]) + "]"
-    how = {
-        "action": f"coalesce({kinds}[action::INTEGER + 1], 'kind_' || action)",
+    actions = "[" + ",".join(quote_sql(name) for name in ACTION_LABELS[:64]) + "]"
+    axes = "[" + ",".join(quote_sql(name) for name in AXIS_LABELS[:16]) + "]"
+    expressions = {
+        "action": f"coalesce({actions}[action::INTEGER + 1], 'kind_' || action)",
         "axis": f"coalesce({axes}[axis::INTEGER + 1], 'axis_' || axis)",
     }
-    listed = ", ".join(
-        f"CAST({how.get(name, name) if table != 'clocks' else name} AS {kind}) AS {name}"
-        for name, kind in TABLES[table].items()
+    selected = ", ".join(
+        f"CAST({expressions.get(name, name)} AS {kind}) AS {name}" for name, kind in TABLES[table].items()
     )
-    if table != "rollups" or not parts:
-        return f"SELECT {listed} FROM {rows}"
-    keys = ("attempt", "rank", "step", "action", "axis")
-    sums = {"longest_ns": "max", "last_ns": "max", "clock_error_ns": "max", "lost": "max"}
-    gathered = ", ".join(
-        f"min(nullif(first_ns, 0))::BIGINT AS {name}"
-        if name == "first_ns"
-        else f"{sums.get(name, 'sum')}({name})::BIGINT AS {name}"
+    if table != "rollups" or not has_parts:
+        return f"SELECT {selected} FROM rows"
+    aggregates = ", ".join(
+        f"{_ROLLUP_AGGREGATES.get(name, f'sum({name})')}::BIGINT AS {name}"
         for name in TABLES[table]
-        if name not in keys
+        if name not in _ROLLUP_KEY
     )
-    added = f"SELECT {', '.join(keys)}, {gathered} FROM {rows} GROUP BY ALL ORDER BY action, step, rank"
-    return f"SELECT {listed} FROM ({added})"
+    sums = f"SELECT {', '.join(_ROLLUP_KEY)}, {aggregates} FROM rows GROUP BY ALL ORDER BY action, step, rank"
+    return f"SELECT {selected} FROM ({sums})"
 
 
-def _has_parts(rollups: Frames) -> bool:
-    """Whether a rank and step was told in more than one frame of roll-ups."""
-    return len({(head.ring, head.rank, head.step) for head, _ in rollups}) < len(rollups)
+def quote_sql(text: str) -> str:
+    """Return a text as an SQL string."""
+    return "'" + text.replace("'", "''") + "'"
 
 
-def sql_text(words: str) -> str:
-    """As an SQL string."""
-    return "'" + words.replace("'", "''") + "'"
-
-
-def _on_disk(path: Path) -> None:
+def _flush_to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

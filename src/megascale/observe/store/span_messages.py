@@ -1,4 +1,4 @@
-"""What a rank and its host's span service say to each other, and where they meet. No torch."""
+"""Messages between a rank and its host's span service, and the places where they meet. No torch."""
 
 from __future__ import annotations
 
@@ -13,36 +13,40 @@ from megascale.services.host_service import Launch, ServiceLocation, private_bas
 from megascale.services.messages import Count, Facts, Message, Schema
 
 NAME = "spans"
-_LIMIT = 1 << 16
+RANKS_FILE = "ranks.jsonl"  # in a host's folder: facts of each rank
+STATE_FILE = "state.json"  # in a host's folder: the service's progress
+REQUEST_FILE = "asked.json"  # in `runs/NAME/spans`: steps for which a person requested all spans
+_MESSAGE_BYTES = 1 << 16
 
 
 class Follow(Message, frozen=True):
-    """A rank comes, with its ring beside: take over what it writes until it hangs up. facts: who it is."""
+    """A rank's request to take the frames of the attached ring until it hangs up. facts: the rank's location."""
 
     rank: Count
     attempt: Count
     facts: Facts
 
 
-TO_SPANS = Schema(Follow, limit=_LIMIT)
-FROM_SPANS = Schema(Done, ErrorReply, limit=_LIMIT)
+TO_SPANS = Schema(Follow, limit=_MESSAGE_BYTES)
+FROM_SPANS = Schema(Done, ErrorReply, limit=_MESSAGE_BYTES)
 
 
 def span_folder(run: Path, host: int) -> Path:
-    """Where a host's spans lie."""
+    """Return the folder of a host's spans."""
     return run / "spans" / f"host={host}"
 
 
 def service_place(out: Path) -> ServiceLocation:
-    """Where the span service that writes to `out` lives on this host."""
+    """Return the place on this host of the span service that writes to `out`."""
     identity = f"{out.absolute()}\0{os.environ.get('MEGASCALE_NODE', '')}\0{PROTOCOL_VERSION}"
     return ServiceLocation(private_base_folder() / f"spans-{hashlib.sha256(identity.encode()).hexdigest()[:16]}", NAME)
 
 
-def launch(
+def service_launch(
     out: Path, job: str, host: int, hosts: int, limit_mib: int, log: Path | None, sinks: Sequence[str]
 ) -> Launch:
-    """How it is started, on one of the job's `hosts`."""
-    words = [str(service_place(out).folder), "--out", str(out.absolute()), "--job", job, "--host", str(host)]
-    words += ["--hosts", str(hosts), *(f"--sink={sink}" for sink in sinks)]
-    return Launch("megascale.observe.store.span_service", [*words, "--limit-mib", str(limit_mib)], log)
+    """Return the command that starts the span service of one of the job's `hosts`."""
+    arguments = [str(service_place(out).folder), "--out", str(out.absolute()), "--job", job, "--host", str(host)]
+    arguments += ["--hosts", str(hosts), "--limit-mib", str(limit_mib)]
+    arguments += [f"--sink={sink}" for sink in sinks]
+    return Launch("megascale.observe.store.span_service", arguments, log)

@@ -1,8 +1,8 @@
-"""The span service of a host: takes over what its ranks write into their rings, and makes it into files. No torch.
+"""The span service of a host: it takes the frames of the host's ranks from their rings and stores them. No torch.
 
-A rank hands over its ring and says no more; what it writes is taken over four times a second and put on the disk every
-second. It is at a lower priority than trainers. It ends when the last rank has hung up and all is written; killed, it
-is started again by the ranks, and goes on where it stopped.
+A rank hands over its ring and sends no further messages. The service takes its frames four times per second and flushes
+them to the disk every second, at a lower priority than trainers. It ends when the last rank has hung up and all frames
+are stored. If it is killed, the ranks start it again, and it continues where it stopped.
 
 Run as `python -m megascale.observe.store.span_service FOLDER --out SPANS`; ranks start it where none runs.
 """
@@ -19,23 +19,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
 from megascale.core.json_lines import append_record
 from megascale.core.untrusted_files import read_small_text
-from megascale.observe.store import network_settings
 from megascale.observe.store.counters import HostCounters
 from megascale.observe.store.frames import COUNTERS
 from megascale.observe.store.host_clock import ClockServer, HostClock
-from megascale.observe.store.ingest import STATE_FILE, Ingest
+from megascale.observe.store.ingest import Ingest
+from megascale.observe.store.network_settings import check_network
 from megascale.observe.store.nic_rates import NicRates
-from megascale.observe.store.span_messages import FROM_SPANS, NAME, TO_SPANS, Follow
+from megascale.observe.store.span_messages import (
+    FROM_SPANS,
+    NAME,
+    RANKS_FILE,
+    REQUEST_FILE,
+    STATE_FILE,
+    TO_SPANS,
+    Follow,
+)
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import open_span_sinks
-from megascale.observe.store.tables import RANKS_FILE
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, Done, ErrorReply
 from megascale.services.host_service import ReadySignal, ServiceLocation
@@ -43,39 +49,40 @@ from megascale.services.reception import ConnectionServer
 
 log = logging.getLogger("megascale.observe.spans")
 
-PERIOD = 0.25  # seconds between looks at the rings
-ASKED = "asked.json"  # in `runs/NAME/spans`: steps of which somebody wants all spans
+PERIOD = 0.25  # seconds between readings of the rings
 _SECOND = 1.0
-_ALIGN = 5.0  # seconds between questions for the common time
-_LINGER = 2.0  # seconds after the last rank has gone
-_NOBODY_YET = 60.0
+_CLOCK_SECONDS = 5.0  # between comparisons with the common clock
+_LINGER_SECONDS = 2.0  # after the last rank has hung up
+_FIRST_RANK_SECONDS = 60.0  # for the first rank to connect
 
 
 class SpanService:
-    """The rings of a host's ranks and where they go.
+    """The rings of a host's ranks and the path of their frames.
 
     Args:
         out: folder of the host's spans.
-        ingest: makes what writes there, in the thread that uses it.
-        host, hosts: which of the job's hosts this is; host 0 has the common clock.
+        make_ingest: makes the writer of that folder, in the thread that uses it.
+        host, hosts: index of this host and number of the job's hosts; host 0 has the common clock.
     """
 
     reception: ConnectionServer
 
-    def __init__(self, out: Path, ingest: Callable[[], Ingest], host: int = 0, hosts: int = 1) -> None:
-        self.out, self._host, self._hosts = out, host, hosts
-        self._clock: HostClock | None = None
-        self._clocks: ClockServer | None = None
-        self._aligned = 0.0
-        self._make = ingest
-        self._rings: dict[SpanRing, bool] = {}  # and whether its rank is still there
+    def __init__(self, out: Path, make_ingest: Callable[[], Ingest], host: int = 0, hosts: int = 1) -> None:
+        self.out = out
+        self._host = host
+        self._hosts = hosts
+        self._host_clock: HostClock | None = None
+        self._clock_server: ClockServer | None = None
+        self._last_comparison = 0.0
+        self._make_ingest = make_ingest
+        self._rings: dict[SpanRing, bool] = {}  # value: the rank is connected
         self._lock = threading.Lock()
-        self._asked = (0, 0)
+        self._requested = (0, 0)
         self._lost: dict[int, tuple[int, int]] = {}
-        self._network = network_settings.check_network(os.environ)  # as the ranks have it, who start this
+        self._network = check_network(os.environ)  # the environment of the ranks, which start this process
         self._ending = threading.Event()
-        # A daemon: if this process cannot serve, nothing keeps it alive. `stop` waits for it.
-        self._thread = threading.Thread(target=self._pump, name="megascale-spans", daemon=True)
+        # A daemon, so that it does not keep alive a process that cannot serve. `stop` waits for it.
+        self._thread = threading.Thread(target=self._run, name="megascale-spans", daemon=True)
 
     # ranks -----------------------------------------------------------------------------------------------------------
 
@@ -89,7 +96,7 @@ class SpanService:
                     ring = self._follow(message, rank.files)
                     rank.send(Done())
                 except (ValueError, OSError) as error:
-                    log.warning("rank %d is not followed: %s", message.rank, error)
+                    log.warning("rank %d cannot be followed: %s", message.rank, error)
                     rank.send(ErrorReply(str(error)[:2000], type(error).__name__))
         finally:
             with self._lock:
@@ -97,139 +104,141 @@ class SpanService:
                     self._rings[ring] = False
 
     def _follow(self, message: Follow, files: list[int]) -> SpanRing:
-        if len(files) != 1:
-            for file in files:
-                os.close(file)
-            raise ValueError(f"{len(files)} open files came; a rank brings its ring")
         try:
+            if len(files) != 1:
+                raise ValueError(f"the message has {len(files)} open files; it must have the ring only")
             ring = SpanRing(files[0])
         except ValueError:
-            os.close(files[0])
+            for file in files:
+                os.close(file)
             raise
-        who = {"attempt": message.attempt, "rank": message.rank, "time": time.time(), "hostname": socket.gethostname()}
+        location = {
+            "attempt": message.attempt, "rank": message.rank, "time": time.time(), "hostname": socket.gethostname(),
+        }  # fmt: skip
         with self._lock:
-            append_record(self.out / RANKS_FILE, who | dict(message.facts))
-            ring.request_spans(*self._asked)
+            append_record(self.out / RANKS_FILE, location | dict(message.facts))
+            ring.request_spans(*self._requested)
             self._rings[ring] = True
         log.info("following rank %d of attempt %d", message.rank, message.attempt)
         return ring
 
-    def done(self) -> bool:
-        """Whether nobody needs the service."""
+    def is_done(self) -> bool:
+        """Return whether no rank needs the service."""
         if self.reception.client_count:
             return False
-        return self.reception.is_idle(_LINGER if self.reception.has_had_clients else _NOBODY_YET)
+        return self.reception.is_idle(_LINGER_SECONDS if self.reception.has_had_clients else _FIRST_RANK_SECONDS)
 
     # the thread ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to take over."""
+        """Start to take frames."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Take over what is left, make all of it into files, and end."""
+        """Take and store the remaining frames, and end."""
         self._ending.set()
         self._thread.join()
 
-    def _pump(self) -> None:
-        """Take over until the service ends. A failure ends the process: ranks would fill their rings for nobody."""
+    def _run(self) -> None:
+        """Take frames until the service ends. A failure ends the process, so that ranks start it again."""
         try:
-            self._take_over()
+            self._take_until_stopped()
         except Exception:
-            log.exception("the span service cannot go on; training does")
+            log.exception("the span service cannot continue; training does")
             os._exit(1)
 
-    def _take_over(self) -> None:
-        """Take over what the ranks write until `stop`, then make all of it into files."""
-        ingest = self._make()
-        counters, rates = HostCounters(), NicRates(self._sampled)
+    def _take_until_stopped(self) -> None:
+        ingest = self._make_ingest()
+        counters = HostCounters()
+        rates = NicRates(self._find_sampled_step)
         for setting in self._network:
             if not setting.good:
                 level = logging.WARNING if setting.good is False else logging.INFO
                 log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.value, setting.advised)
-        self._begin_clock(ingest)
-        told = 0.0
+        self._start_clock(ingest)
+        last_second = 0.0
         while not self._ending.wait(PERIOD):
-            self._take(ingest)
-            if len(found := rates.take()):
-                ingest.add_records(COUNTERS, found)
+            self._take_frames(ingest)
+            rate_records = rates.take()
+            if len(rate_records):
+                ingest.add_records(COUNTERS, rate_records)
             now = time.monotonic()
-            if now - told >= _SECOND:
-                told = now
-                self._each_second(ingest, counters)
+            if now - last_second >= _SECOND:
+                last_second = now
+                self._run_each_second(ingest, counters)
             ingest.tick(now)
         rates.close()
         counters.close()
-        self._take(ingest)
+        self._take_frames(ingest)
         ingest.close()
-        self._tell(ingest)
-        if self._clocks is not None:
-            self._clocks.close()
+        self._write_state(ingest)
+        if self._clock_server is not None:
+            self._clock_server.close()
 
-    def _sampled(self) -> int:
-        """The step that a rank of this host is in and keeps all spans of, 0 if none does."""
+    def _find_sampled_step(self) -> int:
+        """Return the current step of a connected rank that records all its spans, 0 if there is none."""
         with self._lock:
-            return max((ring.keeping for ring, here in self._rings.items() if here), default=0)
+            return max((ring.sampled_step for ring, is_connected in self._rings.items() if is_connected), default=0)
 
-    def _begin_clock(self, ingest: Ingest) -> None:
-        """Host 0 tells the time, the others ask for it; a single host has its own."""
+    def _start_clock(self, ingest: Ingest) -> None:
+        """Serve the common clock on host 0 and read it on the others; a single host uses its own clock."""
         if self._hosts == 1:
             return
         if self._host:
-            self._clock = HostClock(self.out.parent, ingest.clock_ns)
+            self._host_clock = HostClock(self.out.parent, ingest.clock_ns)
             return
         base = ingest.clock_ns
         try:
-            self._clocks = ClockServer(self.out.parent, lambda: time.monotonic_ns() + base)
+            self._clock_server = ClockServer(self.out.parent, lambda: time.monotonic_ns() + base)
         except OSError as error:
-            log.warning("the common clock cannot be told to other hosts: %s", error)
+            log.warning("other hosts cannot read the common clock: %s", error)
 
-    def _note_clock(self, ingest: Ingest) -> None:
-        if self._clock is None:
-            ingest.add_clock(time.monotonic_ns(), ingest.clock_ns, 0)
+    def _add_clock(self, ingest: Ingest) -> None:
+        if self._host_clock is None:
+            ingest.add_clock(time.monotonic_ns(), ingest.clock_ns, error_ns=0)
             return
-        if time.monotonic() - self._aligned >= _ALIGN:
-            self._aligned = time.monotonic()
-            self._clock.exchange()
-        ingest.add_clock(*self._clock.read_offset())
+        if time.monotonic() - self._last_comparison >= _CLOCK_SECONDS:
+            self._last_comparison = time.monotonic()
+            self._host_clock.exchange()
+        ingest.add_clock(*self._host_clock.read_offset())
 
-    def _take(self, ingest: Ingest) -> None:
+    def _take_frames(self, ingest: Ingest) -> None:
         with self._lock:
             rings = list(self._rings.items())
-        full = ingest.full()
-        for ring, here in rings:
-            taken = 0 if full else ingest.take_frames(ring)
+        is_full = ingest.is_full()
+        for ring, is_connected in rings:
+            size = 0 if is_full else ingest.take_frames(ring)
             self._lost[ring.rank] = (ring.lost, ring.lost_rollups)
-            if not here and (not taken or full):
+            if not is_connected and not size:
                 with self._lock:
                     del self._rings[ring]
                 ring.close()
 
-    def _each_second(self, ingest: Ingest, counters: HostCounters) -> None:
+    def _run_each_second(self, ingest: Ingest, counters: HostCounters) -> None:
         ingest.flush()
-        self._note_clock(ingest)
-        if len(found := counters.sample(time.monotonic_ns())):
-            ingest.add_records(COUNTERS, found)
-        self._look_for_asked()
-        self._tell(ingest)
+        self._add_clock(ingest)
+        records = counters.sample(time.monotonic_ns())
+        if len(records):
+            ingest.add_records(COUNTERS, records)
+        self._read_request()
+        self._write_state(ingest)
 
-    def _look_for_asked(self) -> None:
-        """Tell the ranks which steps somebody wants all spans of."""
+    def _read_request(self) -> None:
+        """Inform the ranks of the steps for which a person requested all spans."""
         try:
-            told = strict_json.loads(read_small_text(self.out.parent / ASKED))
-            asked = (max(0, int(told["first"])), max(0, int(told["last"])))
+            record = strict_json.loads(read_small_text(self.out.parent / REQUEST_FILE))
+            requested = (max(0, int(record["first"])), max(0, int(record["last"])))
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return
-        if max(asked) >= 1 << 62:
-            return  # rings hold numbers of steps in 64 bits
-        if asked != self._asked:
-            self._asked = asked
+        # Rings hold step numbers in 64 bits.
+        if requested != self._requested and max(requested) < 1 << 62:
+            self._requested = requested
             with self._lock:
                 for ring in self._rings:
-                    ring.request_spans(*asked)
+                    ring.request_spans(*requested)
 
-    def _tell(self, ingest: Ingest) -> None:
-        """Write down how it goes."""
+    def _write_state(self, ingest: Ingest) -> None:
+        """Write the service's progress into its folder."""
         with self._lock:
             steps = {str(ring.rank): ring.step for ring in self._rings}
         state: dict[str, Any] = {
@@ -244,7 +253,16 @@ class SpanService:
             "failures": ingest.failures,
             "damaged": ingest.damaged,
             "error": ingest.error,
-            "network": [asdict(setting) for setting in self._network],
+            "network": [
+                {
+                    "device": setting.device,
+                    "name": setting.name,
+                    "found": setting.value,
+                    "advised": setting.advised,
+                    "good": setting.good,
+                }
+                for setting in self._network
+            ],
         }
         temporary = self.out / f"{STATE_FILE}.tmp"
         with contextlib.suppress(OSError):
@@ -253,7 +271,7 @@ class SpanService:
 
 
 def serve(folder: Path, service: SpanService, ready: ReadySignal) -> None:
-    """Serve until the ranks have gone. Returns at once if another process serves."""
+    """Serve until the ranks have hung up. Return at once if another process serves."""
     place = ServiceLocation(folder, NAME)
 
     def begin() -> Callable[[Conversation], None]:
@@ -266,7 +284,7 @@ def serve(folder: Path, service: SpanService, ready: ReadySignal) -> None:
         return
     service.reception = owned.reception
     try:
-        owned.reception.serve(service.done)
+        owned.reception.serve(service.is_done)
     finally:
         owned.reception.stop()
         service.stop()
@@ -274,7 +292,7 @@ def serve(folder: Path, service: SpanService, ready: ReadySignal) -> None:
 
 
 def main() -> None:
-    """Command line of the process; started by ranks, not by people."""
+    """Run the command line of the process; ranks start it, not people."""
     parser = argparse.ArgumentParser(description="Span service of one host.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder of the host's spans")
@@ -282,28 +300,29 @@ def main() -> None:
     parser.add_argument("--host", type=int, required=True)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--limit-mib", type=int, default=512)
-    parser.add_argument("--sink", action="append", help="one of observe.span_sinks; several times")
+    parser.add_argument("--sink", action="append", help="one of observe.span_sinks; may be repeated")
     parser.add_argument("--segment-seconds", type=float, default=300.0)
-    parser.add_argument("--ready", type=int, help="open file to tell when ready")
-    given = parser.parse_args()
+    parser.add_argument("--ready", type=int, help="open file that is written when the service is ready")
+    options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(0))
     with contextlib.suppress(OSError):
         os.nice(5)
 
-    def ingest() -> Ingest:
+    def make_ingest() -> Ingest:
         return Ingest(
-            given.out,
-            job=given.job,
-            host=given.host,
+            options.out,
+            job=options.job,
+            host=options.host,
             hostname=socket.gethostname(),
-            sink=open_span_sinks(given.sink or ["parquet"]),
-            limit=given.limit_mib << 20,
-            segment_seconds=given.segment_seconds,
+            sink=open_span_sinks(options.sink or ["parquet"]),
+            limit=options.limit_mib << 20,
+            segment_seconds=options.segment_seconds,
         )
 
-    serve(given.folder, SpanService(given.out, ingest, given.host, given.hosts), ReadySignal(given.ready, None))
+    service = SpanService(options.out, make_ingest, options.host, options.hosts)
+    serve(options.folder, service, ReadySignal(options.ready, None))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from megascale.config.parts import SPAN_SINKS, SinkFacts
 from megascale.config.registry import Registry
 from megascale.errors import ConfigError, describe_install, missing_extra
-from megascale.observe.store.parquet import ParquetWriter, sql_text
+from megascale.observe.store.parquet import ParquetWriter, quote_sql
 from megascale.observe.store.spool import Segment
 
 log = logging.getLogger("megascale.observe.spans")
@@ -72,18 +72,18 @@ def check_installed(names: Sequence[str]) -> None:
         for package in _PACKAGES.get(name, ()):
             if find_spec(package) is None:
                 raise ConfigError(
-                    f"observe.span_sinks={name} needs the package {package}, which is not installed; {describe_install(name)}, "
-                    "or leave the sink out"
+                    f"observe.span_sinks={name} needs the package {package}, which is not installed; "
+                    f"{describe_install(name)}, or leave the sink out"
                 )
 
 
 def identity_select(run: str, number: int, metadata: Mapping[str, Any], first_row: int) -> str:
     """Return the SQL expressions of IDENTITY_COLUMNS for rows of segment `number`, counted from `first_row`."""
     values = {
-        "job": sql_text(str(metadata.get("job", ""))),
-        "run": sql_text(run),
+        "job": quote_sql(str(metadata.get("job", ""))),
+        "run": quote_sql(run),
         "host": str(int(metadata.get("host", -1))),
-        "hostname": sql_text(str(metadata.get("hostname", ""))),
+        "hostname": quote_sql(str(metadata.get("hostname", ""))),
         "segment": str(number),
         "row": f"row_number() OVER () + {first_row - 1}",
     }

@@ -1,16 +1,18 @@
-"""The spool of a host: frames as they came, appended to a segment file until they are made into columns.
+"""The spool of a host: frames as they arrive, appended to a segment file until they become Parquet files.
 
-    spool-N.bin = "MSspool1" | length | JSON: whose it is, and the last frame of each ring before it | frames
+    spool-N.bin = "MSspool1" | length | JSON: origin, and the last frame of each ring before it | frames
 
-What was written stays: a process that is killed loses nothing of it, a machine that dies the last second. A torn end is
-not read. A segment ends by being made into Parquet files of its number (parquet.py) and removed: while `spool-N.bin` is
-there it alone counts, and what may exist of its Parquet files does not.
+Written frames survive a killed process; a machine failure loses at most the last second. A torn end is not read. When a
+segment has become Parquet files with its number (parquet.py), it is removed. While `spool-N.bin` exists, it alone
+counts, and Parquet files with its number are ignored.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,141 +21,162 @@ from typing import Any, BinaryIO
 
 from megascale.core import strict_json
 from megascale.core.untrusted_files import open_regular, read_small_text
-from megascale.observe.store.frames import FrameHead, TornFrame, pack_bytes, scan_frames
+from megascale.observe.store.frames import FrameHead, TornFrame, pack_frame, scan_frames
 
-LEFT = "left-"  # a file that a rank left whose frames no service took, in a segment's form
-RINGS = "rings.json"  # the last frame's number of each ring in the segments that are no more
+ORPHAN_PREFIX = "left-"  # a segment that a rank wrote because no service took its frames
+RINGS_FILE = "rings.json"  # the last frame of each ring in removed segments
+_IDENTITY_FILE = "identity"
 _MAGIC = b"MSspool1"
 _LENGTH = struct.Struct("<I")
-_MOST_HEAD = 1 << 24
-_MOST_FRAMES = 1 << 30  # bytes of a segment; a service ends one at 16 MiB, or with what ranks left while it was away
-_BLOCK = 8 << 20  # bytes read at a time
+_MAX_HEADER_BYTES = 1 << 24
+_MAX_FRAME_BYTES = 1 << 30  # a service ends a segment at 16 MiB, or with the frames that waited for its start
+_BLOCK_BYTES = 8 << 20
+
+
+def folder_identity(folder: Path) -> str:
+    """Return 16 random hexadecimal digits that identify a folder of spans. OSError if they cannot be stored."""
+    file = folder / _IDENTITY_FILE
+    with contextlib.suppress(OSError, ValueError):
+        text = read_small_text(file, 64)
+        if re.fullmatch(r"[0-9a-f]{16}", text):
+            return text
+    text = os.urandom(8).hex()
+    replace_file(file, text.encode())
+    return text
+
+
+def replace_file(file: Path, data: bytes) -> None:
+    """Write a file so that it either has its new content or its old one."""
+    temporary = file.with_suffix(".tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, file)
 
 
 def segment_file(folder: Path, number: int) -> Path:
-    """The file of a segment."""
+    """Return the file of a segment."""
     return folder / f"spool-{number:06d}.bin"
 
 
 def list_segments(folder: Path) -> list[int]:
-    """Numbers of the segments that there are, in order."""
-    found = (path.stem.removeprefix("spool-") for path in folder.glob("spool-*.bin"))
-    return sorted(int(text) for text in found if text.isdigit())
+    """Return the numbers of the existing segments, in order."""
+    numbers = (path.stem.removeprefix("spool-") for path in folder.glob("spool-*.bin"))
+    return sorted(int(text) for text in numbers if text.isdigit())
 
 
 @dataclass
 class Segment:
-    """What a segment file holds.
+    """The content of a segment file.
 
     Attributes:
-        about: whose it is.
-        last: the last frame's number of each ring, at its end.
+        header: origin of the frames.
+        last: number of the last frame of each ring at the end of the segment.
         frames: (head, records) in order.
-        torn: why reading ended before the file did, "" if it did not.
+        damage: why reading ended before the end of the file, or an empty string.
     """
 
-    about: dict[str, Any]
+    header: dict[str, Any]
     last: dict[int, int]
     frames: list[tuple[FrameHead, memoryview]] = field(default_factory=list)
     damage: str = ""
 
 
 def read_segment(file: Path, check: bool = True) -> Segment:
-    """Return all whole frames of a segment: reading ends at the first frame that is damaged or cut.
+    """Return all whole frames of a segment. Reading ends at the first damaged or truncated frame.
 
     Args:
-        check: whether checksums are compared; the process that wrote the segment need not.
+        check: compare checksums; unnecessary in the process that wrote the segment.
 
     Raises:
-        FileNotFoundError: the file is gone.
-        OSError: it cannot be read, or is a pipe or a device.
-        ValueError: it is not a segment.
+        FileNotFoundError: the file does not exist.
+        OSError: the file cannot be read, or is a pipe or a device.
+        ValueError: the file is not a segment.
     """
     with open(file, "rb", opener=open_regular) as data:
-        first = data.read(len(_MAGIC) + _LENGTH.size)
-        if len(first) < len(_MAGIC) + _LENGTH.size:
-            return Segment({}, {}, damage="the file's head is cut off")
-        (length,) = _LENGTH.unpack_from(first, len(_MAGIC))
-        if first[: len(_MAGIC)] != _MAGIC or length > _MOST_HEAD:
+        start = data.read(len(_MAGIC) + _LENGTH.size)
+        if len(start) < len(_MAGIC) + _LENGTH.size:
+            return Segment({}, {}, damage="the file's header is truncated")
+        (length,) = _LENGTH.unpack_from(start, len(_MAGIC))
+        if start[: len(_MAGIC)] != _MAGIC or length > _MAX_HEADER_BYTES:
             raise ValueError(f"{file} is not a spool of spans")
         text = data.read(length)
         if len(text) < length:
-            return Segment({}, {}, damage="the file's head is cut off")
+            return Segment({}, {}, damage="the file's header is truncated")
         try:
-            segment = Segment(*_read_about(text))
+            segment = _parse_header(text)
         except (ValueError, AttributeError, TypeError, OverflowError):
-            raise ValueError(f"the head of {file} is damaged: it is not a spool of spans") from None
+            raise ValueError(f"the header of {file} is damaged: it is not a spool of spans") from None
         _read_frames(data, segment, check)
     return segment
 
 
-def _read_about(text: bytes) -> tuple[dict[str, Any], dict[int, int]]:
-    """Return whose a segment is, and the last frame of each ring before it. An error of any kind if it is damaged."""
-    about = strict_json.loads(text, max_bytes=_MOST_HEAD)
-    last = {int(ring): int(number) for ring, number in about.pop("rings", {}).items()}
-    about["ranks"] = [dict(rank) for rank in about.get("ranks", ())]
-    about["clock_ns"] = int(about.get("clock_ns", 0))
-    if abs(about["clock_ns"]) >= 1 << 62:
-        raise ValueError("a clock that is damaged")
-    return about, last
+def _parse_header(text: bytes) -> Segment:
+    """Return a segment without frames. ValueError, AttributeError, TypeError or OverflowError if it is damaged."""
+    header = strict_json.loads(text, max_bytes=_MAX_HEADER_BYTES)
+    last = {int(ring): int(number) for ring, number in header.pop("rings", {}).items()}
+    header["ranks"] = [dict(rank) for rank in header.get("ranks", ())]
+    header["clock_ns"] = int(header.get("clock_ns", 0))
+    if abs(header["clock_ns"]) >= 1 << 62:
+        raise ValueError("the clock is damaged")
+    return Segment(header, last)
 
 
 def _read_frames(data: BinaryIO, segment: Segment, check: bool) -> None:
     """Read frames block by block, so that a file of any length takes no more memory than its whole frames."""
-    rest, total = b"", 0
-    while True:
-        block = data.read(_BLOCK)
-        view = memoryview(rest + block)
+    remainder = b""
+    total = 0
+    while total <= _MAX_FRAME_BYTES:
+        block = data.read(_BLOCK_BYTES)
+        view = memoryview(remainder + block)
+        remainder = b""
         try:
             for head, body, _ in scan_frames(view, check):
                 segment.frames.append((head, body))
-                segment.last[head.ring] = head.number  # a ring's frames lie in order
-            rest = b""
+                segment.last[head.ring] = head.number  # a ring's frames are in order
         except TornFrame as torn:
             if not torn.is_truncated or not block:
                 segment.damage = str(torn)
                 return
-            rest = bytes(view[torn.offset :])
-        total += len(block)
-        if not block or total > _MOST_FRAMES:
-            segment.damage = f"it holds more than {_MOST_FRAMES:,} bytes" if block else ""
+            remainder = bytes(view[torn.offset :])
+        if not block:
             return
+        total += len(block)
+    segment.damage = f"it holds more than {_MAX_FRAME_BYTES:,} bytes"
 
 
-def segment_head(about: dict[str, Any], last: dict[int, int]) -> bytes:
-    """What a segment file begins with."""
-    text = strict_json.dumps(about | {"rings": {str(ring): number for ring, number in last.items()}}).encode()
+def segment_head(header: dict[str, Any], last: dict[int, int]) -> bytes:
+    """Return the start of a segment file."""
+    text = strict_json.dumps(header | {"rings": {str(ring): number for ring, number in last.items()}}).encode()
     return _MAGIC + _LENGTH.pack(len(text)) + text
 
 
-def save_orphan(folder: Path, about: dict[str, Any], ring: int, frames: bytes) -> None:
-    """Leave a ring's frames in `folder` for whoever reads it, and for its next service. OSError if there is no room."""
+def save_orphan(folder: Path, header: dict[str, Any], ring: int, frames: bytes) -> None:
+    """Write a ring's frames for readers of the folder and its next service. OSError if there is no space."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{LEFT}{ring:016x}.bin"
-    temporary = file.with_suffix(".tmp")
-    temporary.write_bytes(segment_head(about, {}) + frames)
-    os.replace(temporary, file)
+    replace_file(folder / f"{ORPHAN_PREFIX}{ring:016x}.bin", segment_head(header, {}) + frames)
 
 
-def adopt(left: Path, segment: Path, last: dict[int, int]) -> None:
-    """Make a left file into a segment, without the frames that were kept before; `last` is brought up to date."""
+def adopt_orphan(orphan: Path, segment: Path, last: dict[int, int]) -> None:
+    """Turn an orphan into a segment without its repeated frames, and update `last`."""
     with contextlib.suppress(OSError, ValueError):
-        found = read_segment(left)
-        temporary = segment.with_suffix(".tmp")
-        fresh = b"".join([pack_bytes(h, body) for h, body in found.frames if h.number > last.get(h.ring, 0)])
-        for head, _ in found.frames:
+        content = read_segment(orphan)
+        fresh = [pack_frame(head, body) for head, body in select_new_frames(content, last)]
+        for head, _ in content.frames:
             last[head.ring] = max(head.number, last.get(head.ring, 0))
-        temporary.write_bytes(segment_head(found.about, last) + fresh)
-        os.replace(temporary, segment)
-    left.unlink(missing_ok=True)
+        replace_file(segment, segment_head(content.header, last) + b"".join(fresh))
+    orphan.unlink(missing_ok=True)
 
 
-def last_numbers(folder: Path) -> dict[int, int]:
-    """The last frame's number of each ring that a folder keeps."""
+def select_new_frames(segment: Segment, last: dict[int, int]) -> list[tuple[FrameHead, memoryview]]:
+    """Return the frames with higher numbers than the last ones of their rings."""
+    return [(head, body) for head, body in segment.frames if head.number > last.get(head.ring, 0)]
+
+
+def read_last_numbers(folder: Path) -> dict[int, int]:
+    """Return the number of the last frame of each ring in a folder."""
     last: dict[int, int] = {}
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-        told = strict_json.loads(read_small_text(folder / RINGS))
-        last = {int(ring): int(number) for ring, number in told.items()}
+        numbers = strict_json.loads(read_small_text(folder / RINGS_FILE))
+        last = {int(ring): int(number) for ring, number in numbers.items()}
     for number in list_segments(folder):
         with contextlib.suppress(OSError, ValueError):
             for ring, count in read_segment(segment_file(folder, number)).last.items():
@@ -162,83 +185,87 @@ def last_numbers(folder: Path) -> dict[int, int]:
 
 
 class Spool:
-    """The segment under way of a folder; the only writer there.
+    """The current segment of a folder. It is the only writer there.
 
     Args:
-        folder: which must exist.
-        about: what its segments say of themselves.
-        number: of the first segment.
-        last: the last frame's number of each ring before it.
+        folder: an existing folder.
+        header: origin that its segments record.
+        number: number of the first segment.
+        last: number of the last frame of each ring before it.
 
     Attributes:
         size: bytes written to the segment.
     """
 
-    def __init__(self, folder: Path, about: dict[str, Any], number: int, last: dict[int, int]) -> None:
-        self.folder, self.about, self.number, self.last = folder, about, number, last
+    def __init__(self, folder: Path, header: dict[str, Any], number: int, last: dict[int, int]) -> None:
+        self.folder = folder
+        self.header = header
+        self.number = number
+        self.last = last
         self.size = 0
         self._file = -1
 
     def append(self, frames: bytes | memoryview) -> None:
-        """Write whole frames; OSError if there is no room, and then nothing of them is there."""
+        """Write whole frames. OSError if there is no space; in that case nothing is written."""
         if self._file < 0:
             self._open()
-        begun = self.size
+        size_before = self.size
+        view = memoryview(frames)
         try:
-            view = memoryview(frames)
             while len(view):
-                done = os.write(self._file, view)
-                self.size += done
-                view = view[done:]
+                written = os.write(self._file, view)
+                self.size += written
+                view = view[written:]
         except OSError:
-            self.size = begun
+            self.size = size_before
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, begun)
-                os.lseek(self._file, begun, os.SEEK_SET)
+                os.ftruncate(self._file, size_before)
+                os.lseek(self._file, size_before, os.SEEK_SET)
             raise
 
     def _open(self) -> None:
         file = segment_file(self.folder, self.number)
-        head = segment_head(self.about, self.last)
+        head = segment_head(self.header, self.last)
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             if os.write(handle, head) != len(head):
-                raise OSError(28, "no space left for a segment's head", str(file))
+                raise OSError(errno.ENOSPC, "no space left for a segment's header", str(file))
         except OSError:
             os.close(handle)
             file.unlink(missing_ok=True)
             raise
-        self._file, self.size = handle, len(head)
+        self._file = handle
+        self.size = len(head)
 
     def flush(self) -> None:
-        """Have what was written outlive the machine."""
+        """Write the segment to the disk, so that it survives a machine failure."""
         if self._file >= 0:
             os.fdatasync(self._file)
 
     def rotate(self) -> int | None:
-        """End the segment; its number, None if nothing was written."""
+        """End the segment and return its number; None if nothing was written."""
         if self._file < 0:
             return None
         os.close(self._file)
-        self._file, self.size = -1, 0
+        self._file = -1
+        self.size = 0
         self.number += 1
         return self.number - 1
 
 
-def held(folder: Path) -> Iterator[tuple[Path, Segment | str]]:
-    """Each segment of a folder as it can be read now, or why it cannot; one that is removed meanwhile is left out.
+def read_segments(folder: Path) -> Iterator[tuple[Path, Segment | str]]:
+    """Yield each segment of a folder, or the reason why it cannot be read. Segments removed meanwhile are left out.
 
-    Of what ranks left only frames that no segment has.
+    Orphans contribute only the frames that no segment has.
     """
-    last: dict[int, int] | None = None
-    lefts = sorted(folder.glob(f"{LEFT}*.bin"))
-    for file in [*(segment_file(folder, number) for number in list_segments(folder)), *lefts]:
+    orphans = sorted(folder.glob(f"{ORPHAN_PREFIX}*.bin"))
+    last = read_last_numbers(folder) if orphans else {}
+    for file in [*(segment_file(folder, number) for number in list_segments(folder)), *orphans]:
         try:
-            found = read_segment(file)
-            if file in lefts:
-                last = last_numbers(folder) if last is None else last
-                found.frames = [(h, body) for h, body in found.frames if h.number > last.get(h.ring, 0)]
-            yield file, found
+            segment = read_segment(file)
+            if file in orphans:
+                segment.frames = select_new_frames(segment, last)
+            yield file, segment
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:

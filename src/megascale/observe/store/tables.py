@@ -1,46 +1,55 @@
-"""Spans and roll-ups of a run as tables of DuckDB: what was made into Parquet and what still lies in the spool.
+"""Spans and roll-ups of a run as tables of DuckDB, from its Parquet files and its spool.
 
     with SpanTables(Path("runs/gpt")) as tables:
         tables.query("SELECT rank, sum(total_ns - waited_ns) FROM rollups WHERE action = 'step' GROUP BY rank")
 
-Rows of `rollups` with the same rank, step, action and axis are parts that add up (`longest_ns`: the largest). Nothing
-of a run is changed, and a run that goes on may be read: what it makes into files meanwhile is looked for again.
+Rows of `rollups` with the same rank, step, action and axis are parts: their values are added (`longest_ns`: the
+largest). Reading changes nothing. A live run can be read; if its files change meanwhile, they are listed again.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megascale.core import strict_json
 from megascale.core.calls import MAX_RANKS
 from megascale.core.json_lines import RecordReader
-from megascale.core.untrusted_files import open_regular
+from megascale.core.untrusted_files import open_regular, read_small_text
 from megascale.errors import DataError
-from megascale.observe.store.columns import TABLES, by_table, columns
-from megascale.observe.store.parquet import select, sql_text, standing
-from megascale.observe.store.spool import Segment, held
+from megascale.observe.store.columns import TABLES, group_by_table, make_columns
+from megascale.observe.store.parquet import list_current_files, quote_sql, table_query
+from megascale.observe.store.span_messages import RANKS_FILE, REQUEST_FILE, STATE_FILE
+from megascale.observe.store.spool import Segment, read_segments
 
-RANKS_FILE = "ranks.jsonl"
-# A step that a run did again counts as its newest attempt did it: a table for WITH of the steps from one to another,
-# which are its parameters; it is joined by step and attempt.
+# A table for WITH that maps each step of a range (the parameters) to its newest attempt: of a step that was repeated
+# after a restart only the newest attempt counts. Join it by step and attempt.
 NEWEST = (
     "newest AS (SELECT step, max(attempt) AS attempt FROM rollups WHERE action = 'step' AND step BETWEEN ? AND ? "
     "GROUP BY step)"
 )
+_NEWEST_ATTEMPT = "(SELECT max(attempt) FROM rollups WHERE action = 'step')"
+_REQUEST_SECONDS = 2.0  # time in which every host's service reads a request and informs its ranks
 _TRIES = 5
+_RANK_COLUMNS = {
+    "attempt": 1 << 31, "rank": MAX_RANKS, "host": MAX_RANKS, "tensor": MAX_RANKS, "pipeline": MAX_RANKS,
+    "data": MAX_RANKS,
+}  # fmt: skip
 
 
 class SpanTables:
-    """The tables of a run, or of a copy of its `spans` folder; DataError if there are none.
+    """The tables of a run, or of a copy of its `spans` folder. DataError if there are none.
 
     Args:
-        run: run folder, or its `spans`.
-        threads, memory: that a query may take.
+        run: run folder, or its `spans` folder.
+        threads, memory: limits of a query.
 
     Attributes:
-        skipped: files that cannot be read, and why.
+        skipped: files that cannot be read, with the reason.
     """
 
     def __init__(self, run: Path, threads: int | None = None, memory: str = "1GB") -> None:
@@ -62,51 +71,52 @@ class SpanTables:
     def _open(self) -> None:
         for _ in range(_TRIES):
             try:
-                self._look()
+                self._list_files()
                 return
-            except FileNotFoundError:  # made into a file, or given up, between two looks
+            except FileNotFoundError:  # a file was converted or removed while it was read
                 continue
         raise DataError(f"the files of {self.folder} change faster than they can be read; try again")
 
-    def _look(self) -> None:
+    def _list_files(self) -> None:
+        """Define the tables. FileNotFoundError if a file disappears meanwhile."""
         files: dict[str, list[Path]] = {table: [] for table in TABLES}
-        spooled: list[tuple[int, Segment]] = []
-        seen: list[Path] = []
-        told: list[dict[str, Any]] = []
+        segments: list[tuple[int, Segment]] = []
+        spool_files: list[Path] = []
+        facts: list[dict[str, Any]] = []
         self.skipped = {}
         for host in self.hosts:
             number = host_number(host)
-            here = set()
-            for file, found in held(host):
-                text = file.stem.rpartition("-")[2]
-                here |= {int(text)} if file.name.startswith("spool-") else set()
-                seen.append(file)
-                if isinstance(found, str):
-                    self.skipped[str(file)] = found
-                else:
-                    spooled.append((number, found))
-                    told += [one | {"host": number} for one in found.about.get("ranks", [])]
-            told += [one | {"host": number} for one in rank_facts(host)]
+            pending = set()
+            for file, segment in read_segments(host):
+                spool_files.append(file)
+                if file.name.startswith("spool-"):
+                    pending.add(int(file.stem.rpartition("-")[2]))
+                if isinstance(segment, str):
+                    self.skipped[str(file)] = segment
+                    continue
+                segments.append((number, segment))
+                facts += [rank | {"host": number} for rank in segment.header.get("ranks", [])]
+            facts += [rank | {"host": number} for rank in read_rank_facts(host)]
             for table in TABLES:
-                for path, (first, last) in standing(host, table).items():
-                    # While a segment is there, it alone counts.
-                    if not any(first <= segment <= last for segment in here) and self._readable(path):
+                for path, (first, last) in list_current_files(host, table).items():
+                    # While a segment exists, its Parquet files are ignored.
+                    if not any(first <= segment <= last for segment in pending) and self._is_whole(path):
                         files[table].append(path)
-        if any(not file.exists() for file in seen):
+        if any(not file.exists() for file in spool_files):
             raise FileNotFoundError
-        self._ranks(told)
+        self._create_ranks(facts)
         for table in TABLES:
-            self._view(table, files[table], spooled)
+            self._create_view(table, files[table], segments)
 
-    def _readable(self, path: Path) -> bool:
-        """Whether a file is a Parquet file from beginning to end: what is torn is left out and named."""
+    def _is_whole(self, path: Path) -> bool:
+        """Return whether a file has the end of a Parquet file; otherwise report it as skipped."""
         try:
             with open(path, "rb", opener=open_regular) as file:
-                file.seek(-8, 2)
-                size, magic = int.from_bytes(file.read(4), "little"), file.read(4)
-                end = file.tell()
-            if magic != b"PAR1" or size + 12 > end:
-                raise ValueError("it is no whole Parquet file")
+                file.seek(-8, os.SEEK_END)
+                size = int.from_bytes(file.read(4), "little")
+                magic = file.read(4)
+                if magic != b"PAR1" or size + 12 > file.tell():
+                    raise ValueError("the file is not a whole Parquet file")
         except FileNotFoundError:
             raise
         except (OSError, ValueError) as error:
@@ -114,102 +124,83 @@ class SpanTables:
             return False
         return True
 
-    def _view(self, table: str, files: list[Path], spooled: list[tuple[int, Segment]]) -> None:
-        kinds = TABLES[table]
-        listed = ", ".join(kinds)
-        parts = []
-        source, there = self._describe(files)
-        if there:
-            # Files of a version that knew less have no such column.
-            known = ", ".join(
-                f"CAST({name} AS {kind}) AS {name}" if name in there else f"NULL::{kind} AS {name}"
-                for name, kind in kinds.items()
-            )
-            parts.append(f"SELECT {known}, CAST(split_part(host, '@', 1) AS INTEGER) AS host FROM {source}")
-        for position, (host, segment) in enumerate(spooled):
-            found = columns(by_table(segment.frames), table, int(segment.about.get("clock_ns", 0)))
-            if not len(next(iter(found.values()))):
+    def _create_view(self, table: str, files: list[Path], segments: list[tuple[int, Segment]]) -> None:
+        columns = TABLES[table]
+        files = self._select_readable(table, files)
+        parts = [_select_parquet(table, files)] if files else []
+        for index, (host, segment) in enumerate(segments):
+            rows = make_columns(group_by_table(segment.frames), table, int(segment.header.get("clock_ns", 0)))
+            if not len(next(iter(rows.values()))):
                 continue
-            self._database.register("rows", found)
-            name = f"spooled_{table}_{position}"
-            made = f"SELECT *, {host}::INTEGER AS host FROM ({select(table)})"
-            self._database.execute(f"CREATE OR REPLACE TABLE {name} AS {made}").fetchall()
-            self._database.unregister("rows")
-            parts.append(f"SELECT {listed}, host FROM {name}")
-        empty = ", ".join(f"NULL::{kind} AS {name}" for name, kind in kinds.items())
-        parts = parts or [f"SELECT {empty}, NULL::INTEGER AS host WHERE false"]
+            name = f"spooled_{table}_{index}"
+            self._create_table(name, f"SELECT *, {host}::INTEGER AS host FROM ({table_query(table)})", rows)
+            parts.append(f"SELECT {', '.join(columns)}, host FROM {name}")
+        if not parts:
+            empty = ", ".join(f"NULL::{kind} AS {name}" for name, kind in columns.items())
+            parts.append(f"SELECT {empty}, NULL::INTEGER AS host WHERE false")
         self._database.execute(f"CREATE OR REPLACE VIEW {table} AS {' UNION ALL '.join(parts)}").fetchall()
 
-    def _describe(self, files: list[Path]) -> tuple[str, set[str]]:
-        """Return what DuckDB reads Parquet files from, and the names of its columns, none if no file can be read.
+    def _create_table(self, name: str, query: str, rows: dict[str, Any]) -> None:
+        """Create a table of a query over the arrays, registered as `rows`."""
+        self._database.register("rows", rows)
+        self._database.execute(f"CREATE OR REPLACE TABLE {name} AS {query}").fetchall()
+        self._database.unregister("rows")
 
-        A file whose head is damaged is left out and named.
-        """
+    def _select_readable(self, table: str, files: list[Path]) -> list[Path]:
+        """Return the files that DuckDB can read together, and report the others as skipped."""
         import duckdb
 
         if not files:
-            return "", set()
-        source = _source(files)
+            return []
         try:
-            return source, {row[0] for row in self._database.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()}
-        except duckdb.IOException:
+            self._database.execute(f"DESCRIBE {_select_parquet(table, files)}").fetchall()
+            return files
+        except duckdb.Error:
             if any(not path.exists() for path in files):
                 raise FileNotFoundError from None
-            return self._describe(self._sound(files))
-        except duckdb.Error:
-            return self._describe(self._sound(files))
-
-    def _sound(self, files: list[Path]) -> list[Path]:
-        """Return the files that DuckDB can describe one by one; the others are named."""
-        import duckdb
-
-        sound = []
+        readable = []
         for path in files:
             try:
-                self._database.execute(f"DESCRIBE SELECT * FROM {_source([path])}").fetchall()
-                sound.append(path)
+                self._database.execute(f"DESCRIBE {_select_parquet(table, [path])}").fetchall()
+                readable.append(path)
             except duckdb.Error as error:
                 self.skipped[str(path)] = str(error).splitlines()[0][:200]
-        if len(sound) == len(files):
-            raise DataError(f"the files {files[0].parent}/*{files[0].suffix} do not fit together")
-        return sound
+        if len(readable) == len(files):
+            raise DataError(f"the files {files[0].parent}/{table}-*.parquet have different columns")
+        return self._select_readable(table, readable)
 
-    def _ranks(self, told: list[dict[str, Any]]) -> None:
-        """The table `ranks`: who a rank was in each attempt."""
-        kinds = {"attempt": np.int32, "rank": np.int32, "host": np.int32, "tensor": np.int32, "pipeline": np.int32}
-        kinds |= {"data": np.int32}
+    def _create_ranks(self, facts: list[dict[str, Any]]) -> None:
+        """Create the table `ranks`: coordinates and location of each rank in each attempt."""
         rows: dict[str, Any] = {}
-        for name, kind in kinds.items():
-            most = 1 << 31 if name == "attempt" else MAX_RANKS
-            rows[name] = np.array([_whole(one.get(name), most) for one in told], kind)
+        for name, limit in _RANK_COLUMNS.items():
+            rows[name] = np.array([_parse_number(fact.get(name), limit) for fact in facts], np.int32)
         for name in ("hostname", "device"):
-            texts = (str(one.get(name, ""))[:200] for one in told)
+            texts = (str(fact.get(name, ""))[:200] for fact in facts)
             rows[name] = np.array([text.encode(errors="replace").decode() for text in texts], object)
-        self._database.register("rows", rows)
-        self._database.execute(
-            "CREATE OR REPLACE TABLE ranks AS SELECT DISTINCT "
-            f"{', '.join(kinds)}, hostname::VARCHAR AS hostname, device::VARCHAR AS device FROM rows"
-        ).fetchall()
-        self._database.unregister("rows")
+        query = (
+            f"SELECT DISTINCT {', '.join(_RANK_COLUMNS)}, hostname::VARCHAR AS hostname, device::VARCHAR AS device "
+            "FROM rows"
+        )
+        self._create_table("ranks", query, rows)
 
     def query(self, sql: str, parameters: list[Any] | None = None) -> dict[str, np.ndarray[Any, Any]]:
-        """Columns of a query's result by name. DataError with DuckDB's words if it fails."""
+        """Return the columns of a query's result by name. DataError with DuckDB's message if it fails."""
         import duckdb
 
-        for turn in range(_TRIES):
+        for attempt in range(_TRIES):
             try:
-                found: dict[str, np.ndarray[Any, Any]] = self._database.execute(sql, parameters or []).fetchnumpy()
-                return found
+                columns: dict[str, np.ndarray[Any, Any]] = self._database.execute(sql, parameters or []).fetchnumpy()
+                return columns
             except duckdb.IOException as error:
-                if turn == _TRIES - 1:
+                if attempt == _TRIES - 1:
                     raise DataError(f"the spans of {self.folder} cannot be read: {error}") from None
                 self._open()
             except duckdb.Error as error:
-                raise DataError(f"the spans of {self.folder} cannot be asked this: {error}") from None
+                raise DataError(f"the query over the spans of {self.folder} failed: {error}") from None
         raise AssertionError
 
     def close(self) -> None:
-        """Let go of DuckDB."""
+        """Close the database."""
         self._database.close()
 
     def __enter__(self) -> SpanTables:
@@ -220,28 +211,80 @@ class SpanTables:
 
 
 def host_number(folder: Path) -> int:
-    """Which host of the job a folder is of: `host=N`, or `host=N@NODE` where nodes sent theirs; -1 if it says none."""
+    """Return the host of a folder named `host=N`, or `host=N@NODE` if nodes sent it; -1 for other names."""
     text = folder.name.removeprefix("host=").partition("@")[0]
     return int(text) if text.isdigit() else -1
 
 
-def rank_facts(host: Path) -> list[dict[str, Any]]:
-    """Return what `ranks.jsonl` of a host's folder says of its ranks; damaged lines are left out."""
+def read_rank_facts(host: Path) -> list[dict[str, Any]]:
+    """Return the records of `ranks.jsonl` in a host's folder; damaged lines are skipped."""
     try:
         return list(RecordReader(host / RANKS_FILE))
     except OSError:
         return []
 
 
-def _source(files: list[Path]) -> str:
-    names = "[" + ", ".join(sql_text(str(path)) for path in files) + "]"
-    return f"read_parquet({names}, hive_partitioning = true, hive_types_autocast = false, union_by_name = true)"
+def request_spans(run: Path, steps: int) -> tuple[int, int]:
+    """Request all spans of the next `steps` steps of a live run by a file that its span services read.
+
+    Returns:
+        The first and the last step. DataError if no span service has written yet.
+    """
+    newest = 0
+    for state_file in (run / "spans").glob(f"host=*/{STATE_FILE}"):
+        try:
+            state = strict_json.loads(read_small_text(state_file))
+            newest = max([newest, *(int(step) for step in state["steps"].values())])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            continue
+    if not newest:
+        raise DataError(
+            f"no span service has written to {run / 'spans'} yet: the run is not training, has just begun, or has "
+            "observe.timers=false"
+        )
+    with SpanTables(run) as tables:
+        rows = tables.query(
+            "SELECT coalesce(sum(total_ns)::DOUBLE / 1e9 / count(DISTINCT step), 0) AS seconds FROM rollups "
+            f"WHERE action = 'step' AND attempt = {_NEWEST_ATTEMPT} "
+            f"AND rank = (SELECT min(rank) FROM rollups WHERE attempt = {_NEWEST_ATTEMPT}) AND step > ?",
+            [newest - 20],
+        )
+    seconds = float(rows["seconds"][0])
+    delay = math.ceil(_REQUEST_SECONDS / seconds) if seconds > 0 else 1
+    first = newest + 1 + delay
+    last = first + steps - 1
+    file = run / "spans" / REQUEST_FILE
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(strict_json.dumps({"first": first, "last": last}) + "\n")
+    os.replace(temporary, file)
+    return first, last
 
 
-def _whole(value: Any, most: int) -> int:
-    """Return a number from a file below `most`, -1 if it is not one."""
+def count_complete_steps(run: Path, first: int, last: int) -> int:
+    """Count the steps for which the newest attempt has the spans of all its ranks."""
+    with SpanTables(run) as tables:
+        rows = tables.query(
+            "SELECT step FROM (SELECT step, count(DISTINCT rank) AS ranks FROM spans WHERE action = 'step' AND "
+            f"attempt = {_NEWEST_ATTEMPT} AND step BETWEEN ? AND ? GROUP BY step) WHERE ranks >= (SELECT "
+            f"count(DISTINCT rank) FROM rollups WHERE action = 'step' AND attempt = {_NEWEST_ATTEMPT})",
+            [first, last],
+        )
+        return len(rows["step"])
+
+
+def _select_parquet(table: str, files: list[Path]) -> str:
+    """Return SQL that reads a table from files of hosts' folders."""
+    names = ", ".join(quote_sql(str(path)) for path in files)
+    return (
+        f"SELECT {', '.join(TABLES[table])}, CAST(split_part(host, '@', 1) AS INTEGER) AS host FROM read_parquet("
+        f"[{names}], hive_partitioning = true, hive_types_autocast = false, union_by_name = true)"
+    )
+
+
+def _parse_number(value: Any, limit: int) -> int:
+    """Return a number from a file if it is from 0 to below the limit, otherwise -1."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
         return -1
-    return number if 0 <= number < most else -1
+    return number if 0 <= number < limit else -1

@@ -27,8 +27,7 @@ from megascale.core.python_process import disable_bytecode_cache, module_command
 from megascale.core.terminal import keep_working, termination_signals
 from megascale.errors import MegascaleError
 from megascale.observe.hang.evidence import collect_evidence
-from megascale.observe.hang.scene import Scene
-from megascale.observe.hang.sent_evidence import pack_evidence
+from megascale.observe.hang.scene import Scene, pack_evidence
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.metrics_page import MetricsPage
 from megascale.resilience.agent.node_folder import end_checkpoint_services
@@ -228,12 +227,12 @@ class Agent:
     async def _explain(self, order: Explain) -> None:
         ranks = tuple(self.trainers.trainers)
         # In a thread, since observing the ranks takes seconds.
-        evidence = await asyncio.to_thread(collect_evidence, self.run_folder, ranks, order, not self.shared)
+        evidence = await asyncio.to_thread(explain_ranks, self.run_folder, ranks, order, not self.shared)
         for message in evidence:
             await self.link.send_when_free(message)
 
 
-def collect_evidence(run: Path, ranks: Iterable[int], order: Explain, must_store: bool) -> Iterator[Evidence]:
+def explain_ranks(run: Path, ranks: Iterable[int], order: Explain, must_store: bool) -> Iterator[Evidence]:
     """Request stacks of this machine's ranks and yield one message per rank; this takes seconds."""
     try:
         scene = collect_evidence(run, watch_seconds=order.watch, ranks=frozenset(ranks))

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from megascale.observe.prometheus.exposition import CONTENT_TYPE, Family, format_families
+from megascale.observe.prometheus import CONTENT_TYPE, Family, format_families
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.services.door import Connection, ConnectionLimits, LimitedListener
 

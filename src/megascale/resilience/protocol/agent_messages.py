@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from megascale.observe.hang.sent_evidence import MAX_EVIDENCE_BYTES
+from megascale.observe.hang.scene import MAX_EVIDENCE_BYTES
 from megascale.resilience.protocol.heartbeat import MAX_BYTES, Heartbeat, Rank
 from megascale.services.messages import (
     Count,

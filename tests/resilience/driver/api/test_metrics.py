@@ -22,7 +22,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from megascale.observe.prometheus.exposition import Family, format_families, packaged_file
+from megascale.observe.prometheus import Family, format_families, packaged_file
 from megascale.resilience.driver.api.metrics import Scrapes
 from megascale.resilience.driver.start_driver import _await_last_scrape
 from megascale.resilience.driver.state.job_state import Phase

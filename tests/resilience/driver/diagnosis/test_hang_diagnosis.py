@@ -13,8 +13,7 @@ import pytest
 
 from megascale.core.calls import Call, CallLog, CallRecord
 from megascale.errors import DataError
-from megascale.observe.hang.scene import RankEvidence, Scene
-from megascale.observe.hang.sent_evidence import MAX_EVIDENCE_BYTES, pack_evidence, unpack_evidence
+from megascale.observe.hang.scene import MAX_EVIDENCE_BYTES, RankEvidence, Scene, pack_evidence, unpack_evidence
 from megascale.resilience.agent.agent import collect_evidence
 from megascale.resilience.driver.diagnosis.hang_diagnosis import refine
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Explain

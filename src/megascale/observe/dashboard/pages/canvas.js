@@ -18,7 +18,7 @@ export class Drawing {
     this.height = 0;
     this.pending = false;
     const context = canvas.getContext("2d", { alpha: false });
-    if (!context) throw new Error("this browser draws no canvas");
+    if (!context) throw new Error("this browser does not support canvas");
     this.context = context;
     this.watch = new ResizeObserver(() => this.later());
     this.watch.observe(canvas);

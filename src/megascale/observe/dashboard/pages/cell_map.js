@@ -35,7 +35,7 @@ export class CellMap {
       tabindex: 0,
       role: "application",
       "aria-roledescription": "heat map",
-      "aria-label": "heat map of ranks; arrows move, Enter opens, plus and minus zoom",
+      "aria-label": "heat map of ranks; arrow keys move, Enter opens a rank, plus and minus zoom",
       onwheel: (/** @type {WheelEvent} */ event) => {
         event.preventDefault();
         this.zoomAt(event.offsetX, event.offsetY, Math.exp(-event.deltaY / 400));

@@ -56,11 +56,11 @@ export function show(place, page) {
     }
     fill(notes);
     if (found.tensor.some((/** @type {number} */ each) => each < 0)) {
-      fill(notes, h("p", { class: "note" }, "Nobody wrote where in the grid the ranks are: they stand in a row."));
+      fill(notes, h("p", { class: "note" }, "The ranks' grid coordinates are not recorded: they are shown in a row."));
       found.data = found.rank.slice();
       found.tensor = found.pipeline = found.rank.map(() => 0);
     }
-    if (!found.rank.length) fill(notes, h("p", { class: "note" }, "No rank's timings are there yet."));
+    if (!found.rank.length) fill(notes, h("p", { class: "note" }, "No timings of ranks are recorded yet."));
     row = new Map(found.rank.map((/** @type {number} */ rank, /** @type {number} */ i) => [rank, i]));
     view.set(found.rank, found.tensor, found.pipeline, found.data);
     const values = found.value.filter((/** @type {number | null} */ value) => value !== null).sort((/** @type {number} */ a, /** @type {number} */ b) => a - b);
@@ -93,7 +93,7 @@ export function show(place, page) {
         choose(field.value === "" ? null : Number(field.value));
       } }, h("span", {}, "Rank"), field, h("button", { class: "small" }, "Show")),
       h("button", { type: "button", class: "small", onclick: () => void look() }, "Look for a hang"),
-      h("span", { class: "hint" }, "drag turns, wheel zooms, click chooses"),
+      h("span", { class: "hint" }, "drag to rotate, wheel to zoom, click to select a rank"),
     );
   }
 
@@ -101,7 +101,7 @@ export function show(place, page) {
   async function look() {
     const mine = ++looks;
     verdict.setAttribute("aria-busy", "true");
-    if (!hang) fill(verdict, h("h2", {}, "Who waits for whom"), h("p", { class: "quiet" }, "Looking at the ranks…"));
+    if (!hang) fill(verdict, h("h2", {}, "Who waits for whom"), h("p", { class: "quiet" }, "Checking the ranks…"));
     let answer;
     let failed = "";
     try {
@@ -124,7 +124,7 @@ export function show(place, page) {
           h("p", { class: hang.kind === "none" ? "" : "bad" }, h("b", { class: "kind" }, hang.headline)),
           h("ul", { class: "plainlist" }, hang.evidence.map((/** @type {string} */ line) => h("li", {}, line))),
           hang.ranks.length ? h("p", {}, "It began with ", hang.ranks.slice(0, 16).map((/** @type {number} */ rank) => h("button", { type: "button", class: "small", onclick: () => choose(rank) }, `rank ${rank}`))) : null,
-          h("p", { class: "quiet" }, `${hang.waits.length} of ${hang.by_rank.length} ranks wait; ${hang.by_rank.filter((/** @type {any} */ one) => one.answered === false).length} silent; as of ${moment(hang.time)} UTC${hang.sent ? ", as agents saw it" : ""}`),
+          h("p", { class: "quiet" }, `${hang.waits.length} of ${hang.by_rank.length} ranks wait; ${hang.by_rank.filter((/** @type {any} */ one) => one.answered === false).length} silent; as of ${moment(hang.time)} UTC${hang.sent ? ", as seen by their agents" : ""}`),
         ]
         : h("p", { class: "quiet" }, hang.why),
     );
@@ -148,7 +148,7 @@ export function show(place, page) {
       }
     }
     if (chosen === null) {
-      fill(about, h("section", { class: "panel" }, h("p", { class: "quiet" }, `${found ? found.rank.length.toLocaleString("en") : "No"} ranks. Choose one for its partners, what goes between them, and where it stands.`)));
+      fill(about, h("section", { class: "panel" }, h("p", { class: "quiet" }, `${found ? found.rank.length.toLocaleString("en") : "No"} ranks. Select one to see its partners, their traffic and its position.`)));
       view.drawing.later();
       return;
     }
@@ -183,7 +183,7 @@ export function show(place, page) {
           h("dt", {}, "place"), h("dd", {}, `tensor ${found.tensor[cell]}, stage ${found.pipeline[cell]}, data ${found.data[cell]}`),
           h("dt", {}, found.figure.label), h("dd", {}, inUnit(found.value[cell], found.figure.unit)),
           stands ? [h("dt", {}, "process"), h("dd", {}, stands.process), h("dt", {}, "stands at"), h("dd", {}, stands.place)] : null,
-          wait ? [h("dt", {}, "waits"), h("dd", {}, `${duration(wait.seconds)} in ${wait.op} number ${wait.sequence} of ${wait.group}, for ${wait.all_came ? "nobody: all came" : `rank ${wait.on.slice(0, 8).join(", ")}`}`)] : null),
+          wait ? [h("dt", {}, "waits"), h("dd", {}, `${duration(wait.seconds)} in ${wait.op} number ${wait.sequence} of ${wait.group}, for ${wait.all_came ? "no rank: all have joined" : `rank ${wait.on.slice(0, 8).join(", ")}`}`)] : null),
         stands?.stack.length ? h("details", {}, h("summary", {}, "stack"), h("pre", {}, stands.stack.join("\n"))) : null,
         h("p", {}, h("a", { href: address.link("heatmap", [run], { rank }) }, "history"), " · ", h("a", { href: address.link("timeline", [run], { ranks: rank }) }, "timeline"))),
       flows,
@@ -194,10 +194,10 @@ export function show(place, page) {
       const of = (/** @type {string} */ action, /** @type {string} */ axis) => told.rows.find((/** @type {any[]} */ one) => one[0] === action && one[1] === axis);
       const shown = AXES.map(([axis, colour, dash], i) => ({ axis, colour, dash, count: partners[i].length }))
         .concat([...new Set(told.rows.filter((/** @type {any[]} */ one) => one[1] && !AXES.some(([axis]) => axis === one[1])).map((/** @type {any[]} */ one) => one[1]))].map((axis) => ({ axis: String(axis), colour: "", dash: [], count: -1 })));
-      fill(flows, h("h2", {}, "Between it and its partners"),
-        table("traffic of a step by axis", ["axis", "partners", "sent", "waited"], shown.map((one) => [
+      fill(flows, h("h2", {}, "Traffic with its partners"),
+        table("traffic per step by axis", ["axis", "partners", "sent", "waited"], shown.map((one) => [
           [one.colour ? h("i", { class: `key k-${one.colour}` }) : null, one.axis], one.count < 0 ? "–" : String(one.count), bytes(of("transfer", one.axis)?.[4]), duration(of("wait", one.axis)?.[2])]), "figures"),
-        h("p", { class: "quiet" }, `means of a step, steps ${told.steps.first} to ${told.steps.last}; lines: solid tensor, dashed pipeline, dotted data`));
+        h("p", { class: "quiet" }, `means per step, steps ${told.steps.first} to ${told.steps.last}; lines: solid tensor, dashed pipeline, dotted data`));
     } catch (error) {
       if (!signal.aborted) fill(flows, h("p", { class: "note" }, /** @type {Error} */ (error).message));
     }

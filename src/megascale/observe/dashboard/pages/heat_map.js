@@ -50,8 +50,8 @@ export function show(place, page) {
       fill(notes, h("p", { class: "note" }, /** @type {Error} */ (error).message));
       return;
     }
-    fill(notes, found.skipped.map((/** @type {string} */ words) => h("p", { class: "note" }, `left out: ${words}`)));
-    if (!found.rank.length) notes.append(h("p", { class: "note" }, "No rank's timings are there yet."));
+    fill(notes, found.skipped.map((/** @type {string} */ words) => h("p", { class: "note" }, `skipped: ${words}`)));
+    if (!found.rank.length) notes.append(h("p", { class: "note" }, "No timings of ranks are recorded yet."));
     lay();
     bar();
     if (chosen !== null && found.rank.includes(chosen)) void open(chosen);
@@ -110,7 +110,7 @@ export function show(place, page) {
       step("to", steps.last),
       h("button", { type: "button", class: "small", title: `${steps.low} to ${steps.high}`, onclick: () => pick({ first: steps.low, last: steps.high }) }, "all steps"),
       h("button", { type: "button", class: "small", onclick: () => pick({ first: null, last: null }) }, "newest 20"),
-      choice("By", [{ value: "host", text: "host" }, { value: "grid", text: "place in the grid" }], order, (value) => {
+      choice("By", [{ value: "host", text: "host" }, { value: "grid", text: "position in the grid" }], order, (value) => {
         order = value;
         address.set({ order: value === "host" ? null : value });
         map.whole();
@@ -159,12 +159,12 @@ export function show(place, page) {
         "section",
         { class: "panel", "aria-label": "outliers" },
         h("h2", {}, found.outlier_count ? `${found.outlier_count} outlier${found.outlier_count > 1 ? "s" : ""}` : "No outlier"),
-        h("p", { class: "quiet" }, found.limit === null ? "Fewer than 4 ranks: nothing to compare." : `Marked: modified z-score (0.6745 × distance from the median / MAD) beyond ${found.limit.toFixed(1)}, and 1% off the median of ${found.among === "stage" ? "the ranks of its stage" : "all ranks"}. ${found.rank.length.toLocaleString("en")} ranks, steps ${found.steps.first} to ${found.steps.last}.`),
+        h("p", { class: "quiet" }, found.limit === null ? "There are fewer than 4 ranks to compare." : `Marked: modified z-score (0.6745 × distance from the median / MAD) above ${found.limit.toFixed(1)}, and at least 1% from the median of ${found.among === "stage" ? "the ranks of its stage" : "all ranks"}. ${found.rank.length.toLocaleString("en")} ranks, steps ${found.steps.first} to ${found.steps.last}.`),
         h("ul", { class: "outliers" }, found.outliers.map((/** @type {any} */ one) =>
           h("li", {}, h("button", { type: "button", onclick: () => open(one.rank) },
             h("span", {}, `rank ${one.rank}`), h("b", {}, inUnit(one.value, unit)),
             h("span", {}, one.host), h("span", {}, `${one.value >= one.median ? "+" : ""}${percent(one.value / one.median - 1)}, z ${short(one.z, 3)}`))))),
-        found.outlier_count > found.outliers.length ? h("p", { class: "quiet" }, `the ${found.outliers.length} farthest are listed`) : null,
+        found.outlier_count > found.outliers.length ? h("p", { class: "quiet" }, `the ${found.outliers.length} largest outliers are listed`) : null,
       ),
       machines,
     );
@@ -177,13 +177,13 @@ export function show(place, page) {
     const window = address.number("last") === null ? "" : `${first}-${last}`;
     if (judged === window + found.steps.high) return;
     judged = window + found.steps.high;
-    fill(machines, h("h2", {}, "Slow machines"), h("p", { class: "quiet" }, "Judging…"));
+    fill(machines, h("h2", {}, "Slow machines"), h("p", { class: "quiet" }, "Analysing…"));
     try {
       const told = await ask("stragglers", { run, first: window ? first : null, last: window ? last : null }, signal);
       fill(
         machines,
         h("h2", {}, told.count ? "Slow machines" : "No slow machine"),
-        h("p", { class: "quiet" }, `megascale stragglers, steps ${told.steps.first} to ${told.steps.last}: `, told.spread === null ? `so few ranks do not show how healthy ones differ; named from ${percent(told.limit)} on` : `healthy ranks differ by ${percent(told.spread)}; named from ${percent(told.limit)} on`, told.lonely ? `; ${told.lonely} ranks have no peer` : ""),
+        h("p", { class: "quiet" }, `megascale stragglers, steps ${told.steps.first} to ${told.steps.last}: `, told.spread === null ? `too few ranks to measure how healthy ones differ; reported from ${percent(told.limit)} slower` : `healthy ranks differ by ${percent(told.spread)}; reported from ${percent(told.limit)} slower`, told.lonely ? `; ${told.lonely} ranks have no comparable rank` : ""),
         told.ranks.map((/** @type {any} */ one) =>
           h("div", { class: "machine" },
             h("div", { class: "head" }, h("button", { type: "button", class: "plain link", onclick: () => open(one.rank) }, `rank ${one.rank}`), h("b", {}, `${percent(one.slower)} slower`), h("span", { class: `tag ${one.state === "persistent" ? "wrong" : ""}` }, one.state)),

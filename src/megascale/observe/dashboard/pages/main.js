@@ -54,7 +54,7 @@ function header(runs, current) {
     h(
       "div",
       { class: "menu" },
-      h("p", { class: "quiet" }, known.single ? "one run folder is served" : `runs in ${known.place}; tick several to lay them over each other`),
+      h("p", { class: "quiet" }, known.single ? "this server shows one run folder" : `runs in ${known.place}; select several to compare them`),
       known.runs.slice(0, 300).map((run) =>
         h("div", { class: "row" },
           h("input", { type: "checkbox", "aria-label": `show ${run}`, checked: picked.has(run), onchange: (/** @type {Event} */ event) => {
@@ -91,11 +91,11 @@ function showKeys() {
     h("h2", {}, "Keys"),
     h("dl", {},
       VIEWS.map((view) => [h("dt", {}, h("kbd", {}, view.key)), h("dd", {}, view.title)]).flat(),
-      h("dt", {}, h("kbd", {}, "d")), h("dd", {}, "dark or light"),
-      h("dt", {}, h("kbd", {}, "← → ↑ ↓")), h("dd", {}, "move in a drawing that has the focus"),
-      h("dt", {}, h("kbd", {}, "+ −")), h("dd", {}, "zoom in and out there"),
-      h("dt", {}, h("kbd", {}, "Enter")), h("dd", {}, "open what is marked"),
-      h("dt", {}, h("kbd", {}, "Esc")), h("dd", {}, "whole drawing, close")),
+      h("dt", {}, h("kbd", {}, "d")), h("dd", {}, "switch between dark and light"),
+      h("dt", {}, h("kbd", {}, "← → ↑ ↓")), h("dd", {}, "move in the focused drawing"),
+      h("dt", {}, h("kbd", {}, "+ −")), h("dd", {}, "zoom in and out"),
+      h("dt", {}, h("kbd", {}, "Enter")), h("dd", {}, "open the selected item"),
+      h("dt", {}, h("kbd", {}, "Esc")), h("dd", {}, "show the whole drawing, or close")),
     h("form", { method: "dialog" }, h("button", {}, "Close")),
   );
   document.body.append(dialog);
@@ -150,7 +150,7 @@ function askToken() {
     event.preventDefault();
     setReadToken(field.value);
     void start();
-  } }, h("h1", {}, "Token"), h("p", {}, "Open the link that the dashboard's command printed, or paste the token here: the text of the file that the command named."), field, h("button", {}, "Go on")));
+  } }, h("h1", {}, "Token"), h("p", {}, "Open the link that the dashboard's command printed, or paste the token here. The token is the text of the file that the command named."), field, h("button", {}, "Continue")));
   field.focus();
 }
 

@@ -11,9 +11,9 @@ const UNTOLD = 3000;
 const SAYS = {
   cordon: (node) => `${node} gets nothing new; what it runs goes on.`,
   uncordon: (node) => `${node} may be used again.`,
-  evict: (node, ranks) => (ranks.length ? `The job saves and stops, ${node} is taken out, and its rank${ranks.length > 1 ? "s" : ""} ${ranks.join(", ")} start${ranks.length > 1 ? "" : "s"} again on a spare or a new node. Training goes on from that checkpoint.` : `${node} runs no rank; it is taken out and not used again until it is uncordoned.`),
+  evict: (node, ranks) => (ranks.length ? `The job saves and stops, ${node} is removed, and its rank${ranks.length > 1 ? "s" : ""} ${ranks.join(", ")} start${ranks.length > 1 ? "" : "s"} again on a spare or a new node. Training continues from that checkpoint.` : `${node} runs no rank; it is removed and not used until it is uncordoned.`),
   pause: () => "The job saves and stops; its nodes stay ready until it is resumed.",
-  resume: () => "The job goes on from its last checkpoint.",
+  resume: () => "The job continues from its last checkpoint.",
   restart: () => "The job saves and stops; code is imported anew and the trainers start again from that checkpoint.",
 };
 const TITLES = { cordon: "Cordon", uncordon: "Uncordon", evict: "Evict", pause: "Pause", resume: "Resume", restart: "Restart" };
@@ -47,7 +47,7 @@ export function show(place, page) {
       }
       return;
     }
-    fill(notes, found.driver ? null : h("p", { class: "note" }, `${found.driver_error || "No driver is at work"}: this is what the journal remembers, and nobody takes orders.`));
+    fill(notes, found.driver ? null : h("p", { class: "note" }, `${found.driver_error || "No driver is running"}: the journal's last state is shown, and orders are not possible.`));
     showJob();
     showList();
     showNode();
@@ -98,7 +98,7 @@ export function show(place, page) {
   function showNode() {
     const node = found.nodes.find((/** @type {any} */ each) => each.name === chosen);
     if (!node) {
-      fill(side, h("section", { class: "panel" }, h("p", { class: "quiet" }, "Choose a node for its ranks, facts, history and actions.")));
+      fill(side, h("section", { class: "panel" }, h("p", { class: "quiet" }, "Select a node to see its ranks, facts, history and actions.")));
       return;
     }
     const facts = flat(node.facts);
@@ -119,7 +119,7 @@ export function show(place, page) {
   /** Say what will happen, then do it. @param {string} action @param {string} node */
   function confirm(action, node) {
     const ranks = found.nodes.find((/** @type {any} */ each) => each.name === node)?.ranks ?? [];
-    const why = h("input", { type: "text", maxlength: 500, placeholder: "goes into the journal", "aria-label": "why" });
+    const why = h("input", { type: "text", maxlength: 500, placeholder: "reason for the journal", "aria-label": "why" });
     const token = h("input", { type: "password", autocomplete: "off", required: true, "aria-label": "acting token", value: tokens.get(run) ?? "" });
     const said = h("p", { class: "note", role: "alert", hidden: true });
     const go = h("button", { class: action === "evict" ? "danger" : "main" }, `${TITLES[/** @type {keyof typeof TITLES} */ (action)]} ${node || run}`);
@@ -132,7 +132,7 @@ export function show(place, page) {
         event.preventDefault();
         go.disabled = true;
         try {
-          const answer = await act(token.value, { run, action, node, why: why.value.trim() || "asked for on the dashboard" });
+          const answer = await act(token.value, { run, action, node, why: why.value.trim() || "requested on the dashboard" });
           tokens.set(run, token.value);
           dialog.close();
           page.notice(`${action} ${node || run}: done; the job is ${answer.phase}`);

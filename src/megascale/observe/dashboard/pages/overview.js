@@ -12,9 +12,9 @@ const CHARTS = [
   [["loss"], "loss", ""],
   [["valid_loss"], "held-out loss", ""],
   [["grad_norm"], "gradient norm", ""],
-  [["tokens_per_second"], "tokens a second", ""],
+  [["tokens_per_second"], "tokens per second", ""],
   [["mfu"], "MFU", "%"],
-  [["seconds"], "time of a step", "s"],
+  [["seconds"], "step time", "s"],
   [["learning_rate"], "learning rate", ""],
   [["memory_gib"], "memory, GiB", ""],
 ];
@@ -74,7 +74,7 @@ export function show(place, page) {
     } }), h("span", {}, "log scale of losses")),
     reset,
     runs.length > 1 ? legend(runs) : null,
-    h("span", { class: "hint" }, "drag to zoom, double click for all"),
+    h("span", { class: "hint" }, "drag to zoom, double-click to reset"),
   );
   fill(place, h("h1", { class: "unseen" }, "Overview"), notes, heads, bar, chartsAt, h("div", { class: "below" }, spent, saved, events));
 
@@ -136,7 +136,7 @@ export function show(place, page) {
     const found = about.get(runs[0]);
     fill(notes, found.notes.map((/** @type {string} */ note) => h("p", { class: "note" }, note)));
     const lost = Object.entries(found.nonfinite).filter(([, steps]) => /** @type {number[]} */ (steps).length);
-    lost.forEach(([key, steps]) => notes.append(h("p", { class: "note" }, `${key.replace("_", " ")} was no finite number at step ${/** @type {number[]} */ (steps).join(", ")}`)));
+    lost.forEach(([key, steps]) => notes.append(h("p", { class: "note" }, `${key.replace("_", " ")} was NaN or infinite at step ${/** @type {number[]} */ (steps).join(", ")}`)));
     showTiles(found);
     showSpent(spent, found.effective, found.now);
     showCheckpoints(saved, found.checkpoints);
@@ -218,7 +218,7 @@ function showSpent(at, effective, now) {
     h("h2", {}, "Where the time went"),
     parts.length
       ? [stripe, table("Where the time went", ["cause", "time", "share"], parts.map(([name, seconds], i) => [[h("i", { class: `key ${CAUSES[Math.min(i, CAUSES.length - 1)]}` }), name], duration(/** @type {number} */ (seconds)), percent(/** @type {number} */ (seconds) / effective.total)]), "figures")]
-      : h("p", { class: "quiet" }, now.alive ? "Nothing has happened yet." : "Neither steps nor events are known."),
+      : h("p", { class: "quiet" }, now.alive ? "The run has recorded nothing yet." : "Neither steps nor events are recorded."),
   );
 }
 
@@ -229,7 +229,7 @@ function showCheckpoints(at, checkpoints) {
     h("h2", {}, "Checkpoints"),
     checkpoints.length
       ? h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "list of checkpoints" }, table("Checkpoints", ["step", "when (UTC)", "size"], checkpoints.slice(0, 50).map((one) => [String(one.step), one.complete ? moment(one.time) : "not committed", bytes(one.bytes)]), "figures"))
-      : h("p", { class: "quiet" }, "None in the run folder."),
+      : h("p", { class: "quiet" }, "The run folder holds no checkpoint."),
   );
 }
 
@@ -243,7 +243,7 @@ export function showEvents(at, found, count) {
   const list = () => {
     const word = wanted.value.toLowerCase();
     const shown = found.filter((one) => !word || JSON.stringify(one).toLowerCase().includes(word));
-    fill(place, shown.map((one) => event(one)), shown.length ? null : h("li", { class: "quiet" }, found.length ? "None has that word." : "No events."));
+    fill(place, shown.map((one) => event(one)), shown.length ? null : h("li", { class: "quiet" }, found.length ? "No event contains this text." : "No events."));
   };
   const before = at.querySelector("input");
   if (before instanceof HTMLInputElement) wanted.value = before.value;

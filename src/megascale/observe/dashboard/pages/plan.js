@@ -64,17 +64,17 @@ function step(plan, measured) {
   /** @param {number | null | undefined} a @param {number | null | undefined} b */
   const off = (a, b) => (a && b ? `${b / a >= 1 ? "+" : ""}${percent(b / a - 1)}` : "–");
   const rows = [
-    ["time of a step", told ? duration(told.seconds) : "–", duration(measured.seconds), off(told?.seconds, measured.seconds)],
-    ["tokens a second", told ? short(told.tokens_per_second) : "–", short(measured.tokens_per_second), off(told?.tokens_per_second, measured.tokens_per_second)],
+    ["step time", told ? duration(told.seconds) : "–", duration(measured.seconds), off(told?.seconds, measured.seconds)],
+    ["tokens per second", told ? short(told.tokens_per_second) : "–", short(measured.tokens_per_second), off(told?.tokens_per_second, measured.tokens_per_second)],
     ["MFU", told ? percent(told.mfu) : "–", percent(measured.mfu), off(told?.mfu, measured.mfu)],
   ];
   return h("section", { class: "panel", "aria-label": "step" },
     h("h2", {}, "Step: predicted and measured"),
     table("the step", ["", "predicted", "measured, median of 200", "measured to predicted"], rows, "figures"),
     told ? [h("p", { class: "quiet" }, `P10 to P90: ${duration(told.low)} to ${duration(told.high)}`),
-      table("where a predicted step goes", ["predicted part", "time", "share"], Object.entries(told.parts).filter(([, seconds]) => seconds).map(([name, seconds]) => [name.replaceAll("_", " "), duration(/** @type {number} */ (seconds)), percent(/** @type {number} */ (seconds) / told.seconds)]), "figures"),
-      told.cautions.map((/** @type {string} */ words) => h("p", { class: "quiet" }, words))] : h("p", { class: "quiet" }, "Choose the cluster that the run is on for a prediction."),
-    table("sizes", ["size", ""], [["parameters", short(plan.parameters)], ["tokens a step", short(plan.tokens_per_step, 7)], ["FLOPs of a step", `${short(plan.flops.per_step / 1e12)} TFLOP`], ["FLOPs a GPU and step", `${short(plan.flops.per_step_and_gpu / 1e12)} TFLOP`]], "figures"));
+      table("parts of a predicted step", ["predicted part", "time", "share"], Object.entries(told.parts).filter(([, seconds]) => seconds).map(([name, seconds]) => [name.replaceAll("_", " "), duration(/** @type {number} */ (seconds)), percent(/** @type {number} */ (seconds) / told.seconds)]), "figures"),
+      told.cautions.map((/** @type {string} */ words) => h("p", { class: "quiet" }, words))] : h("p", { class: "quiet" }, "Select the run's cluster for a prediction."),
+    table("sizes", ["size", ""], [["parameters", short(plan.parameters)], ["tokens per step", short(plan.tokens_per_step, 7)], ["FLOPs per step", `${short(plan.flops.per_step / 1e12)} TFLOP`], ["FLOPs per GPU and step", `${short(plan.flops.per_step_and_gpu / 1e12)} TFLOP`]], "figures"));
 }
 
 /** @param {any} plan @param {any} measured */
@@ -86,7 +86,7 @@ function memory(plan, measured) {
   const most = Math.max(largest, Math.min(1.25 * largest, (measured.memory_gib ?? 0) * 2 ** 30));
   const shown = stages.length <= 8 ? stages.map((/** @type {any} */ _, /** @type {number} */ i) => i) : [0, Math.floor(stages.length / 2), stages.length - 1];
   return h("section", { class: "panel", "aria-label": "memory" },
-    h("h2", {}, "Memory of a rank"),
+    h("h2", {}, "Memory per rank"),
     shown.map((/** @type {number} */ i) => {
       const stripe = h("div", { class: "stripe", role: "img", "aria-label": `stage ${i}: ${bytes(stages[i].total)}` });
       kinds.forEach((kind, n) => {
@@ -98,7 +98,7 @@ function memory(plan, measured) {
     }),
     measured.memory_gib ? h("div", { class: "stage" }, h("span", {}, "measured"), measuredStripe(measured.memory_gib * 2 ** 30, most), h("b", {}, bytes(measured.memory_gib * 2 ** 30))) : null,
     h("ul", { class: "legend" }, kinds.map((kind, n) => h("li", {}, h("i", { class: `key ${SHADES[n % SHADES.length]}` }), `${kind.replaceAll("_", " ")} ${bytes(stages[0][kind])}`))),
-    h("p", { class: "quiet" }, `legend: of stage 0. ${plan.fits ? "Fits" : "Does not fit"} ${short(plan.device_gib)} GiB with ${short(plan.reserve_gib)} kept for the device's own. Measured is what the fullest rank's process or device holds, on a CPU with Python and its libraries.`));
+    h("p", { class: "quiet" }, `The legend is for stage 0. ${plan.fits ? "Fits" : "Does not fit"} ${short(plan.device_gib)} GiB with ${short(plan.reserve_gib)} reserved for the device's driver. Measured is the memory of the fullest rank's device; on a CPU it is that of the process, including Python and its libraries.`));
 }
 
 /** @param {number} size @param {number} most */

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from megascale import __version__
 from megascale.core.failure import log_failure
 from megascale.errors import MegascaleError
-from megascale.observe.prometheus.exposition import CONTENT_TYPE, format_families
+from megascale.observe.prometheus import CONTENT_TYPE, format_families
 from megascale.resilience.driver.api import http_limits, metrics, settable, tls, tokens
 from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Guard
 from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_piece

@@ -9,7 +9,7 @@ import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from megascale.observe.prometheus.exposition import Family
+from megascale.observe.prometheus import Family
 from megascale.resilience.driver.state.job_state import NodeState, Phase
 
 if TYPE_CHECKING:

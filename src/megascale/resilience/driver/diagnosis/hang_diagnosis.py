@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megascale.core.events import Event
 from megascale.core.layout import Layout
-from megascale.observe.hang import hang_report
+from megascale.observe.hang import verdict as hang_report
 from megascale.observe.hang.scene import Scene
 from megascale.observe.hang.verdict import explain_hang
 from megascale.resilience.rules.offenders import repeated

@@ -7,8 +7,7 @@ import time
 
 from megascale.core.layout import Layout, lay_out
 from megascale.errors import DataError, MegascaleError
-from megascale.observe.hang.scene import RankEvidence, Scene
-from megascale.observe.hang.sent_evidence import unpack_evidence
+from megascale.observe.hang.scene import RankEvidence, Scene, unpack_evidence
 from megascale.resilience.driver.nodes.nodes import Nodes
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.state.job import Job

@@ -23,7 +23,7 @@ from megascale.core import json_lines
 from megascale.core.failure import FailureLog
 from megascale.core.json_lines import MAX_LINE_BYTES
 from megascale.core.untrusted_files import open_regular
-from megascale.observe.hang.sent_evidence import evidence_file
+from megascale.observe.hang.scene import evidence_file
 from megascale.resilience.protocol.agent_messages import Evidence, FileData
 
 log = logging.getLogger("megascale.driver")
