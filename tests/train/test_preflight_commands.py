@@ -174,7 +174,7 @@ class _Agents(Cluster):
 
     def _come(self, name: str) -> None:
         self.there.discard(name)
-        self.table.change(name, NodeEvent.CAME)
+        self.table.change(name, NodeEvent.CONNECTED)
 
 
 def test_agents_start_in_waves(monkeypatch, tmp_path):

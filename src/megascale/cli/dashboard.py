@@ -73,7 +73,7 @@ def dashboard(
     protect_children()  # multiprocessing starts the processes that answer queries
     listening = Listening(host, port, token_file, no_token, certificate, key)
     make_tls_context(listening)
-    outside = Integrations(Sources(job_view.job, job_view.nodes, run_plan), job_view.order)
+    outside = Integrations(Sources(job_view.describe_job, job_view.describe_nodes, run_plan), job_view.send_order)
     serve(RunList(run), outside, listening, typer.echo, browser)
 
 

@@ -174,10 +174,10 @@ def hang(
 def _request_remote_ranks(run: Path, watch: float) -> None:
     """Request the state of ranks on other machines from the driver; without it their agents' last reports are used."""
     from megascale.errors import MegascaleError
-    from megascale.resilience.driver.api.client import ask
+    from megascale.resilience.driver.api.client import send_request
 
     try:
-        ask(run, "GET", f"/v1/ranks?watch={min(watch, 10.0)}", seconds=_AGENT_SECONDS)
+        send_request(run, "GET", f"/v1/ranks?watch={min(watch, 10.0)}", seconds=_AGENT_SECONDS)
     except MegascaleError as error:
         typer.echo(f"the ranks are shown as their agents last reported them: {error}", err=True)
 

@@ -101,7 +101,7 @@ def _describe_job(folder: Path) -> dict[str, Any] | None:
         "ranks": job.world,
         "nodes": list(job.placement),
         "driver": is_driver_alive,
-        "why": job.why,
+        "why": job.reason,
     }
 
 
@@ -158,16 +158,16 @@ def _format_node(row: dict[str, Any]) -> list[str]:
 
 def _list_nodes(run: Path) -> tuple[list[dict[str, Any]], bool]:
     """Return the nodes as the API lists them, and whether a driver answered."""
-    from megascale.resilience.driver.api.client import ask
+    from megascale.resilience.driver.api.client import send_request
     from megascale.resilience.driver.state.journal import JournalReader
 
     if run.is_file():
-        return ask(run, "GET", "/v1/nodes"), True
+        return send_request(run, "GET", "/v1/nodes"), True
     with contextlib.closing(JournalReader(run)) as reader:
         recorded, job = reader.nodes(), reader.job
         is_driver_alive = reader.driver_alive()
     if is_driver_alive:
-        return ask(run, "GET", "/v1/nodes"), True
+        return send_request(run, "GET", "/v1/nodes"), True
     rows: list[dict[str, Any]] = []
     for node in recorded:
         row: dict[str, Any] = {"name": node.name, "address": node.address, "state": node.state, "why": node.why}
@@ -211,7 +211,7 @@ def events(
 
     Example: megascale events runs/stdlib
     """
-    from megascale.resilience.driver.api.client import ask
+    from megascale.resilience.driver.api.client import send_request
     from megascale.resilience.driver.state.journal import JournalReader
 
     reader = None if run.is_file() else JournalReader(run)
@@ -224,7 +224,7 @@ def events(
         if reader is not None:
             new_events = [vars(entry) for entry in reader.events(last_id)]
         else:
-            new_events = ask(run, "GET", f"/v1/events?after={last_id}")  # a limited number at a time
+            new_events = send_request(run, "GET", f"/v1/events?after={last_id}")  # a limited number at a time
         entries = sorted(new_events + trainer_events, key=itemgetter("time"))
         trainer_events = []
         for entry in entries:
@@ -351,9 +351,9 @@ def restart(context: typer.Context, run: Path = RUN, why: str = REASON) -> None:
     """
     if context.args:
         _check_settings(run, context.args)
-        from megascale.resilience.driver.api.settable import leave_settings
+        from megascale.resilience.driver.api.settable import store_settings
 
-        leave_settings(run, [override.removeprefix("--") for override in context.args])
+        store_settings(run, [override.removeprefix("--") for override in context.args])
     _send_order(run, "/v1/job/restart", why, from_folder=bool(context.args))
 
 
@@ -374,9 +374,9 @@ def _check_settings(run: Path, overrides: list[str]) -> None:
 
 
 def _send_order(run: Path, path: str, why: str, **fields: Any) -> None:
-    from megascale.resilience.driver.api.client import ask
+    from megascale.resilience.driver.api.client import send_request
 
-    answer = ask(run, "POST", path, {"why": why} | fields)
+    answer = send_request(run, "POST", path, {"why": why} | fields)
     typer.echo(f"done; the job is {answer['phase']}")
 
 
@@ -397,9 +397,9 @@ def access(
 
       megascale nodes stdlib.access
     """
-    from megascale.resilience.driver.api.access import make_access
+    from megascale.resilience.driver.api.access import create_access
 
-    typer.echo(make_access(run, act, host).to_text(), nl=False)
+    typer.echo(create_access(run, act, host).to_text(), nl=False)
 
 
 def logs(
@@ -429,14 +429,14 @@ def logs(
 
 def _read_log(run: Path, rank: int, offset: int) -> tuple[int, int, str]:
     """Return a piece of a log from byte `offset` on (negative: from its end) as (first byte, end, text)."""
-    from megascale.resilience.driver.api.client import ask
-    from megascale.resilience.driver.api.log_pieces import read_piece
+    from megascale.resilience.driver.api.client import send_request
+    from megascale.resilience.driver.api.log_pieces import read_log_piece
 
     if run.is_file():
-        answer = ask(run, "GET", f"/v1/logs/{rank}?after={offset}")
+        answer = send_request(run, "GET", f"/v1/logs/{rank}?after={offset}")
         return answer["start"], answer["end"], answer["text"]
     file = run / "logs" / f"rank-{rank}.log"
-    piece = read_piece(file, offset)
+    piece = read_log_piece(file, offset)
     if piece is None:
         ranks = sorted(int(log.stem[5:]) for log in file.parent.glob("rank-*.log") if log.stem[5:].isdigit())
         existing = "no rank has a log"

@@ -110,7 +110,7 @@ def _drive(config: Config, dashboard: int | None) -> int:
     is_running = start_driver.is_running(config)  # a running job is taken over unchanged
     if not is_running:
         read_job_files(config)
-    if start_driver.other_machines(config):
+    if start_driver.uses_other_machines(config):
         log_line("driver", "data, memory and disks are those of other machines: each rank checks its own")
     elif not is_running:
         check_data(
@@ -148,7 +148,7 @@ def _print_batch_script(config: Config, arguments: list[str]) -> None:
 
     from megascale.resilience.cluster.slurm import gpus_per_node
     from megascale.resilience.cluster.slurm_script import batch_script
-    from megascale.resilience.driver.state.evicted import evicted_nodes
+    from megascale.resilience.driver.state.evicted import list_evicted_nodes
 
     if config.resilience.cluster != "slurm":
         raise ConfigError(
@@ -156,7 +156,7 @@ def _print_batch_script(config: Config, arguments: list[str]) -> None:
             "--cluster slurm or --cluster kubernetes"
         )
     config.run_folder.parent.mkdir(parents=True, exist_ok=True)  # Slurm writes no log if this folder is missing
-    evicted = evicted_nodes(config.run_folder)
+    evicted = list_evicted_nodes(config.run_folder)
     python_path = os.environ.get("PYTHONPATH", "")
     typer.echo(batch_script(config, gpus_per_node(config), arguments, evicted, python_path), nl=False)
 

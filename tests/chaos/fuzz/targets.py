@@ -261,7 +261,7 @@ def _journal(folder: Path) -> Feed:
     journal, _ = LastingJournal.take(sound, 0.05)
     log = AuditLog(sound, journal, lambda who, text: None)
     for number in range(20):
-        log.note("hang", attempt=number, nodes=("n0",), evidence=("x" * 50,), extra={"a": [1]})
+        log.record("hang", attempt=number, nodes=("n0",), evidence=("x" * 50,), extra={"a": [1]})
     journal.close()
     data, lines = (sound / FILE).read_bytes(), (sound / "events.jsonl").read_bytes().splitlines()
 

@@ -154,18 +154,18 @@ def test_a_signal_that_ends_the_survivors_is_no_cause_of_its_own():
 def test_last_words_are_the_line_that_names_an_error():
     """What follows it, such as advice of a library, says less."""
     tail = trace("torch.OutOfMemoryError: CUDA out of memory") + "See the documentation for Memory Management.\n"
-    assert exits.last_words(worker(1, stderr_tail=tail)) == "torch.OutOfMemoryError: CUDA out of memory"
-    assert exits.last_words(worker(1, stderr_tail="error: no such file\nadvice\n")) == "error: no such file"
-    assert exits.last_words(worker(1, stderr_tail="first\nlast\n")) == "last"
-    assert exits.last_words(worker(1, message="m" * 301, stderr_tail=tail)) == "m" * 300
+    assert exits.last_message(worker(1, stderr_tail=tail)) == "torch.OutOfMemoryError: CUDA out of memory"
+    assert exits.last_message(worker(1, stderr_tail="error: no such file\nadvice\n")) == "error: no such file"
+    assert exits.last_message(worker(1, stderr_tail="first\nlast\n")) == "last"
+    assert exits.last_message(worker(1, message="m" * 301, stderr_tail=tail)) == "m" * 300
 
 
 def test_a_calm_line_of_the_log_is_nobodys_last_words():
     calm = "2026-11-24T04:27:29.274Z attempt 1 rank 1 INFO megascale.train: process 12379 on vm, one of 2, begins"
     told = worker(1, state="signalled", code=signal.SIGKILL, stderr_tail=calm)
-    assert exits.last_words(told) == ""
+    assert exits.last_message(told) == ""
     warned = calm.replace("INFO", "WARNING")
-    assert exits.last_words(worker(1, state="exited", code=1, stderr_tail=f"{warned}\n{calm}")) == warned
+    assert exits.last_message(worker(1, state="exited", code=1, stderr_tail=f"{warned}\n{calm}")) == warned
 
 
 def test_who_failed_first_and_by_itself_names_the_cause():
@@ -198,7 +198,7 @@ def test_a_port_taken_is_tried_again_elsewhere_within_bounds():
 def test_a_full_disk_is_known_by_its_number_or_its_room_and_by_no_line_of_a_log(number):
     failed = worker(1, state="exited", code=1, errno=number, error="OSError: something")
     assert one(ended(failed), "disk_full").action == "recover"
-    assert exits.failed_start("n0", (0,), "why", number).kind == "disk_full"
+    assert exits.judge_failed_start("n0", (0,), "why", number).kind == "disk_full"
     line = worker(1, state="exited", code=9, stderr_tail="copying: No space left on device, left out\n")
     assert one(ended(line), "process_exit")
     for how in ({"state": "exited", "code": 9}, {"state": "signalled", "code": signal.SIGBUS}):
@@ -242,7 +242,7 @@ def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
     own = replace(of_it, rank=0, message=words.replace("rank 1", "rank 0"))
     past = [(900.0, dataclasses.replace(verdict, nodes=("node-0",)))]
     alone = view({0: [heartbeat(0, 1, [own])]}, past=past)
-    alone.learned |= trained["learned"]
+    alone.usual_durations |= trained["learned"]
     assert one(rules.judge(alone), "out_of_memory").action == "stop"
     both = one(ended(of_it, replace(of_it, rank=0), **trained), "out_of_memory")
     assert (both.nodes, both.action) == (("node-0", "node-1"), "recover")

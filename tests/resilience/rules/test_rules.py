@@ -40,14 +40,14 @@ def test_a_node_that_offends_again_and_again_is_evicted_unless_all_do():
 def test_a_silent_node_is_missed_and_a_driver_that_slept_blames_nobody():
     beats = {n: [heartbeat(n, 1, [worker(n)])] for n in range(3)}
     state = view(beats)
-    state.members[2].last_seen = state.now - WINDOW - 1
+    state.members[2].last_seen = state.time - WINDOW - 1
     verdict = one(rules.judge(state), "missed_heartbeat")
     assert verdict.nodes == ("node-2",)
     for member in state.members:
-        member.last_seen = state.now - WINDOW - 1
+        member.last_seen = state.time - WINDOW - 1
     assert not rules.judge(state)
     for member in state.members:
-        member.last_seen = state.now - 2 * WINDOW - 1
+        member.last_seen = state.time - 2 * WINDOW - 1
     assert {v.kind for v in rules.judge(state)} == {"missed_heartbeat"}
 
 
@@ -56,7 +56,7 @@ def silent(steps: list[int], seconds: float, phase: str = "train") -> list[Verdi
     phases = ["train"] * (len(steps) - 1) + [phase]
     workers = [worker(0, step=step, phase=phase) for step, phase in zip(steps, phases, strict=True)]
     state = view({0: [heartbeat(0, i, [one]) for i, one in enumerate(workers)], 1: []})
-    state.members[1].last_seen = state.now - seconds
+    state.members[1].last_seen = state.time - seconds
     return rules.judge(state)
 
 
@@ -99,9 +99,9 @@ def test_a_node_that_ends_is_missed_within_the_window_however_fast_the_job_was(p
 
 def test_a_slow_start_names_who_did_not_come():
     state = view({0: [heartbeat(0, 1, [worker(0)])], 1: [heartbeat(1, 1, [worker(1, phase="load")])]}, phase="starting")
-    state.started = state.now - 59
+    state.started = state.time - 59
     assert not rules.judge(state)
-    state.started = state.now - 61
+    state.started = state.time - 61
     verdict = one(rules.judge(state), "start_too_slow")
     assert verdict.ranks == (1,)
     assert "resilience.first_step" in verdict.evidence[0]
@@ -288,7 +288,7 @@ def test_thousands_of_ranks_are_judged_as_few_are(slow_ranks, monkeypatch):
 
 def test_a_still_view_keeps_its_history_while_heartbeats_come():
     moving = view({0: [heartbeat(0, i, [worker(0)]) for i in range(1, HISTORY + 1)]})
-    still = moving.still()
+    still = moving.snapshot()
     moving.members[0].history.append((1001.0, heartbeat(0, HISTORY + 1, [worker(0)])))
     assert [h.sequence for _, h in still.members[0].history] == list(range(1, HISTORY + 1))
     assert still.members[0].history.maxlen == HISTORY

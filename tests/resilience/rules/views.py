@@ -34,7 +34,7 @@ def view(beats: dict[int, list[Heartbeat]], grid: Grid | None = None, **changes)
     standard = {"learned": {"train": 0.2, "save": 1.0, "evaluate": 1.0}, "phase": "running", "started": 0.0}
     grid = grid or Grid(data=max(1, sum(len(m.ranks) for m in members)), ranks_per_host=1)
     fixed = {"window": WINDOW, "interval": 1.0, "first_step": 60.0}
-    return View("job", 1, now=now, members=members, grid=grid, **(standard | fixed | changes))
+    return View("job", 1, time=now, members=members, grid=grid, **(standard | fixed | changes))
 
 
 def one(found: list[Verdict], kind: str) -> Verdict:

@@ -13,7 +13,7 @@ from megascale.core import json_lines, strict_json
 from megascale.core.events import Event, format_time
 from megascale.core.failure import DISK_FULL_ERRNOS
 from megascale.resilience.driver.process.descriptors import SpareDescriptors
-from megascale.resilience.driver.recovery.escalation import RECOVERY_ACTIONS, Use, give_back
+from megascale.resilience.driver.recovery.escalation import RECOVERY_ACTIONS, Use, refund_last_blameless_use
 from megascale.resilience.driver.state.journal import Entry, Journal
 
 
@@ -30,7 +30,7 @@ class AuditLog:
         self._spare = SpareDescriptors()
         self._said = 0  # number of the last error that was told
 
-    def note(
+    def record(
         self,
         kind: str,
         *,
@@ -92,7 +92,7 @@ class AuditLog:
         for entry in self._journal.events():
             if entry.kind == Event.RECOVERY_ACTION and entry.action in actions:
                 if entry.details.get("explains"):
-                    give_back(found)
+                    refund_last_blameless_use(found)
                 when = now - max(0.0, today - entry.time)
                 found.append(Use(when, actions[entry.action], entry.nodes[0] if entry.nodes else ""))
         return found

@@ -108,7 +108,7 @@ class Driver:
         self.tasks = LoopTasks()
         settings = self.settings = RunningSettings(run, config)
         limits = self.limits = settings.limits
-        note, tasks = self.note, self.tasks
+        note, tasks = self.record_event, self.tasks
         self.job = Job(job, journal, self._refused, tasks.wake.set)
         self.job.apply(JobEvent.OPENED, epoch=journal.epoch)
         self.nodes = Nodes(self.job, cluster, tasks, limits, note)
@@ -140,12 +140,12 @@ class Driver:
         self.leaving = False
         self.slowest = 0.0  # seconds that the slowest look at everything took
 
-    def note(self, kind: Event | str, **about: Any) -> Entry:
+    def record_event(self, kind: Event | str, **about: Any) -> Entry:
         """Write an event down."""
-        return self.audit_log.note(str(kind), attempt=self.job.state.attempt, **about)
+        return self.audit_log.record(str(kind), attempt=self.job.state.attempt, **about)
 
     def _refused(self, why: str) -> None:
-        self.note(Event.TRANSITION_REFUSED, action="refused", evidence=(why,))
+        self.record_event(Event.TRANSITION_REFUSED, action="refused", evidence=(why,))
 
     # life -----------------------------------------------------------------------------------------------------------
 
@@ -180,22 +180,26 @@ class Driver:
             f"{hello.node} knows a driver of epoch {theirs} and attempt {hello.attempt}, the journal only epoch "
             f"{before}: it was removed or is an old one; this driver goes on as epoch {self.journal.epoch}"
         )
-        self.note(Event.JOURNAL_DAMAGED, nodes=(hello.node,), evidence=(text,))
+        self.record_event(Event.JOURNAL_DAMAGED, nodes=(hello.node,), evidence=(text,))
 
     async def run(self) -> int:
         """Work until the job has ended; returns its exit code. Raises Fenced when another driver has taken over."""
         now = time.monotonic()
         took_over = self._unsure or self.job.phase is not Phase.WAITING or bool(self.job.state.placement)
         if self._unsure:
-            self.adoption.doubt(now)
+            self.adoption.wait_for_agents(now)
         event = Event.DRIVER_TOOK_OVER if took_over else Event.DRIVER_STARTED
-        self.note(event, evidence=(f"epoch {self.journal.epoch}; the job is {self.job.phase}",), pid=os.getpid())
+        self.record_event(
+            event, evidence=(f"epoch {self.journal.epoch}; the job is {self.job.phase}",), pid=os.getpid()
+        )
         self.nodes.begin(now)
         garbage = OldGarbage()
         try:
             await self._loop(now, garbage)
             if self.leaving:
-                self.note(Event.DRIVER_ENDED, evidence=("it hands the job over to another driver; training goes on",))
+                self.record_event(
+                    Event.DRIVER_ENDED, evidence=("it hands the job over to another driver; training goes on",)
+                )
                 return EXIT_INTERRUPTED
             await self._farewell()
         finally:
@@ -257,7 +261,7 @@ class Driver:
         elif phase is Phase.DIAGNOSING:
             self.checks.check(now)
         if self.job.phase is Phase.WAITING:
-            self.placement.place(now)
+            self.placement.assign_ranks(now)
 
     async def _farewell(self) -> None:
         """Let all agents go, and make sure that they have gone."""
@@ -268,7 +272,7 @@ class Driver:
             await asyncio.sleep(0.02)
         running = [info.name for info in self.nodes.cluster.nodes() if info.running]
         await asyncio.gather(*(self.nodes.cluster.fence(name) for name in running))
-        self.note(Event.DRIVER_ENDED, evidence=(f"the job is {self.job.phase}: {self.job.state.why}",))
+        self.record_event(Event.DRIVER_ENDED, evidence=(f"the job is {self.job.phase}: {self.job.state.reason}",))
 
 
 def _described(run: Path, config: Config) -> dict[str, str]:

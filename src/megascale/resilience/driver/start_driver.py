@@ -106,7 +106,7 @@ def prepare(config: Config) -> tuple[Config, Size]:
     return config.model_copy(update={"parallel": parallel}), found
 
 
-def other_machines(config: Config) -> bool:
+def uses_other_machines(config: Config) -> bool:
     """Whether the job's nodes are other machines than this one."""
     load_plugins()
     return CLUSTERS[config.resilience.cluster].on_other_machines(config) is not None
@@ -207,7 +207,7 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     mine, config = config, load(settings)
     files = read_job_files(config, kept_in=run)
     cluster.prefer(files.nodes)
-    if other_machines(mine):
+    if uses_other_machines(mine):
         config = _on_this_machine(config, mine)
     if mine != config:
         say("driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them")
@@ -239,16 +239,16 @@ def _report_journal(driver: Driver, journal: LastingJournal, recalled: recall.Re
         back += f"; {', '.join(recalled.evicted)} stay evicted"
     if journal.aside is not None:
         text = f"the journal was damaged ({journal.damage}); it was set aside as {journal.aside.name} and begun anew"
-        driver.note(Event.JOURNAL_DAMAGED, evidence=(text, back))
+        driver.record_event(Event.JOURNAL_DAMAGED, evidence=(text, back))
     elif recalled.events:
         text = "the journal was behind: a file that was removed, cut or damaged had brought it back to an older state"
-        driver.note(Event.JOURNAL_BEHIND, evidence=(text, back))
+        driver.record_event(Event.JOURNAL_BEHIND, evidence=(text, back))
     if journal.network:
         text = (
             f"the run folder lies on a network file system ({journal.network}), where SQLite's write-ahead log does "
             "not work: the journal does without it and waits for the disk at each write"
         )
-        driver.note(Event.JOURNAL_WITHOUT_WAL, evidence=(text,))
+        driver.record_event(Event.JOURNAL_WITHOUT_WAL, evidence=(text,))
 
 
 def _hand_down_password(config: Config) -> Config:
@@ -317,7 +317,7 @@ async def _serve(driver: Driver) -> int:
         raise _cannot_listen("api_port", limits.listen, limits.api_port, error) from None
     driver.announce(url)
     if told := open_addresses(limits, driver.address, url):
-        driver.note(Event.ADDRESS_OPEN, evidence=told)
+        driver.record_event(Event.ADDRESS_OPEN, evidence=told)
     try:
         code = await driver.run()
         await _await_last_scrape(driver, scrapes)

@@ -117,7 +117,7 @@ def processes(view: View) -> list[Verdict]:
     guilty = [(m, w) for m, w in bad if not (w.by_agent or _asked(w) or _LOST in w.message + _said(w))]
     # Those that an agent did not end but what it starts them from, only where nobody ended by itself.
     guilty = guilty or [(m, w) for m, w in bad if w.by_agent and w.error]
-    if FIRST_STEP in view.learned:
+    if FIRST_STEP in view.usual_durations:
         guilty = [(m, w) for m, w in guilty if not _told_by_another(w)]
     if bad and not guilty:
         # Who ended first is not among those that can speak: the network, or a rank whose node is silent.
@@ -210,7 +210,7 @@ def full_disks(member: RankView) -> list[str]:
     ]
 
 
-def failed_start(node: str, ranks: tuple[int, ...], why: str, number: int) -> Verdict:
+def judge_failed_start(node: str, ranks: tuple[int, ...], why: str, number: int) -> Verdict:
     """A node whose agent could not start its ranks. `number`: errno, 0 if it is unknown."""
     kind = Event.DISK_FULL if number in DISK_FULL_ERRNOS else Event.PROCESS_EXIT
     return Verdict(kind, (node,), ranks, "recover", (why,))
@@ -232,13 +232,13 @@ def _verdict(view: View, cause: Cause, ended: list[tuple[RankView, Worker]]) -> 
     nodes = tuple(dict.fromkeys(m.node for m, _ in ended))
     ranks = tuple(w.rank for _, w in ended)
     evidence = [_sentence(m, w, cause) for m, w in ended[:8]]
-    words = list(dict.fromkeys(last_words(w) for _, w in ended))
+    words = list(dict.fromkeys(last_message(w) for _, w in ended))
     evidence += [LAST_WORDS + text for text in words[:4] if text]
     action, person = cause.action, False
     if cause is DISK_FULL:
         evidence += dict.fromkeys(text for m, _ in ended for text in full_disks(m))
     settings = cause is CODE and any(w.code in (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA) for _, w in ended)
-    if settings or (cause is NODE_MEMORY and FIRST_STEP not in view.learned):
+    if settings or (cause is NODE_MEMORY and FIRST_STEP not in view.usual_durations):
         action = "stop"
         evidence.append("its exit code says that settings or data are wrong; starting again would say the same")
     elif cause is PORT_TAKEN:
@@ -279,7 +279,7 @@ def _in_a_row(cause: Cause, past: Iterable[Verdict]) -> int:
 
 def _many(view: View, ended: list[tuple[RankView, Worker]]) -> bool:
     """Whether at least two ranks, on two nodes where there are two, say the same."""
-    texts = [_plain(last_words(w)) for _, w in ended]
+    texts = [_plain(last_message(w)) for _, w in ended]
     return len(ended) > 1 and any(texts.count(text) > 1 for text in texts if text)
 
 
@@ -305,7 +305,7 @@ def _plain(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\brank \d+|\b\d+(\.\d+)? ?([KMGT]i?B|bytes)\b", "#", text)
 
 
-def last_words(worker: Worker) -> str:
+def last_message(worker: Worker) -> str:
     """What a process said last: its message, else the last line of stderr that says something; "" if all is well."""
     if worker.message or worker.error:
         return (worker.message or worker.error)[:300]

@@ -39,12 +39,12 @@ def _judged(view: View, verdict: Verdict) -> Verdict:
     if not SEVERITY["recover"] <= SEVERITY[verdict.action] < SEVERITY["evict"]:
         return verdict
     node = verdict.nodes[0]
-    recent = [(when, who, kind) for when, who, kind in view.incidents if kind in _MACHINE and view.now - when < MEMORY]
+    recent = [(when, who, kind) for when, who, kind in view.incidents if kind in _MACHINE and view.time - when < MEMORY]
     mine = [when for when, who, _ in recent if who == node]
     others = [sum(who == other for _, who, _ in recent) for other in {who for _, who, _ in recent} - {node}]
     # Where all nodes fail alike the cause is not in this one.
     if len(mine) + 1 < OFFENCES or (others and len(mine) < 2 * max(others)):
         return verdict
-    minutes = (view.now - min(mine)) / 60
+    minutes = (view.time - min(mine)) / 60
     text = f"offence {len(mine) + 1} of {node} in {minutes:.0f} minutes, at most {max(others, default=0)} of any other"
     return replace(verdict, action="evict", evidence=(*verdict.evidence, text))

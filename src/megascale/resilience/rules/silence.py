@@ -25,16 +25,16 @@ FIRST_STEP = "first step"  # an attempt's first step, as a phase of its own: it 
 def heartbeats(view: View) -> list[Verdict]:
     """Nodes with ranks that have been silent for longer than the window."""
     placed = [m for m in view.members if m.ranks]
-    silent = [m for m in placed if view.now - m.last_seen > view.window]
+    silent = [m for m in placed if view.time - m.last_seen > view.window]
     trained = _trained_until(view, [m for m in placed if m not in silent]) if silent else None
-    if trained is not None and view.now - trained <= view.window:
+    if trained is not None and view.time - trained <= view.window:
         return [_only_its_agent(view, member) for member in silent]
     # All at once is more likely this driver's own network or a pause of its host: they get as long again.
     if len(placed) > 1 and len(silent) == len(placed):
-        silent = [m for m in silent if view.now - m.last_seen > 2 * view.window]
+        silent = [m for m in silent if view.time - m.last_seen > 2 * view.window]
     found = []
     for member in silent:
-        seconds = view.now - member.last_seen
+        seconds = view.time - member.last_seen
         evidence = [f"no heartbeat from {member.node} for {seconds:.1f} s; resilience.window is {view.window:g} s"]
         if not member.connected:
             evidence.append("its connection is gone too")
@@ -65,7 +65,7 @@ def _step(workers: Sequence[Worker]) -> int:
 
 
 def _only_its_agent(view: View, member: RankView) -> Verdict:
-    seconds = view.now - member.last_seen
+    seconds = view.time - member.last_seen
     text = (
         f"no heartbeat from {member.node} for {seconds:.1f} s, but the job trains, which it cannot without rank "
         f"{member.ranks[0]} there: its agent is held up, or cannot reach the driver; its log says what took long"
@@ -76,7 +76,7 @@ def _only_its_agent(view: View, member: RankView) -> Verdict:
 @quick
 def slow_start(view: View) -> list[Verdict]:
     """No step within the time that a start may take; the ranks that are furthest behind are named."""
-    if view.phase != "starting" or view.now - view.started <= view.first_step:
+    if view.phase != "starting" or view.time - view.started <= view.first_step:
         return []
     text = f"no step within resilience.first_step={view.first_step:g} s of the start"
     order = ("", "start", "load", "train")
@@ -102,7 +102,7 @@ def hang(view: View) -> list[Verdict]:
     """
     if view.phase == "starting":
         # Loading may wait for storage; but a first step that stands still for far longer than the job's others is none.
-        if FIRST_STEP not in view.learned or any(w.phase != "train" for _, w in view.workers()):
+        if FIRST_STEP not in view.usual_durations or any(w.phase != "train" for _, w in view.workers()):
             return []
     elif view.phase != "running":
         return []
@@ -134,7 +134,7 @@ def hang(view: View) -> list[Verdict]:
 
 def age(view: View, member: RankView, worker: Worker) -> float:
     """Seconds since a worker's status changed: the agent's count, and what has passed since its heartbeat."""
-    return worker.status_age + max(0.0, view.now - member.last_seen - view.interval)
+    return worker.status_age + max(0.0, view.time - member.last_seen - view.interval)
 
 
 def allowed(view: View, worker: Worker) -> float:
@@ -142,8 +142,10 @@ def allowed(view: View, worker: Worker) -> float:
     if worker.phase in ("start", "", "done", "failed", FAILED_IN_STEP):
         return view.first_step
     if view.phase == "starting":
-        return min(view.first_step, max(LONG_FLOOR, GRACE_PERIOD * view.learned.get(FIRST_STEP, view.first_step)))
-    longest = view.learned.get(worker.phase)
+        return min(
+            view.first_step, max(LONG_FLOOR, GRACE_PERIOD * view.usual_durations.get(FIRST_STEP, view.first_step))
+        )
+    longest = view.usual_durations.get(worker.phase)
     if longest is None:
         return view.first_step
     return max(LONG_FLOOR if worker.phase in _LONG_PHASES else FLOOR, GRACE_PERIOD * longest)

@@ -111,14 +111,14 @@ class View:
     job: str
     attempt: int
     phase: str
-    now: float
+    time: float
     started: float
     members: list[RankView]
     grid: Grid
     window: float
     interval: float
     first_step: float
-    learned: dict[str, float] = field(default_factory=dict)
+    usual_durations: dict[str, float] = field(default_factory=dict)
     incidents: list[tuple[float, str, str]] = field(default_factory=list)
     past: list[tuple[float, Verdict]] = field(default_factory=list)
     metrics: list[Metric] = field(default_factory=list)
@@ -127,7 +127,7 @@ class View:
     slow_least: float = 0.1
     _workers: list[tuple[RankView, Worker]] | None = field(default=None, init=False, repr=False, compare=False)
 
-    def still(self) -> View:
+    def snapshot(self) -> View:
         """A copy whose histories do not grow while another thread looks through them."""
         return replace(self, members=Paced(replace(m, history=deque(m.history, HISTORY)) for m in self.members))
 

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from megascale.cli.main import app
 from megascale.errors import ConfigError, DataError, TrainingError
-from megascale.resilience.driver.api.access import make_access
-from megascale.resilience.driver.api.client import ask
-from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_piece
+from megascale.resilience.driver.api.access import create_access
+from megascale.resilience.driver.api.client import send_request
+from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_log_piece
 from megascale.resilience.protocol.contact import Contact, write_contact
 from tests.resilience.driver.api.test_http_api import Served
 
@@ -48,7 +48,7 @@ def private(file: Path, text: str) -> Path:
 @pytest.fixture
 def look(served, tmp_path) -> Path:
     """A file with which one may look, on a machine whose name for the driver is an address."""
-    told = json.loads(make_access(served.run, False, "192.0.2.1").to_text())
+    told = json.loads(create_access(served.run, False, "192.0.2.1").to_text())
     told["api"] = f"https://127.0.0.1:{told['api'].rpartition(':')[2]}"
     return private(tmp_path / "look.access", json.dumps(told))
 
@@ -71,9 +71,9 @@ def test_nodes_events_and_logs_come_without_the_run_folder(served, look):
 
 def test_who_may_look_may_not_steer(served, look, tmp_path):
     with pytest.raises(ConfigError, match="refused"):
-        ask(look, "POST", "/v1/nodes/n1/cordon", {"why": "test"})
+        send_request(look, "POST", "/v1/nodes/n1/cordon", {"why": "test"})
     told = json.loads(look.read_text()) | {
-        "token": json.loads(make_access(served.run, True, "192.0.2.1").to_text())["token"]
+        "token": json.loads(create_access(served.run, True, "192.0.2.1").to_text())["token"]
     }
     act = private(tmp_path / "act.access", json.dumps(told))
     assert run("cordon", act, "n1").stdout.startswith("done")
@@ -86,30 +86,30 @@ def test_another_certificate_is_told_no_token(look, served, tmp_path):
     told = json.loads(look.read_text())
     told["certificate"] = _make("x")[0].decode()
     with pytest.raises(TrainingError, match="certificate verify failed"):
-        ask(private(tmp_path / "other.access", json.dumps(told)), "GET", "/v1/nodes")
+        send_request(private(tmp_path / "other.access", json.dumps(told)), "GET", "/v1/nodes")
 
 
 def test_a_file_that_others_read_or_that_is_something_else_is_refused(look, tmp_path):
     look.chmod(0o640)
     with pytest.raises(DataError, match="can be read by others; run `chmod 600"):
-        ask(look, "GET", "/v1/nodes")
+        send_request(look, "GET", "/v1/nodes")
     typed, clear = '{"job": 1, "api": "https://h:1", "token": "t"}', '{"job": "j", "api": "http://h:1", "token": "t"}'
     for text in ("", "{}", "[]", typed, clear):
         with pytest.raises(DataError, match="megascale access"):
-            ask(private(tmp_path / "odd", text), "GET", "/v1/nodes")
+            send_request(private(tmp_path / "odd", text), "GET", "/v1/nodes")
 
 
 def test_a_driver_on_loopback_gives_no_access_to_others(served, tmp_path):
     with pytest.raises(ConfigError, match=r"only its own machine reaches: launch with --resilience\.listen"):
-        make_access(served.run, False, "127.0.0.1")
+        create_access(served.run, False, "127.0.0.1")
 
 
 def test_pieces_of_a_log(tmp_path):
     file = tmp_path / "log"
-    assert read_piece(file, 0) is None
+    assert read_log_piece(file, 0) is None
     file.write_bytes(b"0123456789")
-    assert read_piece(file, -4) == (6, b"6789")
-    assert read_piece(file, -LOG_PIECE) == (0, b"0123456789")
-    assert read_piece(file, 4) == (4, b"456789")
-    assert read_piece(file, 10) == (10, b"")
-    assert read_piece(file, 11) == (0, b"0123456789")  # begun anew
+    assert read_log_piece(file, -4) == (6, b"6789")
+    assert read_log_piece(file, -LOG_PIECE) == (0, b"0123456789")
+    assert read_log_piece(file, 4) == (4, b"456789")
+    assert read_log_piece(file, 10) == (10, b"")
+    assert read_log_piece(file, 11) == (0, b"0123456789")  # begun anew

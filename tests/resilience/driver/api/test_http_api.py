@@ -51,7 +51,7 @@ class Served:
         job = JobState("job", self.phase, 1, ("n0",), 1, 1)
         self.driver = Driver(self.run, config, LocalCluster(ClusterRequest(self.run, config)), [], journal, job)
         for name in ("n0", "n1"):
-            self.driver.nodes.change(name, NodeEvent.CAME)
+            self.driver.nodes.change(name, NodeEvent.CONNECTED)
         self.url, end = await http_api.serve(self.driver, self.host, 0)
         self.ready.set()
         while not self.over.is_set():

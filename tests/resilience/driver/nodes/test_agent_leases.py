@@ -20,7 +20,7 @@ class Seeing:
 
 
 def lost(since: float = 0.0) -> Node:
-    return Node("k1", NodeRecord(NodeState.LOST, since=since), may_run=True)
+    return Node("k1", NodeRecord(NodeState.LOST, changed_at=since), may_run=True)
 
 
 def leases(seconds: float | None = 2.0, cluster: object = None) -> AgentLeases:

@@ -55,17 +55,17 @@ def play(run: Path, free: Any, before: Any = nothing) -> tuple[list[str], list[A
         driver = Driver(run, Config(resilience=limits), cluster, ["train"], journal, job)
         channels = {name: Channel() for name in cluster.names}
         for name, channel in channels.items():
-            assert driver.telemetry.joined(channel, hello(name, ("n0", "n1"))) == ""
+            assert driver.telemetry.handle_hello(channel, hello(name, ("n0", "n1"))) == ""
         cluster.over.add("n1")
         before(driver, cluster, channels["n1"])
         driver.nodes["n1"].last_seen -= 100.0
-        driver.lost.missing(driver.nodes["n1"], "it is silent")
+        driver.lost.recover_lost_node(driver.nodes["n1"], "it is silent")
         orders.extend(channels["n1"].orders)
 
         def step() -> None:
             for name in ("n0", "n2"):
                 stopped = Stopped(driver.attempts.order, 1, 29500)
-                driver.telemetry.received(name, channels[name], stopped)
+                driver.telemetry.handle_message(name, channels[name], stopped)
             driver.step(time.monotonic())
 
         for _ in range(5):
@@ -116,14 +116,14 @@ def test_when_an_agent_that_ends_says_that_it_has_ended_them(tmp_path, known):
         if known == "by the cluster":
             cluster.ending = frozenset({"n1"})
         else:
-            driver.telemetry.beat("n1", its, beat(1, "running"))
+            driver.telemetry.handle_heartbeat("n1", its, beat(1, "running"))
 
     def free(driver: Driver, cluster: Seeing) -> None:
         heard = channel.orders.count("heard")
-        driver.telemetry.beat("n1", channel, beat(2, "running"))
+        driver.telemetry.handle_heartbeat("n1", channel, beat(2, "running"))
         assert driver.nodes["n1"].may_run
         assert channel.orders.count("heard") == heard  # or its ranks could run on for ever
-        driver.telemetry.beat("n1", channel, beat(3, "exited"))
+        driver.telemetry.handle_heartbeat("n1", channel, beat(3, "exited"))
         assert channel.orders.count("heard") == heard + 1  # it waits for that
         assert cluster.noted == ["n1"]
 
@@ -136,7 +136,7 @@ def test_when_an_agent_that_ends_says_that_it_has_ended_them(tmp_path, known):
 
 def test_ranks_that_ended_under_an_agent_that_goes_on_may_be_started_again(tmp_path):
     def before(driver: Driver, cluster: Seeing, its: Channel) -> None:
-        driver.telemetry.beat("n1", its, beat(1, "exited", leaving=False))
+        driver.telemetry.handle_heartbeat("n1", its, beat(1, "exited", leaving=False))
         assert driver.nodes["n1"].may_run
 
     play(tmp_path, lambda driver, cluster: setattr(cluster, "certain", True), before)

@@ -90,5 +90,5 @@ def test_a_job_ends_where_nodes_are_too_few_and_none_come(coming):
         SimpleNamespace(limits=ResilienceConfig(nodes=2, replenish_wait=0.0), config=config),
         None,
     )
-    placement.place(200.0)
+    placement.assign_ranks(200.0)
     assert failures == ([] if coming else ["1 usable nodes are too few and none came: the job needs 2"])

@@ -241,9 +241,11 @@ def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, kept, evicte
     held = driver(run, journal)
     for i in range(12):
         if i == evicted:
-            held.note("node_evicted", nodes=("n7",), evidence=("it was slow",))
+            held.record_event("node_evicted", nodes=("n7",), evidence=("it was slow",))
         else:
-            held.note("recovery_action", action="retry", nodes=(f"n{i}",), ranks=(i,), evidence=("why",), seconds=i / 3)
+            held.record_event(
+                "recovery_action", action="retry", nodes=(f"n{i}",), ranks=(i,), evidence=("why",), seconds=i / 3
+            )
     noted = journal.events()
     journal.close()
     db = sqlite3.connect(run / FILE)
@@ -338,7 +340,7 @@ def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp
     held = driver(run, journal)
     start_driver._report_journal(held, journal, recall.Recalled())
     reader = JournalReader(run)  # while the driver has it open
-    held.note("x", evidence=("more",))
+    held.record_event("x", evidence=("more",))
     assert [e.kind for e in reader.events()] == ["recovery_action", "journal_without_wal", "x"]
     assert "nfs4" in reader.events()[1].evidence[0]
     reader.close()

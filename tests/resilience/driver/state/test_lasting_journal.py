@@ -173,7 +173,7 @@ def test_budgets_expire_though_the_clock_was_set_back(back, retries, tmp_path_fa
     journal, _ = LastingJournal.take(run, 0.1)
     audit_log = AuditLog(run, journal, lambda who, text: None)
     for _ in range(retries):
-        audit_log.note("recovery_action", attempt=1, action="retry", nodes=("n0",))
+        audit_log.record("recovery_action", attempt=1, action="retry", nodes=("n0",))
     journal._db.execute("UPDATE events SET time = time + ?", (back,))  # the clock has gone back since
     uses, now = audit_log.uses(), time.monotonic()
     journal.close()

@@ -162,11 +162,11 @@ def test_every_phase_that_has_not_ended_can_end_and_ended_ones_stay():
 
 def test_an_evicted_node_is_not_used_until_a_person_allows_it():
     state = JobState("a", nodes={"n0": NodeRecord(NodeState.EVICTED)})
-    for event in (NodeEvent.CAME, NodeEvent.GONE, NodeEvent.CORDONED, NodeEvent.UNCORDONED, NodeEvent.EVICTED):
+    for event in (NodeEvent.CONNECTED, NodeEvent.DEPARTED, NodeEvent.CORDONED, NodeEvent.UNCORDONED, NodeEvent.EVICTED):
         assert follow_node(state, "n0", event, {}).nodes["n0"].state is NodeState.EVICTED
     assert follow_node(state, "n0", NodeEvent.AWAITED, {}).nodes["n0"].state is NodeState.JOINING
     with pytest.raises(ImpossibleTransition, match="known of node n0 while it is evicted"):
-        follow_node(state, "n0", NodeEvent.KNOWN, {})
+        follow_node(state, "n0", NodeEvent.LISTED, {})
     assert set(NODE) == set(NodeEvent)
 
 
@@ -174,7 +174,7 @@ def test_a_field_that_does_not_go_with_an_event_is_an_error():
     with pytest.raises(ImpossibleTransition, match="resumed does not set attempt"):
         follow(some_state(Phase.PAUSED, Phase.STARTING), JobEvent.RESUMED, {"attempt": 9})
     with pytest.raises(ImpossibleTransition, match="sets state"):
-        follow_node(JobState("a"), "n0", NodeEvent.CAME, {"state": NodeState.UP})
+        follow_node(JobState("a"), "n0", NodeEvent.CONNECTED, {"state": NodeState.UP})
 
 
 def test_in_tests_an_impossible_event_raises(tmp_path):

@@ -137,13 +137,13 @@ def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agen
 
     async def work() -> tuple[Driver, list[Channel]]:
         driver = Driver(run, Config(), LocalCluster(run), ["train"], journal, JobState("a", phase, known), unsure=True)
-        driver.adoption.doubt(time.monotonic())
+        driver.adoption.wait_for_agents(time.monotonic())
         channels = [Channel() for _ in agents]
         for i, (attempt, runs, stepped) in enumerate(agents):
             state = JobState("a", Phase.STARTING, attempt, tuple(held[attempt])).to_json()
             holds = RunningTrainers(state, stepped) if runs else None
             greeting = hello(node=f"n{i}", attempt=attempt, boot=str(i), held=holds)
-            assert driver.telemetry.joined(channels[i], greeting) == ""
+            assert driver.telemetry.handle_hello(channels[i], greeting) == ""
         assert all("stop" not in channel.orders for channel in channels)  # not before it is decided
         assert driver.adoption.decide(time.monotonic())
         return driver, channels

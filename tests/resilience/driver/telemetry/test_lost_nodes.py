@@ -81,7 +81,7 @@ def play(run: Path, scene: Scene, nodes: int = 2, spares: int = 1) -> list[Any]:
         driver = Driver(run, config, cluster, ["train"], journal, job)
         channels = {name: Channel() for name in cluster.names}
         for name, channel in channels.items():
-            assert driver.telemetry.joined(channel, hello(name, placement)) == ""
+            assert driver.telemetry.handle_hello(channel, hello(name, placement)) == ""
         await scene(driver, cluster, channels)
         driver.tasks.cancel()
 

@@ -48,7 +48,7 @@ class Access:
         return json.dumps(asdict(self)) + "\n"
 
 
-def make_access(run: Path, act: bool, host: str) -> Access:
+def create_access(run: Path, act: bool, host: str) -> Access:
     """Access to the driver of a run folder.
 
     Args:

@@ -25,7 +25,7 @@ from megascale.errors import MegascaleError
 from megascale.observe.prometheus import CONTENT_TYPE, format_families
 from megascale.resilience.driver.api import http_limits, metrics, settable, tls, tokens
 from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Guard
-from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_piece
+from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_log_piece
 from megascale.resilience.driver.process import descriptors
 from megascale.services.door import ConnectionLimits, LimitedListener
 from megascale.services.http_protocol import make_http_protocol
@@ -188,7 +188,7 @@ def _add_job(app: FastAPI, driver: Driver, scrapes: metrics.Scrapes) -> None:
             nodes=list(j.placement),
             epoch=driver.journal.epoch,
             recovery=[f"{action} {node}".strip() for node, action in j.recovery],
-            why=j.why,
+            why=j.reason,
         )
 
     @app.get("/metrics", responses=_refusals(), response_class=PlainTextResponse)
@@ -229,7 +229,7 @@ def _add_records(app: FastAPI, driver: Driver) -> None:
         after: Annotated[int, Query(ge=-LOG_PIECE, lt=1 << 62)] = -LOG_PIECE,
     ) -> LogAnswer:
         """A piece of a rank's log from byte `after` on, below 0 from its end: 64 KiB at most."""
-        found = read_piece(driver.run_folder / "logs" / f"rank-{rank}.log", after)
+        found = read_log_piece(driver.run_folder / "logs" / f"rank-{rank}.log", after)
         if found is None:
             raise HTTPException(404, f"there is no log of rank {rank} yet")
         return LogAnswer(

@@ -59,7 +59,7 @@ def families(driver: Driver) -> list[Family]:
 def healthy(driver: Driver) -> tuple[bool, str]:
     """Whether the job goes on, in words: unhealthy is one that failed, or whose driver was replaced."""
     phase = driver.job.phase
-    return phase is not Phase.FAILED, f"{phase.value}: {driver.job.state.why}".rstrip(": ")
+    return phase is not Phase.FAILED, f"{phase.value}: {driver.job.state.reason}".rstrip(": ")
 
 
 def _job(driver: Driver) -> list[Family]:

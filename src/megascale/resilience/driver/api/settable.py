@@ -37,7 +37,7 @@ def settable() -> frozenset[str]:
     return frozenset(found) | _ACCEPT
 
 
-def leave_settings(run: Path, settings: Sequence[str]) -> None:
+def store_settings(run: Path, settings: Sequence[str]) -> None:
     """Put settings, each section.key=value, into the run folder for the next restart."""
     file = driver_folder(run) / _LEFT
     file.unlink(missing_ok=True)

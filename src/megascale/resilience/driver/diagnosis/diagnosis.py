@@ -71,7 +71,7 @@ class Diagnosis:
         # Of a job so large that it takes long, the history is looked at less often.
         if not self._looking and now - self._looked > max(THOROUGH, 10 * self._took):
             self._looking = True
-            self._tasks.spawn(self._look_through(view.still()))
+            self._tasks.spawn(self._look_through(view.snapshot()))
         verdicts = rules.judge(view, rules.QUICK)
         hang = next((v for v in verdicts if v.kind == Event.HANG), None)
         if hang is not None and not self._explaining:
@@ -95,7 +95,7 @@ class Diagnosis:
             verdicts = await asyncio.to_thread(rules.judge, view, rules.SLOW)
         finally:
             self._looking, self._looked = False, time.monotonic()
-            self._took = self._looked - view.now
+            self._took = self._looked - view.time
         if self._job.state.attempt == view.attempt and self._job.phase in (Phase.STARTING, Phase.RUNNING):
             self.act(verdicts)
 

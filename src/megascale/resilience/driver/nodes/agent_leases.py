@@ -55,8 +55,8 @@ class AgentLeases:
         if self._lease is None or not job.attempt or not job.placement:
             return
         left = self._orphan
-        if node.record.state in (NodeState.LOST, NodeState.EVICTED) and node.record.since:
-            left -= max(0.0, time.time() - node.record.since)
+        if node.record.state in (NodeState.LOST, NodeState.EVICTED) and node.record.changed_at:
+            left -= max(0.0, time.time() - node.record.changed_at)
         node.leased, node.may_run = now + max(left, 0.0) + KILL, left > 0
 
     def held(self, node: Leased, now: float) -> bool:

@@ -188,7 +188,7 @@ class Nodes:
 
     def known(self, name: str) -> Node:
         """A node by its name; one that nobody has heard of is expected from now on."""
-        return self._nodes[name] if name in self._nodes else self.change(name, NodeEvent.KNOWN)
+        return self._nodes[name] if name in self._nodes else self.change(name, NodeEvent.LISTED)
 
     @property
     def taken(self) -> frozenset[str]:
@@ -310,7 +310,7 @@ class Nodes:
 
     def lose(self, node: Node, why: str) -> None:
         """A node is gone."""
-        self.change(node.name, NodeEvent.GONE, why=why)
+        self.change(node.name, NodeEvent.DEPARTED, why=why)
         self.give_up(node)
         self._note(Event.NODE_LOST, nodes=(node.name,), evidence=(why,))
 
@@ -322,7 +322,7 @@ class Nodes:
             if isinstance(self.cluster, Blocking):
                 self.cluster.block(node.name, why)
         elif node.state is not NodeState.LOST:
-            self.change(node.name, NodeEvent.GONE, why=why)
+            self.change(node.name, NodeEvent.DEPARTED, why=why)
         self.give_up(node)
         self._tasks.spawn(self.cluster.fence(node.name))
 

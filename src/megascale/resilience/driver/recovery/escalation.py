@@ -52,7 +52,7 @@ class Situation:
     reachable: bool
     alive: bool
     spares: int
-    now: float
+    time: float
     running: bool = False
     tested: int = 0
     slow_start: bool = False
@@ -63,12 +63,12 @@ class Choice:
     """The recovery action, and the sentences that explain it."""
 
     action: RecoveryAction
-    why: tuple[str, ...]
+    reasons: tuple[str, ...]
 
 
 def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choice:
     """The mildest recovery action with a budget left, for one node."""
-    recent = [use for use in uses if at.now - use.time < config.budget_seconds]
+    recent = [use for use in uses if at.time - use.time < config.budget_seconds]
     why: list[str] = []
 
     def budget(action: RecoveryAction, limit: int, node: str | None) -> bool:
@@ -117,7 +117,7 @@ def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choi
     return Choice("shrink", tuple(why))
 
 
-def give_back(uses: list[Use]) -> None:
+def refund_last_blameless_use(uses: list[Use]) -> None:
     """Remove the last start that blamed no node from `uses`, in place: its cause has been found since.
 
     Only `retry` and `respawn` are chosen for want of a node to blame; a `shrink` names none either, but is spent.

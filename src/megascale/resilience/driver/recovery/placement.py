@@ -87,7 +87,7 @@ class Placement:
         self._unreached = {name: self._unreached.get(name, now) for name in held}
         return bool(held)
 
-    def place(self, now: float) -> None:
+    def assign_ranks(self, now: float) -> None:
         """Give every rank a node, when there are enough: the old ones where they still serve, spares in the gaps."""
         self._evict_what_was_asked_for()
         if self._job.phase is not Phase.WAITING:
@@ -143,7 +143,7 @@ class Placement:
         filled = [n if n is not None else free.pop(0) for n in chosen[:count] if n is not None or free]
         names = tuple(n.name for n in filled)
         self._there = ""
-        self._attempts.stop(JobEvent.PLACED, job.why or "first start", placement=names, data=data)
+        self._attempts.stop(JobEvent.PLACED, job.reason or "first start", placement=names, data=data)
 
     def _order(self, name: str) -> tuple[str, list[tuple[int, str]]]:
         """Nodes under one switch are neighbours."""

@@ -24,7 +24,7 @@ NAMING = 30.0  # seconds that looking up a step's samples may take
 _SHOWN = 16  # windows of one file that a sentence lists
 
 
-def step_of_end(verdicts: Sequence[Verdict], workers: Iterable[Worker]) -> int:
+def find_end_step(verdicts: Sequence[Verdict], workers: Iterable[Worker]) -> int:
     """The step in which a start ended, 0 if not within a step (while starting, loading, saving or evaluating).
 
     verdicts: what it was ended for; their ranks' steps count, or all ranks' where none is to blame.
@@ -39,14 +39,14 @@ def step_of_end(verdicts: Sequence[Verdict], workers: Iterable[Worker]) -> int:
     return steps.most_common(1)[0][0] if steps else 0
 
 
-def count(job: JobState, at: int) -> dict[str, Any]:
+def count_start(job: JobState, at: int) -> dict[str, Any]:
     """What changes of `job` after a start has ended in step `at` (0: not within a step)."""
     if job.step > job.best:
         return {"best": job.step, "starts_without_progress": 0, "ends": (at,)}
     return {"starts_without_progress": job.starts_without_progress + 1, "ends": (*job.ends, at)[-KEPT:]}
 
 
-def same_end(job: JobState) -> tuple[int, int]:
+def count_equal_ends(job: JobState) -> tuple[int, int]:
     """(step, how many of the last starts in a row ended in it); step 0: not within a step."""
     if not job.ends:
         return 0, 0
@@ -58,7 +58,7 @@ def same_end(job: JobState) -> tuple[int, int]:
     return job.ends[-1], times
 
 
-def hopeless(job: JobState, limit: int) -> str:
+def explain_no_progress(job: JobState, limit: int) -> str:
     """Why a job whose starts brought nothing new must not start again."""
     beyond = f"no step beyond {job.best}" if job.best else "no step at all"
     return (

@@ -59,18 +59,18 @@ class Recovery:
             running=name in known and known[name].running,
             spares=len(spares),
             tested=sum(bool(n.tested) for n in spares),
-            now=time.monotonic(),
+            time=time.monotonic(),
             slow_start=nodes.slow_start,
         )
         choice = escalation.choose(self._limits, at, self.uses)
         if node is not None and name not in job.placement and choice.action == "spare":
             choice = replace(choice, action="replenish")  # a spare that is lost: have a new one
-        why, explains = choice.why, bool(name) and job.unexplained
+        why, explains = choice.reasons, bool(name) and job.unexplained
         if explains:
             # Ranks had lost contact with nobody known to blame; it was this node, so that retry costs no budget.
-            escalation.give_back(self.uses)
+            escalation.refund_last_blameless_use(self.uses)
             why = (*why, f"{name} explains why ranks had lost contact; that retry does not count")
-        self.uses.append(Use(at.now, choice.action, name))
+        self.uses.append(Use(at.time, choice.action, name))
         self._job.apply(
             JobEvent.RECOVERING,
             recovery=(*(each for each in job.recovery if each[0] != name), (name, choice.action)),
@@ -79,14 +79,14 @@ class Recovery:
         about = (name,) if name else ()
         self._note(Event.RECOVERY_ACTION, action=choice.action, nodes=about, evidence=why, explains=explains)
         if choice.action == "stop":
-            step, times = progress.same_end(job)
+            step, times = progress.count_equal_ends(job)
             again = f"; each of the last {times} starts ended in step {step}" if step and times > 1 else ""
-            self._attempts.fail("no recovery action is left: " + "; ".join(choice.why) + again)
+            self._attempts.fail("no recovery action is left: " + "; ".join(choice.reasons) + again)
         elif choice.action == "respawn":
             for each in [node] if node is not None else [nodes[n] for n in job.placement]:
                 nodes.start(each, "respawn")
         elif choice.action != "retry" and node is not None:
-            nodes.take_out(node, evict, self.reasons.get(name, choice.why[-1]))
+            nodes.take_out(node, evict, self.reasons.get(name, choice.reasons[-1]))
             if choice.action == "replenish":
                 nodes.ask_for_one()
         return choice.action

@@ -52,7 +52,7 @@ class NodeRecord:
     address: str = ""
     cordoned: bool = False
     why: str = ""
-    since: float = 0.0
+    changed_at: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -103,7 +103,7 @@ class JobState:
     starts_without_progress: int = 0
     ends: tuple[int, ...] = ()
     exit_code: int = 0
-    why: str = ""
+    reason: str = ""
     epoch: int = 0
     recovery: tuple[tuple[str, str], ...] = ()
     evicting: tuple[str, ...] = ()

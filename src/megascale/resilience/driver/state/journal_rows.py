@@ -43,7 +43,7 @@ class NodeRow:
     def of(cls, name: str, record: NodeRecord) -> NodeRow:
         """What is remembered of the node `name`."""
         facts = {**record.facts, "cordoned": record.cordoned}
-        return cls(name, record.address, record.state.value, record.why, record.since, facts)
+        return cls(name, record.address, record.state.value, record.why, record.changed_at, facts)
 
     def record(self) -> NodeRecord:
         """As the job's state has it."""

@@ -47,10 +47,10 @@ class JobEvent(StrEnum):
 class NodeEvent(StrEnum):
     """What may happen to a node."""
 
-    KNOWN = "known"  # the cluster has it
+    LISTED = "known"  # the cluster has it
     AWAITED = "awaited"  # its agent was started, or runs and has not come to this driver yet
-    CAME = "came"  # its agent is connected
-    GONE = "gone"  # silent, or ended, or not to be used
+    CONNECTED = "came"  # its agent is connected
+    DEPARTED = "gone"  # silent, or ended, or not to be used
     EVICTED = "evicted"
     CORDONED = "cordoned"
     UNCORDONED = "uncordoned"
@@ -148,16 +148,16 @@ _ALWAYS: dict[JobEvent, dict[str, Any]] = {
 
 # event -> state in which it may happen (None: not known yet) -> state that follows.
 NODE: dict[NodeEvent, dict[NodeState | None, NodeState | Literal["same"]]] = {
-    NodeEvent.KNOWN: {None: NodeState.JOINING},
+    NodeEvent.LISTED: {None: NodeState.JOINING},
     NodeEvent.AWAITED: dict.fromkeys((None, *NodeState), NodeState.JOINING),
-    NodeEvent.CAME: {
+    NodeEvent.CONNECTED: {
         None: NodeState.UP,
         NodeState.JOINING: NodeState.UP,
         NodeState.UP: NodeState.UP,
         NodeState.LOST: NodeState.UP,
         NodeState.EVICTED: NodeState.EVICTED,  # it is not used, whoever started it
     },
-    NodeEvent.GONE: {
+    NodeEvent.DEPARTED: {
         NodeState.JOINING: NodeState.LOST,
         NodeState.UP: NodeState.LOST,
         NodeState.LOST: NodeState.LOST,

@@ -40,7 +40,7 @@ class Adoption:
         self.unsure = False
         self._decide_by = 0.0
 
-    def doubt(self, now: float) -> None:
+    def wait_for_agents(self, now: float) -> None:
         """Do nothing before the agents have said what they hold."""
         self.unsure, self._decide_by = True, now + max(TOGETHER, 2 * self._window)
 
@@ -49,7 +49,7 @@ class Adoption:
         behind), and have it do what it has missed."""
         node.held = _held(hello, self._job.state.name)
         if node.attempt > self._job.state.attempt and not self.unsure:
-            self.doubt(time.monotonic())
+            self.wait_for_agents(time.monotonic())
         if not self.unsure:
             self._catch_up(node)
 

@@ -38,7 +38,7 @@ from megascale.resilience.protocol.agent_messages import (
     Stopped,
 )
 from megascale.resilience.protocol.heartbeat import Heartbeat
-from megascale.resilience.rules.exits import failed_start
+from megascale.resilience.rules.exits import judge_failed_start
 from megascale.services.messages import Message
 
 GONE = 0.1  # grace period, seconds, after a connection has closed in which its agent may come again or end
@@ -92,7 +92,7 @@ class AgentTelemetry:
         self._outgrown, self._say, self._note = outgrown, say, note
         self._refusals: set[tuple[str, ...]] = set()
 
-    def joined(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
+    def handle_hello(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
         """A node's agent has come, or come again."""
         if hello.epoch > self._job.state.epoch:
             self._outgrown(hello)
@@ -151,12 +151,12 @@ class AgentTelemetry:
         if node.state is NodeState.UP and (node.record.address, node.record.facts) == (hello.address, facts):
             return
         new = node.state not in (NodeState.UP, NodeState.EVICTED)
-        self._nodes.change(node.name, NodeEvent.CAME, **about, **({"why": "its agent came"} if new else {}))
+        self._nodes.change(node.name, NodeEvent.CONNECTED, **about, **({"why": "its agent came"} if new else {}))
         if new:
             text = f"{node.name} at {hello.address} joined"
             self._note(Event.NODE_JOINED, nodes=(node.name,), evidence=(text,))
 
-    def beat(self, name: str, channel: agent_channel.AgentChannel, heartbeat: Heartbeat) -> None:
+    def handle_heartbeat(self, name: str, channel: agent_channel.AgentChannel, heartbeat: Heartbeat) -> None:
         """A heartbeat, already checked."""
         node, now = self._nodes[name], time.monotonic()
         if channel is not node.channel:
@@ -168,7 +168,7 @@ class AgentTelemetry:
         if _stages(before) != _stages(heartbeat) or heartbeat.is_finished:
             self._tasks.wake.set()
 
-    def received(self, name: str, channel: agent_channel.AgentChannel, message: Message) -> None:
+    def handle_message(self, name: str, channel: agent_channel.AgentChannel, message: Message) -> None:
         """Any other message of a node."""
         node = self._nodes[name]
         if channel is not node.channel:
@@ -181,7 +181,7 @@ class AgentTelemetry:
             self._checks.received(node, message)
         elif isinstance(message, StartFailed):
             why = f"{name}: {message.reason[:500]}"
-            self._response.act([failed_start(name, self._job.state.ranks(name), why, message.errno)])
+            self._response.act([judge_failed_start(name, self._job.state.ranks(name), why, message.errno)])
         elif isinstance(message, Lines):
             for line in message.lines:
                 self._say(f"rank {message.rank}", line)

@@ -46,9 +46,11 @@ class LostNodes:
                 if job.ending:
                     self._nodes.lose(node, why)
                     continue
-                self._nodes.change(name, NodeEvent.GONE, why=why)  # it answers, and must not be started again in place
+                self._nodes.change(
+                    name, NodeEvent.DEPARTED, why=why
+                )  # it answers, and must not be started again in place
                 self._nodes.give_up(node)
-                self.missing(node, why)
+                self.recover_lost_node(node, why)
         judged = set(job.state.placement if job.phase in (Phase.STARTING, Phase.RUNNING) else ())
         for node in self._nodes.all():
             if node.name in judged:
@@ -63,7 +65,7 @@ class LostNodes:
             if job.ending:
                 self._nodes.lose(node, why)
             else:
-                self.missing(node, why)
+                self.recover_lost_node(node, why)
 
     def next_silence(self, now: float, default: float) -> float:
         """Seconds until the first node whose heartbeats come now would count as silent; `default` if there is none."""
@@ -84,9 +86,11 @@ class LostNodes:
         if info is None or info.running or node.channel is not None or node.state is not NodeState.UP:
             return
         if not self._job.ending:
-            self.missing(node, f"the agent of {node.name} has ended: its connection closed and no process is there")
+            self.recover_lost_node(
+                node, f"the agent of {node.name} has ended: its connection closed and no process is there"
+            )
 
-    def missing(self, node: Node, why: str) -> None:
+    def recover_lost_node(self, node: Node, why: str) -> None:
         """A node is gone while the job goes on: recover it; one that goes missing again and again is evicted."""
         job = self._job
         running = job.phase in (Phase.STARTING, Phase.RUNNING) and node.name in job.state.placement

@@ -99,13 +99,13 @@ class Response:
             self._undo_update(worst)
             return
         workers = [w for n in self._nodes.all() if n.heartbeat for w in n.heartbeat.workers]
-        at = progress.step_of_end(hard, workers)
-        self._job.apply(JobEvent.START_ENDED, distrust=distrust, **progress.count(self._job.state, at))
+        at = progress.find_end_step(hard, workers)
+        self._job.apply(JobEvent.START_ENDED, distrust=distrust, **progress.count_start(self._job.state, at))
         limit = self._settings.limits.no_progress_limit
         if worst.action == "stop":
             self._end("; ".join(worst.evidence[:3]), self._code_of(worst), at)
         elif self._job.state.starts_without_progress >= limit:
-            hopeless = progress.hopeless(self._job.state, limit)
+            hopeless = progress.explain_no_progress(self._job.state, limit)
             self._end(f"{hopeless}; the last: {'; '.join(worst.evidence[:2])}", EXIT_FAILED, at)
         elif worst.action == "diagnose":
             self._attempts.stop(JobEvent.DIAGNOSED, "self-checks after: " + worst.evidence[0])
@@ -139,7 +139,7 @@ class Response:
             self._naming = False
         if self._job.phase not in (Phase.STARTING, Phase.RUNNING):
             return  # a person was quicker
-        step, times = progress.same_end(self._job.state)
+        step, times = progress.count_equal_ends(self._job.state)
         again = f"each of the last {times} starts ended in step {at}" if times > 1 else f"it ended in step {at}"
         self._note(
             Event.FATAL_STEP, evidence=(f"{again}: {sentence}",), step=step, times=times, samples=found.get("samples")
