@@ -15,7 +15,8 @@ from megascale.config.registry import Registry
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.errors import ConfigError
 from megascale.resilience import cluster
-from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
+from megascale.resilience.cluster.base import ClusterRequest
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.local import LocalCluster
 from tests.conftest import lines
 from tests.forked import Forked
@@ -282,7 +283,12 @@ CLUSTER = """
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.local import LocalCluster
 
-CLUSTERS.register("elsewhere", lambda request: LocalCluster(request.run))
+
+class Elsewhere(LocalCluster):
+    pass
+
+
+CLUSTERS.register("elsewhere", Elsewhere)
 """
 
 

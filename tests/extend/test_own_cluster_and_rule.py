@@ -17,37 +17,32 @@ from tests.resilience.conftest import launch  # noqa: F401
 PACKAGE = '''
 """Local processes under another name, which writes down what the driver asks of it; and a rule about steps."""
 
-from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
+from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.rules import register_rule
 from megascale.resilience.rules.verdicts import Verdict
 
 
-class Told:
+class Told(LocalCluster):
     def __init__(self, request):
-        self._local, self._file = LocalCluster(request.run, request.devices), request.run / "asked"
+        super().__init__(request)
+        self._file = request.run / "asked"
 
     def _asked(self, what):
         with open(self._file, "a") as file:
             file.write(what + "\\n")
 
-    def nodes(self):
-        return self._local.nodes()
-
     async def start_agent(self, name):
         self._asked(f"start {name}")
-        return await self._local.start_agent(name)
+        return await super().start_agent(name)
 
     async def fence(self, name):
         self._asked(f"fence {name}")
-        return await self._local.fence(name)
+        return await super().fence(name)
 
     async def request(self):
         self._asked("request")
-        return await self._local.request()
-
-    def __getattr__(self, name):
-        return getattr(self._local, name)
+        return await super().request()
 
 
 def fifth_step(view):
@@ -95,7 +90,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(package, megascale, tiny):
 
 def test_a_name_means_one_cluster_and_a_rule_is_applied_once(monkeypatch):
     with pytest.raises(ConfigError, match="'local' is registered already"):
-        CLUSTERS.register("local", lambda request: LocalCluster(request.run))
+        CLUSTERS.register("local", LocalCluster)
     monkeypatch.setattr(table, "SLOW", [])
     for _ in range(2):
         rules.register_rule(metrics_rules.losses)

@@ -15,12 +15,14 @@ import pytest
 
 from megascale.config import ResilienceConfig
 from megascale.core import capacity
+from megascale.resilience.cluster.base import Cluster, NodeInfo
 from megascale.resilience.driver.nodes import nodes
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobState, NodeState
 from megascale.resilience.driver.state.lasting_journal import LastingJournal
 from megascale.resilience.driver.state.transitions import NodeEvent
+from megascale.resilience.protocol.given import JobDescription
 from megascale.train import launcher
 from tests.forked import Forked
 
@@ -137,7 +139,7 @@ def test_several_ranks_train_though_one_starts_at_a_time(tiny, tmp_path):
     assert (tmp_path / "runs" / "tiny" / "checkpoints").is_dir()
 
 
-class _Agents:
+class _Agents(Cluster):
     """A cluster whose agents come a few turns of the loop after their start."""
 
     def __init__(self, run: Path, dead: set[str]) -> None:
@@ -146,6 +148,14 @@ class _Agents:
         self.table = nodes.Nodes(job, self, LoopTasks(), limits, lambda kind, **about: None)
         self.dead, self.there = dead, set()
         self.most = self.number = 0
+
+    def announce(self, job: JobDescription, token: bytes) -> None: ...
+
+    def nodes(self) -> list[NodeInfo]:
+        return []
+
+    async def fence(self, name: str) -> bool:
+        return True
 
     async def start_agent(self, name: str) -> bool:
         self.there.add(name)

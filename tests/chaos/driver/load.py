@@ -27,6 +27,7 @@ import typer
 from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
 from megascale.errors import TrainingError
+from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Hello, Start, Stop, Stopped
 from megascale.resilience.protocol.contact import read_contact, read_token
@@ -132,8 +133,10 @@ def _judge(measures: dict[str, Any], silences: list[tuple[str, float, float]], w
     }
 
 
-class _Nowhere:
+class _Nowhere(Cluster):
     """A cluster whose nodes come by themselves."""
+
+    def __init__(self) -> None: ...
 
     def announce(self, job: JobDescription, token: bytes) -> None: ...
 

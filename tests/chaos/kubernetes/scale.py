@@ -144,7 +144,7 @@ def _change(store: Store, name: str) -> str:
 
 async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, outage: float) -> dict[str, Any]:
     from megascale.config import from_tree
-    from megascale.resilience.cluster.cluster_registry import ClusterRequest
+    from megascale.resilience.cluster.base import ClusterRequest
     from megascale.resilience.cluster.kubernetes import KubernetesCluster
     from megascale.resilience.protocol.given import JobDescription
 

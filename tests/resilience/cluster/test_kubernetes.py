@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megascale.config import from_tree
-from megascale.resilience.cluster.cluster_registry import ClusterRequest
+from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.kubernetes import KubernetesCluster
 from megascale.resilience.protocol.given import JobDescription
 from tests.chaos.kubernetes.kubelets import Kubelets, machine

@@ -11,9 +11,11 @@ import pytest
 
 from megascale.checkpoint.background.service import connect
 from megascale.checkpoint.background.service_protocol import ListHeld, private_folder
+from megascale.config import Config
 from megascale.resilience.agent.services import end_services
 from megascale.resilience.cluster import local
-from megascale.resilience.cluster.local import STATE, LocalCluster
+from megascale.resilience.cluster.base import ClusterRequest
+from megascale.resilience.cluster.local import STATE, ApartCluster, LocalCluster
 from megascale.resilience.process_birth import born
 
 GONE = {"pid": 2**22 - 1, "born": 1}
@@ -33,7 +35,7 @@ def devices(cluster: LocalCluster, name: str) -> str:
 
 
 def test_a_node_that_replaces_another_gets_its_gpus(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, [["0", "1"], ["2", "3"]])
+    cluster = LocalCluster(ClusterRequest(tmp_path, Config(), (("0", "1"), ("2", "3"))))
     assert [devices(cluster, "n0"), devices(cluster, "n1")] == ["0,1", "2,3"]
     node(cluster, "n0", "0,1", lives=True)
     node(cluster, "n1", "2,3", lives=False)
@@ -46,7 +48,7 @@ def test_a_node_that_replaces_another_gets_its_gpus(tmp_path: Path) -> None:
 
 
 def test_a_node_without_a_free_gpu_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = LocalCluster(tmp_path, [["0"], ["1"]])
+    cluster = LocalCluster(ClusterRequest(tmp_path, Config(), (("0",), ("1",))))
     for number in range(2):
         node(cluster, f"n{number}", None, lives=True)
     monkeypatch.setattr(local, "UNTIL_FREE", 0.0)
@@ -55,7 +57,8 @@ def test_a_node_without_a_free_gpu_gets_none(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_an_evicted_node_gives_its_memory_back(tmp_path: Path, apart: bool) -> None:
-    cluster = LocalCluster(tmp_path / "run", apart=apart)
+    make = ApartCluster if apart else LocalCluster
+    cluster = make(ClusterRequest(tmp_path / "run", Config()))
     for name in ("n0", "n1"):
         (cluster.folder / name).mkdir()
     run = tmp_path / "run.apart/n1/runs/run" if apart else tmp_path / "run"

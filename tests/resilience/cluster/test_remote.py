@@ -13,7 +13,7 @@ import pytest
 
 from megascale.config import Config, ResilienceConfig
 from megascale.resilience.agent.node_folder import PROCESS, agent_process, end_agent
-from megascale.resilience.cluster.cluster_registry import ClusterRequest
+from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.hosts_file import Host
 from megascale.resilience.cluster.remote import RemoteCluster
 from megascale.resilience.protocol.given import JobDescription, given, given_token

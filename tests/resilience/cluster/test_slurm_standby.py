@@ -15,7 +15,7 @@ import pytest
 
 from megascale.config import Config, ResilienceConfig
 from megascale.resilience.cluster import slurm_completion, slurm_standby
-from megascale.resilience.cluster.cluster_registry import ClusterRequest
+from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.slurm import SlurmCluster
 from megascale.resilience.protocol.contact import Contact, write_contact
 

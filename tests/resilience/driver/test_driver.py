@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import load
-from megascale.resilience.cluster.base import NodeInfo
+from megascale.resilience.cluster.base import Cluster, NodeInfo
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.job_files import JobFiles
 from megascale.resilience.driver.state.job_state import JobState, Phase
@@ -20,8 +20,10 @@ from megascale.resilience.protocol.given import JobDescription
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 
 
-class OneNode:
+class OneNode(Cluster):
     """A cluster whose agent is the test's."""
+
+    def __init__(self) -> None: ...
 
     def announce(self, job: JobDescription, token: bytes) -> None: ...
 

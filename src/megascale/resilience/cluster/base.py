@@ -1,20 +1,35 @@
-"""What the driver asks of whatever provides nodes: local processes, a list of hosts, a package's own."""
+"""The interface between the driver and the system that provides nodes.
+
+`Cluster` is the base class of all clusters. A cluster implements the five abstract methods; every other attribute and
+method has a default that does nothing, and a cluster overrides those that it supports.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
 
+from megascale.config import Config
 from megascale.resilience.protocol.given import JobDescription
 from megascale.resilience.rules.verdicts import Verdict
+
+NO_REASONS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class NodeInfo:
     """A node that the cluster knows.
 
-    alive: whether an agent could be started there; running: whether one is; why: what was last wrong with it, in words.
+    Attributes:
+        name: name of the node within the job.
+        address: address at which other nodes reach it, "" if unknown.
+        alive: an agent can be started on the node.
+        running: an agent runs on the node.
+        why: the last problem of the node, "" if there was none.
     """
 
     name: str
@@ -24,174 +39,146 @@ class NodeInfo:
     why: str = ""
 
 
-class Cluster(Protocol):
-    """Nodes with an agent each. Calls are quick or asynchronous; the driver's loop waits for none of them long."""
+@dataclass(frozen=True)
+class ClusterRequest:
+    """Arguments from which a cluster is constructed.
 
+    Attributes:
+        run: the run folder, absolute.
+        config: the resolved configuration.
+        devices: GPUs of this machine as CUDA_VISIBLE_DEVICES names them, one group per node in order of creation;
+            empty on CPU.
+        say: prints a line on the terminal: (author, text).
+    """
+
+    run: Path
+    config: Config
+    devices: tuple[tuple[str, ...], ...] = ()
+    say: Callable[[str, str], None] = lambda author, text: None
+
+
+class Cluster(ABC):
+    """Nodes with one agent each. Calls return quickly or are asynchronous, since the driver's loop makes them.
+
+    Attributes:
+        agent_lease: default of resilience.agent_lease in seconds, None: the cluster needs no lease.
+        slow_start: a spare node takes over faster than an agent that is started again.
+        at_once: number of agents that are started at the same time, None: limited by this machine's cores.
+        notice_seconds: time in which a living agent learns of a new driver.
+        unseen: agents may run that `nodes` does not list.
+        hands_over: SIGTERM to the driver means that another driver follows, so training continues.
+        replaced: description of the driver that replaced this one, "" while this driver is current. The replaced
+            driver ends without touching the job.
+        withdrawn: reason why the cluster took the job away from this driver, "" while it has not.
+    """
+
+    agent_lease: ClassVar[float | None] = None
+    slow_start: bool = False
+    at_once: int | None = None
+    notice_seconds: float = 0.0
+    unseen: bool = False
+    hands_over: bool = False
+    replaced: str = ""
+    withdrawn: str = ""
+
+    def __init__(self, request: ClusterRequest) -> None:
+        self.run = request.run
+        self._say = request.say
+
+    @classmethod
+    def on_other_machines(cls, config: Config) -> tuple[int, str] | None:
+        """Return (GPUs per node, this machine's address for them), or None for a cluster on this machine.
+
+        On other machines neither devices nor cores of this machine are shared out. Called before the job starts.
+        """
+        return None
+
+    # required ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
     def announce(self, job: JobDescription, token: bytes) -> None:
-        """What agents are given from now on (protocol/given.py), those that run too: another driver has the job, or
-        the same at another address. Called before anything else."""
-        ...
+        """Give all agents, running ones too, the job description and secret of this driver. Called first."""
 
+    @abstractmethod
     def nodes(self) -> list[NodeInfo]:
-        """Every node that exists now, evicted ones included until they are removed."""
-        ...
+        """List every node that exists, evicted ones included until they are removed."""
 
+    @abstractmethod
     async def start_agent(self, name: str) -> bool:
-        """Start (again) the agent of a node; what an older agent there left running is ended first. False: not now."""
-        ...
+        """Start the agent of a node after ending an older one; return False if that is not possible now."""
 
+    @abstractmethod
     async def fence(self, name: str) -> bool:
-        """Make sure that nothing of this job runs on a node any more; True once that is certain."""
-        ...
+        """End everything of this job on a node; return True once that is certain."""
 
+    @abstractmethod
     async def request(self) -> str | None:
-        """Ask for one new node with a running agent; its name, or None if the cluster has none to give now."""
-        ...
+        """Request one new node with a running agent; return its name, or None if the cluster has none now."""
 
-
-@runtime_checkable
-class ForeseesNodes(Protocol):
-    """What a cluster that knows its nodes beforehand may add: a placement on others is refused before any starts."""
+    # choice of nodes --------------------------------------------------------------------------------------------------
 
     def foreseen(self, count: int) -> list[str]:
-        """Names of every node that a new job of `count` nodes, spares too, may get."""
-        ...
+        """List all nodes that a new job of `count` nodes, spares included, may get; empty if that is unknown."""
+        return []
 
     def prefer(self, names: Sequence[str]) -> None:
-        """Give these first, where there are more than a job takes."""
-        ...
-
-
-@runtime_checkable
-class Barring(Protocol):
-    """A cluster that chooses among machines it knows by name, and is told which are not to be used."""
+        """Provide these nodes first where the cluster has more than the job needs."""
+        return
 
     def bar(self, names: frozenset[str]) -> None:
-        """`request` gives none of these from now on: they were evicted or cordoned, or their agents are there."""
-        ...
-
-
-@runtime_checkable
-class Ending(Protocol):
-    """A cluster that sees nodes end before they are gone.
-
-    Attributes:
-        ending: nodes whose agents are told to end, by whomever: nothing is started on them.
-    """
-
-    ending: frozenset[str]
-
-
-@runtime_checkable
-class Proving(Protocol):
-    """A cluster that may see for certain that nothing of the job runs on a node any more."""
-
-    def gone(self, name: str) -> bool:
-        """Whether it has: what was there has ended, by the word of whoever ran it."""
-        ...
-
-
-@runtime_checkable
-class Hearing(Protocol):
-    """A cluster that gives a machine to nobody while something of the job may run there."""
-
-    def note_end(self, name: str) -> None:
-        """The agent of a node has said that it ends, and that none of its ranks runs any more."""
-        ...
-
-
-@runtime_checkable
-class Blocking(Protocol):
-    """A cluster that remembers which machines the job must not get again, beyond the driver's life."""
+        """Exclude exactly these nodes from `request`: they are evicted, cordoned or have an agent."""
+        return
 
     def block(self, name: str, why: str) -> None:
-        """A node was evicted: its machine is given to this job no more."""
-        ...
+        """Exclude an evicted node's machine from this job beyond the life of this driver."""
+        return
 
     def unblock(self, name: str) -> None:
-        """It may be used again."""
-        ...
-
-
-@runtime_checkable
-class Reporting(Protocol):
-    """A cluster that sees by itself what a verdict follows from: a quota, an image, a device."""
-
-    def reports(self) -> list[Verdict]:
-        """What is new since the last call."""
-        ...
-
-
-@runtime_checkable
-class Switched(Protocol):
-    """A cluster that knows what its nodes are connected by: ranks are put on nodes in this order."""
+        """Allow the machine of a node again."""
+        return
 
     def switch(self, name: str) -> str:
-        """The switch of a node, "" where that is not known."""
-        ...
+        """Return the network switch of a node, "" if unknown. Ranks are placed in the order of switches."""
+        return ""
 
+    # observations -----------------------------------------------------------------------------------------------------
 
-@runtime_checkable
-class Succeeding(Protocol):
-    """A cluster that knows which driver is the current one.
+    @property
+    def taken(self) -> frozenset[str]:
+        """Nodes that the cluster removed from the job although processes of the job may still run there."""
+        return frozenset()
 
-    Attributes:
-        replaced: by whom this driver was replaced, in words; "" while it is the current one. It then ends without
-            touching anything.
-        hands_over: whether SIGTERM to the driver means that another follows at once: it ends, and training goes on.
-    """
+    @property
+    def drained(self) -> Mapping[str, str]:
+        """Nodes that are to receive no new work, each with the reason; running work continues."""
+        return NO_REASONS
 
-    replaced: str
-    hands_over: bool
+    @property
+    def ending(self) -> frozenset[str]:
+        """Nodes whose agents are ending; the driver starts nothing on them."""
+        return frozenset()
 
+    def gone(self, name: str) -> bool:
+        """Return True if it is certain that no process of the job runs on a node."""
+        return False
 
-@runtime_checkable
-class Closing(Protocol):
-    """A cluster that holds connections, to be closed before the driver's loop ends; agents live on."""
+    def note_end(self, name: str) -> None:
+        """Record that the agent of a node reported its end and the end of its ranks."""
+        return
+
+    def reports(self) -> list[Verdict]:
+        """Return the cluster's own verdicts (quota, image, device) since the last call."""
+        return []
+
+    # end of the driver ------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Let go of everything."""
-        ...
-
-
-@runtime_checkable
-class Taking(Protocol):
-    """A cluster that may take nodes out of the job while something of it still runs there.
-
-    Attributes:
-        taken: names of those: agents there are told to end, and are used for nothing.
-    """
-
-    taken: frozenset[str]
-
-
-@runtime_checkable
-class Draining(Protocol):
-    """A cluster that wants nodes to get nothing new; what runs there goes on.
-
-    Attributes:
-        drained: their names, and why.
-    """
-
-    drained: Mapping[str, str]
-
-
-@runtime_checkable
-class Withdrawing(Protocol):
-    """A cluster that may take the job itself away from this driver, to start it elsewhere.
-
-    Attributes:
-        withdrawn: how that was seen, in words; "" while the job is this driver's.
-    """
-
-    withdrawn: str
-
-
-@runtime_checkable
-class Outlasting(Protocol):
-    """A cluster in which the end of this driver's process may end the job, though another driver has it by then."""
+        """Close the cluster's connections before the driver's loop ends; agents continue."""
+        return
 
     def outlast(self) -> int | None:
-        """Wait, touching nothing, until the job has ended elsewhere: its exit code; None: there is nothing to wait
-        for."""
-        ...
+        """Wait for the job's end under another driver and return its exit code; None if there is nothing to wait for.
+
+        For a cluster in which the end of this process would end the job.
+        """
+        return None

@@ -25,8 +25,8 @@ from megascale.core.events import Event
 from megascale.core.interfaces import address_towards
 from megascale.errors import ConfigError, TrainingError
 from megascale.resilience.cluster import kubernetes_verdicts
-from megascale.resilience.cluster.base import NodeInfo
-from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
+from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError, in_pod
 from megascale.resilience.cluster.kubernetes_lease import DriverLease
 from megascale.resilience.cluster.kubernetes_objects import JobObjects, controller_of, own_secrets, taken_over
@@ -49,7 +49,7 @@ JUDGE = 2.0  # seconds between looks at pods that wait
 LOOK = 0.1  # seconds between looks at the table
 
 
-class KubernetesCluster:
+class KubernetesCluster(Cluster):
     """See base.Cluster.
 
     Attributes:
@@ -60,12 +60,14 @@ class KubernetesCluster:
         notice_seconds: that it may take to tell a living agent of another driver.
     """
 
+    agent_lease = LEASE
     at_once = 10_000
     slow_start = True
     notice_seconds = 20.0
 
     def __init__(self, request: ClusterRequest) -> None:
-        self._config, self._say, self._run = request.config, request.say, request.run
+        super().__init__(request)
+        self._config = request.config
         self._job, self._name = request.config.train.name, object_name(request.config.train.name)
         self._gpus = gpus_of_a_node(request.config)
         self._patch = read_patch(request.config.kubernetes)
@@ -87,6 +89,14 @@ class KubernetesCluster:
             make_marker(request.run / "checkpoints")
         self.view = ClusterView(self.api, request.config, self._gpus, self.objects.blocked)
         self._begin()
+
+    @classmethod
+    def on_other_machines(cls, config: Config) -> tuple[int, str]:
+        """ConfigError where something that pods need is not said."""
+        object_name(config.train.name)
+        if not config.kubernetes.image:
+            raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
+        return gpus_of_a_node(config), own_address(KubernetesApi(config.kubernetes))
 
     def _begin(self) -> None:
         """Take the Lease and look at what there is, before the driver's loop begins."""
@@ -354,20 +364,6 @@ class KubernetesCluster:
 _FAILED = object()
 
 
-class _Kubernetes:
-    agent_lease = LEASE
-
-    def __call__(self, request: ClusterRequest) -> KubernetesCluster:
-        return KubernetesCluster(request)
-
-    def on_other_machines(self, config: Config) -> tuple[int, str]:
-        """As Elsewhere. ConfigError where something that pods need is not said."""
-        object_name(config.train.name)
-        if not config.kubernetes.image:
-            raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
-        return gpus_of_a_node(config), own_address(KubernetesApi(config.kubernetes))
-
-
 def gpus_of_a_node(config: Config) -> int:
     """That each pod takes: parallel.gpus_per_host, 0 on CPUs."""
     return 0 if config.train.device == "cpu" else config.parallel.gpus_per_host
@@ -383,4 +379,4 @@ def own_address(api: KubernetesApi) -> str:
         return "0.0.0.0"
 
 
-CLUSTERS.register("kubernetes", _Kubernetes())
+CLUSTERS.register("kubernetes", KubernetesCluster)

@@ -13,14 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megascale.core.python_command import module_command
 from megascale.resilience.agent.services import end_services
-from megascale.resilience.cluster.base import NodeInfo
+from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
 from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.given import JobDescription, give
 
@@ -30,19 +29,16 @@ STATE = "agent.json"
 UNTIL_FREE = 5.0  # seconds for the agent of a node that is replaced to end
 
 
-class LocalCluster:
-    """Args:
-    run: the run folder.
-    devices: GPUs to be shared out, as CUDA_VISIBLE_DEVICES names them, one group a node in order of creation; empty on
-        CPU.
-    apart: as on machines of their own, agents and trainers see no folder of the run but that of its checkpoints;
-        theirs is RUN.apart/NAME.
-    """
+class LocalCluster(Cluster):
+    """Nodes that share this machine and the run folder."""
 
-    def __init__(self, run: Path, devices: Sequence[Sequence[str]] = (), apart: bool = False) -> None:
-        self.run, self.devices, self._apart = run, devices, apart
+    has_own_folders = False
+
+    def __init__(self, request: ClusterRequest) -> None:
+        super().__init__(request)
+        self.devices = request.devices
         self._job: tuple[JobDescription, bytes] | None = None
-        self.folder = run / "nodes"
+        self.folder = request.run / "nodes"
         self.folder.mkdir(parents=True, exist_ok=True)
         self._children: list[subprocess.Popen[bytes]] = []
         self._blocked: set[str] = set()
@@ -58,7 +54,7 @@ class LocalCluster:
             raise RuntimeError("no job was announced")
         job, token = self._job
         folder = self.folder / name
-        if self._apart:
+        if self.has_own_folders:
             folder = self._folder_apart(name)
             folder.mkdir(parents=True, exist_ok=True)
             (self.run / "checkpoints").mkdir(exist_ok=True)
@@ -76,9 +72,6 @@ class LocalCluster:
         numbers = sorted(_number(path.name) for path in self.folder.iterdir())
         new = max(numbers, default=-1) + 1
         return [f"n{number}" for number in (*numbers, *range(new, new + max(0, count - len(numbers))))]
-
-    def prefer(self, names: Sequence[str]) -> None:
-        """Nothing: nodes are made in the order of their numbers, and as many as there are places in a job."""
 
     async def start_agent(self, name: str) -> bool:
         folder = self.folder / name
@@ -140,7 +133,7 @@ class LocalCluster:
 
     def _run_of(self, name: str) -> Path:
         """The run folder as the node's trainers see it."""
-        return self._folder_apart(name) / "runs" / self.run.name if self._apart else self.run
+        return self._folder_apart(name) / "runs" / self.run.name if self.has_own_folders else self.run
 
     def _folder_apart(self, name: str) -> Path:
         return self.run.with_name(f"{self.run.name}.apart") / name
@@ -195,6 +188,15 @@ class LocalCluster:
             return pid if born(pid) == state["born"] != 0 else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+class ApartCluster(LocalCluster):
+    """Nodes as on machines of their own: agents and trainers share only the run's folder of checkpoints.
+
+    The folder of a node is RUN.apart/NAME.
+    """
+
+    has_own_folders = True
 
 
 def _number(name: str) -> int:

@@ -6,14 +6,14 @@ import os
 
 from megascale.config import Config
 from megascale.core.ports import is_loopback
-from megascale.resilience.cluster.base import NodeInfo
-from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
+from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.remote import make_marker
 from megascale.resilience.protocol.contact import folder
 from megascale.resilience.protocol.given import JobDescription
 
 
-class ManualCluster:
+class ManualCluster(Cluster):
     """Nodes that the driver neither starts nor ends: it knows those that have come.
 
     Attributes:
@@ -23,9 +23,16 @@ class ManualCluster:
     unseen = True
 
     def __init__(self, request: ClusterRequest) -> None:
+        super().__init__(request)
         self._request = request
         if request.config.checkpoint.location is None:
             make_marker(request.run / "checkpoints")
+
+    @classmethod
+    def on_other_machines(cls, config: Config) -> tuple[int, str]:
+        """A machine has `parallel.gpus_per_host` GPUs; the user sets the address to listen at."""
+        gpus = 0 if config.train.device == "cpu" else config.parallel.gpus_per_host
+        return gpus, ""
 
     def announce(self, job: JobDescription, token: bytes) -> None:
         host, port = job.driver
@@ -50,13 +57,4 @@ class ManualCluster:
         return None
 
 
-class _Manual:
-    def __call__(self, request: ClusterRequest) -> ManualCluster:
-        return ManualCluster(request)
-
-    def on_other_machines(self, config: Config) -> tuple[int, str]:
-        """As Elsewhere: a machine has `parallel.gpus_per_host` GPUs; where to listen is for the user to say."""
-        return (0 if config.train.device == "cpu" else config.parallel.gpus_per_host), ""
-
-
-CLUSTERS.register("manual", _Manual())
+CLUSTERS.register("manual", ManualCluster)

@@ -15,8 +15,8 @@ import os
 import shlex
 import signal
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,7 @@ from megascale.core.background import keep_running, log_failure
 from megascale.core.interfaces import address_towards
 from megascale.core.python_command import module_command
 from megascale.core.secrets import PASSWORD_VARIABLE, REPLICA_VARIABLE
-from megascale.resilience.cluster.base import NodeInfo
-from megascale.resilience.cluster.cluster_registry import ClusterRequest
+from megascale.resilience.cluster.base import NO_REASONS, Cluster, ClusterRequest, NodeInfo
 from megascale.resilience.cluster.hosts_file import Host
 from megascale.resilience.protocol.given import JobDescription, to_record
 
@@ -61,7 +60,7 @@ class _Machine:
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
-class RemoteCluster(ABC):
+class RemoteCluster(Cluster):
     """Args:
     request: what it is made for.
     hosts: the machines, in the order in which they are used.
@@ -79,17 +78,17 @@ class RemoteCluster(ABC):
     at_once = 64
     slow_start = True
     notice_seconds = 20.0
+    taken: frozenset[str] = frozenset()
+    drained: Mapping[str, str] = NO_REASONS
 
     def __init__(self, request: ClusterRequest, hosts: Sequence[Host]) -> None:
-        self.run, self._say = request.run, request.say
+        super().__init__(request)
         self._advertise = request.config.resilience.advertise
         self._folder = request.run / "nodes"
         self._job: tuple[JobDescription, bytes] | None = None
         self._marker = ""
         self._commands: set[asyncio.subprocess.Process] = set()
         self._barred: frozenset[str] = frozenset()
-        self.taken: frozenset[str] = frozenset()
-        self.drained: dict[str, str] = {}
         if request.config.checkpoint.location is None:
             self._marker = make_marker(request.run / "checkpoints")
         self._machines = {host.name: _Machine(host) for host in hosts}

@@ -26,7 +26,8 @@ from megascale.core.background import keep_running, log_failure
 from megascale.core.python_command import module_command
 from megascale.errors import EXIT_INTERRUPTED, ConfigError
 from megascale.resilience.cluster import slurm_standby
-from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
+from megascale.resilience.cluster.base import ClusterRequest
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.hosts_file import Host
 from megascale.resilience.cluster.remote import REST, START, RemoteCluster, kill_command
 from megascale.resilience.protocol.contact import folder
@@ -65,6 +66,19 @@ class SlurmCluster(RemoteCluster):
         self._shown = (0, 0.0)  # its file's time, and when that was new
         self._tried = float("-inf")
         self.withdrawn = ""
+
+    @classmethod
+    def on_other_machines(cls, config: Config) -> tuple[int, str]:
+        """ConfigError outside of an allocation, and in one that is too small."""
+        _allocation()
+        nodelist, limits = os.environ["SLURM_JOB_NODELIST"], config.resilience
+        there, wanted = len(_names(nodelist)), limits.nodes + limits.spares
+        if wanted > there:
+            raise ConfigError(
+                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {wanted} nodes, but this allocation "
+                f"has {there} ({nodelist}); ask sbatch for more, or lower --nodes or --spares"
+            )
+        return gpus_of_a_node(config), _own_address()
 
     def command(self, host: Host, words: Sequence[str], name: str = "agent") -> list[str]:
         step = ["srun", f"--jobid={self._job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}"]
@@ -190,23 +204,6 @@ def _split(line: str) -> tuple[str, str, str]:
     return line.strip().partition(" ")
 
 
-class _Slurm:
-    def __call__(self, request: ClusterRequest) -> SlurmCluster:
-        return SlurmCluster(request)
-
-    def on_other_machines(self, config: Config) -> tuple[int, str]:
-        """As Elsewhere. ConfigError outside of an allocation, and in one that is too small."""
-        _allocation()
-        nodelist, limits = os.environ["SLURM_JOB_NODELIST"], config.resilience
-        there, wanted = len(_names(nodelist)), limits.nodes + limits.spares
-        if wanted > there:
-            raise ConfigError(
-                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {wanted} nodes, but this allocation "
-                f"has {there} ({nodelist}); ask sbatch for more, or lower --nodes or --spares"
-            )
-        return gpus_of_a_node(config), _own_address()
-
-
 def gpus_of_a_node(config: Config) -> int:
     """What Slurm has given or is to give: SLURM_GPUS_ON_NODE in an allocation, else parallel.gpus_per_host."""
     if config.train.device == "cpu":
@@ -268,4 +265,4 @@ async def _ask(*words: str) -> str | None:
     return out.decode(errors="replace") if process.returncode == 0 else None
 
 
-CLUSTERS.register("slurm", _Slurm())
+CLUSTERS.register("slurm", SlurmCluster)

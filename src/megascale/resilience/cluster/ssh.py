@@ -12,7 +12,8 @@ from megascale.config import Config
 from megascale.core.interfaces import address_towards
 from megascale.core.ports import is_loopback
 from megascale.errors import ConfigError
-from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
+from megascale.resilience.cluster.base import ClusterRequest
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.hosts_file import Host, read_hosts
 from megascale.resilience.cluster.remote import RemoteCluster, quoted
 
@@ -28,18 +29,9 @@ class SshCluster(RemoteCluster):
         super().__init__(request, read_hosts(request.config.resilience.hosts))
         self._ssh = _words(request.config.resilience.ssh)
 
-    def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        port = ["-p", str(host.port)] if host.port else []
-        login = ["-l", host.user] if host.user else []
-        return [*self._ssh, *OPTIONS, *port, *login, "--", host.host, f"exec {quoted(words)}"]
-
-
-class _Ssh:
-    def __call__(self, request: ClusterRequest) -> SshCluster:
-        return SshCluster(request)
-
-    def on_other_machines(self, config: Config) -> tuple[int, str]:
-        """As Elsewhere. ConfigError for a list that cannot be used or is too short, and where GPUs are not counted."""
+    @classmethod
+    def on_other_machines(cls, config: Config) -> tuple[int, str]:
+        """ConfigError for a list that cannot be used or is too short, and where GPUs are not counted."""
         limits, hosts = config.resilience, read_hosts(config.resilience.hosts)
         wanted = limits.nodes + limits.spares
         if wanted > len(hosts):
@@ -53,6 +45,11 @@ class _Ssh:
                 "--parallel.data, or --train.device=cpu"
             )
         return hosts[0].gpus, _own_address(hosts, limits.ssh, is_loopback(limits.listen))
+
+    def command(self, host: Host, words: Sequence[str]) -> list[str]:
+        port = ["-p", str(host.port)] if host.port else []
+        login = ["-l", host.user] if host.user else []
+        return [*self._ssh, *OPTIONS, *port, *login, "--", host.host, f"exec {quoted(words)}"]
 
 
 def _own_address(hosts: Sequence[Host], ssh: str, needed: bool) -> str:
@@ -90,4 +87,4 @@ def _towards(host: Host, ssh: str) -> str:
         return address_towards(name[1] if name else host.host)
 
 
-CLUSTERS.register("ssh", _Ssh())
+CLUSTERS.register("ssh", SshCluster)

@@ -36,7 +36,7 @@ from typing import Any
 from megascale.config import Config
 from megascale.core.events import Event
 from megascale.errors import EXIT_INTERRUPTED
-from megascale.resilience.cluster.base import Closing, Cluster
+from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.driver.audit_log import AuditLog
 from megascale.resilience.driver.diagnosis.diagnosis import Diagnosis
 from megascale.resilience.driver.diagnosis.observations import Observations
@@ -202,8 +202,7 @@ class Driver:
             garbage.close()
             self.tasks.cancel()
             await self.agent_server.close()
-            if isinstance(self.nodes.cluster, Closing):
-                await self.nodes.cluster.close()
+            await self.nodes.cluster.close()
             await asyncio.to_thread(self.files.close)
         return self.job.state.exit_code
 

@@ -13,7 +13,7 @@ from megascale.core.environment_file import read_environment
 from megascale.core.grid import Grid
 from megascale.core.placement_file import read_placement
 from megascale.errors import ConfigError, DataError
-from megascale.resilience.cluster.base import Cluster, ForeseesNodes
+from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.protocol.contact import folder
 
 _KEPT = {"placement": "placement.json", "environment": "environment.env"}
@@ -74,12 +74,12 @@ def keep_job_files(config: Config, run: Path) -> None:
 def check_nodes(config: Config, files: JobFiles, cluster: Cluster) -> None:
     """DataError for a node that the cluster will not have, where the cluster knows its nodes beforehand; it is told
     which to give first."""
-    if files.nodes and isinstance(cluster, ForeseesNodes):
-        cluster.prefer(files.nodes)
-        limits = config.resilience
-        there = cluster.foreseen(limits.nodes + limits.spares)
-        if unknown := [name for name in files.nodes if name not in there]:
-            raise DataError(unknown_nodes(str(limits.placement), unknown, there))
+    limits = config.resilience
+    cluster.prefer(files.nodes)
+    there = cluster.foreseen(limits.nodes + limits.spares)
+    unknown = [name for name in files.nodes if name not in there]
+    if there and unknown:
+        raise DataError(unknown_nodes(str(limits.placement), unknown, there))
 
 
 def unknown_nodes(file: str, unknown: list[str], there: list[str]) -> str:

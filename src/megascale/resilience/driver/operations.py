@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from megascale.core.events import Event
 from megascale.errors import EXIT_INTERRUPTED
-from megascale.resilience.cluster.base import Blocking
 from megascale.resilience.driver.nodes.nodes import Nodes, Note
 from megascale.resilience.driver.recovery.attempts import Attempts
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
@@ -93,7 +92,7 @@ class Operations:
         """Keep a node from getting anything new, or allow it again (an evicted one too)."""
         self._note(Event.NODE_CORDONED if on else Event.NODE_UNCORDONED, nodes=(name,), evidence=(why,))
         node = self._nodes.change(name, NodeEvent.CORDONED if on else NodeEvent.UNCORDONED)
-        if not on and isinstance(self._nodes.cluster, Blocking):
+        if not on:
             self._nodes.cluster.unblock(name)
         if not on and node.state in (NodeState.EVICTED, NodeState.LOST):
             self._nodes.start(node, why)

@@ -25,8 +25,8 @@ from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.core.terminal import end_signals
 from megascale.errors import ConfigError, DataError, FitError, TrainingError
 from megascale.resilience.agent.node_health import gpu_count
-from megascale.resilience.cluster.base import ForeseesNodes, Outlasting
-from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest, Elsewhere
+from megascale.resilience.cluster.base import ClusterRequest
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.job_files import check_nodes, keep_job_files, read_job_files
 from megascale.resilience.driver.recovery import hot_update
@@ -85,12 +85,13 @@ def prepare(config: Config) -> tuple[Config, Size]:
     """The configuration as the trainers will read it, and the job's size. ConfigError for an unknown cluster, and for
     train.device=cuda on this machine if it has no GPU."""
     load_plugins()
-    make = CLUSTERS[config.resilience.cluster]
-    elsewhere = isinstance(make, Elsewhere)
-    gpus, address = make.on_other_machines(config) if isinstance(make, Elsewhere) else (gpu_count(), "")
+    cluster = CLUSTERS[config.resilience.cluster]
+    remote = cluster.on_other_machines(config)
+    elsewhere = remote is not None
+    gpus, address = (gpu_count(), "") if remote is None else remote
     if config.train.device == "cuda" and not elsewhere and not gpus:
         raise ConfigError("train.device=cuda but this machine has no GPU; use --train.device=cpu or auto")
-    lease = getattr(make, "agent_lease", None)
+    lease = cluster.agent_lease
     if lease is not None and config.resilience.agent_lease is None:
         limits = config.resilience.model_copy(update={"agent_lease": max(lease, 2 * config.resilience.interval)})
         config = config.model_copy(update={"resilience": limits})
@@ -108,7 +109,7 @@ def prepare(config: Config) -> tuple[Config, Size]:
 def other_machines(config: Config) -> bool:
     """Whether the job's nodes are other machines than this one."""
     load_plugins()
-    return isinstance(CLUSTERS[config.resilience.cluster], Elsewhere)
+    return CLUSTERS[config.resilience.cluster].on_other_machines(config) is not None
 
 
 def _for_other_machines(config: Config, address: str) -> Config:
@@ -186,7 +187,7 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     settings = contact.folder(run) / "job.toml"
     # A journal that has lost something must not have anything stopped: what runs is asked first.
     behind = damaged or recalled.events > 0 or job is None
-    held = any(info.running for info in cluster.nodes()) or getattr(cluster, "unseen", False)
+    held = any(info.running for info in cluster.nodes()) or cluster.unseen
     unsure = behind and settings.exists() and held
     attempt = max(job.attempt if job is not None else 0, recalled.attempt)
     nodes = {row.name: row.record() for row in journal.nodes()}
@@ -205,8 +206,7 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
         job = replace(job, attempt=attempt)
     mine, config = config, load(settings)
     files = read_job_files(config, kept_in=run)
-    if isinstance(cluster, ForeseesNodes):
-        cluster.prefer(files.nodes)
+    cluster.prefer(files.nodes)
     if other_machines(mine):
         config = _on_this_machine(config, mine)
     if mine != config:
@@ -216,11 +216,10 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     try:
         return asyncio.run(_serve(driver))
     except JournalFenced as error:
-        if isinstance(cluster, Outlasting):
-            say("driver", f"this driver touches the job no more and waits for its end: {error}")
-            code = cluster.outlast()
-            if code is not None:
-                return code
+        say("driver", f"this driver touches the job no more: {error}")
+        code = cluster.outlast()
+        if code is not None:
+            return code
         raise ConfigError(f"this driver ends without touching the job: {error}") from None
     finally:
         if journal.behind:
@@ -301,11 +300,11 @@ async def _serve(driver: Driver) -> int:
     loop = asyncio.get_running_loop()
     scrapes = Scrapes()
     for number in end_signals():
-        handed = number != signal.SIGINT and getattr(driver.nodes.cluster, "hands_over", False)
+        handed = number != signal.SIGINT and driver.nodes.cluster.hands_over
         loop.add_signal_handler(number, driver.hand_over if handed else driver.operations.interrupt)
     limits = driver.limits
     port = limits.port
-    if not port and getattr(driver.nodes.cluster, "unseen", False):
+    if not port and driver.nodes.cluster.unseen:
         with contextlib.suppress(DataError):  # agents that nobody can tell another one come to the last driver's
             port = contact.read_contact(driver.run_folder).agents[1]
     try:

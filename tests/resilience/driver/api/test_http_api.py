@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from megascale.config import Config, load
+from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver.api import http_api, tokens
 from megascale.resilience.driver.driver import Driver
@@ -48,7 +49,7 @@ class Served:
         (self.run / "driver" / "job.toml").write_text(config.to_toml())
         journal, _ = LastingJournal.take(self.run, 3.0)
         job = JobState("job", self.phase, 1, ("n0",), 1, 1)
-        self.driver = Driver(self.run, config, LocalCluster(self.run), [], journal, job)
+        self.driver = Driver(self.run, config, LocalCluster(ClusterRequest(self.run, config)), [], journal, job)
         for name in ("n0", "n1"):
             self.driver.nodes.change(name, NodeEvent.CAME)
         self.url, end = await http_api.serve(self.driver, self.host, 0)

@@ -24,7 +24,6 @@ class Seeing(Elsewhere):
     """A cluster that may see that nothing of a node runs any more."""
 
     certain = False
-    ending: frozenset[str] = frozenset()
 
     def nodes(self) -> list[NodeInfo]:
         return [NodeInfo(n, "", n not in self.over, n not in self.over) for n in self.names]

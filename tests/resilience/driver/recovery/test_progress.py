@@ -16,6 +16,7 @@ from megascale.config import load
 from megascale.core.status import FAILED_IN_STEP
 from megascale.data.dataset.ledger import of_step
 from megascale.data.dataset.samples import hash_ids
+from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.recovery import progress
@@ -109,7 +110,14 @@ def test_no_cause_and_no_remedy_gets_around_the_count(tmp_path_factory, ends, li
     journal, _ = LastingJournal.take(run, 0.05)
 
     async def work() -> int:
-        driver = Driver(run, config, LocalCluster(run), ["train"], journal, JobState("a", Phase.RUNNING, 1))
+        driver = Driver(
+            run,
+            config,
+            LocalCluster(ClusterRequest(run, config)),
+            ["train"],
+            journal,
+            JobState("a", Phase.RUNNING, 1),
+        )
         for number, (kind, action) in enumerate(ends):
             driver.job.state = replace(driver.job.state, phase=Phase.RUNNING, attempt=number + 1, step=steps)
             driver.response.act([Verdict(kind, (), (0,), action, ("why",))])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megascale.config import Config
 from megascale.core.events import date_of
 from megascale.errors import ConfigError, DataError
+from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver import start_driver
 from megascale.resilience.driver.driver import Driver
@@ -227,7 +228,9 @@ def test_rows_without_checksums_are_damaged(tmp_path):
 
 
 def driver(run, journal: LastingJournal) -> Driver:
-    return Driver(run, Config(), LocalCluster(run), ["train"], journal, JobState("a", attempt=3))
+    return Driver(
+        run, Config(), LocalCluster(ClusterRequest(run, Config())), ["train"], journal, JobState("a", attempt=3)
+    )
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config import Config
+from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.state.job_state import JobState, Phase
@@ -136,7 +137,15 @@ def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agen
     held = {a: [f"n{i}" for i, (b, runs, _) in enumerate(agents) if runs and a == b] for a in range(7)}
 
     async def work() -> tuple[Driver, list[Channel]]:
-        driver = Driver(run, Config(), LocalCluster(run), ["train"], journal, JobState("a", phase, known), unsure=True)
+        driver = Driver(
+            run,
+            Config(),
+            LocalCluster(ClusterRequest(run, Config())),
+            ["train"],
+            journal,
+            JobState("a", phase, known),
+            unsure=True,
+        )
         driver.adoption.doubt(time.monotonic())
         channels = [Channel() for _ in agents]
         for i, (attempt, runs, stepped) in enumerate(agents):

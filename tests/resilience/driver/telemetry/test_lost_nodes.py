@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megascale.config import Config, ResilienceConfig
-from megascale.resilience.cluster.base import NodeInfo
+from megascale.resilience.cluster.base import NO_REASONS, Cluster, NodeInfo
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.state.job_state import JobState, NodeState, Phase
 from megascale.resilience.driver.state.lasting_journal import LastingJournal
@@ -18,13 +18,15 @@ from megascale.resilience.protocol.agent_messages import HeldTrainers, Hello, St
 from tests.resilience.driver.telemetry.test_adoption import Channel
 
 
-class Elsewhere:  # Taking, Ending and Barring (cluster/base.py)
+class Elsewhere(Cluster):
     """Nodes whose agents others start; what is `taken` or `over` is for the test to say."""
+
+    taken: frozenset[str] = frozenset()
+    ending: frozenset[str] = frozenset()
+    drained: Mapping[str, str] = NO_REASONS
 
     def __init__(self, count: int) -> None:
         self.names = [f"n{i}" for i in range(count)]
-        self.taken: frozenset[str] = frozenset()
-        self.ending: frozenset[str] = frozenset()
         self.over: set[str] = set()
         self.barred: frozenset[str] = frozenset()
 

@@ -10,7 +10,7 @@ import time
 from typing import Any, Protocol
 
 from megascale.config import ResilienceConfig
-from megascale.resilience.cluster.base import Cluster, Proving
+from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState
 
 KILL = 1.0  # seconds that an agent may take to end its ranks once its lease is over
@@ -63,6 +63,6 @@ class AgentLeases:
         """Whether ranks may still run on a node that does not say that it has ended them."""
         if self._lease is None or not node.may_run or (node.record.state is NodeState.UP and node.channel is not None):
             return False
-        if now >= node.leased or (isinstance(self._cluster, Proving) and self._cluster.gone(node.name)):
+        if now >= node.leased or self._cluster.gone(node.name):
             node.may_run = False
         return node.may_run

@@ -17,7 +17,7 @@ import msgspec
 from megascale.config import ResilienceConfig
 from megascale.core.events import Event
 from megascale.core.preflight import wave
-from megascale.resilience.cluster.base import Barring, Blocking, Cluster, Draining, Ending, Hearing, Switched, Taking
+from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.driver.nodes.agent_leases import AgentLeases
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
 from megascale.resilience.driver.state.job import Job
@@ -192,22 +192,22 @@ class Nodes:
     @property
     def taken(self) -> frozenset[str]:
         """Those that the cluster has taken out of the job, whatever still runs there."""
-        return self.cluster.taken if isinstance(self.cluster, Taking) else frozenset()
+        return self.cluster.taken
 
     @property
     def drained(self) -> Mapping[str, str]:
         """Those that the cluster wants to get nothing new, and why."""
-        return self.cluster.drained if isinstance(self.cluster, Draining) else {}
+        return self.cluster.drained
 
     @property
     def slow_start(self) -> bool:
         """Whether a spare takes over sooner than a node that is started again."""
-        return bool(getattr(self.cluster, "slow_start", False))
+        return self.cluster.slow_start
 
     @property
     def ending(self) -> frozenset[str]:
         """Those that the cluster has end."""
-        return self.cluster.ending if isinstance(self.cluster, Ending) else frozenset()
+        return self.cluster.ending
 
     def answers(self, node: Node) -> bool:
         """Whether a node answers, and is not about to end."""
@@ -231,7 +231,7 @@ class Nodes:
             if info.running:
                 wanted -= 1
                 # Its agent has yet to be told where this driver is: till then it is not silent.
-                node.last_seen = now + getattr(self.cluster, "notice_seconds", 0.0)
+                node.last_seen = now + self.cluster.notice_seconds
                 if node.state is not NodeState.JOINING:
                     self.change(info.name, NodeEvent.AWAITED, address=node.record.address or info.address)
                 node.deadline = now + JOIN
@@ -264,7 +264,7 @@ class Nodes:
     @contextlib.asynccontextmanager
     async def _wave(self) -> AsyncIterator[None]:
         """Room among the agents that are on their way."""
-        while self._on_their_way >= getattr(self.cluster, "at_once", WAVE):  # other machines share no cores
+        while self._on_their_way >= (self.cluster.at_once or WAVE):  # other machines share no cores
             await asyncio.sleep(0.05)
         self._on_their_way += 1
         try:
@@ -289,8 +289,7 @@ class Nodes:
         waiting = True
         try:
             async with self._wave():
-                if isinstance(self.cluster, Barring):
-                    self.cluster.bar(frozenset(node.name for node in self.all() if _barred(node)))
+                self.cluster.bar(frozenset(node.name for node in self.all() if _barred(node)))
                 name = await self.cluster.request()
                 self.requests, waiting = self.requests - 1, False
                 if name is None:
@@ -318,8 +317,7 @@ class Nodes:
         if evict:
             self.change(node.name, NodeEvent.EVICTED, why=why)
             self._note(Event.NODE_EVICTED, nodes=(node.name,), evidence=(why,))
-            if isinstance(self.cluster, Blocking):
-                self.cluster.block(node.name, why)
+            self.cluster.block(node.name, why)
         elif node.state is not NodeState.LOST:
             self.change(node.name, NodeEvent.GONE, why=why)
         self.give_up(node)
@@ -330,8 +328,7 @@ class Nodes:
         node.ends = node.ends or heartbeat.leaving
         if heartbeat.over:
             node.may_run = False
-            if isinstance(self.cluster, Hearing):
-                self.cluster.note_end(node.name)
+            self.cluster.note_end(node.name)
         if self.leases.given and (heartbeat.over or not node.given_up):
             self.leases.renew(node)
             self.order(node, do="heard", sequence=heartbeat.sequence)
@@ -342,7 +339,7 @@ class Nodes:
 
     def switch(self, name: str) -> str:
         """What connects a node, "" where that is not known."""
-        return self.cluster.switch(name) if isinstance(self.cluster, Switched) else ""
+        return self.cluster.switch(name)
 
     def give_up(self, node: Node) -> None:
         """Hang up on a node that may be replaced: an agent that hears it ends its ranks now.

@@ -6,7 +6,6 @@ import re
 
 from megascale.core.events import Event
 from megascale.errors import EXIT_BAD_DATA
-from megascale.resilience.cluster.base import ForeseesNodes
 from megascale.resilience.driver.job_files import unknown_nodes
 from megascale.resilience.driver.nodes.nodes import Nodes, Note
 from megascale.resilience.driver.recovery import escalation
@@ -156,7 +155,7 @@ class Placement:
         A cluster that knows its nodes beforehand has them all in its list: one that does not come is replaced.
         """
         unknown = [name for name in self._asked if name not in self._nodes]
-        if not unknown or isinstance(self._nodes.cluster, ForeseesNodes):
+        if not unknown or self._nodes.cluster.foreseen(len(self._asked)):
             return False
         limits = self._settings.limits
         if waited >= limits.replenish_wait:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megascale.core.events import Event
 from megascale.errors import EXIT_INTERRUPTED
-from megascale.resilience.cluster.base import Reporting, Succeeding, Withdrawing
 from megascale.resilience.driver.nodes.nodes import Nodes, Note
 from megascale.resilience.driver.recovery.attempts import Attempts
 from megascale.resilience.driver.state.job import Job
@@ -28,10 +27,9 @@ class ClusterNotices:
     def handle(self) -> None:
         """Take in what is new. Raises JournalFenced where another driver has the newer epoch."""
         cluster = self._nodes.cluster
-        if isinstance(cluster, Succeeding) and cluster.replaced:
+        if cluster.replaced:
             raise JournalFenced(cluster.replaced)
-        if isinstance(cluster, Reporting):
-            self._response.act(cluster.reports())
+        self._response.act(cluster.reports())
         drained, ending = self._nodes.drained, self._nodes.ending
         for node in self._nodes.all():
             node.leaving = node.name in ending
@@ -47,7 +45,7 @@ class ClusterNotices:
                 text = f"the cluster does not drain {node.name} any more"
                 self._note(Event.NODE_UNCORDONED, nodes=(node.name,), evidence=(text,))
             node.drained = why
-        if not isinstance(cluster, Withdrawing) or not cluster.withdrawn or self._job.ending:
+        if not cluster.withdrawn or self._job.ending:
             return
         if self._job.phase not in ENDED:
             # Nothing is saved: the other driver may have begun, and no two may write.
