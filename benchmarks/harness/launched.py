@@ -138,9 +138,9 @@ class Launched:
 
     def events(self, after: int = 0) -> list[Any]:
         """The driver's events so far."""
-        from megascale.resilience.driver.state.journal import events_of
+        from megascale.resilience.driver.state.journal import read_journal_events
 
-        return events_of(self.run, after)
+        return read_journal_events(self.run, after)
 
     def over(self) -> bool:
         """Whether the job has ended, so that no more events come."""

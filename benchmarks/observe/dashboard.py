@@ -123,13 +123,13 @@ def _driver(record: dict[str, Any], folder: Path, seconds: float, program: str) 
     """How late a resting driver's loop answers, without pages and with them."""
     from benchmarks.harness.launched import Launched, make
     from benchmarks.observe import page_measures
-    from megascale.resilience.driver.api.client import ask
+    from megascale.resilience.driver.api.client import send_request
 
     folder.mkdir()
     job = Launched(make(folder), "watched", ["--train.steps=1000000"])
     try:
         job.first(lambda event: event.kind == "first_step")
-        ask(job.run, "POST", "/v1/job/pause", {"why": "benchmarks dashboard"})
+        send_request(job.run, "POST", "/v1/job/pause", {"why": "benchmarks dashboard"})
         job.first(lambda event: event.kind == "paused")
         before = _late(job.run, _SETTLED)
         with (
@@ -158,12 +158,12 @@ def _driver(record: dict[str, Any], folder: Path, seconds: float, program: str) 
 
 def _late(run: Path, seconds: float) -> list[float]:
     """Seconds that the driver takes to answer the smallest question, twenty times a second."""
-    from megascale.resilience.driver.api.client import ask
+    from megascale.resilience.driver.api.client import send_request
 
     found, until = [], time.monotonic() + seconds
     while time.monotonic() < until:
         began = time.monotonic()
-        ask(run, "GET", "/health")
+        send_request(run, "GET", "/health")
         found.append(time.monotonic() - began)
         time.sleep(0.05)
     return found

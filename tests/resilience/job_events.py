@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megascale.resilience.driver.state.journal import Entry, events_of
+from megascale.resilience.driver.state.journal import Entry, read_journal_events
 
 
 class JobEvents:
@@ -24,7 +24,7 @@ class JobEvents:
         raise NotImplementedError
 
     def events(self, after: int = 0) -> list[Entry]:
-        return events_of(self.run, after)
+        return read_journal_events(self.run, after)
 
     def until(self, kind: str, **about: object) -> Entry:
         """The next event of a kind (after the one waited for before) whose fields are as given."""

@@ -65,14 +65,14 @@ def logs(
 def _piece(run: Path, rank: int, after: int) -> tuple[int, int, str]:
     """(first byte, byte after the last, text) of a log."""
     from megascale.errors import DataError
-    from megascale.resilience.driver.api.client import ask
-    from megascale.resilience.driver.api.log_pieces import read_piece
+    from megascale.resilience.driver.api.client import send_request
+    from megascale.resilience.driver.api.log_pieces import read_log_piece
 
     if run.is_file():
-        told = ask(run, "GET", f"/v1/logs/{rank}?after={after}")
+        told = send_request(run, "GET", f"/v1/logs/{rank}?after={after}")
         return told["start"], told["end"], told["text"]
     file = run / "logs" / f"rank-{rank}.log"
-    found = read_piece(file, after)
+    found = read_log_piece(file, after)
     if found is None:
         there = sorted(int(f.stem[5:]) for f in file.parent.glob("rank-*.log") if f.stem[5:].isdigit())
         shown = ", ".join(map(str, there[:16])) + (" ..." if len(there) > 16 else "")

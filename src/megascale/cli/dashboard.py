@@ -71,7 +71,7 @@ def dashboard(
     protect_children()  # the processes that answer queries are started by multiprocessing
     at = Listening(host, port, token_file, no_token, certificate, key)
     check(at)
-    outside = Outside(Sources(job_view.job, job_view.nodes, run_plan), job_view.order)
+    outside = Outside(Sources(job_view.describe_job, job_view.describe_nodes, run_plan), job_view.send_order)
     serve(RunList(run), outside, at, typer.echo, browser)
 
 

@@ -57,10 +57,10 @@ def register(app: typer.Typer) -> None:
 def _have_agents_look(run: Path, watch: float) -> None:
     """Ask the driver of ranks that write elsewhere; without it there is what agents sent last."""
     from megascale.errors import MegascaleError
-    from megascale.resilience.driver.api.client import ask
+    from megascale.resilience.driver.api.client import send_request
 
     try:
-        ask(run, "GET", f"/v1/ranks?watch={min(watch, 10.0)}", seconds=_LOOK)
+        send_request(run, "GET", f"/v1/ranks?watch={min(watch, 10.0)}", seconds=_LOOK)
     except MegascaleError as error:
         typer.echo(f"the ranks are shown as their agents saw them last: {error}", err=True)
 

@@ -120,16 +120,16 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
 
 def _nodes(run: Path) -> tuple[list[dict[str, Any]], bool]:
     """(the nodes as the API has them, whether a driver said so)."""
-    from megascale.resilience.driver.api.client import ask
+    from megascale.resilience.driver.api.client import send_request
     from megascale.resilience.driver.state.journal import JournalReader
 
     if run.is_file():
-        return ask(run, "GET", "/v1/nodes"), True
+        return send_request(run, "GET", "/v1/nodes"), True
     reader = JournalReader(run)
     remembered, alive, job = reader.nodes(), reader.driver_alive(), reader.job
     reader.close()
     if alive:
-        return ask(run, "GET", "/v1/nodes"), True
+        return send_request(run, "GET", "/v1/nodes"), True
     return [
         {"name": n.name, "address": n.address, "state": n.state, "cordoned": bool(n.facts.get("cordoned"))}
         | {"ranks": list(job.ranks(n.name)) if job else [], "seen": None, "why": n.why, "workers": []}
@@ -208,9 +208,9 @@ def _told(run: Path, after: int) -> list[Any]:
     """Events as the driver tells them: some at a time."""
     from types import SimpleNamespace
 
-    from megascale.resilience.driver.api.client import ask
+    from megascale.resilience.driver.api.client import send_request
 
-    return [SimpleNamespace(**record) for record in ask(run, "GET", f"/v1/events?after={after}")]
+    return [SimpleNamespace(**record) for record in send_request(run, "GET", f"/v1/events?after={after}")]
 
 
 def _trainer_events(run: Path) -> list[dict[str, Any]]:
@@ -307,10 +307,10 @@ def restart(context: typer.Context, run: Path = RUN, why: str = WHY) -> None:
     """
     if context.args:
         _check_settings(run, context.args)
-    from megascale.resilience.driver.api.settable import leave_settings
+    from megascale.resilience.driver.api.settable import store_settings
 
     if context.args:
-        leave_settings(run, [word.removeprefix("--") for word in context.args])
+        store_settings(run, [word.removeprefix("--") for word in context.args])
     _order(run, "/v1/job/restart", why, from_folder=bool(context.args))
 
 
@@ -332,7 +332,7 @@ def _check_settings(run: Path, words: list[str]) -> None:
 
 
 def _order(run: Path, path: str, why: str, **more: Any) -> None:
-    from megascale.resilience.driver.api.client import ask
+    from megascale.resilience.driver.api.client import send_request
 
-    answer = ask(run, "POST", path, {"why": why} | more)
+    answer = send_request(run, "POST", path, {"why": why} | more)
     typer.echo(f"done; the job is {answer['phase']}")

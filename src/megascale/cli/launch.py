@@ -105,7 +105,7 @@ def register(app: typer.Typer) -> None:
 
         if not start_driver.is_running(config):  # a job that runs is taken over as it is
             read_job_files(config)
-        if start_driver.other_machines(config):
+        if start_driver.uses_other_machines(config):
             say("driver", "data, memory and disks are those of other machines: each rank checks its own")
         elif not start_driver.is_running(config):
             check_data(resolved)
@@ -144,7 +144,7 @@ def _print_batch_script(config: Config, words: list[str]) -> None:
     from megascale.errors import ConfigError
     from megascale.resilience.cluster.slurm import gpus_of_a_node
     from megascale.resilience.cluster.slurm_script import batch_script
-    from megascale.resilience.driver.state.evicted import evicted_nodes
+    from megascale.resilience.driver.state.evicted import list_evicted_nodes
 
     if config.resilience.cluster != "slurm":
         raise ConfigError(
@@ -152,6 +152,6 @@ def _print_batch_script(config: Config, words: list[str]) -> None:
             "--cluster slurm or --cluster kubernetes"
         )
     config.run_folder.parent.mkdir(parents=True, exist_ok=True)  # Slurm writes its log there, or nothing at all
-    blocked = evicted_nodes(config.run_folder)
+    blocked = list_evicted_nodes(config.run_folder)
     path = os.environ.get("PYTHONPATH", "")
     typer.echo(batch_script(config, gpus_of_a_node(config), words, blocked, path), nl=False)

@@ -247,13 +247,13 @@ def _watch(job: Launched) -> Iterator[Watched]:
 
     def answers() -> None:
         from megascale.errors import MegascaleError
-        from megascale.resilience.driver.api.client import ask
+        from megascale.resilience.driver.api.client import send_request
 
         since = time.monotonic()
         while not over.wait(0.1):
             began = time.monotonic()
             try:
-                ask(job.run, "GET", "/v1/job")
+                send_request(job.run, "GET", "/v1/job")
                 since = began
                 found.answers.append(time.monotonic() - began)
             except MegascaleError:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness.launched import WAIT, make
-from megascale.resilience.driver.state.journal import events_of
+from megascale.resilience.driver.state.journal import read_journal_events
 from tests.chaos.kubernetes.job import ROLE, here
 from tests.chaos.kubernetes.site import KubernetesSite
 from tests.chaos.machines.network import wait
@@ -57,7 +57,7 @@ def session(site: KubernetesSite, folder: Path, say: Callable[[str], None]) -> b
 
     def lost() -> str:
         """The pod that holds rank 1."""
-        node = next(e for e in reversed(events_of(run, 0)) if e.kind == "attempt_started").nodes[1]
+        node = next(e for e in reversed(read_journal_events(run, 0)) if e.kind == "attempt_started").nodes[1]
         pods = site.get("pods", "-n", "team", "-l", f"{ROLE}=agent")
         return str(next(pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") == node))
 

@@ -107,7 +107,7 @@ def copied(sound: Path) -> Callable[[], Path]:
 
 def look(run: Path, questions: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """Ask; anything but an answer or a sentence fails. Returns the answers."""
-    asked, answers = Questions(Sources(job_view.job, job_view.nodes, run_plan), "320MB"), {}
+    asked, answers = Questions(Sources(job_view.describe_job, job_view.describe_nodes, run_plan), "320MB"), {}
     try:
         for question, about in questions:
             try:

@@ -53,7 +53,7 @@ class Size:
     devices: list[list[int]]
 
 
-def size(config: Config, gpus: int, shared: bool = True) -> Size:
+def compute_size(config: Config, gpus: int, shared: bool = True) -> Size:
     """How many ranks a job has. Raises FitError if layout, nodes and GPUs do not go together.
 
     gpus: of this machine, which all nodes share, or of each node where they are machines of their own (not `shared`).
@@ -95,7 +95,7 @@ def prepare(config: Config) -> tuple[Config, Size]:
     if lease is not None and config.resilience.agent_lease is None:
         limits = config.resilience.model_copy(update={"agent_lease": max(lease, 2 * config.resilience.interval)})
         config = config.model_copy(update={"resilience": limits})
-    found = size(config, gpus, shared=not elsewhere)
+    found = compute_size(config, gpus, shared=not elsewhere)
     if elsewhere:
         config = _for_other_machines(config, address)
     elif not found.devices and config.train.threads is None:
@@ -106,7 +106,7 @@ def prepare(config: Config) -> tuple[Config, Size]:
     return config.model_copy(update={"parallel": parallel}), found
 
 
-def other_machines(config: Config) -> bool:
+def uses_other_machines(config: Config) -> bool:
     """Whether the job's nodes are other machines than this one."""
     load_plugins()
     return CLUSTERS[config.resilience.cluster].on_other_machines(config) is not None
@@ -207,7 +207,7 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     mine, config = config, load(settings)
     files = read_job_files(config, kept_in=run)
     cluster.prefer(files.nodes)
-    if other_machines(mine):
+    if uses_other_machines(mine):
         config = _on_this_machine(config, mine)
     if mine != config:
         say("driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them")

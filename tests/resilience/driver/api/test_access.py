@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from megascale.cli.main import app
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.resilience.driver.api.access import make_access
-from megascale.resilience.driver.api.client import ask
-from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_piece
+from megascale.resilience.driver.api.client import send_request
+from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_log_piece
 from megascale.resilience.protocol.contact import Contact, write_contact
 from tests.resilience.driver.api.test_http_api import Served
 
@@ -71,7 +71,7 @@ def test_nodes_events_and_logs_come_without_the_run_folder(served, look):
 
 def test_who_may_look_may_not_steer(served, look, tmp_path):
     with pytest.raises(ConfigError, match="refused"):
-        ask(look, "POST", "/v1/nodes/n1/cordon", {"why": "test"})
+        send_request(look, "POST", "/v1/nodes/n1/cordon", {"why": "test"})
     told = json.loads(look.read_text()) | {
         "token": json.loads(make_access(served.run, True, "192.0.2.1").to_text())["token"]
     }
@@ -86,17 +86,17 @@ def test_another_certificate_is_told_no_token(look, served, tmp_path):
     told = json.loads(look.read_text())
     told["certificate"] = _make("x")[0].decode()
     with pytest.raises(TrainingError, match="certificate verify failed"):
-        ask(private(tmp_path / "other.access", json.dumps(told)), "GET", "/v1/nodes")
+        send_request(private(tmp_path / "other.access", json.dumps(told)), "GET", "/v1/nodes")
 
 
 def test_a_file_that_others_read_or_that_is_something_else_is_refused(look, tmp_path):
     look.chmod(0o640)
     with pytest.raises(DataError, match="can be read by others; run `chmod 600"):
-        ask(look, "GET", "/v1/nodes")
+        send_request(look, "GET", "/v1/nodes")
     typed, clear = '{"job": 1, "api": "https://h:1", "token": "t"}', '{"job": "j", "api": "http://h:1", "token": "t"}'
     for text in ("", "{}", "[]", typed, clear):
         with pytest.raises(DataError, match="megascale access"):
-            ask(private(tmp_path / "odd", text), "GET", "/v1/nodes")
+            send_request(private(tmp_path / "odd", text), "GET", "/v1/nodes")
 
 
 def test_a_driver_on_loopback_gives_no_access_to_others(served, tmp_path):
@@ -106,10 +106,10 @@ def test_a_driver_on_loopback_gives_no_access_to_others(served, tmp_path):
 
 def test_pieces_of_a_log(tmp_path):
     file = tmp_path / "log"
-    assert read_piece(file, 0) is None
+    assert read_log_piece(file, 0) is None
     file.write_bytes(b"0123456789")
-    assert read_piece(file, -4) == (6, b"6789")
-    assert read_piece(file, -LOG_PIECE) == (0, b"0123456789")
-    assert read_piece(file, 4) == (4, b"456789")
-    assert read_piece(file, 10) == (10, b"")
-    assert read_piece(file, 11) == (0, b"0123456789")  # begun anew
+    assert read_log_piece(file, -4) == (6, b"6789")
+    assert read_log_piece(file, -LOG_PIECE) == (0, b"0123456789")
+    assert read_log_piece(file, 4) == (4, b"456789")
+    assert read_log_piece(file, 10) == (10, b"")
+    assert read_log_piece(file, 11) == (0, b"0123456789")  # begun anew

@@ -18,8 +18,8 @@ pytest.importorskip("fastapi")
 from megascale.config import load
 from megascale.errors import ConfigError
 from megascale.resilience.driver.api import http_limits, tls
-from megascale.resilience.driver.api.client import ask
-from megascale.resilience.driver.api.settable import check_settings, leave_settings
+from megascale.resilience.driver.api.client import send_request
+from megascale.resilience.driver.api.settable import check_settings, store_settings
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.protocol.contact import Contact, folder, write_contact
 from tests.resilience.driver.api.test_http_api import Served
@@ -258,7 +258,7 @@ def test_other_settings_are_taken_from_the_run_folder_only(tmp_path):
         assert "data.train" in found.ask("/v1/job/restart", body)[1]["detail"]
         code, answer = found.ask("/v1/job/restart", {"from_folder": True})
         assert (code, "no settings for a restart" in answer["detail"]) == (409, True)
-        leave_settings(found.run, ["data.paek=/data"])
+        store_settings(found.run, ["data.paek=/data"])
         code, answer = found.ask("/v1/job/restart", {"from_folder": True})
         assert (code, "data.paek" in answer["detail"]) == (400, True)
         assert found.driver.job.phase is Phase.RUNNING
@@ -280,14 +280,14 @@ def test_other_machines_are_spoken_to_over_tls(tmp_path, capsys):
     try:
         assert found.url.startswith("https://0.0.0.0:")
         write_contact(found.run, Contact("job", 1, 1, ("", 0), found.url))
-        assert ask(found.run, "GET", "/v1/job")["phase"] == "paused"
+        assert send_request(found.run, "GET", "/v1/job")["phase"] == "paused"
         with _connect(found.url) as sock:  # whoever speaks without it learns nothing
             sock.sendall(_head("GET", "/v1/job", f"Authorization: Bearer {found.token}"))
             assert b"HTTP" not in _read(sock)
         # Another that has taken the address is not told the token.
         (folder(found.run) / tls.CERTIFICATE).write_bytes(tls._make("0.0.0.0")[0])
         with pytest.raises(Exception, match="CERTIFICATE_VERIFY_FAILED"):
-            ask(found.run, "GET", "/v1/job")
+            send_request(found.run, "GET", "/v1/job")
     finally:
         found.over.set()
         found.thread.join(20)
@@ -323,7 +323,7 @@ def test_no_token_goes_over_a_network_in_clear(tmp_path):
         (folder(tmp_path) / name).write_text("x" * 64)
     write_contact(tmp_path, Contact("job", 1, 1, ("", 0), "http://192.0.2.1:80"))
     with pytest.raises(ConfigError, match="without TLS"):
-        ask(tmp_path, "GET", "/v1/job")
+        send_request(tmp_path, "GET", "/v1/job")
 
 
 def test_whoever_has_taken_the_drivers_port_is_told_no_token(tmp_path):
@@ -342,7 +342,7 @@ def test_whoever_has_taken_the_drivers_port_is_told_no_token(tmp_path):
         port = listener.getsockname()[1]
         write_contact(tmp_path, Contact("job", 1, 1, ("", 0), f"http://127.0.0.1:{port}"))
         with pytest.raises(ConfigError, match="another user"):
-            ask(tmp_path, "POST", "/v1/job/resume", {})
+            send_request(tmp_path, "POST", "/v1/job/resume", {})
 
 
 def test_an_answer_of_the_guard_is_json(served):

@@ -30,7 +30,9 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def ask(run: Path, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = SECONDS) -> Any:
+def send_request(
+    run: Path, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = SECONDS
+) -> Any:
     """What the run's driver answers within `seconds`.
 
     run: its folder, or on another machine the file that `megascale access` wrote there.

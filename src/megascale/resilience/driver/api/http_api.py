@@ -25,7 +25,7 @@ from megascale.errors import MegascaleError
 from megascale.observe.prometheus.exposition import CONTENT_TYPE, expose
 from megascale.resilience.driver.api import http_limits, metrics, settable, tls, tokens
 from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Guard
-from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_piece
+from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_log_piece
 from megascale.resilience.driver.process import descriptors
 from megascale.services.door import Door, DoorLimits
 from megascale.services.http_protocol import http_protocol
@@ -229,7 +229,7 @@ def _add_records(app: FastAPI, driver: Driver) -> None:
         after: Annotated[int, Query(ge=-LOG_PIECE, lt=1 << 62)] = -LOG_PIECE,
     ) -> LogAnswer:
         """A piece of a rank's log from byte `after` on, below 0 from its end: 64 KiB at most."""
-        found = read_piece(driver.run_folder / "logs" / f"rank-{rank}.log", after)
+        found = read_log_piece(driver.run_folder / "logs" / f"rank-{rank}.log", after)
         if found is None:
             raise HTTPException(404, f"there is no log of rank {rank} yet")
         return LogAnswer(
@@ -303,7 +303,7 @@ def _add_job_orders(app: FastAPI, driver: Driver) -> None:
         try:
             settable.check_settings(reason.settings)
             try:
-                left = settable.take_settings(driver.run_folder) if reason.from_folder else []
+                left = settable.take_stored_settings(driver.run_folder) if reason.from_folder else []
             except MegascaleError as error:
                 raise HTTPException(409, str(error)) from None
             done = driver.operations.restart(reason.why, [*reason.settings, *left])

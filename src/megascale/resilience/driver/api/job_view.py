@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.errors import DataError, TrainingError
-from megascale.resilience.driver.api.client import ask
+from megascale.resilience.driver.api.client import send_request
 from megascale.resilience.driver.api.tokens import read_tokens
 from megascale.resilience.driver.state.journal import FILE, JournalReader
 from megascale.services.shared_token import same
@@ -17,7 +17,7 @@ _HISTORY = ("evict", "cordon", "lost", "diagnosed", "joined", "slow", "fault", "
 _MOST_HISTORY = 300
 
 
-def job(run: Path) -> dict[str, Any] | None:
+def describe_job(run: Path) -> dict[str, Any] | None:
     """Phase, attempt, step, ranks, why and whether a driver is at work; None if the run was never launched.
 
     Asks nobody. DataError for a journal that cannot be read.
@@ -38,7 +38,7 @@ def job(run: Path) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def nodes(run: Path) -> dict[str, Any]:
+def describe_nodes(run: Path) -> dict[str, Any]:
     """The job and its nodes with ranks, workers and history; `driver` false: as the journal remembers them."""
     if not (run / FILE).exists():
         raise DataError(f"{run.name} was not started with `megascale launch`: it has no nodes, and nobody takes orders")
@@ -51,7 +51,7 @@ def nodes(run: Path) -> dict[str, Any]:
     found, why = [], ""
     if alive:
         try:
-            found = ask(run, "GET", "/v1/nodes", seconds=_SECONDS)
+            found = send_request(run, "GET", "/v1/nodes", seconds=_SECONDS)
         except (DataError, TrainingError) as error:
             alive, why = False, str(error)
     if not alive:
@@ -68,14 +68,14 @@ def nodes(run: Path) -> dict[str, Any]:
                 one = {"time": entry.time, "kind": entry.kind, "action": entry.action, "evidence": entry.evidence[:8]}
                 history.setdefault(node, []).append(one)
     return {
-        "job": job(run),
+        "job": describe_job(run),
         "driver": alive,
         "driver_error": why,
         "nodes": [one | {"history": history.get(one["name"], [])[-_MOST_HISTORY:][::-1]} for one in found],
     }
 
 
-def order(run: Path, token: bytes, action: str, node: str, why: str) -> dict[str, Any]:
+def send_order(run: Path, token: bytes, action: str, node: str, why: str) -> dict[str, Any]:
     """Hand an order to the run's driver: cordon, uncordon or evict of a node; pause, resume or restart of the job.
 
     PermissionError unless `token` is the run's acting token; ConfigError for what the driver refuses, DataError where
@@ -88,5 +88,5 @@ def order(run: Path, token: bytes, action: str, node: str, why: str) -> dict[str
             "this is not the run's acting token: it is the text of driver/token.act in the run folder"
         )
     path = f"/v1/nodes/{node}/{action}" if action in ("cordon", "uncordon", "evict") else f"/v1/job/{action}"
-    answer: dict[str, Any] = ask(run, "POST", path, {"why": why})
+    answer: dict[str, Any] = send_request(run, "POST", path, {"why": why})
     return answer

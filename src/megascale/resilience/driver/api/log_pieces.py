@@ -10,7 +10,7 @@ from megascale.core.untrusted_files import open_regular
 LOG_PIECE = 64 << 10  # bytes of a log that are read at once
 
 
-def read_piece(file: Path, after: int) -> tuple[int, bytes] | None:
+def read_log_piece(file: Path, after: int) -> tuple[int, bytes] | None:
     """(position, at most LOG_PIECE bytes) of a log from byte `after` on, below 0 from its end; None: there is none.
 
     A position behind the end, of a log that was begun anew, is its begin.

@@ -37,7 +37,7 @@ def settable() -> frozenset[str]:
     return frozenset(found) | _ACCEPT
 
 
-def leave_settings(run: Path, settings: Sequence[str]) -> None:
+def store_settings(run: Path, settings: Sequence[str]) -> None:
     """Put settings, each section.key=value, into the run folder for the next restart."""
     file = folder(run) / _LEFT
     file.unlink(missing_ok=True)
@@ -45,7 +45,7 @@ def leave_settings(run: Path, settings: Sequence[str]) -> None:
         out.write(strict_json.dumps(list(settings)))
 
 
-def take_settings(run: Path) -> list[str]:
+def take_stored_settings(run: Path) -> list[str]:
     """The settings that were left there, once; ConfigError if there are none."""
     file = folder(run) / _LEFT
     try:

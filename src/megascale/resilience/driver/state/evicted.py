@@ -9,7 +9,7 @@ from megascale.resilience.driver.state.job_state import NodeState
 from megascale.resilience.driver.state.journal import FILE, JournalReader
 
 
-def evicted_nodes(run: Path) -> list[str]:
+def list_evicted_nodes(run: Path) -> list[str]:
     """Their names in alphabetical order; none where there is no journal, or a damaged one."""
     if not (run / FILE).exists():
         return []

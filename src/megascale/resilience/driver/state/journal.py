@@ -248,7 +248,7 @@ class JournalReader:
         self._db.close()
 
 
-def events_of(run: Path, after: int = 0) -> list[Entry]:
+def read_journal_events(run: Path, after: int = 0) -> list[Entry]:
     """Events of a run with an id above `after`, oldest first; none if it has no journal yet, or a damaged one."""
     try:
         reader = JournalReader(run)
