@@ -122,7 +122,7 @@ def train(config: Config) -> TrainResult:
         lay_out(config, place.world)
         check_place(config, place, keeps=True)
     except MegascaleError as error:
-        tell_refusal(config, str(error))
+        tell_refusal(config, str(error), error)
         raise
     return Trainer(config, place).run()
 

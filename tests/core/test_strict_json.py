@@ -13,7 +13,7 @@ from megascale.core.events import Event
 from megascale.observe.metrics import JsonLines
 from megascale.observe.plots import Curves, read_metrics
 from megascale.resilience.agent.metrics_tail import MetricsTail
-from megascale.resilience.driver.audit_log import AuditLog
+from megascale.resilience.driver.state.audit_log import AuditLog
 from megascale.resilience.driver.state.journal import Journal
 from megascale.train.run_folder import RunFolder
 
@@ -55,7 +55,7 @@ def test_metrics_and_events_of_a_loss_that_is_no_number_are_json_that_the_reader
         out.write('{"step": 5, "loss": NaN, "grad_norm": Infinity, "seconds": 1.0, "learning_rate": 1, "tokens": 5}\n')
     run.event(Event.EVALUATED, loss=math.nan)
     journal, _ = Journal.take(tmp_path, 5.0)
-    AuditLog(tmp_path, journal, lambda who, text: None).note("loss_spike", attempt=1, loss=math.inf)
+    AuditLog(tmp_path, journal, lambda who, text: None).record("loss_spike", attempt=1, loss=math.inf)
     journal.close()
     for line in [*run.metrics.read_text().splitlines()[:-1], *run.events.read_text().splitlines()]:
         read_strictly(line)

@@ -20,7 +20,7 @@ PACKAGE = '''
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.rules import register_rule
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import Verdict
 
 
 class Told(LocalCluster):
@@ -66,7 +66,7 @@ def test_a_cluster_and_a_rule_of_another_package_run_a_job(package, launch):  # 
     found = job.until("fifth_step")
     assert (found.nodes, found.ranks, found.action, found.evidence) == (("n0",), (0,), "recover", ("five are enough",))
     assert job.until("recovery_action").action == "retry"  # the verdict is acted upon like any other
-    assert (job.run / "asked").read_text().splitlines() == ["request"]
+    assert (job.run / "asked").read_text().splitlines() == ["request", "start n0", "fence n0"]
     job.process.terminate()
     assert job.finish() == 130, job.story()
     assert job.events()[-1].kind == "driver_ended"

@@ -32,9 +32,9 @@ def access(
 
       megascale nodes stdlib.access
     """
-    from megascale.resilience.driver.api.access import make_access
+    from megascale.resilience.driver.api.access import create_access
 
-    typer.echo(make_access(run, act, host).to_text(), nl=False)
+    typer.echo(create_access(run, act, host).to_text(), nl=False)
 
 
 def logs(
@@ -50,7 +50,7 @@ def logs(
     import sys
     import time
 
-    from megascale.resilience.driver.api.log_pieces import LOG_PIECE
+    from megascale.resilience.driver.api.access import LOG_PIECE
 
     start, end, text = _piece(run, rank, -LOG_PIECE)
     kept = text.splitlines(keepends=True)[1 if start else 0 :]
@@ -65,8 +65,8 @@ def logs(
 def _piece(run: Path, rank: int, after: int) -> tuple[int, int, str]:
     """(first byte, byte after the last, text) of a log."""
     from megascale.errors import DataError
+    from megascale.resilience.driver.api.access import read_log_piece
     from megascale.resilience.driver.api.client import send_request
-    from megascale.resilience.driver.api.log_pieces import read_log_piece
 
     if run.is_file():
         told = send_request(run, "GET", f"/v1/logs/{rank}?after={after}")

@@ -63,7 +63,7 @@ def dashboard(
     from megascale.observe.dashboard.questions import Sources
     from megascale.observe.dashboard.run_list import RunList
     from megascale.observe.dashboard.serve import Listening, check, serve
-    from megascale.resilience.driver.api import job_view
+    from megascale.resilience.driver.api import client
     from megascale.simulate.run_plan import run_plan
 
     if until_stdin_ends:
@@ -71,7 +71,7 @@ def dashboard(
     protect_children()  # the processes that answer queries are started by multiprocessing
     at = Listening(host, port, token_file, no_token, certificate, key)
     check(at)
-    outside = Outside(Sources(job_view.describe_job, job_view.describe_nodes, run_plan), job_view.send_order)
+    outside = Outside(Sources(client.describe_job, client.describe_nodes, run_plan), client.send_order)
     serve(RunList(run), outside, at, typer.echo, browser)
 
 

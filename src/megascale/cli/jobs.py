@@ -44,7 +44,8 @@ def jobs(
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.resilience.driver.state.journal import FILE, JournalReader
+    from megascale.resilience.driver.state.journal import FILE
+    from megascale.resilience.driver.state.journal_reader import JournalReader
 
     folders = [runs] if (runs / FILE).exists() else sorted(p.parent for p in runs.glob(f"*/{FILE}"))
     if not folders:
@@ -57,7 +58,7 @@ def jobs(
         if job is not None:
             rows.append(
                 {"run": str(folder), "phase": job.phase.value, "attempt": job.attempt, "step": _step(folder, job.step)}
-                | {"ranks": job.world, "nodes": list(job.placement), "driver": alive, "why": job.why}
+                | {"ranks": job.world, "nodes": list(job.placement), "driver": alive, "why": job.reason}
             )
     if as_json:
         typer.echo(strict_json.dumps(rows))
@@ -120,22 +121,17 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
 
 def _nodes(run: Path) -> tuple[list[dict[str, Any]], bool]:
     """(the nodes as the API has them, whether a driver said so)."""
-    from megascale.resilience.driver.api.client import send_request
-    from megascale.resilience.driver.state.journal import JournalReader
+    from megascale.resilience.driver.api.client import list_stored_nodes, send_request
+    from megascale.resilience.driver.state.journal_reader import JournalReader
 
     if run.is_file():
         return send_request(run, "GET", "/v1/nodes"), True
     reader = JournalReader(run)
-    remembered, alive, job = reader.nodes(), reader.driver_alive(), reader.job
+    stored, alive = list_stored_nodes(reader), reader.driver_alive()
     reader.close()
     if alive:
         return send_request(run, "GET", "/v1/nodes"), True
-    return [
-        {"name": n.name, "address": n.address, "state": n.state, "cordoned": bool(n.facts.get("cordoned"))}
-        | {"ranks": list(job.ranks(n.name)) if job else [], "seen": None, "why": n.why, "workers": []}
-        | {"checks": "not run"}
-        for n in remembered
-    ], False
+    return stored, False
 
 
 def _speeds(run: Path) -> dict[int, dict[str, Any]]:
@@ -177,7 +173,7 @@ def events(
 
     from rich.console import Console
 
-    from megascale.resilience.driver.state.journal import JournalReader
+    from megascale.resilience.driver.state.journal_reader import JournalReader
 
     console, after = Console(highlight=False, soft_wrap=True), 0
     reader = None if run.is_file() else JournalReader(run)
@@ -307,7 +303,7 @@ def restart(context: typer.Context, run: Path = RUN, why: str = WHY) -> None:
     """
     if context.args:
         _check_settings(run, context.args)
-    from megascale.resilience.driver.api.settable import store_settings
+    from megascale.resilience.driver.recovery.hot_update import store_settings
 
     if context.args:
         store_settings(run, [word.removeprefix("--") for word in context.args])
@@ -320,7 +316,7 @@ def _check_settings(run: Path, words: list[str]) -> None:
     from megascale.config import load_command_line
     from megascale.core.layout import lay_out
     from megascale.resilience.driver.recovery.hot_update import settings_file
-    from megascale.resilience.driver.state.journal import JournalReader
+    from megascale.resilience.driver.state.journal_reader import JournalReader
 
     wrong = [word for word in words if not (word.startswith("--") and "=" in word)]
     if wrong:

@@ -89,8 +89,7 @@ def register(app: typer.Typer) -> None:
 
         need("fastapi", "driver")
         from megascale.resilience.driver import start_driver
-        from megascale.resilience.driver.job_files import read_job_files
-        from megascale.resilience.driver.timeouts import check_timeouts
+        from megascale.resilience.driver.launch_checks import check_timeouts, read_job_files
 
         config, size = start_driver.prepare(config)
         check_timeouts(config)  # with what the cluster chose
@@ -144,7 +143,7 @@ def _print_batch_script(config: Config, words: list[str]) -> None:
     from megascale.errors import ConfigError
     from megascale.resilience.cluster.slurm import gpus_of_a_node
     from megascale.resilience.cluster.slurm_script import batch_script
-    from megascale.resilience.driver.state.evicted import list_evicted_nodes
+    from megascale.resilience.driver.state.journal_reader import list_evicted_nodes
 
     if config.resilience.cluster != "slurm":
         raise ConfigError(

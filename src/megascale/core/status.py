@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from megascale.core import strict_json
 from megascale.core.calls import MOST_RANKS, read_calls
+from megascale.core.exit_record import ExitRecord
 from megascale.core.failure import reserve
 from megascale.core.untrusted_files import open_regular
 
@@ -44,6 +45,7 @@ class Status:
         step, action, microbatch: where in the run and in the step; the last two from the record of calls.
         time_ns: of the last change, on this host's clock.
         message: why it failed.
+        exit: the fault that ended the process, None as long as there is none.
         checksum: "STEP:HEX" of this rank's parameters after that step (`resilience.checksum_interval`), else "".
         compute_seconds: of the last step, without the time this rank waited for others.
     """
@@ -58,6 +60,7 @@ class Status:
     message: Annotated[str, Meta(max_length=_MESSAGE_CHARACTERS)] = ""
     checksum: Annotated[str, Meta(max_length=100, pattern=r"^([0-9]{1,16}:[0-9A-Za-z]*)?$")] = ""
     compute_seconds: _Seconds = 0.0
+    exit: ExitRecord | None = None
 
 
 _RECORD = msgspec.json.Decoder(Status)
@@ -78,7 +81,15 @@ class StatusFile:
         self.compute_seconds = 0.0
         self.update("start", 0)
 
-    def update(self, phase: str, step: int, action: str = "", microbatch: int = -1, message: str = "") -> None:
+    def update(
+        self,
+        phase: str,
+        step: int,
+        action: str = "",
+        microbatch: int = -1,
+        message: str = "",
+        exit_record: ExitRecord | None = None,
+    ) -> None:
         """Say where this rank is."""
         status = Status(
             self.rank,
@@ -92,6 +103,7 @@ class StatusFile:
             message[:_MESSAGE_CHARACTERS].encode(errors="replace").decode(),
             self.checksum,
             round(self.compute_seconds, 6),
+            exit_record,
         )
         body = _fitting(status)
         self._sequence += 2

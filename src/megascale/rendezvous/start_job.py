@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import megascale
 from megascale import torch_private
+from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.grid import Grid
 from megascale.core.ports import LISTENER
 from megascale.core.secrets import PASSWORD_VARIABLE
@@ -86,11 +87,12 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
         why = lost_peer(error)
         if why is None:
             raise
-        raise TrainingError(
+        lost = TrainingError(
             f"rank {rank} lost contact with another of the {world} ranks while they connected ({why}): one ended or "
             "hangs, or its network broke; look at the log of the rank that stopped first, and where "
             f"rendezvous.group_timeout={config.rendezvous.group_timeout:g} seconds are too few raise it"
-        ) from error
+        )
+        raise attach_record(lost, ExitKind.LOST_PEER) from error
     groups.timings = {**timings, **groups.timings}
     atexit.register(_at_exit, weakref.ref(groups))
     return groups

@@ -9,6 +9,7 @@ from megascale.checkpoint.storage.opening import local_folder
 from megascale.config import Config
 from megascale.core import run_lock
 from megascale.core.events import Event
+from megascale.core.exit_record import ExitRecord, record_of
 from megascale.core.run_lock import RunLock
 from megascale.core.status import StatusFile, read_status
 from megascale.core.terminal import print_error
@@ -39,7 +40,7 @@ def claim(config: Config) -> list[RunLock]:
     return locks
 
 
-def tell_status(folder: RunFolder, rank: int, mine: bool, message: str) -> None:
+def tell_status(folder: RunFolder, rank: int, mine: bool, message: str, exit_record: ExitRecord | None = None) -> None:
     """Why a rank ended that had not come to its own status file yet. `mine`: nobody else trains in the folder;
     without that nothing is made, and the status of a rank that lives on this host is left alone."""
     path = folder.status / f"rank-{rank}.status"
@@ -50,7 +51,7 @@ def tell_status(folder: RunFolder, rank: int, mine: bool, message: str) -> None:
         if last is not None and last.phase not in ("done", "failed") and last.pid != os.getpid() and _lives(last.pid):
             return
     status = StatusFile(folder.status, rank)
-    status.update("failed", 0, message=message)
+    status.update("failed", 0, message=message, exit_record=exit_record)
     status.close()
 
 
@@ -64,7 +65,7 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def tell_refusal(config: Config, message: str) -> None:
+def tell_refusal(config: Config, message: str, error: BaseException | None = None) -> None:
     """A start that was refused before it came to its folder: tell it there, if there is one that nobody trains in."""
     folder, rank = RunFolder(config.run_folder), os.environ.get("RANK", "0")
     if not folder.path.is_dir() or not rank.isdecimal():
@@ -74,7 +75,7 @@ def tell_refusal(config: Config, message: str) -> None:
     except MegascaleError:
         return
     with contextlib.suppress(OSError):
-        tell_status(folder, int(rank), lock is not None, message)
+        tell_status(folder, int(rank), lock is not None, message, record_of(error) if error is not None else None)
         if lock is not None:
             folder.event(Event.RUN_FAILED, step=0, message=message)
     if lock is not None:

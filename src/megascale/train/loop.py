@@ -15,6 +15,7 @@ from megascale.checkpoint import setting_changes
 from megascale.checkpoint.object_collectives import Peers
 from megascale.config import Config
 from megascale.core.events import Event
+from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
 from megascale.core.spans import SpanKind
@@ -130,7 +131,7 @@ class Trainer:
                     life.callback(lock.release)
             except MegascaleError as error:
                 refusal = error
-            self.ending.mine = refusal is None
+            self.ending.owns_folder = refusal is None
         if self.place.world > 1:
             at = self.place
             self.groups = initialise(
@@ -141,11 +142,11 @@ class Trainer:
             self.attempt, precision, told = Peers().share(mine, tuple[int, str, tuple[str, str] | None])
             refusal = refusal or (named(*told) if told else self._other_precision(precision))
         if refusal is not None:
-            self.ending.told = True  # whoever trains there has the word
+            self.ending.is_reported = True  # whoever trains there has the word
             raise refusal
         self.folder.started = self.attempt
         rank_log.begin(self.place, self.attempt)
-        self.ending.mine = True
+        self.ending.owns_folder = True
 
     def _other_precision(self, first: str) -> MegascaleError | None:
         """An error where this rank would compute in another type than rank 0: the default follows the device."""
@@ -200,7 +201,7 @@ class Trainer:
             if self.step < stop:
                 self.checkpointer.prepare()
             while self.step < stop and not self._stopping:
-                self._train_step(interrupts.wanted or self.callbacks.run.wants_stop)
+                self._train_step(interrupts.requested or self.callbacks.run.wants_stop)
                 self.callbacks.step_ends(self.step)
                 if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
                     self._evaluate()
@@ -221,7 +222,7 @@ class Trainer:
     def _interrupted(self) -> None:
         """Say what is kept, and end."""
         if not self.leader:
-            self.ending.told = True
+            self.ending.is_reported = True
             raise KeyboardInterrupt
         saved = self.saves.latest()
         if saved == self.step:
@@ -231,18 +232,18 @@ class Trainer:
             begin = f"goes on from step {saved}, the last that is" if saved is not None else "begins anew"
             text = f"interrupted; step {self.step} is not saved{why}: the same command {begin}"
         self.reporter.event(Event.INTERRUPTED, step=self.step, saved=saved)
-        self.ending.told = True
+        self.ending.is_reported = True
         self.reporter.say(text)
         raise KeyboardInterrupt
 
     def _synchronize(self) -> None:
-        if not self.ending.lost and hasattr(self, "engine"):
+        if not self.ending.peers_lost and hasattr(self, "engine"):
             self.engine.synchronize()
 
     def _leave(self) -> None:
         assert self.groups is not None
         self._synchronize()
-        shutdown(self.groups, failed=self.ending.lost)
+        shutdown(self.groups, failed=self.ending.peers_lost)
 
     # one step ---------------------------------------------------------------------------------------------------
 
@@ -351,11 +352,12 @@ class Trainer:
             self.reporter.event(event, step=record["step"], **details)
         if loss != loss or loss in (float("inf"), float("-inf")):
             self.reporter.event(Event.NONFINITE_LOSS, step=record["step"], loss=str(loss))
-            raise TrainingError(
+            nonfinite = TrainingError(
                 f"the loss of step {record['step']} is {loss} and training stopped; {self.saves.kept()}. "
                 f"Lower --lr.peak (now {self.config.lr.peak:g}), lengthen --lr.warmup_steps (now "
                 f"{self.config.lr.warmup_steps}) or look at that step's data (samples/ledger.jsonl), then run again"
             )
+            raise attach_record(nonfinite, ExitKind.NONFINITE_LOSS, step=record["step"])
         self._loss = loss
         if self._skipped_in_a_row:
             self._report_skipped_step(record["step"], norm)
@@ -368,7 +370,7 @@ class Trainer:
             self.reporter.say(f"step {step} is skipped: its gradient norm is {norm}")
         none_applied = step == self.config.train.steps == self._skipped
         if limit and (count >= limit or none_applied):
-            raise TrainingError(
+            nonfinite = TrainingError(
                 f"the gradients of {count} steps in a row, up to step {step}, are not finite (norm {norm}), so these "
                 f"steps changed nothing and training stopped; {self.saves.kept()}. Lower --lr.peak (now "
                 f"{self.config.lr.peak:g}) or --model.init_std (now {self.config.model.init_std:g}), check "
@@ -376,6 +378,7 @@ class Trainer:
                 f"(samples/ledger.jsonl), then run again. --train.max_skipped_steps (now {limit}) sets how many in a "
                 "row are allowed, 0: any number"
             )
+            raise attach_record(nonfinite, ExitKind.NONFINITE_GRADIENT, step=step)
 
     # checkpoints and evaluation ---------------------------------------------------------------------------------
 

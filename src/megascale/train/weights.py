@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
+from megascale.core.exit_record import ExitKind, attach_record
 from megascale.errors import TrainingError
 from megascale.train.engine import Engine
 
@@ -72,10 +73,11 @@ class WeightWatch:
         """
         changed, self._changed = self._changed, None
         if changed is not None and bool(changed):
-            raise TrainingError(
+            changed_weights = TrainingError(
                 f"the weights of rank {self.rank} changed between two updates, when nothing writes them (a flipped "
                 "bit?); nothing since the last checkpoint was saved. Test this host's memory and device: "
                 "megascale diagnose"
             )
+            raise attach_record(changed_weights, ExitKind.WEIGHTS_CHANGED, subject="weights")
         whole, self._whole = self._whole, None
         return None if whole is None else f"{whole[0]}:{digest(whole[1])}"

@@ -7,6 +7,7 @@ The weights do not change between one optimizer update and the next, so the copy
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import queue
@@ -45,7 +46,8 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import agree, cut
 from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
-from megascale.errors import FitError, TrainingError
+from megascale.core.exit_record import ExitKind, attach_record
+from megascale.errors import FitError, MegascaleError, TrainingError
 from megascale.services.conversation import Conversation
 
 log = logging.getLogger(__name__)
@@ -118,8 +120,17 @@ class Snapshots:
         self._watcher: threading.Thread | None = None
         self._slots: list[Staging] = []
         self._lacking: OSError | None = None  # what this process itself could not have, and not another
+        self._lacking_rank = -1  # the first process without memory, the same on all
         if problem := self._open():
-            raise (FitError(problem) if "memory" in problem else TrainingError(problem)) from self._lacking
+            raise self._refusal(problem) from self._lacking
+
+    def _refusal(self, problem: str) -> MegascaleError:
+        """Return the error for a start without the service, which records the rank that lacks memory."""
+        if self._lacking_rank < 0:
+            return TrainingError(problem)
+        lacks_memory = self._lacking is not None and self._lacking.errno == errno.ENOMEM
+        kind = ExitKind.HOST_MEMORY if lacks_memory else ExitKind.REFUSED
+        return attach_record(FitError(problem), kind, rank=self._lacking_rank)
 
     @property
     def memory(self) -> int:
@@ -310,7 +321,9 @@ class Snapshots:
                 f"({error}): each process there needs checkpoint.slots x {size:,} bytes of host memory. Lower "
                 f"checkpoint.slots={self.slots_wanted}, or set checkpoint.background=false"
             )
-        return next((p for p in self.peers.exchange(problem, str | None) if p), None)
+        problems = self.peers.exchange(problem, str | None)
+        self._lacking_rank = next((rank for rank, reason in enumerate(problems) if reason), -1)
+        return problems[self._lacking_rank] if self._lacking_rank >= 0 else None
 
     def _reopen(self) -> str | None:
         """The service is gone on some host: begin anew on all."""

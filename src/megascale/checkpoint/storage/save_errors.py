@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megascale.checkpoint.storage.base import Storage
+from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.failure import NO_ROOM
 from megascale.errors import TrainingError
 
@@ -23,7 +24,7 @@ def explain(error: Exception, storage: Storage, needed: int) -> TrainingError:
             "checkpoint stays as it is. Make room, lower checkpoint.keep, or put train.runs on a larger disk"
         )
         full.errno = error.errno
-        return full
+        return attach_record(full, ExitKind.DISK_FULL, subject=storage.url)
     if isinstance(error, OtherOwner):
         return TrainingError(str(error.strerror))
     why = getattr(error, "strerror", None) or repr(error)

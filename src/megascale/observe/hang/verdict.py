@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megascale.core.calls import READER, Call, CallRecord, Waiting
+from megascale.core.exit_record import ExitKind
 from megascale.core.layout import Layout
 from megascale.observe.hang.departure import Departure, departures
 from megascale.observe.hang.scene import RankEvidence, Scene
@@ -180,7 +181,11 @@ class _Judge:
         stopped = [e.rank for e in alive if e.process == "stopped"]
         gone = [e for e in self.scene.ranks.values() if e.process == "gone" and not (e.status and _ended(e))]
         if gone:
-            first = [e for e in gone if not (e.status and "lost contact" in e.status.message)] or gone
+            first = [
+                e
+                for e in gone
+                if not (e.status and e.status.exit is not None and e.status.exit.kind is ExitKind.LOST_PEER)
+            ] or gone
             ranks = tuple(e.rank for e in first)
             said = [f"rank {e.rank} said: {e.status.message}" for e in first if e.status and e.status.message]
             return self._name("dead", ranks, f"the process of {_list(ranks)} is gone", said)

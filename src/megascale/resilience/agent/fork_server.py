@@ -21,7 +21,8 @@ import socket
 import sys
 
 from megascale.core import terminal
-from megascale.core.failure import errno_of, keep_no_bytecode, words_of
+from megascale.core.exit_record import NO_RECORD, record_of
+from megascale.core.failure import keep_no_bytecode, words_of
 from megascale.core.openmp import sleep_at_barriers
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
@@ -54,7 +55,7 @@ def serve(sock: socket.socket, names: list[str]) -> None:
         import traceback
 
         tail = _text(traceback.format_exc()[-4000:])
-        _say(sock, Broken(_text(words_of(error)[:2000]), errno_of(error), tail))
+        _say(sock, Broken(_text(words_of(error)[:2000]), record_of(error), tail))
         raise
     gc.collect()
     gc.freeze()  # what is imported stays shared between the children
@@ -114,8 +115,8 @@ def _reap(sock: socket.socket, pipe: int, reports: Frames, last_words: dict[int,
             while data := os.read(pipe, 65536):  # each message was written at once, and before its writer ended
                 for words in reports.feed(data):
                     last_words[words.pid] = words
-        words = last_words.pop(pid, LastWords(pid, 0, ""))
-        _say(sock, Ended(pid, status, words.errno, words.error))
+        words = last_words.pop(pid, LastWords(pid, NO_RECORD, ""))
+        _say(sock, Ended(pid, status, words.record, words.error))
 
 
 def _fork(sock: socket.socket, order: Fork, pipes: tuple[int, ...], reports: int) -> None:
@@ -166,7 +167,7 @@ def _become(order: Fork) -> None:
 
 def _report(reports: int, error: BaseException) -> None:
     """Say which exception ends this process."""
-    words = LastWords(os.getpid(), errno_of(error), _text(words_of(error)[:1000]))
+    words = LastWords(os.getpid(), record_of(error), _text(words_of(error)[:1000]))
     data = framed(FROM_CHILD, words)
     assert len(data) <= select.PIPE_BUF, "it must be written as a whole"
     with contextlib.suppress(OSError):

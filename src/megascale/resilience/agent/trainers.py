@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megascale.core.background import FailureLog
+from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.core.failure import room
 from megascale.core.interfaces import interface_of
 from megascale.core.ports import is_loopback
@@ -55,7 +56,7 @@ PRELOAD = (
 class TrainerProcess:
     """One rank's process. status: its wait status once ended; last_status: of its status file; first: its first step.
 
-    errno, error: of the exception it ended with; ended: when, on the monotonic clock; by_agent: not by itself;
+    record, error: the exception it ended with; ended: when, on the monotonic clock; by_agent: not by itself;
     tail: what stands for the end of its log, where it has not come so far as to write one.
     """
 
@@ -69,7 +70,7 @@ class TrainerProcess:
     first: int = -1
     checksum: str = ""
     compute_seconds: float = 0.0
-    errno: int = 0
+    record: ExitRecord = NO_RECORD
     error: str = ""
     ended: float = 0.0
     by_agent: bool = False
@@ -163,7 +164,7 @@ class Trainers:
         """The ranks ended for what ended the fork server; that they were killed with it says nothing."""
         if self._broken:
             for trainer in self.running():
-                trainer.end(1 << 8, errno=self._broken.errno, error=self._broken.error, tail=self._broken.tail)
+                trainer.end(1 << 8, record=self._broken.record, error=self._broken.error, tail=self._broken.tail)
         elif self._server is not None and self.running():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(1.0)
@@ -184,7 +185,7 @@ class Trainers:
         elif isinstance(message, Ended):
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:
-                    trainer.end(message.status, errno=message.errno, error=message.error)
+                    trainer.end(message.status, record=message.record, error=message.error)
         self._changed()
 
     # an attempt -----------------------------------------------------------------------------------------------------
@@ -305,6 +306,8 @@ class Trainers:
         status = read_status(self.run / "status" / f"rank-{t.rank}.status")
         if status is not None and status.pid == t.pid:
             seen = (status.phase, status.step, status.action, status.microbatch, status.message, status.time_ns)
+            if status.exit is not None:
+                t.record = status.exit  # It knows the rank, which the exception itself may not.
             if seen != t.last_status:
                 t.last_status, t.changed = seen, time.monotonic()
                 if status.phase == "train" and t.first < 0:
@@ -338,7 +341,7 @@ class Trainers:
             cpu_seconds=cpu,
             stopped=stopped,
             stderr_tail=tail,
-            errno=t.errno,
+            exit=t.record,
             error=fit(t.error),
             ended_age=now - t.ended if t.status is not None else 0.0,
             by_agent=t.by_agent,

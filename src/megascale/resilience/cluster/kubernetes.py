@@ -35,7 +35,7 @@ from megascale.resilience.cluster.kubernetes_table import Pod
 from megascale.resilience.cluster.kubernetes_view import STUCK, ClusterView
 from megascale.resilience.cluster.remote import make_marker
 from megascale.resilience.protocol.given import JobDescription
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import Verdict
 
 log = logging.getLogger("megascale.driver")
 

@@ -7,7 +7,7 @@ import re
 from megascale.core.events import Event
 from megascale.resilience.cluster.kubernetes_api import KubernetesError
 from megascale.resilience.cluster.kubernetes_table import BROKEN, PULLS, Machine, Pod
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import Verdict
 
 _QUOTA = re.compile(r"exceeded quota|forbidden: maximum|quota", re.IGNORECASE)
 

@@ -13,7 +13,7 @@ from megascale.resilience.cluster.kubernetes_api import KubernetesApi, Kubernete
 from megascale.resilience.cluster.kubernetes_pod import JOB, ROLE
 from megascale.resilience.cluster.kubernetes_table import Pod, Table
 from megascale.resilience.cluster.kubernetes_watch import Change, Watch
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import Verdict
 
 STUCK = 5.0  # seconds beyond its grace after which a pod that is deleted counts as stuck
 

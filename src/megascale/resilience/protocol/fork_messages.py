@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.framing import HEAD, ProtocolError, head, read_head
 from megascale.services.messages import Count, Message, Path, Schema, Text
 
@@ -35,7 +36,7 @@ class Broken(Message, frozen=True):
     """What trainers need cannot be imported."""
 
     error: Text
-    errno: Count = 0
+    record: ExitRecord = NO_RECORD
     tail: _Tail = ""
 
 
@@ -51,16 +52,16 @@ class LastWords(Message, frozen=True):
     """Which exception ends a child."""
 
     pid: Count
-    errno: Count
+    record: ExitRecord
     error: Text
 
 
 class Ended(Message, frozen=True):
-    """A child has ended; status: its wait status; errno, error: of its exception, if it told one."""
+    """A child has ended; status: its wait status; record, error: its exception, if it reported one."""
 
     pid: Count
     status: Count
-    errno: Count = 0
+    record: ExitRecord = NO_RECORD
     error: Text = ""
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
+from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.messages import Count, Facts, Finite, Given, Message, Name, Part, Text, Whole
 
 MAX_BYTES = 256 * 1024
@@ -33,8 +34,8 @@ class Worker(Part, frozen=True):
         cpu_seconds: CPU time used so far.
         stopped: whether a signal (SIGSTOP) or a debugger holds it.
         stderr_tail: the last lines it wrote, when it ended badly; else empty.
-        errno: of the system call that its last exception is about (core/failure.py), 0: none, or it reported none.
-        error: that exception, "TYPE: TEXT".
+        exit: the fault that ended it, as it recorded it.
+        error: the exception that ended it, "TYPE: TEXT".
         ended_age: seconds since it ended, on the agent's monotonic clock; 0 while it runs.
         by_agent: its agent ended it, or what the agent started it from did; it did not end by itself.
     """
@@ -53,7 +54,7 @@ class Worker(Part, frozen=True):
     cpu_seconds: Finite = 0.0
     stopped: bool = False
     stderr_tail: Tail = ""
-    errno: Count = 0
+    exit: ExitRecord = NO_RECORD
     error: Text = ""
     ended_age: Finite = 0.0
     by_agent: bool = False

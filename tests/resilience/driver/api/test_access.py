@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 from megascale.cli.main import app
 from megascale.errors import ConfigError, DataError, TrainingError
-from megascale.resilience.driver.api.access import make_access
+from megascale.resilience.driver.api.access import LOG_PIECE, create_access, read_log_piece
 from megascale.resilience.driver.api.client import send_request
-from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_log_piece
 from megascale.resilience.protocol.contact import Contact, write_contact
 from tests.resilience.driver.api.test_http_api import Served
 
@@ -48,7 +47,7 @@ def private(file: Path, text: str) -> Path:
 @pytest.fixture
 def look(served, tmp_path) -> Path:
     """A file with which one may look, on a machine whose name for the driver is an address."""
-    told = json.loads(make_access(served.run, False, "192.0.2.1").to_text())
+    told = json.loads(create_access(served.run, False, "192.0.2.1").to_text())
     told["api"] = f"https://127.0.0.1:{told['api'].rpartition(':')[2]}"
     return private(tmp_path / "look.access", json.dumps(told))
 
@@ -61,7 +60,7 @@ def test_nodes_events_and_logs_come_without_the_run_folder(served, look):
     shown = run("nodes", look)
     assert shown.exit_code == 0, shown.output
     assert [line.split()[0] for line in shown.stdout.splitlines()[1:3]] == ["n0", "n1"]
-    served.loop.call_soon_threadsafe(lambda: served.driver.note("paused", evidence=("for a test",)))
+    served.loop.call_soon_threadsafe(lambda: served.driver.record_event("paused", evidence=("for a test",)))
     told = run("events", look)
     assert told.exit_code == 0, told.output
     logs = run("logs", look, "--rank=3", "--lines=2")
@@ -73,7 +72,7 @@ def test_who_may_look_may_not_steer(served, look, tmp_path):
     with pytest.raises(ConfigError, match="refused"):
         send_request(look, "POST", "/v1/nodes/n1/cordon", {"why": "test"})
     told = json.loads(look.read_text()) | {
-        "token": json.loads(make_access(served.run, True, "192.0.2.1").to_text())["token"]
+        "token": json.loads(create_access(served.run, True, "192.0.2.1").to_text())["token"]
     }
     act = private(tmp_path / "act.access", json.dumps(told))
     assert run("cordon", act, "n1").stdout.startswith("done")
@@ -81,10 +80,10 @@ def test_who_may_look_may_not_steer(served, look, tmp_path):
 
 
 def test_another_certificate_is_told_no_token(look, served, tmp_path):
-    from megascale.resilience.driver.api.tls import _make
+    from megascale.resilience.driver.api.tls import _create_certificate
 
     told = json.loads(look.read_text())
-    told["certificate"] = _make("x")[0].decode()
+    told["certificate"] = _create_certificate("x")[0].decode()
     with pytest.raises(TrainingError, match="certificate verify failed"):
         send_request(private(tmp_path / "other.access", json.dumps(told)), "GET", "/v1/nodes")
 
@@ -101,7 +100,7 @@ def test_a_file_that_others_read_or_that_is_something_else_is_refused(look, tmp_
 
 def test_a_driver_on_loopback_gives_no_access_to_others(served, tmp_path):
     with pytest.raises(ConfigError, match=r"only its own machine reaches: launch with --resilience\.listen"):
-        make_access(served.run, False, "127.0.0.1")
+        create_access(served.run, False, "127.0.0.1")
 
 
 def test_pieces_of_a_log(tmp_path):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megascale.resilience.driver.audit_log import AuditLog
-from megascale.resilience.driver.process.descriptors import SpareDescriptors
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.process import SpareDescriptors
+from megascale.resilience.driver.state.audit_log import AuditLog
+from megascale.resilience.driver.state.journal import Journal
 from tests.conftest import lines
 
 
@@ -45,13 +45,13 @@ def no_descriptors() -> Iterator[Callable[[], None]]:
 
 
 def test_events_are_written_when_all_descriptors_are_taken(run, no_descriptors):
-    journal, _ = LastingJournal.take(run, 3.0)
+    journal, _ = Journal.take(run, 3.0)
     log = AuditLog(run, journal, lambda who, text: None)
     no_descriptors()
     with pytest.raises(OSError, match="Too many open files"):
         (run / "anything").touch()
     for number in range(3):
-        log.note("hang", attempt=number)
+        log.record("hang", attempt=number)
     assert [entry.attempt for entry in journal.events()] == [0, 1, 2]
     assert [json.loads(line)["attempt"] for line in _lines(run)] == [0, 1, 2]
     journal.close()
@@ -65,26 +65,26 @@ def _lines(run: Path) -> list[str]:
 
 
 def test_an_event_follows_a_line_that_a_crash_has_cut(run):
-    journal, _ = LastingJournal.take(run, 3.0)
+    journal, _ = Journal.take(run, 3.0)
     log = AuditLog(run, journal, lambda who, text: None)
-    log.note("hang", attempt=0)
+    log.record("hang", attempt=0)
     with open(run / "events.jsonl", "a") as out:
         out.write('{"time": 3.0, "ev')
-    log.note("hang", attempt=1)
+    log.record("hang", attempt=1)
     assert [record["attempt"] for record in lines(run / "events.jsonl")] == [0, 1]
     journal.close()
 
 
 def test_an_event_that_cannot_be_written_ends_nothing(run):
-    journal, _ = LastingJournal.take(run, 3.0)
+    journal, _ = Journal.take(run, 3.0)
     said: list[str] = []
     log = AuditLog(run, journal, lambda who, text: said.append(text))
     (run / "events.jsonl").mkdir()
-    log.note("hang", attempt=1)
-    log.note("hang", attempt=2)
+    log.record("hang", attempt=1)
+    log.record("hang", attempt=2)
     assert len([text for text in said if "cannot be written" in text]) == 1
     (run / "events.jsonl").rmdir()
-    log.note("hang", attempt=3)
+    log.record("hang", attempt=3)
     lines = (run / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["attempt"] for line in lines] == [1, 2, 3]
     assert (run / "events.jsonl").stat().st_mode & 0o077 == 0

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config import ResilienceConfig, from_tree
 from megascale.core.events import Event
-from megascale.resilience.driver.audit_log import AuditLog
 from megascale.resilience.driver.recovery.escalation import (
     RECOVERY_ACTIONS,
     Situation,
     Use,
     choose,
     data_sizes,
-    give_back,
+    list_past_uses,
+    refund_last_blameless_use,
 )
+from megascale.resilience.driver.state.audit_log import AuditLog
 from megascale.resilience.driver.state.job_state import JobState, Phase
 from megascale.resilience.driver.state.journal import Journal
 
@@ -28,7 +31,7 @@ situations = st.builds(
     alive=st.booleans(),
     spares=st.integers(0, 2),
     slow_start=st.booleans(),
-    now=st.just(1000.0),
+    time=st.just(1000.0),
 ).filter(lambda s: s.node or (s.reachable and s.alive and not s.evict))
 uses = st.lists(
     st.builds(Use, st.floats(800, 1000), st.sampled_from(RECOVERY_ACTIONS), st.sampled_from(["", "n1", "n2"])),
@@ -40,8 +43,8 @@ uses = st.lists(
 @settings(max_examples=300, deadline=None)
 def test_the_mildest_possible_action_within_its_budget(at, used):
     choice = choose(CONFIG, at, used)
-    assert choice.why
-    recent = [u for u in used if at.now - u.time < 100]
+    assert choice.reasons
+    recent = [u for u in used if at.time - u.time < 100]
     mine = {r: sum(u.action == r and u.node == at.node for u in recent) for r in RECOVERY_ACTIONS}
     replaced = sum(u.action in ("spare", "replenish") for u in recent)
     may_retry = at.reachable and not at.evict and mine["retry"] < 2
@@ -65,9 +68,9 @@ def test_a_node_that_fails_repeatedly_escalates_and_time_gives_budget_back():
     used: list[Use] = []
     actions = []
     for i in range(6):
-        at = Situation("n1", False, True, True, spares=1, now=float(i))
+        at = Situation("n1", False, True, True, spares=1, time=float(i))
         actions.append(choose(CONFIG, at, used).action)
-        used.append(Use(at.now, actions[-1], "n1"))
+        used.append(Use(at.time, actions[-1], "n1"))
     assert actions == ["retry", "retry", "respawn", "spare", "spare", "shrink"]
     assert choose(CONFIG, Situation("n1", False, True, True, 1, 200.0), used).action == "retry"
 
@@ -75,7 +78,7 @@ def test_a_node_that_fails_repeatedly_escalates_and_time_gives_budget_back():
 @given(uses)
 def test_a_start_that_a_node_explains_later_gives_back_its_own_budget_and_no_shrink(used):
     left = list(used)
-    give_back(left)
+    refund_last_blameless_use(left)
     blameless = [u for u in used if not u.node and u.action in ("retry", "respawn")]
     assert [u for u in left if u.node or u.action not in ("retry", "respawn")] == [
         u for u in used if u.node or u.action not in ("retry", "respawn")
@@ -86,10 +89,13 @@ def test_a_start_that_a_node_explains_later_gives_back_its_own_budget_and_no_shr
 def test_the_journal_gives_back_a_retry_and_not_the_shrink_after_it(tmp_path):
     journal, _ = Journal.take(tmp_path, 5.0)
     audit_log = AuditLog(tmp_path, journal, lambda who, text: None)
-    audit_log.note(Event.RECOVERY_ACTION, attempt=1, action="retry")
-    audit_log.note(Event.RECOVERY_ACTION, attempt=1, action="shrink")
-    audit_log.note(Event.RECOVERY_ACTION, attempt=1, action="respawn", nodes=("n1",), explains=True)
-    assert [(u.action, u.node) for u in audit_log.uses()] == [("shrink", ""), ("respawn", "n1")]
+    audit_log.record(Event.RECOVERY_ACTION, attempt=1, action="retry")
+    audit_log.record(Event.RECOVERY_ACTION, attempt=1, action="shrink")
+    audit_log.record(Event.RECOVERY_ACTION, attempt=1, action="respawn", nodes=("n1",), explains=True)
+    assert [(u.action, u.node) for u in list_past_uses(journal.events(), time.time(), time.monotonic())] == [
+        ("shrink", ""),
+        ("respawn", "n1"),
+    ]
     journal.close()
 
 

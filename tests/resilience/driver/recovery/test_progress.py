@@ -19,11 +19,11 @@ from megascale.data.dataset.samples import hash_ids
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver.driver import Driver
-from megascale.resilience.driver.recovery import progress
+from megascale.resilience.driver.recovery import escalation as progress
 from megascale.resilience.driver.state.job_state import JobState, Phase
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.protocol.heartbeat import Worker
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import Verdict
 from tests.conftest import lines
 
 
@@ -66,12 +66,12 @@ def test_a_start_ends_in_the_step_of_those_to_blame_and_not_while_it_saves_or_lo
     blamed = [Verdict("x", ("n0",), (1,), "recover", ("why",))]
     nobody = [Verdict("x", (), (), "recover", ("why",))]
     both = [trainer(0, FAILED_IN_STEP, 7), trainer(1, "train", 7)]
-    assert progress.step_of_end(blamed, both) == 7
+    assert progress.find_end_step(blamed, both) == 7
     # However soon they end after the step has begun: the driver may not have seen them in it.
-    assert progress.step_of_end(nobody, [trainer(0, FAILED_IN_STEP, 7), trainer(1, FAILED_IN_STEP, 7)]) == 7
+    assert progress.find_end_step(nobody, [trainer(0, FAILED_IN_STEP, 7), trainer(1, FAILED_IN_STEP, 7)]) == 7
     for phase in ("", "start", "load", "save", "evaluate", "done", "failed"):
-        assert progress.step_of_end(blamed, [trainer(1, phase, 7)]) == 0
-    assert progress.step_of_end(blamed, [trainer(1, "failed", 0)]) == 0  # an error before the first step
+        assert progress.find_end_step(blamed, [trainer(1, phase, 7)]) == 0
+    assert progress.find_end_step(blamed, [trainer(1, "failed", 0)]) == 0  # an error before the first step
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 10)), max_size=60), st.integers(1, 8))
@@ -80,17 +80,17 @@ def test_starts_without_a_new_step_are_counted_whatever_they_ended_for(ends, lim
     job, without, furthest = JobState("a"), 0, 0
     for seen, at in ends:
         job = replace(job, step=max(job.step, seen))
-        job = replace(job, **progress.count(job, at))
+        job = replace(job, **progress.count_start(job, at))
         without = 0 if seen > furthest else without + 1
         furthest = max(furthest, seen)
         assert job.starts_without_progress == without
-        assert len(job.ends) == min(without + (furthest > 0), progress.KEPT)
-        step, times = progress.same_end(job)
+        assert len(job.ends) == min(without + (furthest > 0), progress.REMEMBERED_ENDS)
+        step, times = progress.count_equal_ends(job)
         assert step == at
         assert all(end == at for end in job.ends[-times:])
         assert JobState.from_json(job.to_json()) == job
         if job.starts_without_progress >= limit:
-            assert f"{without} starts in a row" in progress.hopeless(job, limit)
+            assert f"{without} starts in a row" in progress.explain_no_progress(job, limit)
             break
 
 
@@ -107,7 +107,7 @@ def test_no_cause_and_no_remedy_gets_around_the_count(tmp_path_factory, ends, li
     """A driver whose starts all end without a new step, but for a first one that brought `steps`."""
     run = tmp_path_factory.mktemp("run")
     config = load(None, [f"--resilience.no_progress_limit={limit}", "--resilience.retries=1000"])
-    journal, _ = LastingJournal.take(run, 0.05)
+    journal, _ = Journal.take(run, 0.05)
 
     async def work() -> int:
         driver = Driver(
