@@ -63,9 +63,9 @@ class Ending:
         peers_lost: the other ranks may have ended, so nothing waits for them.
     """
 
-    def __init__(self, config: Config, place: RankInfo, folder: RunFolder) -> None:
+    def __init__(self, config: Config, rank_info: RankInfo, folder: RunFolder) -> None:
         self._config = config
-        self._rank_info = place
+        self._rank_info = rank_info
         self._folder = folder
         self.owns_folder = False
         self.in_step = False
@@ -99,10 +99,14 @@ class Ending:
             )
             full.errno = error.errno
             return attach_record(full, ExitKind.DISK_FULL, step=self._current_step(), subject=error.filename or "")
-        reason = lost_peer(error) if isinstance(error, RuntimeError) else None
+        if not isinstance(error, RuntimeError):
+            return error
+        reason = lost_peer(error)
         if reason is None:
             return error
-        moment = "while starting" if self.status is None else f"in step {self.step + 1}"
+        moment = f"in step {self.step + 1}"
+        if self.status is None:
+            moment = "while starting"
         location = self._config.checkpoint.location or self._folder.checkpoints
         lost = TrainingError(
             f"rank {rank} lost contact with another rank {moment} ({reason}): a rank ended, hung for "

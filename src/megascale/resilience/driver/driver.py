@@ -176,8 +176,9 @@ class Driver:
         self.files = ReceivedFiles(self.run_folder, lambda: self.settings.config.to_toml())
         self.faults: FaultForwarding | None = None
         if self.limits.faults:
-            removed = self.files.taken_faults
-            self.faults = FaultForwarding(run=self.run_folder, job=self.job, nodes=self.nodes, taken=removed)
+            self.faults = FaultForwarding(
+                run=self.run_folder, job=self.job, nodes=self.nodes, taken_faults=self.files.taken_faults
+            )
         self.lost_nodes = LostNodes(
             job=self.job,
             nodes=self.nodes,

@@ -71,12 +71,13 @@ def check_timeouts(config: Config) -> None:
     if config.checkpoint.background and limits.agent_lease is not None:
         reason = "copies of the state in memory outlast the wait for ranks of an unreachable node"
         orders.append(("resilience.window and resilience.agent_lease", 1.0, "checkpoint.linger", reason))
-    for key, factor, other, reason in orders:
-        if seconds[key] * factor > seconds[other]:
+    for short_key, factor, longer_key, reason in orders:
+        if seconds[short_key] * factor > seconds[longer_key]:
             times = f"{factor:g} x " if factor != 1 else ""
             raise ConfigError(
-                f"{key}={seconds[key]:g} s is too long for {other}={seconds[other]:g} s: {times}{key} must not be "
-                f"above {other}, so that {reason}; lower {key} or raise {other}"
+                f"{short_key}={seconds[short_key]:g} s is too long for {longer_key}={seconds[longer_key]:g} s: "
+                f"{times}{short_key} must not be above {longer_key}, so that {reason}; lower {short_key} or raise "
+                f"{longer_key}"
             )
 
 

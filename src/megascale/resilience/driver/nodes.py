@@ -25,7 +25,7 @@ from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState
 from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.resilience.protocol.agent_channel import AgentChannel
-from megascale.resilience.protocol.heartbeat import Heartbeat
+from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.view import HISTORY, RankView
 
 log = logging.getLogger("megascale.driver")
@@ -97,6 +97,11 @@ class Node:
     def state(self) -> NodeState:
         """The state of the node."""
         return self.record.state
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The ranks of its newest heartbeat."""
+        return self.heartbeat.workers if self.heartbeat is not None else ()
 
     @property
     def drain_reason(self) -> str:
@@ -266,7 +271,9 @@ class Nodes:
 
     def ensure_known(self, name: str) -> Node:
         """Return the node of a name; an unknown one is awaited from now on."""
-        return self._nodes[name] if name in self._nodes else self.change(name, NodeEvent.LISTED)
+        if name not in self._nodes:
+            self.change(name, NodeEvent.LISTED)
+        return self._nodes[name]
 
     def is_reachable(self, node: Node) -> bool:
         """Return True if a node is connected and not about to end."""
@@ -322,7 +329,9 @@ class Nodes:
             except Exception:  # A node whose start failed would be awaited forever.
                 log.exception("the agent of node %s cannot be started", node.name)
             # Another start of the node may wait for its turn; the last one sets the deadline.
-            node.deadline = time.monotonic() + JOIN if is_started else 0.0
+            node.deadline = 0.0
+            if is_started:
+                node.deadline = time.monotonic() + JOIN
             await self._wait_until_joined(node)
 
     @contextlib.asynccontextmanager

@@ -183,6 +183,14 @@ def _ignoring_errors(log_line: LogLine) -> LogLine:
     return log_if_possible
 
 
+def _name_devices(devices: list[list[int]]) -> tuple[tuple[str, ...], ...]:
+    """Return the names of GPUs that are numbered among those that this process sees."""
+    if not devices:
+        return ()
+    names = gpu_names(gpu_count())
+    return tuple(tuple(names[i] for i in group) for group in devices)
+
+
 def _drive(run: Path, config: Config, size: Size, log_line: LogLine, warning: str) -> int:
     run.mkdir(parents=True, exist_ok=True)
     if warning:
@@ -192,9 +200,8 @@ def _drive(run: Path, config: Config, size: Size, log_line: LogLine, warning: st
     journal, is_damaged = _take_journal(run, config)
     lost = restore_lost_events(journal, run)
     stored = journal.job()
-    names = gpu_names(gpu_count()) if size.devices else []
-    devices = tuple(tuple(names[i] for i in group) for group in size.devices)
-    cluster = CLUSTERS[config.resilience.cluster](ClusterRequest(run, config, devices, log_line))
+    request = ClusterRequest(run, config, _name_devices(size.devices), log_line)
+    cluster = CLUSTERS[config.resilience.cluster](request)
     settings = hot_update.settings_file(run)
     # A driver whose journal has lost something must not stop anything: the agents are asked first.
     is_behind = is_damaged or lost.count > 0 or stored is None

@@ -39,7 +39,7 @@ _Settings = Annotated[str, Meta(max_length=SETTINGS)]
 
 
 class HeldTrainers(Part, frozen=True):
-    """What a driver must know to go on with the trainers that run, should its journal be lost (telemetry/adoption.py).
+    """What a driver must know to go on with the trainers that run, should its journal be lost (membership.py).
 
     Attributes:
         state: the job as the trainers were started (JobState.to_json).

@@ -27,8 +27,8 @@ _LEAST_RATE = 1e6  # bytes/s; below it an interface carries nothing that trainin
 def log_lines(view: View) -> list[Verdict]:
     """Return a verdict for each matching line of trainers' logs: self-checks for broken hardware, else an alert."""
     verdicts = []
-    for member in view.members:
-        for match in member.heartbeat.logs if member.heartbeat else ():
+    for member, heartbeat in view.heartbeats():
+        for match in heartbeat.logs:
             is_broken = find_fault(match.line, BROKEN_HARDWARE) is not None
             action: Action = "diagnose" if is_broken else "alert"
             text = f"rank {match.rank} on {member.node} logged {match.line[:300]!r}"
@@ -40,9 +40,9 @@ def log_lines(view: View) -> list[Verdict]:
 def devices(view: View) -> list[Verdict]:
     """Return a verdict for each device that reports errors (self-checks or eviction) or runs hot or slowed (alert)."""
     verdicts = []
-    for member in view.members:
-        for gpu in member.heartbeat.gpus if member.heartbeat else ():
-            reports = (report for _, heartbeat in member.history for report in heartbeat.gpus)
+    for member, heartbeat in view.heartbeats():
+        for gpu in heartbeat.gpus:
+            reports = (report for _, earlier in member.history for report in earlier.gpus)
             first = next((r for r in reports if r.index == gpu.index and not r.unanswered), gpu)
             verdict = _judge_device(member, gpu, first)
             if verdict is not None:
@@ -158,7 +158,9 @@ def _quiet_stretches(rates: list[float], usual: float) -> list[int]:
     groups = [(is_quiet, len(list(group))) for is_quiet, group in groupby(rates, lambda r: r < usual * _STOPPED)]
     stretches = [length for is_quiet, length in groups if is_quiet]
     ends_quiet = bool(groups) and groups[-1][0]
-    return stretches if ends_quiet else [*stretches, 0]
+    if not ends_quiet:
+        stretches.append(0)
+    return stretches
 
 
 def _count_trailing_quiet(rates: list[float], usual: float) -> int:
@@ -170,4 +172,6 @@ def _longest_quiet(rates: list[float], usual: float) -> int:
     stretches = _quiet_stretches(rates, usual)
     last = stretches[-1]
     longest = max(stretches)
-    return longest if last < longest else max(stretches[:-1], default=0)
+    if last == longest:
+        return max(stretches[:-1], default=0)
+    return longest

@@ -41,7 +41,7 @@ def _judge_silent_node(view: View, member: RankView, holders: list[RankView]) ->
     evidence = [f"no heartbeat from {member.node} for {seconds:.1f} s; resilience.window is {view.window:g} s"]
     if not member.connected:
         evidence.append("its connection has closed too")
-    if len(holders) > 1 and not any(other.heartbeat for other in holders if other is not member):
+    if len(holders) > 1 and not any(peer.heartbeat for peer in holders if peer is not member):
         evidence.append("no other node has sent a heartbeat either")
     return Verdict(Event.MISSED_HEARTBEAT, (member.node,), member.ranks, "recover", tuple(evidence))
 
@@ -55,7 +55,7 @@ def _judge_silent_agent(view: View, member: RankView) -> Verdict:
     return Verdict(Event.AGENT_SILENT, (member.node,), member.ranks, "alert", (text,))
 
 
-def _find_training_time(view: View, others: list[RankView]) -> float | None:
+def _find_training_time(view: View, peers: list[RankView]) -> float | None:
     """Return a time at which all ranks certainly trained, by the history of reachable nodes; None if unknown.
 
     A step needs every rank, and a rank begins the next step but one only with its result (train/loop.py). So all ranks
@@ -63,7 +63,9 @@ def _find_training_time(view: View, others: list[RankView]) -> float | None:
     nodes were last seen before it.
     """
     times: list[float] = []
-    for member in others[:WITNESSES] if view.phase == "running" else ():
+    if view.phase != "running":
+        return None
+    for member in peers[:WITNESSES]:
         steps = [(time, _training_step(heartbeat.workers)) for time, heartbeat in member.history]
         steps = [(time, step) for time, step in steps if step >= 0]
         times += [time for time, step in steps if step < steps[-1][1] - AHEAD][-1:]

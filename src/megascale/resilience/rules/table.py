@@ -79,10 +79,10 @@ def _evict_if_repeated(view: View, verdict: Verdict) -> Verdict:
     node = verdict.nodes[0]
     recent = [i for i in view.incidents if i.kind in _MACHINE_FAULTS and view.time - i.time < MEMORY]
     times = [incident.time for incident in recent if incident.node == node]
-    others = Counter(incident.node for incident in recent if incident.node != node)
-    most_of_others = max(others.values(), default=0)
+    offences_elsewhere = Counter(incident.node for incident in recent if incident.node != node)
+    most_of_others = max(offences_elsewhere.values(), default=0)
     # If all nodes fail alike, the cause is not in this one.
-    if len(times) + 1 < OFFENCE_LIMIT or (others and len(times) < 2 * most_of_others):
+    if len(times) + 1 < OFFENCE_LIMIT or (offences_elsewhere and len(times) < 2 * most_of_others):
         return verdict
     minutes = (view.time - min(times)) / 60
     text = f"offence {len(times) + 1} of {node} in {minutes:.0f} minutes, at most {most_of_others} of any other"

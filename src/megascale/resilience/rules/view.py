@@ -12,8 +12,8 @@ from megascale.core.grid import Grid
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 
 HISTORY = 60  # heartbeats of a node
-REST_AFTER = 8  # members, whose judging takes about 2 ms
-REST = 0.005  # seconds
+PAUSE_AFTER = 8  # members, whose judging takes about 2 ms
+PAUSE = 0.005  # seconds
 
 Action = Literal["none", "alert", "diagnose", "recover", "evict", "stop"]
 
@@ -118,8 +118,8 @@ class Paced(list[RankView]):
 
     def __iter__(self) -> Iterator[RankView]:
         for number, member in enumerate(super().__iter__()):
-            if number % REST_AFTER == REST_AFTER - 1:
-                time.sleep(REST)
+            if number % PAUSE_AFTER == PAUSE_AFTER - 1:
+                time.sleep(PAUSE)
             yield member
 
 
@@ -169,14 +169,18 @@ class View:
         """Return a copy whose histories do not grow while another thread reads them."""
         return replace(self, members=Paced(replace(m, history=deque(m.history, HISTORY)) for m in self.members))
 
+    def heartbeats(self) -> list[tuple[RankView, Heartbeat]]:
+        """Return the newest heartbeat of each member that has sent one."""
+        return [(member, member.heartbeat) for member in self.members if member.heartbeat is not None]
+
     def workers(self) -> list[tuple[RankView, Worker]]:
         """Return every worker of the newest heartbeats with its node, by rank. Computed once per view."""
         if self._workers is None:
             workers = [
                 (member, worker)
-                for member in self.members
-                if member.heartbeat is not None and member.heartbeat.attempt == self.attempt
-                for worker in member.heartbeat.workers
+                for member, heartbeat in self.heartbeats()
+                if heartbeat.attempt == self.attempt
+                for worker in heartbeat.workers
             ]
             workers.sort(key=lambda item: item[1].rank)
             self._workers = workers

@@ -37,7 +37,7 @@ def state(attempt: int, *placement: str) -> JobState:
 
 def test_a_fault_follows_its_rank_until_it_is_taken(tmp_path):
     job, nodes, taken = SimpleNamespace(state=state(1, "n0", "n1")), Nodes(), set()
-    faults = FaultForwarding(run=tmp_path, job=job, nodes=nodes, taken=taken)
+    faults = FaultForwarding(run=tmp_path, job=job, nodes=nodes, taken_faults=taken)
     faults.send_new_faults()  # no folder yet
     name = ask(tmp_path, 1, rank=3, node=None, step=9)
     of_node = ask(tmp_path, 2, rank=None, node="n0")
@@ -57,7 +57,7 @@ def test_a_fault_follows_its_rank_until_it_is_taken(tmp_path):
 
 def test_what_is_no_fault_goes_to_nobody(tmp_path):
     nodes = Nodes()
-    faults = FaultForwarding(run=tmp_path, job=SimpleNamespace(state=state(1, "n0")), nodes=nodes, taken=set())
+    faults = FaultForwarding(run=tmp_path, job=SimpleNamespace(state=state(1, "n0")), nodes=nodes, taken_faults=set())
     ask(tmp_path, 1, rank=7)  # no such rank
     ask(tmp_path, 2, node="n9")
     for number, text in enumerate(("", "[1]", "{" * 5000, '{"rank": 0', "[" * 3000)):

@@ -170,7 +170,7 @@ def test_an_evicted_node_is_not_used_until_a_person_allows_it():
     for event in (NodeEvent.CONNECTED, NodeEvent.DEPARTED, NodeEvent.CORDONED, NodeEvent.UNCORDONED, NodeEvent.EVICTED):
         assert follow_node(state, "n0", event, {}).nodes["n0"].state is NodeState.EVICTED
     assert follow_node(state, "n0", NodeEvent.AWAITED, {}).nodes["n0"].state is NodeState.JOINING
-    with pytest.raises(ImpossibleTransition, match="known of node n0 while it is evicted"):
+    with pytest.raises(ImpossibleTransition, match="listed of node n0 while it is evicted"):
         follow_node(state, "n0", NodeEvent.LISTED, {})
     assert set(NODE) == set(NodeEvent)
 

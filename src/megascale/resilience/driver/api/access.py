@@ -98,9 +98,10 @@ def create_access(run: Path, act: bool, host: str) -> Access:
             "--resilience.listen=ADDRESS (--host names one), or forward the port (ssh -L) and copy the run's driver/"
         )
     token = tokens.act if act else tokens.read
-    bracketed = f"[{host}]" if ":" in host else host
+    if ":" in host:
+        host = f"[{host}]"
     certificate = (folder(run) / CERTIFICATE).read_text()
-    return Access(contact.job, f"https://{bracketed}:{url.port}", token.decode(), certificate)
+    return Access(contact.job, f"https://{host}:{url.port}", token.decode(), certificate)
 
 
 def read_access(file: Path) -> Access:
@@ -129,10 +130,11 @@ def read_log_piece(file: Path, after: int) -> tuple[int, bytes] | None:
     try:
         with open(file, "rb", opener=open_regular) as log:
             size = log.seek(0, os.SEEK_END)
+            start = after
             if after < 0:
                 start = max(0, size + after)
-            else:
-                start = after if after <= size else 0
+            elif after > size:
+                start = 0
             log.seek(start)
             return start, log.read(LOG_PIECE)
     except OSError:

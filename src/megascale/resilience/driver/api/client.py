@@ -53,7 +53,9 @@ def send_request(
     """
     url, token, context = _locate(run, method)
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    data = strict_json.dumps(body).encode() if body is not None else None
+    data = None
+    if body is not None:
+        data = strict_json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, headers, method=method)
     # An empty handler keeps urllib from using the environment's proxies.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _NoRedirect()]
@@ -204,7 +206,9 @@ def send_order(run: Path, token: bytes, action: str, node: str, reason: str) -> 
         raise PermissionError(
             "this is not the run's acting token: it is the text of driver/token.act in the run folder"
         )
-    path = f"/v1/nodes/{node}/{action}" if action in ("cordon", "uncordon", "evict") else f"/v1/job/{action}"
+    path = f"/v1/job/{action}"
+    if action in ("cordon", "uncordon", "evict"):
+        path = f"/v1/nodes/{node}/{action}"
     answer: dict[str, Any] = send_request(run, "POST", path, {"why": reason})
     return answer
 

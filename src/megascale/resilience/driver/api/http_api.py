@@ -249,7 +249,7 @@ def _add_records(app: FastAPI, driver: Driver) -> None:
             raise HTTPException(409, "the agents are being asked already; try again in some seconds")
         scene, _ = await driver.ranks.gather(watch)
         await asyncio.to_thread(driver.files.flush, WRITE_TIMEOUT)
-        return LookAnswer(asked=driver.job.state.world if driver.job.state.placement else 0, known=sorted(scene.ranks))
+        return LookAnswer(asked=driver.job.state.world, known=sorted(scene.ranks))
 
 
 def _add_node_orders(app: FastAPI, driver: Driver) -> None:
@@ -321,7 +321,6 @@ def _add_job_orders(app: FastAPI, driver: Driver) -> None:
 
 def _describe_node(driver: Driver, name: str) -> NodeAnswer:
     node = driver.nodes[name]
-    workers = node.heartbeat.workers if node.heartbeat is not None else ()
     return NodeAnswer(
         name=name,
         address=node.record.address,
@@ -340,7 +339,7 @@ def _describe_node(driver: Driver, name: str) -> NodeAnswer:
                 status_age=round(worker.status_age, 3),
                 rss=worker.rss,
             )
-            for worker in workers
+            for worker in node.workers
         ],
         checks=node.self_check.value,
         facts=dict(node.record.facts),
@@ -355,7 +354,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(driver: Driver, host: str, port: int, scrapes: metrics.Scrapes | None = None) -> tuple[str, Any]:
+async def serve(driver: Driver, host: str, port: int, scrapes: metrics.Scrapes) -> tuple[str, Any]:
     """Start serving; return (base URL, coroutine function that ends it).
 
     Args:
@@ -370,14 +369,15 @@ async def serve(driver: Driver, host: str, port: int, scrapes: metrics.Scrapes |
     raise_file_limit()
     limits = driver.limits
     context = create_server_context(driver.run_folder, host, limits.tls_certificate, limits.tls_key)
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except OSError:
         listener.close()
         raise
-    application = build(driver, scrapes if scrapes is not None else metrics.Scrapes())
+    application = build(driver, scrapes)
     guard = Guard(application, make_tokens(driver.run_folder), (host, socket.gethostname()))
     settings = uvicorn.Config(
         guard,

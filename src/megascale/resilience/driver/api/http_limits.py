@@ -100,9 +100,10 @@ class Guard:
         if origin is not None and origin.decode("latin-1").lower() != f"{scope['scheme']}://{host}":
             return 403, "pages of other sites may not send requests"
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        token = token.strip() if scheme.lower() == b"bearer" else b""
-        may_act = same(token, self._tokens.act)
-        may_read = same(token, self._tokens.read)
+        if scheme.lower() != b"bearer":
+            token = b""
+        may_act = same(token.strip(), self._tokens.act)
+        may_read = same(token.strip(), self._tokens.read)
         if not (may_act or may_read):
             return 401, "the token is missing or wrong; it is in RUN/driver/token.read or token.act"
         if not may_act and scope["method"] not in ("GET", "HEAD"):

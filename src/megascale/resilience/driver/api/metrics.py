@@ -33,7 +33,8 @@ class Scrapes:
 
     def note(self, current_time: float) -> None:
         """Record that the metrics are read now (monotonic seconds)."""
-        self._interval = current_time - self._last if self._last is not None else None
+        if self._last is not None:
+            self._interval = current_time - self._last
         self._last = current_time
         self._scraped.set()
 

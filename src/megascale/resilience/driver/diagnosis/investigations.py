@@ -29,7 +29,9 @@ log = logging.getLogger("megascale.driver")
 
 ANSWER_TIMEOUT = 15.0  # seconds; a stack of a process that cannot answer takes up to five
 WATCH = 0.5  # seconds in which a rank is watched for movement
-CALLS, CALLS_OF_MANY, MANY_RANKS = 2048, 256, 512  # calls that each rank reports, fewer in a large job
+CALLS = 2048  # calls that each rank reports
+CALLS_OF_MANY = 256  # in a large job
+MANY_RANKS = 512
 
 SEARCH_INTERVAL = 20.0  # seconds between searches, and at least ten times the duration of the last one
 SEARCH_TIMEOUT = 300.0  # seconds

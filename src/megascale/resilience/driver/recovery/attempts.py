@@ -106,8 +106,10 @@ class Attempts:
         changes = [f"{name} replaces {old}" for old, name in zip(configured, names, strict=True) if name != old]
         if not changes:
             return (f"the placement follows {file}",)
-        more = f" and {len(changes) - 5} more" if len(changes) > 5 else ""
-        return (f"the placement follows {file}, but {', '.join(changes[:5])}{more}",)
+        listed = ", ".join(changes[:5])
+        if len(changes) > 5:
+            listed += f" and {len(changes) - 5} more"
+        return (f"the placement follows {file}, but {listed}",)
 
     def send_start(self, node: Node) -> None:
         """Order a node to start its ranks of the current attempt."""

@@ -140,13 +140,13 @@ class Placement:
             return True
         return has_enough and self._must_wait_for_configured(waited)
 
-    def _choose_size(self, usable: int, held: int, current_time: float) -> tuple[int, int] | None:
+    def _choose_size(self, usable: int, holder_count: int, current_time: float) -> tuple[int, int] | None:
         """Return (data-parallel size, number of nodes) of the next start, None if it has to wait or the job failed."""
         job = self.job.state
         limits = self.settings.limits
         if usable >= limits.nodes:
             return limits.nodes * job.ranks_per_node // self.attempts.model_ranks, limits.nodes
-        count = held or limits.nodes
+        count = holder_count or limits.nodes
         if usable >= count:
             return job.data, count
         if self._is_any_coming():

@@ -100,12 +100,14 @@ class Recovery:
     def _begin(self, choice: Choice, node: Node | None, *, evict: bool) -> None:
         if choice.action == "stop":
             step, count = escalation.count_equal_ends(self.job.state)
-            repeated = f"; each of the last {count} starts ended in step {step}" if step and count > 1 else ""
-            self.attempts.fail(f"no recovery action remains: {'; '.join(choice.reasons)}{repeated}")
+            reason = f"no recovery action remains: {'; '.join(choice.reasons)}"
+            if step and count > 1:
+                reason += f"; each of the last {count} starts ended in step {step}"
+            self.attempts.fail(reason)
         elif choice.action == "respawn":
-            blamed = [node] if node is not None else [self.nodes[name] for name in self.job.state.placement]
-            for each in blamed:
-                self.nodes.start(each, "respawn")
+            names = (node.name,) if node is not None else self.job.state.placement
+            for name in names:
+                self.nodes.start(self.nodes[name], "respawn")
         elif choice.action != "retry" and node is not None:
             reason = self.reasons.get(node.name, choice.reasons[-1])
             self.nodes.take_out(node, evict=evict, reason=reason)

@@ -106,7 +106,7 @@ class Response:
 
     def _workers(self) -> list[Worker]:
         """Return all ranks as last seen."""
-        return [worker for node in self.nodes.all() if node.heartbeat for worker in node.heartbeat.workers]
+        return [worker for node in self.nodes.all() for worker in node.workers]
 
     def _end_start(self, verdicts: list[Verdict]) -> None:
         """End the present start for severe verdicts."""
@@ -212,8 +212,10 @@ def describe_samples(run: Path, step: int, samples: dict[str, Any]) -> str:
         files.setdefault((sample["file"], sample["epoch"]), []).append(sample["window"])
     parts = []
     for (file, epoch), windows in files.items():
-        more = f" and {len(windows) - _LISTED_WINDOWS} more" if len(windows) > _LISTED_WINDOWS else ""
-        parts.append(f"windows {', '.join(map(str, windows[:_LISTED_WINDOWS]))}{more} of {file} (epoch {epoch})")
+        listed = ", ".join(map(str, windows[:_LISTED_WINDOWS]))
+        if len(windows) > _LISTED_WINDOWS:
+            listed += f" and {len(windows) - _LISTED_WINDOWS} more"
+        parts.append(f"windows {listed} of {file} (epoch {epoch})")
     first = samples["first"]
     last = first + samples["count"] - 1
     return (

@@ -89,9 +89,12 @@ class AuditLog:
 
 def describe(entry: Entry) -> str:
     """Return an event as one line."""
-    nodes = f" [{', '.join(entry.nodes)}]" if entry.nodes else ""
-    action = f" -> {entry.action}" if entry.action and entry.action != "none" else ""
-    return f"{entry.kind}{nodes}{action}: {'; '.join(entry.evidence)}"
+    subject = str(entry.kind)
+    if entry.nodes:
+        subject += f" [{', '.join(entry.nodes)}]"
+    if entry.action and entry.action != "none":
+        subject += f" -> {entry.action}"
+    return f"{subject}: {'; '.join(entry.evidence)}"
 
 
 @dataclass(frozen=True)

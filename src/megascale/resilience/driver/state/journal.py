@@ -127,12 +127,12 @@ class Journal:
                     f"a driver already runs this job (process {row[3]} on {row[2]}, epoch {row[0]}); "
                     f"talk to it with `megascale jobs`, or end it first"
                 )
-            previous: int = row[0] if row else 0
+            previous = _epoch_of(row)
             epoch = max(previous, least_epoch) + 1
             holder = (epoch, 0, socket.gethostname(), os.getpid(), born(os.getpid()))
             with _transaction(db):
                 current = db.execute("SELECT epoch FROM lease").fetchone()
-                if (current[0] if current else 0) != previous:
+                if _epoch_of(current) != previous:
                     continue  # A third driver was faster.
                 db.execute("INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?, ?, ?)", holder)
             journal = cls(path, db, epoch)
@@ -186,12 +186,12 @@ class Journal:
 
     def save_job(self, job: JobState) -> None:
         """Store the job's state without its nodes, as the one from which later transitions start."""
-        is_written = False
+        late_job: JobState | None = job
         with self._tolerating_full_disk():
             with self._write(lasting=True) as db:
                 write_job(db, job)
-            is_written = True
-        self._late_job = None if is_written else job
+            late_job = None
+        self._late_job = late_job
 
     def record(self, event: JobEvent, changes: Mapping[str, Any], following: JobState) -> None:
         """Store a transition that leads to the state `following`. Without space the whole state is stored later."""
@@ -199,7 +199,7 @@ class Journal:
             self._late_job = following
             return
         data = {name: to_plain(value) for name, value in changes.items()}
-        is_written = False
+        late_job: JobState | None = following
         with self._tolerating_full_disk():
             with self._write(lasting=event is not JobEvent.STEP) as db:
                 row = (time.time(), self.epoch, str(event))
@@ -207,8 +207,8 @@ class Journal:
                 db.execute(insert, (*row, seal(data, *row)))
                 if db.execute("SELECT count(*) FROM transitions").fetchone()[0] >= self.tail:
                     write_job(db, following)
-            is_written = True
-        self._late_job = None if is_written else following
+            late_job = None
+        self._late_job = late_job
 
     def save_node(self, name: str, record: NodeRecord) -> None:
         """Store the record of a node."""
@@ -394,6 +394,10 @@ def is_network_filesystem(kind: str) -> bool:
 
 
 # files ----------------------------------------------------------------------------------------------------------------
+
+
+def _epoch_of(row: tuple[int, ...] | None) -> int:
+    return row[0] if row else 0
 
 
 def _inode(path: Path) -> tuple[int, int] | None:

@@ -47,11 +47,11 @@ class JobEvent(StrEnum):
 class NodeEvent(StrEnum):
     """An event in the life of a node."""
 
-    LISTED = "known"  # the cluster listed it
+    LISTED = "listed"  # the cluster listed it
     AWAITED = "awaited"  # its agent was started, or runs and has not connected to this driver yet
-    CONNECTED = "came"  # its agent connected
+    CONNECTED = "connected"  # its agent connected
     ENDING = "ending"  # its agent announced its end
-    DEPARTED = "gone"  # it was silent, or ended, or must not be used
+    DEPARTED = "departed"  # it was silent, or ended, or must not be used
     EVICTED = "evicted"
     CORDONED = "cordoned"
     UNCORDONED = "uncordoned"
@@ -108,19 +108,27 @@ GOALS: dict[JobEvent, Phase] = {
 _TO_START = frozenset({JobEvent.GAP, JobEvent.BEGUN})
 
 # event -> fields of the state that the event may change
-_STOP = ("save", "reason")
 _ADOPTED = (
-    *("attempt", "placement", "ranks_per_node", "data", "master"),
-    *("step", "updating", "best", "starts_without_progress", "ends", "reason"),
+    "attempt",
+    "placement",
+    "ranks_per_node",
+    "data",
+    "master",
+    "step",
+    "updating",
+    "best",
+    "starts_without_progress",
+    "ends",
+    "reason",
 )
 FIELDS: dict[JobEvent, tuple[str, ...]] = {
     JobEvent.OPENED: ("epoch",),
     JobEvent.PLACED: ("placement", "data", "reason"),
-    JobEvent.RESTARTED: (*_STOP, "fresh", "updating"),
-    JobEvent.DIAGNOSED: _STOP,
-    JobEvent.PAUSED: _STOP,
-    JobEvent.FAILED: (*_STOP, "exit_code"),
-    JobEvent.INTERRUPTED: (*_STOP, "exit_code"),
+    JobEvent.RESTARTED: ("save", "reason", "fresh", "updating"),
+    JobEvent.DIAGNOSED: ("save", "reason"),
+    JobEvent.PAUSED: ("save", "reason"),
+    JobEvent.FAILED: ("save", "reason", "exit_code"),
+    JobEvent.INTERRUPTED: ("save", "reason", "exit_code"),
     JobEvent.BEGUN: ("attempt", "master"),
     JobEvent.STEP: ("step",),
     JobEvent.FIRST_STEP: ("step",),
@@ -206,13 +214,13 @@ def follow_node(state: JobState, name: str, event: NodeEvent, changes: Mapping[s
         ImpossibleTransition: the table lacks the event in this state, or the event may not change one of the fields.
     """
     record = state.nodes.get(name)
-    following = NODE[event].get(record.state if record is not None else None)
+    current = record.state if record is not None else None
+    following = NODE[event].get(current)
     foreign = changes.keys() - _NODE_FIELDS
     if foreign:
         raise ImpossibleTransition(f"job {state.name}: {event} of node {name} sets {', '.join(sorted(foreign))}")
     if following is None:
-        current = record.state if record is not None else "unknown"
-        raise ImpossibleTransition(f"job {state.name}: {event} of node {name} while it is {current}")
+        raise ImpossibleTransition(f"job {state.name}: {event} of node {name} while it is {current or 'unknown'}")
     record = record or NodeRecord()
     if event in (NodeEvent.CORDONED, NodeEvent.UNCORDONED):
         record = replace(record, cordoned=event is NodeEvent.CORDONED)

@@ -63,7 +63,7 @@ class Adoption:
     record_event: RecordEvent
     is_waiting: bool = False
     _deadline: float = field(default=0.0, init=False)
-    _held: dict[str, _HeldAttempt] = field(default_factory=dict, init=False)
+    _held_attempts: dict[str, _HeldAttempt] = field(default_factory=dict, init=False)
 
     def wait_for_agents(self, current_time: float) -> None:
         """Decide nothing before the agents have reported what they hold."""
@@ -75,11 +75,11 @@ class Adoption:
 
         An attempt that is newer than the journal's shows that the journal is behind.
         """
-        held = _parse_held(hello, self.job.state.name)
-        if held is None:
-            self._held.pop(node.name, None)
+        held_attempt = _parse_held(hello, self.job.state.name)
+        if held_attempt is None:
+            self._held_attempts.pop(node.name, None)
         else:
-            self._held[node.name] = held
+            self._held_attempts[node.name] = held_attempt
         if node.attempt > self.job.state.attempt and not self.is_waiting:
             self.wait_for_agents(time.monotonic())
         if not self.is_waiting:
@@ -111,26 +111,27 @@ class Adoption:
         self.is_waiting = False
         connected = [node for node in self.nodes.all() if node.channel is not None]
         newest = max((node.attempt for node in connected), default=0)
-        known = self.job.state.attempt
-        held = [self._held[node.name] for node in connected if node.name in self._held]
-        candidates = [attempt for attempt in held if attempt.state.attempt == newest]
+        known_attempt = self.job.state.attempt
+        attempts = [self._held_attempts[node.name] for node in connected if node.name in self._held_attempts]
+        candidates = [attempt for attempt in attempts if attempt.state.attempt == newest]
         # A person may have ended the job meanwhile.
-        if candidates and newest >= known and not self.job.ending:
+        if candidates and newest >= known_attempt and not self.job.ending:
             self._adopt(candidates[0])
-        elif newest > known:
+        elif newest > known_attempt:
             self._skip_attempts(newest)
         for node in connected:
             self._catch_up(node)
         return True
 
-    def _adopt(self, held: _HeldAttempt) -> None:
+    def _adopt(self, held_attempt: _HeldAttempt) -> None:
         """Make the attempt that agents hold the job's."""
-        state = held.state
+        state = held_attempt.state
         previous = self.job.state
-        event = JobEvent.ADOPTED_RUNNING if held.has_stepped else JobEvent.ADOPTED
+        event = JobEvent.ADOPTED_RUNNING if held_attempt.has_stepped else JobEvent.ADOPTED
         changes = {name: getattr(state, name) for name in FIELDS[event]}
-        changes["step"] = max(state.step, previous.step if previous.attempt == state.attempt else 0)
-        changes["updating"] = state.updating and not held.has_stepped
+        if previous.attempt == state.attempt:
+            changes["step"] = max(state.step, previous.step)
+        changes["updating"] = state.updating and not held_attempt.has_stepped
         if not self.job.apply(event, **changes):
             return
         current_time = time.monotonic()
@@ -138,7 +139,7 @@ class Adoption:
         for name in state.placement:
             node = self.nodes.ensure_known(name)
             node.last_seen = max(node.last_seen, current_time)  # Nodes that have not connected get the whole window.
-        holder = next(name for name, other in self._held.items() if other.state.attempt == state.attempt)
+        holder = next(name for name, attempt in self._held_attempts.items() if attempt.state.attempt == state.attempt)
         text = (
             f"the journal knew attempt {previous.attempt}; the agent of {holder} runs attempt {state.attempt}: it is "
             f"the job's now, and its processes on {', '.join(state.placement)} continue"
@@ -147,10 +148,10 @@ class Adoption:
 
     def _skip_attempts(self, newest: int) -> None:
         """Number the next start higher than the attempts that agents know, of which they hold none."""
-        known = self.job.state.attempt
+        known_attempt = self.job.state.attempt
         self.job.apply(JobEvent.OUTGROWN, attempt=newest)
-        reason = f"the journal knew attempt {known}, the agents know {newest}, of which no process runs any more"
-        self.record_event(Event.JOURNAL_BEHIND, evidence=(reason,), known=known)
+        reason = f"the journal knew attempt {known_attempt}, the agents know {newest}, but hold no process of it"
+        self.record_event(Event.JOURNAL_BEHIND, evidence=(reason,), known=known_attempt)
         if self.job.is_at_work:
             self.attempts.stop(JobEvent.RESTARTED, reason)
 
@@ -191,9 +192,10 @@ class LostNodes:
     def find_lost_nodes(self, current_time: float) -> None:
         """Find the nodes that are lost. The rules judge the silence of nodes whose ranks run."""
         self._drop_taken_nodes()
-        judged = set(self.job.state.placement) if self.job.is_at_work else set()
         for node in self.nodes.all():
-            reason = self._explain_loss(node, current_time) if node.name not in judged else ""
+            if self.job.is_at_work and node.name in self.job.state.placement:
+                continue
+            reason = self._explain_loss(node, current_time)
             if reason and self.job.ending:
                 self.nodes.lose(node, reason)
             elif reason:
@@ -206,8 +208,8 @@ class LostNodes:
             if node is None:
                 continue
             # An agent that does not know this driver yet is not awaited, but those of other nodes are, spares too.
-            others = [other for other in self.nodes.all() if other.name not in removed]
-            is_unheard = node.state is NodeState.JOINING and not self.nodes.is_any_joining(others)
+            awaited_nodes = [candidate for candidate in self.nodes.all() if candidate.name not in removed]
+            is_unheard = node.state is NodeState.JOINING and not self.nodes.is_any_joining(awaited_nodes)
             if not node.state.is_present and not is_unheard:
                 continue
             self.nodes.order(node, do="stop", order=0, how="kill", grace_period=0.0)
@@ -224,9 +226,8 @@ class LostNodes:
         if node.state.is_present and current_time - node.last_seen > self.window:
             return f"no message from {node.name} for {current_time - node.last_seen:.1f} s"
         if node.state is NodeState.JOINING and current_time > node.deadline:
-            infos = {info.name: info for info in self.nodes.cluster.nodes()}
-            problem = infos[node.name].why if node.name in infos else ""
-            return f"the agent of {node.name} did not connect" + (f": {problem}" if problem else "")
+            problems = [info.why for info in self.nodes.cluster.nodes() if info.name == node.name and info.why]
+            return ": ".join([f"the agent of {node.name} did not connect", *problems])
         return ""
 
     def next_silence(self, current_time: float, default: float) -> float:

@@ -311,20 +311,20 @@ class FaultForwarding:
         run: the run folder.
         job: whose trainers the faults are for.
         nodes: where the trainers are.
-        taken: names of the files whose fault a trainer has taken, including files that no longer exist.
+        taken_faults: names of the files whose fault a trainer has taken, including files that no longer exist.
     """
 
     run: Path
     job: Job
     nodes: Nodes
-    taken: Container[str]
+    taken_faults: Container[str]
     _sent: set[tuple[str, int]] = field(default_factory=set, init=False)  # file and attempt
 
     def send_new_faults(self) -> None:
         """Send the faults that were requested since the last call."""
         attempt = self.job.state.attempt
         for file in sorted((self.run / "faults").glob("*.json")):
-            if file.name in self.taken or (file.name, attempt) in self._sent:
+            if file.name in self.taken_faults or (file.name, attempt) in self._sent:
                 continue
             if not re.fullmatch(FAULT_FILE, file.name):
                 continue
