@@ -27,4 +27,4 @@ def test_the_nodes_of_one_machine_share_the_gpus_that_launch_was_given(monkeypat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7,2,3")
     monkeypatch.setattr(start_driver, "gpu_count", lambda: 4)
     assert start_driver._name_devices([[0, 1], [2, 3]]) == (("6", "7"), ("2", "3"))
-    assert start_driver._named([]) == ()
+    assert start_driver._name_devices([]) == ()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from megascale.core.exit_record import NO_RECORD, ExitKind, ExitRecord, attach_record
 from megascale.services.framing import (
     GREETING_BYTES,
     HEAD,
@@ -39,10 +40,11 @@ class Done(Message, frozen=True):
 
 
 class ErrorReply(Message, frozen=True):
-    """What was asked for failed. error: in words; kind: class of the error."""
+    """What was asked for failed. error: in words; kind: class of the error; record: its fault as a code."""
 
     error: Text
     kind: Name = ""
+    record: ExitRecord = NO_RECORD
 
 
 class Conversation:
@@ -122,7 +124,10 @@ class Conversation:
         except EOFError:
             raise ConnectionError("the other side has ended") from None
         if isinstance(reply, ErrorReply):
-            raise OSError(reply.error)
+            failed = OSError(reply.error)
+            if reply.record.kind is ExitKind.DISK_FULL:  # Other faults are judged by the process that asked.
+                attach_record(failed, ExitKind.DISK_FULL, subject=reply.record.subject)
+            raise failed
         return reply
 
     def send_bytes(self, view: memoryview) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from megascale import checkpoint
 from megascale.config import CheckpointConfig
 from megascale.core.events import Event
+from megascale.core.exit_record import ExitKind, attach_record
 from megascale.errors import TrainingError
 from megascale.train.reporter import Reporter
 
@@ -65,10 +66,13 @@ class CheckpointPolicy:
         self._tell(outcomes)
         failed = next((o for o in outcomes if o.why and o.step == step), None)
         if failed is not None:
-            raise TrainingError(
+            lost = TrainingError(
                 f"the checkpoint of the last step, {failed.step}, failed: {failed.why}; {self.kept()}. "
                 "Remove the cause and start the same command again"
             )
+            if failed.record.kind is ExitKind.DISK_FULL:
+                attach_record(lost, ExitKind.DISK_FULL, subject=failed.record.subject)
+            raise lost
 
     def latest(self) -> int | None:
         """The newest step in storage."""

@@ -30,6 +30,7 @@ from megascale.checkpoint.background.staging import Staging
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
+from megascale.core.exit_record import ExitKind
 from megascale.core.failure import errno_of
 from megascale.errors import DataError, FitError
 from megascale.services.host_service import Place
@@ -198,6 +199,7 @@ def test_a_commit_that_finds_the_disk_full_says_so(run: Path, small_disk: Path) 
     checkpointer.save(2, {"text": "x" * 20_000})
     (outcome,) = checkpointer.finish()
     assert "c' is full: a checkpoint needs" in outcome.why
+    assert (outcome.record.kind, outcome.record.subject) == (ExitKind.DISK_FULL, str(small_disk / "c"))
     assert sorted(p.name for p in (small_disk / "c").iterdir()) == ["ID"]
 
 

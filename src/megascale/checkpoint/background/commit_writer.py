@@ -26,6 +26,7 @@ from megascale.checkpoint.format.write_plan import data_file
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.checkpoint.storage.save_errors import explain
+from megascale.core.exit_record import record_of
 from megascale.errors import TrainingError
 
 log = logging.getLogger("megascale.checkpoint.background.service")
@@ -117,13 +118,14 @@ class Writer:
             if saving.is_over:
                 pending_saves.add_part(storage, message.step, message.generation, saving.written)
         except OSError as error:
-            why = str(explain(error, storage, message.needed))
+            failure = explain(error, storage, message.needed)
+            why = str(failure)
             if message.leader:
                 self._forget(message, saving)
-                self._finish(storage, message, Outcome(False, why=why[:2000]), withdraw=True)
+                self._finish(storage, message, Outcome(False, why=why[:2000], record=record_of(failure)), withdraw=True)
             else:
-                self._spawn(self._tell_failure, storage, message, saving, why)
-            raise TrainingError(why) from None
+                self._spawn(self._tell_failure, storage, message, saving, failure)
+            raise failure from None
         self._forget(message, saving)
         if message.leader:
             self._spawn(self._commit, storage, message)
@@ -165,14 +167,20 @@ class Writer:
     def _spawn(self, function: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=function, args=args, daemon=True).start()
 
-    def _tell_failure(self, storage: Storage, message: Staged, saving: Saving, why: str) -> None:
+    def _tell_failure(self, storage: Storage, message: Staged, saving: Saving, failure: TrainingError) -> None:
         """Tell the first process's service that this part will not come, as soon as the disk has room for the word."""
         pause = _POLL
         with self._work():
             while True:
                 try:
                     pending_saves.add_failure(
-                        storage, message.step, message.generation, message.rank, why, ended=saving.ended
+                        storage,
+                        message.step,
+                        message.generation,
+                        message.rank,
+                        str(failure),
+                        ended=saving.ended,
+                        fault=record_of(failure),
                     )
                     break
                 except OSError:
@@ -195,7 +203,9 @@ class Writer:
                         return self._committed(storage, message, *found)
                 except Exception as error:  # whoever waits for the outcome must be told one
                     why = self._explain_failure(error, storage, message)
-                    return self._finish(storage, message, Outcome(False, why=why[:2000]), withdraw=True)
+                    fault = explain(error, storage, message.needed) if isinstance(error, OSError) else error
+                    result = Outcome(False, why=why[:2000], record=record_of(fault))
+                    return self._finish(storage, message, result, withdraw=True)
                 if self._is_overtaken(generation):
                     result = Outcome(False, why="a later save was committed first")
                     return self._finish(storage, message, result, withdraw=True)

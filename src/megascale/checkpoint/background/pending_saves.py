@@ -20,6 +20,7 @@ from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.step_folders import Commit
 from megascale.checkpoint.format.write_plan import data_file
 from megascale.checkpoint.storage.base import UNFINISHED, Storage
+from megascale.core.exit_record import NO_RECORD, ExitKind, ExitRecord, attach_record
 
 # Stands for the generation in a plan's torch metadata; a generation has the same length.
 BLANK = "00000000-00000000"
@@ -68,13 +69,22 @@ def add_part(storage: Storage, step: int, generation: str, written: dict[int, Wr
     storage.write(f"{folders.step_name(step)}/{generation}-part-{min(written):05d}.json", _sealed(record))
 
 
-def add_failure(storage: Storage, step: int, generation: str, rank: int, why: str, ended: Iterable[int] = ()) -> None:
+def add_failure(
+    storage: Storage,
+    step: int,
+    generation: str,
+    rank: int,
+    why: str,
+    ended: Iterable[int] = (),
+    fault: ExitRecord = NO_RECORD,
+) -> None:
     """Say that a process's file could not be written, so that nobody waits for it.
 
     Args:
         ended: processes of its host that write nothing more of this save.
+        fault: the fault as a code.
     """
-    record = {"why": why, "ended": sorted({rank, *ended})}
+    record = {"why": why, "ended": sorted({rank, *ended}), "kind": fault.kind, "subject": fault.subject}
     storage.write(f"{folders.step_name(step)}/{generation}-failed-{rank:05d}.json", _sealed(record))
 
 
@@ -114,7 +124,9 @@ def try_commit(storage: Storage, step: int, generation: str) -> tuple[Commit, in
     for name in names:
         if "-failed-" in name:
             record = _opened(bytes(storage.read(f"{place}/{name}")))
-            raise Failed(record["why"] if record else "a process failed to write its part")
+            failed = Failed(record["why"] if record else "a process failed to write its part")
+            fault = record or {}
+            raise attach_record(failed, ExitKind(fault.get("kind", "")), subject=str(fault.get("subject", "")))
     if f"{generation}-begin.json" not in names:
         return None
     start = _opened(bytes(storage.read(f"{place}/{generation}-begin.json")))

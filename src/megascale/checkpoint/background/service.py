@@ -47,6 +47,7 @@ from megascale.checkpoint.background.service_protocol import (
 )
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.staged_file import Progress, Slot, frame, make_slots
+from megascale.core.exit_record import record_of
 from megascale.errors import TrainingError
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, Done, ErrorReply
@@ -99,7 +100,7 @@ class CheckpointService:
                 raise
             except (OSError, Failed, TrainingError, ValueError, KeyError, IndexError) as error:
                 log.exception("%s failed", message.do)
-                sock.send(ErrorReply(str(error)[:2000], type(error).__name__))
+                sock.send(ErrorReply(str(error)[:2000], type(error).__name__, record_of(error)))
 
     def on_register(self, sock: Conversation, message: Register) -> None:
         """Who this is, and the port where it takes replicas."""

@@ -14,6 +14,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import FORM
 from megascale.services.host_service import Place
@@ -170,6 +171,7 @@ class Outcome(Message, frozen=True):
     committed: bool
     bytes: Count = 0
     why: Text = ""
+    record: ExitRecord = NO_RECORD
 
 
 class HeldSnapshot(Part, frozen=True):

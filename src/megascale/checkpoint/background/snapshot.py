@@ -46,7 +46,7 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import agree, cut
 from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
-from megascale.core.exit_record import ExitKind, attach_record
+from megascale.core.exit_record import ExitKind, attach_record, record_of
 from megascale.errors import FitError, MegascaleError, TrainingError
 from megascale.services.conversation import Conversation
 
@@ -380,6 +380,7 @@ class Snapshots:
                 copy.outcome.replica = sock.answer().replica
             except Exception as error:  # the update of the next step waits for this copy
                 copy.outcome.why = str(error) or repr(error)
+                copy.outcome.record = record_of(error)
                 known = isinstance(error, OSError | TrainingError)
                 if not known:
                     log.exception("the copy of step %d failed", copy.outcome.step)
@@ -406,6 +407,7 @@ class Snapshots:
                 copy.outcome.committed = answer.committed
                 copy.outcome.bytes = answer.bytes or copy.outcome.bytes
                 copy.outcome.why = answer.why
+                copy.outcome.record = answer.record
             except Exception as error:
                 copy.outcome.why = copy.outcome.why or str(error) or repr(error)
             self._report(copy)

@@ -23,6 +23,7 @@ from megascale.checkpoint.format.mapping import fill_pages
 from megascale.checkpoint.format.write_plan import RankPart, data_file, make_offer
 from megascale.checkpoint.saver import Slice, dtype_name
 from megascale.checkpoint.storage.base import PAGE
+from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.conversation import Conversation
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class SaveOutcome:
         committed: it stands in storage, whole. Only the first process learns of it; on others, and for copies that
             stay in memory, it is False with an empty `why`.
         why: what went wrong, "" if nothing did.
+        record: the fault as a code.
         bytes: size of the checkpoint.
         stall: seconds that training stood still for it on this process, copy included.
         seconds: from the start of the copy to the end of the service's work (to the commit where that is known).
@@ -52,6 +54,7 @@ class SaveOutcome:
     stall: float = 0.0
     seconds: float = 0.0
     replica: str | None = None
+    record: ExitRecord = NO_RECORD
 
 
 @dataclass
