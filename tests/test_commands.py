@@ -15,7 +15,7 @@ import click
 import pytest
 import typer
 
-from megascale.config.reference import find
+from megascale.config.reference import find_settings
 from tests.forked import Forked
 
 ROOT = Path(__file__).parents[1]
@@ -112,7 +112,7 @@ def parse(command: str) -> None:
         context = at.make_context("megascale", words, parent=context, resilient_parsing=True)
         _, at, words = at.resolve_command(context, words)
     for key in filter(None, (SETTING.match(word) for word in words)):
-        assert [setting.key for setting in find(key[1])] == [key[1]], command
+        assert [setting.key for setting in find_settings(key[1])] == [key[1]], command
     if words or not hasattr(at, "resolve_command"):
         at.make_context(command, words)
 

@@ -18,13 +18,13 @@ from megascale.errors import TrainingError
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", sorted(torch_private.NAMES))
+@pytest.mark.parametrize("name", sorted(torch_private.PRIVATE_NAMES))
 def test_every_name_is_there(name: str) -> None:
     if name in torch_private.CUDA_ONLY and torch.version.cuda is None:
-        with pytest.raises(TrainingError, match=rf"{torch_private.NAMES[name][1]}.*tested with torch >= 2\.11"):
+        with pytest.raises(TrainingError, match=rf"{torch_private.PRIVATE_NAMES[name][1]}.*tested with torch >= 2\.11"):
             getattr(torch_private, name)
         return
-    assert getattr(torch_private, name) is torch_private.lookup(*torch_private.NAMES[name])
+    assert getattr(torch_private, name) is torch_private.lookup(*torch_private.PRIVATE_NAMES[name])
     assert isinstance(torch_private.flight_records(), str)
 
 
@@ -41,7 +41,7 @@ def test_a_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_scaled_mm")
     with pytest.raises(TrainingError) as caught:
         _ = torch_private.scaled_mm
-    for word in (torch.__version__, "torch._scaled_mm", *torch_private.TESTED):
+    for word in (torch.__version__, "torch._scaled_mm", *torch_private.TESTED_RELEASES):
         assert word in str(caught.value)
     with pytest.raises(AttributeError, match="no attribute 'scaled'"):
         _ = torch_private.scaled
@@ -84,7 +84,7 @@ def test_gloo_groups_share_one_event_loop(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_range_is_the_one_that_is_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    oldest, below = torch_private.TESTED
+    oldest, below = torch_private.TESTED_RELEASES
     assert f"torch>={oldest},<{below}" in project["dependencies"]
     assert f"OLDEST := torch=={oldest}." in (ROOT / "Makefile").read_text()
 

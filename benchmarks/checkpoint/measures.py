@@ -89,7 +89,7 @@ def saving(folder: Path, gigabytes: float, repeats: int) -> Figures:
     run = folder / "run"
     checkpointer = Checkpointer(CheckpointConfig(background=True, keep=1, linger=600), run, shards)
     checkpointer.save(1, {"step": 1}, wait=True)  # allocates; not counted
-    checkpointer.finish(over=False)
+    checkpointer.finish(run_ended=False)
     rates: dict[str, list[float]] = {"disk": [], "front": [], "back": []}
     stalls: list[float] = []
     removals: list[float] = []
@@ -110,9 +110,9 @@ def saving(folder: Path, gigabytes: float, repeats: int) -> Figures:
             else:
                 checkpointer.save(step, {"step": step}, wait=True)
                 checkpointer.before_update()
-                (outcome,) = checkpointer.finish(over=False)
+                (outcome,) = checkpointer.finish(run_ended=False)
                 if not outcome.committed:
-                    raise RuntimeError(f"a save failed: {outcome.why}")
+                    raise RuntimeError(f"a save failed: {outcome.reason}")
                 rates["back"].append(size / outcome.seconds)
                 stalls.append(outcome.stall)
     checkpointer.save(repeats + 2, {}, wait=True)
@@ -160,7 +160,7 @@ def _load_child(rank: int, size: int, folder: Path, gigabytes: float, results: A
     load(folder / "front", shards, report=report)
     seconds = time.perf_counter() - begun
     # What gloo reads from sockets is not counted by rchar; the rest of the difference is files.
-    results.put((rank, report.read, _read_by_process() - before, seconds))
+    results.put((rank, report.read_bytes, _read_by_process() - before, seconds))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -211,7 +211,7 @@ def memory_against_storage(folder: Path, gigabytes: float, repeats: int) -> Figu
     config = CheckpointConfig(background=True, keep=1, linger=10)
     checkpointer = Checkpointer(config, run, shards)
     checkpointer.save(1, {"step": 1}, wait=True)
-    checkpointer.finish(over=False)
+    checkpointer.finish(run_ended=False)
     memory, storage = [], []
     for _ in range(repeats):
         begun = time.perf_counter()
@@ -278,12 +278,12 @@ def _plan_child(path: Path, count: int, results: Any) -> None:
     begun = time.perf_counter()
     plan = make_plan(held)
     planned = time.perf_counter()
-    blank = plan.index.committed(BLANK, plan.index.columns["crc"])
+    blank = plan.index.with_generation(BLANK, plan.index.columns["crc"])
     metadata = torch_metadata(blank)
     template = time.perf_counter()
     # What each save adds once the plan is there: new checksums, new names.
     crcs = np.arange(len(plan.index), dtype=np.uint32)
-    index = plan.index.committed("00000007-0123abcd", crcs).to_bytes()
+    index = plan.index.with_generation("00000007-0123abcd", crcs).to_bytes()
     metadata = metadata.replace(BLANK.encode(), b"00000007-0123abcd")
     again = time.perf_counter()
     results.put(
@@ -389,5 +389,5 @@ def _boxes(cuts: list[Any], rank: int, ranks: int) -> Iterator[Any]:
                 if a < b:
                     for box, _, _ in flat_boxes(piece.box, a, b):
                         yield f"model.{piece.name}", piece.shape, "float32", box
-                        for kept in OPTIMIZERS["adamw"].state(piece.name, piece.shape):
+                        for kept in OPTIMIZERS["adamw"].state_names(piece.name, piece.shape):
                             yield f"optimizer.{kept}.{piece.name}", piece.shape, "float32", box

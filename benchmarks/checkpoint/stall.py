@@ -116,7 +116,7 @@ def _measure(
         if number >= _WARM:
             (under if saving else plain).append(seconds)
     outcomes = sorted(checkpointer.finish(), key=lambda o: o.step)[1:]
-    failed = [o.why for o in outcomes if o.why]
+    failed = [o.reason for o in outcomes if o.reason]
     if failed:
         raise RuntimeError(failed[0])
     dist.destroy_process_group()

@@ -242,9 +242,9 @@ class _Ranks:
                 usage.drop(path)
         place = None
         if side == "host":
-            self._loader = host_loader.start(config, world=ranks, first_rank=0, ranks=ranks)
+            self._loader = host_loader.start_loader(config, world=ranks, first_rank=0, ranks=ranks)
             assert self._loader is not None
-            host_loader.connect(self._loader.folder).close()  # it is up, and reads nothing before readers come
+            host_loader.connect_loader(self._loader.folder).close()  # it is up, and reads nothing before readers come
             place = str(self._loader.folder)
         text = config.model_dump(mode="json", exclude_none=True)
         self._ends, self._processes = [], []

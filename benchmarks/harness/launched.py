@@ -189,9 +189,9 @@ class Launched:
 
 def weights(run: Path) -> dict[str, Any]:
     """The model as the newest checkpoint of a run has it."""
-    from megascale.train.restore import restore
+    from megascale.train.restore import restore_engine
 
-    engine, _ = restore(run, device="cpu")
+    engine, _ = restore_engine(run, device="cpu")
     return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
 
 

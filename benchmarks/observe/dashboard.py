@@ -60,7 +60,7 @@ def dashboard(
 
       python -m benchmarks dashboard --parts page --folder runs/big
     """
-    from megascale.errors import ConfigError, remedy
+    from megascale.errors import ConfigError, describe_install
 
     wanted = parts.split(",")
     if wrong := [part for part in wanted if part not in PARTS]:
@@ -71,7 +71,9 @@ def dashboard(
     try:
         import playwright  # noqa: F401
     except ImportError:
-        raise ConfigError(f"this bench drives a browser with the package playwright; {remedy('test')}") from None
+        raise ConfigError(
+            f"this bench drives a browser with the package playwright; {describe_install('test')}"
+        ) from None
     record: dict[str, Any] = {"date": date.today().isoformat(), "figures": {}}
     with temporary_folder() as temporary:
         if "page" in wanted:

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.observe.replayed_job import Extra, replayed
 from benchmarks.observe.replayed_runs import keep
 from benchmarks.observe.synthetic_spans import Job
-from megascale.observe.analysis.decline import Decline, decline, windows
+from megascale.observe.analysis.decline import Decline, choose_windows, decline
 from megascale.observe.analysis.rank_parts import rank_parts
 from megascale.observe.store.frames import COUNTER
 from megascale.observe.store.tables import SpanTables
@@ -75,7 +75,7 @@ def gpu_counters(world: int, throttled: list[int], steps: int) -> Callable[[int,
 def look(folder: Path) -> Decline:
     """What is found in a run."""
     with SpanTables(folder, threads=2) as tables:
-        first, second, series = windows(tables, 1)
+        first, second, series = choose_windows(tables, 1)
         return decline(lambda low, high: rank_parts(tables, 1, low, high), first, second, tables, series)
 
 
@@ -93,7 +93,7 @@ def measure(folder: Path, runs: int, seed: int) -> dict[str, Any]:
             record["runs"].append(
                 {
                     "cause": cause,
-                    "named": [one.name for one in found.named],
+                    "named": [one.name for one in found.main_causes],
                     "growth": found.growth,
                     "shares": {one.name: one.share for one in found.causes},
                 }

@@ -51,7 +51,7 @@ def measure(steps: int = 40) -> dict[str, Any]:
         began = time.perf_counter()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         timers.step_begins(step)
-        timers.begin(SpanKind.FORWARD, 0, 0)
+        timers.begin_action(SpanKind.FORWARD, 0, 0)
         marks[0].record()
         for _ in range(_GEMMS):
             torch.mm(a, b, out=out)
@@ -61,9 +61,9 @@ def measure(steps: int = 40) -> dict[str, Any]:
         since = timers.mark()
         marks[1].record()
         main.wait_stream(side)
-        timers.waited(since, SpanKind.WAIT, SpanAxis.TENSOR)
+        timers.record_wait(since, SpanKind.WAIT, SpanAxis.TENSOR)
         marks[2].record()
-        timers.end()
+        timers.end_action()
         marks[3].record()
         timers.step_ended()
         queued.append(time.perf_counter() - began)

@@ -48,7 +48,7 @@ def _write(job: dict[str, int], rings: list[str], full_steps: int, rollup_steps:
         for rank, step, records in made(shape, steps, kind == SPANS):
             ring = ends[rank % len(ends)]
             ring.rank = rank
-            while ring.room() - (_RING_BYTES // 4) < records.nbytes + HEAD_BYTES:
+            while ring.free_bytes() - (_RING_BYTES // 4) < records.nbytes + HEAD_BYTES:
                 time.sleep(0.0005)
             ring.write(kind, step, records, 1000)
         told.send((kind, time.process_time() - began))
@@ -77,7 +77,7 @@ def measure(folder: Path, full_steps: int, rollup_steps: int, job: Job) -> dict[
     cpu = 0.0
     phases = {SPANS: "spans", ROLLUPS: "rollups"}
     while True:
-        taken = sum(ingest.take(ring) for ring in rings)
+        taken = sum(ingest.take_frames(ring) for ring in rings)
         if taken and began is None:
             began, cpu = time.perf_counter(), time.process_time()
         ingest.tick()
@@ -86,7 +86,7 @@ def measure(folder: Path, full_steps: int, rollup_steps: int, job: Job) -> dict[
             if said is None:
                 break
             kind, maker_cpu = said
-            while sum(ingest.take(ring) for ring in rings):
+            while sum(ingest.take_frames(ring) for ring in rings):
                 ingest.tick()
             ingest.tick(end=True)
             name = phases[kind]

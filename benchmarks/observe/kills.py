@@ -31,7 +31,7 @@ def _serve(ring: str, out: str, told: Any) -> None:
     )
     told.send(None)
     while True:
-        ingest.take(end)
+        ingest.take_frames(end)
         ingest.flush()
         ingest.tick()
         time.sleep(0.002)
@@ -73,7 +73,7 @@ def measure(folder: Path, kills: int, seed: int) -> dict[str, Any]:
         in_files = len(list(out.glob("*.parquet")))
         _check(folder, acknowledged, steps, f"kill {number} (seed {seed})")
     ingest = Ingest(out, job="kills", host=0, hostname="here", sink=ParquetWriter, clock_ns=0)
-    ingest.take(ring)
+    ingest.take_frames(ring)
     ingest.close()
     _check(folder, steps, steps, f"the end (seed {seed})")
     return {

@@ -51,7 +51,7 @@ def keep(
             ring.write(COUNTERS, step, found.astype(COUNTER), 0)
         most = most or 2 * (records[0].nbytes + 4096)
         for rank in range(job.world):
-            if ring.room() < most:
+            if ring.free_bytes() < most:
                 _take(ingest, ring)
             ring.rank = rank
             ring.write(ROLLUPS, step, records[rank], 1000)
@@ -66,7 +66,7 @@ def keep(
 
 
 def _take(ingest: Ingest, ring: SpanRing) -> None:
-    ingest.take(ring)
+    ingest.take_frames(ring)
     ingest.tick()
     if ingest.failures:
         raise OSError(ingest.error)

@@ -20,9 +20,9 @@ from benchmarks.observe.synthetic_spans import Job
 from megascale.core import strict_json
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.errors import ConfigError
-from megascale.observe.analysis.rank_parts import RankParts, rank_parts, window
-from megascale.observe.analysis.slow_ranks import judge
-from megascale.observe.analysis.stragglers import Stragglers, stragglers
+from megascale.observe.analysis.rank_parts import RankParts, choose_window, rank_parts
+from megascale.observe.analysis.slow_ranks import judge_ranks
+from megascale.observe.analysis.stragglers import Stragglers, find_stragglers
 from megascale.observe.store.tables import SpanTables
 from megascale.resilience.faults.inject import Options, inject
 
@@ -36,7 +36,7 @@ _SLOWER = (0.0, 0.05, 0.10)
 def look(folder: Path) -> Stragglers:
     """What is found in a run's last STEPS steps."""
     with SpanTables(folder, threads=2) as tables:
-        return stragglers(read(tables), tables)
+        return find_stragglers(read(tables), tables)
 
 
 def read(tables: SpanTables) -> RankParts:
@@ -91,14 +91,16 @@ def _cases(world: int, runs: int, seed: int) -> list[tuple[str, int, list[int]]]
 
 def _told(found: Stragglers) -> dict[str, Any]:
     return {
-        "gpus": [one.found.rank for one in found.ranks if one.found.state != "passing" and one.cause == "GPU"],
-        "others": [one.found.rank for one in found.ranks if one.found.state != "passing" and one.cause != "GPU"],
-        "passing": sum(one.found.state == "passing" for one in found.ranks),
+        "gpus": [one.slow_rank.rank for one in found.ranks if one.slow_rank.state != "passing" and one.cause == "GPU"],
+        "others": [
+            one.slow_rank.rank for one in found.ranks if one.slow_rank.state != "passing" and one.cause != "GPU"
+        ],
+        "passing": sum(one.slow_rank.state == "passing" for one in found.ranks),
         "links": [list(one.ranks) for one in found.links],
-        "slower": [one.found.excess for one in found.ranks if one.found.state == "persistent"],
-        "confidence": [one.found.confidence for one in found.ranks if one.found.state == "persistent"],
-        "spread": found.judged.spread,
-        "limit": found.judged.limit,
+        "slower": [one.slow_rank.excess for one in found.ranks if one.slow_rank.state == "persistent"],
+        "confidence": [one.slow_rank.confidence for one in found.ranks if one.slow_rank.state == "persistent"],
+        "spread": found.judgement.spread,
+        "limit": found.judgement.limit,
     }
 
 
@@ -162,7 +164,9 @@ def error_rates(seed: int, looks: dict[int, int] | None = None) -> list[dict[str
                         busy[0] *= 1 + random.uniform(-differ, differ)
                     busy[0] *= 1 + slower
                     named = {
-                        one.rank for one in judge(busy, np.zeros(world, np.int64), steps).slow if one.state != "passing"
+                        one.rank
+                        for one in judge_ranks(busy, np.zeros(world, np.int64), steps).slow
+                        if one.state != "passing"
                     }
                     hits += bool(named) if not slower else 0 in named
                 rates.append(hits / count)
@@ -252,9 +256,11 @@ def local(
     for name, found in (("clean", clean), ("slow", slow)):
         by[name] = _told(found) | {
             "steps": len(found.parts.steps),
-            "states": [(one.found.rank, one.found.state, one.cause, one.found.excess) for one in found.ranks],
-            "all": found.judged.excess.tolist(),
-            "limit": found.judged.limit,
+            "states": [
+                (one.slow_rank.rank, one.slow_rank.state, one.cause, one.slow_rank.excess) for one in found.ranks
+            ],
+            "all": found.judgement.excess.tolist(),
+            "limit": found.judgement.limit,
             "step_seconds": float(np.nanmedian(found.parts.seconds)),
         }
     about = {"device": device, "layout": axes, "ranks": ranks(axes), "seconds": seconds, "slower": slower}
@@ -285,8 +291,8 @@ def _train(folder: Path, device: str, seconds: float, added: float, axes: dict[s
             process.send_signal(signal.SIGINT)
             process.wait(120)
     with SpanTables(run) as tables:
-        attempt, first, last = window(tables)
-        found = stragglers(rank_parts(tables, attempt, first, last), tables)
+        attempt, first, last = choose_window(tables)
+        found = find_stragglers(rank_parts(tables, attempt, first, last), tables)
     return found
 
 

@@ -142,13 +142,13 @@ def _ordered(grid: Grid) -> Callable[[Store, int], list[float]]:
     from megascale.rendezvous.agree import agree
     from megascale.rendezvous.group_plan import plan_groups
 
-    mine: list[list[GroupSpec]] = [[] for _ in range(grid.world)]
+    mine: list[list[GroupSpec]] = [[] for _ in range(grid.world_size)]
     for spec in plan_groups(grid, VIRTUAL, tied=True):
         for rank in spec.ranks:
             mine[rank].append(spec)
 
     def part(store: Store, rank: int) -> list[float]:
-        agree(store, rank, grid.world, {"bench": "init"}, 600.0)
+        agree(store, rank, grid.world_size, {"bench": "init"}, 600.0)
         met = time.monotonic()
         for spec in mine[rank]:
             exchange(store, spec, rank)
@@ -168,10 +168,10 @@ def _barriers(grid: Grid, names: list[str]) -> Callable[[Store, int], list[float
     limit = timedelta(seconds=600)
 
     def part(store: Store, rank: int) -> list[float]:
-        store_based_barrier(rank, store, GroupName("world"), grid.world, limit)
+        store_based_barrier(rank, store, GroupName("world"), grid.world_size, limit)
         met = time.monotonic()
         for name in names:
-            store_based_barrier(rank, store, GroupName(name), grid.world, limit)
+            store_based_barrier(rank, store, GroupName(name), grid.world_size, limit)
         return [met, time.monotonic()]
 
     return part

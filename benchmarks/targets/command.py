@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 
 from benchmarks.targets.cases import TargetCase, load
-from megascale.core.gpu_names import gpu_names
+from megascale.core.gpu_names import visible_gpu_names
 
 
 def register(app: typer.Typer) -> None:
@@ -141,7 +141,7 @@ def _devices(wanted: int | None, cases: Sequence[TargetCase]) -> list[str]:
         there = api.visible_gpus()
     if wanted is not None and wanted > there:
         raise ConfigError(f"--gpus={wanted}: this process sees {there}; leave it out to use all")
-    return gpu_names(there if wanted is None else wanted)
+    return visible_gpu_names(there if wanted is None else wanted)
 
 
 def _gpu_gib(gpus: int) -> float:

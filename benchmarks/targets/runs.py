@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.targets.cases import TargetCase
 from megascale.bench.training_runs import LAST_LINES
 from megascale.core import strict_json
-from megascale.core.terminal import end_signals
+from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
 
 GRACE_PERIOD = 10.0  # seconds that a run which is told to end has for it
@@ -252,13 +252,13 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
     A second interruption changes nothing meanwhile: `timeout` sends each twice.
     """
-    from megascale.train.launcher import end
+    from megascale.train.launcher import end_processes
 
     if not processes:
         return
-    old = {number: signal.signal(number, signal.SIG_IGN) for number in end_signals()}
+    old = {number: signal.signal(number, signal.SIG_IGN) for number in termination_signals()}
     try:
-        end(processes, GRACE_PERIOD)
+        end_processes(processes, GRACE_PERIOD)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

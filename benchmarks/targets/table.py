@@ -208,7 +208,7 @@ def _about(cases: Sequence[TargetCase], record: Record) -> str:
 def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record) -> list[str]:
     """What the table's words mean, and what of a run has no column."""
     from benchmarks.training.exposed import bounding, table
-    from megascale.bench.gpu_watch import summary
+    from megascale.bench.gpu_watch import summarize_samples
 
     said = []
     conventions = {
@@ -246,7 +246,7 @@ def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record
                     if one["waits"]:
                         waits.setdefault(one["kind"], []).append(f"{1e3 * one['waits']:.1f}")
             elif run.told.get("watched") is not None:
-                said.append(f"{case.name}, repeat {repeat + 1}: {summary(run.told['watched'])}")
+                said.append(f"{case.name}, repeat {repeat + 1}: {summarize_samples(run.told['watched'])}")
         if most:
             said.append(f"{case.name}: pipeline on the stage that computes most: {', '.join(most)}")
         if waits:

@@ -18,7 +18,7 @@ from typing import Any
 import typer
 
 from benchmarks.harness.temporary import temporary_folder
-from megascale.bench.training_runs import machine, plain, train
+from megascale.bench.training_runs import describe_machine, make_timing_config, train
 from megascale.config import Config
 from megascale.core import strict_json
 
@@ -131,7 +131,7 @@ def ablation(
     runs = _before(out, key)
     record: dict[str, Any] = {
         "date": date.today().isoformat(),
-        **machine(config),
+        **describe_machine(config),
         "file": str(file),
         "key": key,
         "processes": processes,
@@ -203,7 +203,7 @@ def _config(config: Config, row: AblationRow, links: str, steps: int, warmup: in
         settings["overlap.tensor"] = "async"  # symmetric memory would go around the slow links
     if settings.get("train.global_batch"):
         steps = max(1, round(steps / TIMES))
-    tree = plain(config, warmup + steps)
+    tree = make_timing_config(config, warmup + steps)
     tree["observe"]["progress"] = False
     for name, value in settings.items():
         section, key = name.split(".")

@@ -133,14 +133,14 @@ def measure(
     from rich.progress import Progress
 
     from megascale.bench.train import gemm_rate
-    from megascale.bench.training_runs import join, machine, random_rows
+    from megascale.bench.training_runs import describe_machine, join_groups, random_rows
     from megascale.core.flops import CONVENTION, device_peak, mfu
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
     from megascale.train.garbage_collection import Garbage
 
-    place, groups = join(config)
+    place, groups = join_groups(config)
     cuda = place.device.type == "cuda"
     engine = Engine(lay_out(config, place.world), groups, place.device)
     model, train = config.model, config.train
@@ -158,7 +158,7 @@ def measure(
         engine.start_gather()
         result = engine.step(lambda i: (rows[:-1], rows[1:]), made, 0.0, more=True)
         recorder.step_ended()
-        garbage.after(made)
+        garbage.collect(made)
         loss, norm = float(result.loss), float(result.grad_norm)  # waits for the update
         return time.perf_counter() - began, time.process_time() - busy, loss, norm
 
@@ -190,7 +190,7 @@ def measure(
         shutdown(groups)
     if place.rank:
         return None
-    about = machine(config)
+    about = describe_machine(config)
     peak = config.observe.peak_tflops or device_peak(about["device"])
     tokens = train.global_batch * model.sequence_length
 
@@ -248,7 +248,7 @@ def _timers(engine: Engine, key: str) -> Callable[[str], object]:
     made: dict[str, Recorder] = {}  # each is used again, as in training: it has its events by then
 
     def set_to(value: str) -> None:
-        ring.taken(len(ring.read()))
+        ring.release(len(ring.read()))
         if value not in made:
             off = key == "observe.timers" and value == "false"
             every = int(value) if key == "observe.spans" else 0

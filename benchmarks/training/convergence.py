@@ -25,7 +25,7 @@ import typer
 
 from benchmarks.training.convergence_report import ConvergenceOutcome, draw, show
 from megascale.core import strict_json
-from megascale.core.gpu_names import gpu_names
+from megascale.core.gpu_names import visible_gpu_names
 
 VARIANTS = ("serial", "parallel", "window", "lamb")
 # AdamW at LAMB's batch: tells what the batch costs from what LAMB does. Plain PyTorch with the same first weights and
@@ -146,7 +146,7 @@ def convergence(
     _refuse_mixed_data(before, [(seed, key) for _, seed, _, key in work])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "base.toml").touch()
-    devices = gpu_names(api.visible_gpus()) or [""]
+    devices = visible_gpu_names(api.visible_gpus()) or [""]
     record: dict[str, Any] = {
         "date": date.today().isoformat(),
         "device": ", ".join(sorted({o.device or _device() for o in before} | ({_device()} if work else set()))),

@@ -123,7 +123,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     import torch
     import torch.distributed as dist
 
-    from megascale.bench.training_runs import machine, random_rows
+    from megascale.bench.training_runs import describe_machine, random_rows
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.rendezvous.start_job import initialise
@@ -143,7 +143,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
         began = time.perf_counter()
         engine.start_gather()
         result = engine.step(lambda i: (rows[:-1], rows[1:]), number, 1e-4, more=True)
-        garbage.after(number)  # as in training
+        garbage.collect(number)  # as in training
         float(result.loss)  # waits for the update, not for what goes on under the next step
         seconds.append(time.perf_counter() - began)
 
@@ -173,7 +173,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     traces = [between_norms(trace, calls_) for trace, calls_ in zip(with_waits(both), others, strict=True)]
     return {
         "date": date.today().isoformat(),
-        **machine(config),
+        **describe_machine(config),
         "preset": model.preset,
         "layers": model.layers,
         "processes": place.world,

@@ -132,7 +132,7 @@ def measure(
 
         def at(precision: str, linear: str, masters: list[torch.Tensor] = masters) -> tuple[float, dict[str, Any]]:
             engine = _engine(config, precision, linear, 2 * config.train.micro_batch)
-            with engine.loading():
+            with engine.loading_weights():
                 for state, master in zip(engine.optimizer.states, masters, strict=True):
                     state.master.copy_(master)
             return _gradient(engine, read(engine, APART))

@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from benchmarks.harness.temporary import temporary_folder
-from megascale.bench.training_runs import machine, plain, train
+from megascale.bench.training_runs import describe_machine, make_timing_config, train
 from megascale.config import Config
 from megascale.core import strict_json
 
@@ -114,7 +114,7 @@ def _parse(text: str) -> dict[str, Any]:
 def _prepared(config: Config, steps: int, precision: str | None, parallel: dict[str, Any] | None) -> Config:
     from megascale.config import from_tree
 
-    tree = plain(config, steps)
+    tree = make_timing_config(config, steps)
     if parallel is not None:
         tree["parallel"] = {"gpus_per_host": config.parallel.gpus_per_host, **parallel}
     if precision is not None:
@@ -153,7 +153,7 @@ def _train(config: Config, processes: int, folder: Path) -> LayoutRun:
 def _record(file: Path, config: Config, runs: list[LayoutRun]) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **machine(config),
+        **describe_machine(config),
         "file": str(file),
         "precision": config.train.precision,
         "steps": config.train.steps,

@@ -86,7 +86,7 @@ def overlap(
     if not launcher.started_by_launcher():
         world = launcher.processes_wanted(config, api.visible_gpus())
         lay_out(config, world)
-        raise typer.Exit(launcher.launch(sys.argv[1:], world, config, model=False, program="benchmarks"))
+        raise typer.Exit(launcher.launch(sys.argv[1:], world, config, holds_model=False, program="benchmarks"))
     record = measure(config, repeats)
     if record is not None:
         show(record)
@@ -123,7 +123,7 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
 
     import torch
 
-    from megascale.bench.training_runs import machine
+    from megascale.bench.training_runs import describe_machine
     from megascale.parallel import symmetric
     from megascale.parallel.collectives import ALONE, Axis
     from megascale.rendezvous.groups import shutdown
@@ -137,7 +137,7 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
     dtype, model = DTYPES[config.train.precision], config.model
     rows = model.sequence_length * config.train.micro_batch
     part = rows // axis.size * model.hidden * torch.empty(0, dtype=dtype).element_size()
-    found_exchange = symmetric.prepare(axis, part, place.device)
+    found_exchange = symmetric.make_exchange(axis, part, place.device)
     why_not = found_exchange if isinstance(found_exchange, str) else None
     ways = {"alone": ALONE} | {way: replace(axis, overlap=way) for way in WAYS if way != "fused"}
     if not isinstance(found_exchange, str):
@@ -170,7 +170,7 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
         return None
     return {
         "date": date.today().isoformat(),
-        **machine(config),
+        **describe_machine(config),
         "preset": model.preset,
         "tensor": axis.size,
         "micro_batch": config.train.micro_batch,

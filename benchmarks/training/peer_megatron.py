@@ -239,7 +239,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
             forward_only=False,
         )
         optimizer.step()
-        garbage.after(1)  # its --manual-gc
+        garbage.collect(1)  # its --manual-gc
         return torch.stack([one["loss"] for one in told]).mean() if told else None
 
     return Timed(

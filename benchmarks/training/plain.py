@@ -24,7 +24,7 @@ from megascale.data.dataset.samples import IGNORE, HeldOut, SampleSource
 from megascale.errors import ConfigError, MegascaleError
 from megascale.ops.attention_backends import causal_mask
 from megascale.optim.learning_rate import learning_rate
-from megascale.parallel.parameters import draw
+from megascale.parallel.parameters import draw_initial_values
 
 # What is written out below; other values have no plain model here.
 KNOWN: dict[str, tuple[Any, ...]] = {
@@ -114,7 +114,7 @@ def initialise(plain: PlainGPT, seed: int) -> None:
             continue
         into_stream = name.endswith(("attention.output.weight", "mlp.out.weight"))
         std = model.init_std / (2 * model.layers) ** 0.5 if into_stream else model.init_std
-        p.copy_(draw(seed, name, tuple(p.shape), std, p.device))
+        p.copy_(draw_initial_values(seed, name, tuple(p.shape), std, p.device))
 
 
 def check(config: Config) -> None:
@@ -150,12 +150,12 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
 
     def evaluate(samples: int | None) -> float:
         assert held_out is not None
-        chosen, total = held_out.spread(samples), torch.zeros((), dtype=torch.float64, device=device)
+        chosen, total = held_out.spread_windows(samples), torch.zeros((), dtype=torch.float64, device=device)
         for start in range(0, len(chosen), size):
-            rows = held_out.rows(chosen[start : start + size], size)
+            rows = held_out.read_windows(chosen[start : start + size], size)
             with torch.no_grad(), autocast:
                 total += run(*(torch.from_numpy(x).to(device) for x in rows))
-        return float(total) / held_out.targets(chosen)
+        return float(total) / held_out.count_targets(chosen)
 
     for step in range(1, config.train.steps + 1):
         began, loss = time.perf_counter(), torch.zeros((), device=device)

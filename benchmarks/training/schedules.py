@@ -40,7 +40,7 @@ def schedules(
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.core.checker import check
+    from megascale.core.checker import check_schedule
     from megascale.core.replay import Graph, replay
     from megascale.core.schedule import ideal_bubble, pipeline_schedule
 
@@ -68,7 +68,7 @@ def schedules(
                 "bubble": float(replay(graph, equal).bubble),
                 "bubble_ideal": ideal_bubble(p, v, m),
                 "make_s": best(lambda: pipeline_schedule(p, v, m)),  # noqa: B023 - called at once
-                "check_s": best(lambda: check(schedule)),  # noqa: B023
+                "check_s": best(lambda: check_schedule(schedule)),  # noqa: B023
                 "compile_s": best(lambda: Graph.of(schedule)),  # noqa: B023
                 "replay_s": best(lambda: replay(graph, durations)),  # noqa: B023
             }

@@ -120,7 +120,7 @@ def train(config: Config) -> TrainResult:
         place = find_rank_info(config)
         config = with_precision(config, has_bfloat16(place.device))
         lay_out(config, place.world)
-        check_place(config, place, keeps=True)
+        check_place(config, place, saves_checkpoints=True)
     except MegascaleError as error:
         tell_refusal(config, str(error), error)
         raise
@@ -144,7 +144,7 @@ def evaluate(
     from megascale.data.dataset import integrity, tokenizer_agreement
     from megascale.train.device_choice import choose_device
     from megascale.train.evaluation import evaluate_file
-    from megascale.train.restore import restore
+    from megascale.train.restore import restore_engine
     from megascale.train.run_folder import run_config
 
     choose_device(device)  # what is not there is refused before any work
@@ -153,11 +153,11 @@ def evaluate(
     if prefix is None:
         raise ConfigError("the run has no data.valid; name a token file, such as --file datasets/stdlib/valid")
     # Before the model, which may take a while to read.
-    own = tokenizer_agreement.remembered(Path(run)) or tokenizer_agreement.check_run(Path(run), config)
+    own = tokenizer_agreement.read_identity(Path(run)) or tokenizer_agreement.check_run(Path(run), config)
     tokenizer_agreement.check_tokens(named, prefix, own, config.model.vocab_size)
     integrity.check_sample(named, prefix)
-    engine, config = restore(Path(run), step=step, device=device, linear_precision=linear_precision)
-    return evaluate_file(engine, config, prefix, stride=stride, named=named)
+    engine, config = restore_engine(Path(run), step=step, device=device, linear_precision=linear_precision)
+    return evaluate_file(engine, config, prefix, stride=stride, option=named)
 
 
 def generate(

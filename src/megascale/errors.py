@@ -46,7 +46,7 @@ def kind_of(error: MegascaleError) -> str:
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
 
 
-def named(kind: str, words: str) -> MegascaleError:
+def make_error(kind: str, words: str) -> MegascaleError:
     """The error of a class by its name, as another process told it; TrainingError where there is no such class."""
     found = globals().get(kind)
     return found(words) if isinstance(found, type) and issubclass(found, MegascaleError) else TrainingError(words)
@@ -74,10 +74,10 @@ def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         return None
-    return ConfigError(f"the package {package} is not installed; {remedy(EXTRAS[package])}")
+    return ConfigError(f"the package {package} is not installed; {describe_install(EXTRAS[package])}")
 
 
-def remedy(extra: str) -> str:
+def describe_install(extra: str) -> str:
     """How to get what an optional part of the package needs."""
     checkout = Path(__file__).parents[2]
     if (checkout / "pyproject.toml").exists():

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from megascale.errors import TrainingError
 
 # At least the first, below the second, as pyproject.toml has it; `make test-oldest` tests the first.
-TESTED = ("2.11", "2.14")
+TESTED_RELEASES = ("2.11", "2.14")
 
 _C10D = "torch.distributed.distributed_c10d"
 # Our name: (module, name within it).
-NAMES: dict[str, tuple[str, str]] = {
+PRIVATE_NAMES: dict[str, tuple[str, str]] = {
     "abort_process_group": (_C10D, "_abort_process_group"),
     "assert_async": ("torch", "_assert_async"),
     "current_device": ("torch._C", "_cuda_getDevice"),
@@ -48,9 +48,9 @@ CUDA_ONLY = frozenset({"current_device", "current_raw_stream"})
 
 def __getattr__(name: str) -> Any:
     """The private name behind one of ours, kept: the next use finds it like any other of this module's."""
-    if name not in NAMES:
+    if name not in PRIVATE_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = lookup(*NAMES[name])
+    found = globals()[name] = lookup(*PRIVATE_NAMES[name])
     return found
 
 
@@ -73,7 +73,7 @@ def lookup(module: str, *names: str) -> Any:
 def _missing(what: str) -> TrainingError:
     return TrainingError(
         f"torch {torch.__version__} has no {what}, which this release of MegaScale uses; it is tested with torch >= "
-        f"{TESTED[0]} and < {TESTED[1]}: install one of those (constraints.txt pins one)"
+        f"{TESTED_RELEASES[0]} and < {TESTED_RELEASES[1]}: install one of those (constraints.txt pins one)"
     )
 
 

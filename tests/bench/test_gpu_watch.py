@@ -49,7 +49,7 @@ def gone(folder: Path) -> bool:
     ],
 )
 def test_lines(line, values):
-    assert gpu_watch.parse(line) == values
+    assert gpu_watch.parse_sample(line) == values
 
 
 def test_samples_are_taken_until_the_end_and_the_child_is_gone(smi):
@@ -59,10 +59,10 @@ def test_samples_are_taken_until_the_end_and_the_child_is_gone(smi):
         assert not gone(folder)
     assert gone(folder)
     assert watched.problem is None
-    found = watched.since(began)
+    found = watched.samples_since(began)
     assert [sample[1:] for sample in found] == [[1755.0, 690.1, 45.0], [1740.0, None, 61.0]]
     assert 0 <= found[0][0] <= found[1][0]
-    assert watched.since(time.perf_counter()) == []
+    assert watched.samples_since(time.perf_counter()) == []
     words = (folder / "words").read_text()
     assert "-i GPU-abc" in words
     assert "clocks.sm,power.draw,temperature.gpu" in words
@@ -89,13 +89,13 @@ def test_a_child_that_ends_early_is_told(smi):
         watched._process.wait()
     assert watched.problem is not None
     assert "Lost the GPU" in watched.problem
-    assert len(watched.since(0.0)) == 1
+    assert len(watched.samples_since(0.0)) == 1
 
 
 def test_without_nvidia_smi_or_a_gpu_it_is_refused(tmp_path, monkeypatch, megascale):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="nvidia-smi"):
-        gpu_watch.check(True)
+        gpu_watch.find_nvidia_smi(True)
     monkeypatch.undo()
     found = megascale("bench", "train", "tiny", "--watch", "--train.global_batch=8", "--train.device=cpu")
     assert found.returncode == 2
@@ -105,8 +105,8 @@ def test_without_nvidia_smi_or_a_gpu_it_is_refused(tmp_path, monkeypatch, megasc
 
 def test_the_summary_compares_the_ends():
     samples = [[0.5 * i, 1755.0 - 15 * (i >= 18), None if i else 690.0, 45.0 + i] for i in range(20)]
-    assert gpu_watch.summary(samples) == "clock 1,755 -> 1,740 MHz, power 690 -> ? W, temperature 46 -> 64 C"
-    assert "no sample" in gpu_watch.summary([])
+    assert gpu_watch.summarize_samples(samples) == "clock 1,755 -> 1,740 MHz, power 690 -> ? W, temperature 46 -> 64 C"
+    assert "no sample" in gpu_watch.summarize_samples([])
 
 
 def test_the_bench_prints_what_was_watched(tmp_path, megascale, capsys):

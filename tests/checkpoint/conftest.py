@@ -78,7 +78,7 @@ def logical_state(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def whole(tensors: dict[str, torch.Tensor]) -> list[TensorShard]:
+def full_shards(tensors: dict[str, torch.Tensor]) -> list[TensorShard]:
     """Each tensor as one shard."""
     return [TensorShard(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in tensors.items()]
 
@@ -90,7 +90,7 @@ def cut(tensors: dict[str, torch.Tensor], how: str, rank: int, size: int) -> lis
         shape = tuple(t.shape)
         dim = {"rows": 0, "columns": t.dim() - 1}.get(how)
         if how == "replicas" or not shape:
-            shards += whole({name: t})
+            shards += full_shards({name: t})
         elif how == "flat":
             start, stop = t.numel() * rank // size, t.numel() * (rank + 1) // size
             for box, _, _ in flat_boxes(Box((0,) * t.dim(), shape), start, stop):

@@ -24,22 +24,22 @@ from megascale.checkpoint.storage.local_disk import LocalStorage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError, TrainingError
-from tests.checkpoint.conftest import assert_same, blank, cut, logical_state, run_group, whole
+from tests.checkpoint.conftest import assert_same, blank, cut, full_shards, logical_state, run_group
 from tests.forked import context
 
 
 def _load(folder: Path, **kwargs: object) -> tuple[dict[str, torch.Tensor], dict]:
     got = blank(logical_state())
-    return got, load(folder, whole(got), **kwargs)
+    return got, load(folder, full_shards(got), **kwargs)
 
 
 def test_keeps_newest_and_goes_by_commit_order(folder: Path) -> None:
     assert latest(folder) is None
     for step in (10, 20, 30):
-        save(folder, step, whole(logical_state(step)), {"step": step}, keep=2)
+        save(folder, step, full_shards(logical_state(step)), {"step": step}, keep=2)
     assert steps(folder) == [20, 30]
     # A run that went back to 20 and saves 25 goes on from 25, whatever lies at 30.
-    save(folder, 25, whole(logical_state(25)), {"step": 25}, keep=2)
+    save(folder, 25, full_shards(logical_state(25)), {"step": 25}, keep=2)
     assert latest(folder) == 25
     assert _load(folder)[1] == {"step": 25}
     got, _ = _load(folder, step=30)
@@ -52,7 +52,7 @@ def test_a_linked_step_is_never_emptied(folder: Path, tmp_path: Path, scheme: st
     """A checkpoint that was moved to another disk, and linked, survives what saving and pruning remove."""
     place = f"{scheme}{folder}"
     for step in (1, 2):
-        save(place, step, whole(logical_state(step)), {"step": step}, keep=2)
+        save(place, step, full_shards(logical_state(step)), {"step": step}, keep=2)
     (folder / "step-2" / "00000001-abcdabcd-00000.distcp").write_bytes(b"of a save that died")
     archived = {}
     for step in (1, 2):
@@ -60,7 +60,7 @@ def test_a_linked_step_is_never_emptied(folder: Path, tmp_path: Path, scheme: st
         (folder / f"step-{step}").symlink_to(tmp_path / f"moved-{step}")
         archived[step] = _contents(tmp_path / f"moved-{step}")
     for step, keep in ((3, 2), (4, 1), (5, 1)):
-        save(place, step, whole(logical_state(step)), {"step": step}, keep=keep)
+        save(place, step, full_shards(logical_state(step)), {"step": step}, keep=keep)
     assert steps(place) == [1, 2, 5]
     assert {step: _contents(tmp_path / f"moved-{step}") for step in (1, 2)} == archived
     assert prune(place, keep=1, remove_links=True) == [1, 2]
@@ -69,11 +69,11 @@ def test_a_linked_step_is_never_emptied(folder: Path, tmp_path: Path, scheme: st
 
 
 def test_a_linked_step_may_be_saved_again(folder: Path, tmp_path: Path) -> None:
-    save(folder, 1, whole(logical_state(1)), {}, keep=2)
+    save(folder, 1, full_shards(logical_state(1)), {}, keep=2)
     (folder / "step-1").rename(tmp_path / "moved")
     (folder / "step-1").symlink_to(tmp_path / "moved")
     earlier = {name for name in _contents(tmp_path / "moved") if name[:8].isdecimal()}
-    save(folder, 1, whole(logical_state(7)), {"step": 1}, keep=1)
+    save(folder, 1, full_shards(logical_state(7)), {"step": 1}, keep=1)
     assert earlier < _contents(tmp_path / "moved").keys()
     got, _ = _load(folder)
     assert_same(got, logical_state(7))
@@ -84,9 +84,9 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_saved_again_replaces(folder: Path) -> None:
-    save(folder, 5, whole(logical_state(1)), {}, keep=1)
+    save(folder, 5, full_shards(logical_state(1)), {}, keep=1)
     files = {p.name for p in (folder / "step-5").iterdir()}
-    save(folder, 5, whole(logical_state(2)), {}, keep=1)
+    save(folder, 5, full_shards(logical_state(2)), {}, keep=1)
     got, _ = _load(folder)
     assert_same(got, logical_state(2))
     assert len(files) == len(list((folder / "step-5").iterdir()))
@@ -94,7 +94,7 @@ def test_saved_again_replaces(folder: Path) -> None:
 
 def test_what_an_earlier_save_left_in_a_kept_step_goes(folder: Path) -> None:
     """Files of saves up to the newest commit that no commit names, also of a save with just its number."""
-    save(folder, 5, whole(logical_state(1)), {}, keep=1)
+    save(folder, 5, full_shards(logical_state(1)), {}, keep=1)
     [commit] = survey(open_storage(folder))[0]
     names = {p.name for p in (folder / "step-5").iterdir()}
     leftover, begun = (f"{number:08d}-abcdef01-00000.distcp" for number in (commit.sequence, commit.sequence + 1))
@@ -106,7 +106,7 @@ def test_what_an_earlier_save_left_in_a_kept_step_goes(folder: Path) -> None:
 
 
 def test_damage_is_described_by_what_reads_the_file(folder: Path) -> None:
-    place = save(folder, 1, whole(logical_state()), {}, keep=1)
+    place = save(folder, 1, full_shards(logical_state()), {}, keep=1)
     for name in (METADATA, next(p.name for p in place.iterdir() if p.name.endswith(".distcp"))):
         file = place / name
         sound = file.read_bytes()
@@ -167,8 +167,8 @@ def _damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["cut", "gone", "flip"])
 def test_damaged_shard_falls_back(folder: Path, how: str) -> None:
-    save(folder, 1, whole(logical_state(1)), {"step": 1}, keep=2)
-    place = save(folder, 2, whole(logical_state(2)), {"step": 2}, keep=2)
+    save(folder, 1, full_shards(logical_state(1)), {"step": 1}, keep=2)
+    place = save(folder, 2, full_shards(logical_state(2)), {"step": 2}, keep=2)
     _damage(next(place.glob("*.distcp")), how)
     with pytest.warns(UserWarning, match=r"step-2.*damaged.*Went back to the checkpoint of step 1"):
         got, state = _load(folder)
@@ -180,8 +180,8 @@ def test_damaged_shard_falls_back(folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize("name", ["index", COMMIT])
 def test_damaged_index_or_commit_falls_back(folder: Path, name: str) -> None:
-    save(folder, 1, whole(logical_state(1)), {"step": 1}, keep=2)
-    place = save(folder, 2, whole(logical_state(2)), {"step": 2}, keep=2)
+    save(folder, 1, full_shards(logical_state(1)), {"step": 1}, keep=2)
+    place = save(folder, 2, full_shards(logical_state(2)), {"step": 2}, keep=2)
     path = next(place.glob(f"*{name}*"))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -195,8 +195,8 @@ def test_damaged_index_or_commit_falls_back(folder: Path, name: str) -> None:
 def test_going_back_to_imported_weights_clears_the_moments(folder: Path) -> None:
     tensors = logical_state()
     weights = {name: t for name, t in tensors.items() if name.startswith("model.")}
-    save(folder, 0, whole(weights), {"step": 0}, keep=2)
-    place = save(folder, 5, whole(logical_state(5)), {"step": 5}, keep=2)
+    save(folder, 0, full_shards(weights), {"step": 0}, keep=2)
+    place = save(folder, 5, full_shards(logical_state(5)), {"step": 5}, keep=2)
     # A weight is damaged: by the time that it is found the moments have been read into place.
     (commit,) = (c for c in survey(open_storage(folder))[0] if c.step == 5)
     index = read_index(open_storage(folder), commit)
@@ -206,7 +206,7 @@ def test_going_back_to_imported_weights_clears_the_moments(folder: Path) -> None
     data[int(index.columns["data"][row])] ^= 0xFF
     file.write_bytes(bytes(data))
     got = {name: torch.zeros_like(t) for name, t in tensors.items()}
-    shards = whole(got)
+    shards = full_shards(got)
     initial = [s for s in shards if s.name.startswith("model.")]
     with pytest.warns(UserWarning, match="Went back to the checkpoint of step 0"):
         assert load(folder, shards, initial=initial) == {"step": 0}
@@ -216,11 +216,11 @@ def test_going_back_to_imported_weights_clears_the_moments(folder: Path) -> None
 
 def test_what_another_optimizer_keeps_begins_at_zero(folder: Path) -> None:
     saved = logical_state()
-    save(folder, 5, whole(saved), {"step": 5}, keep=1)
+    save(folder, 5, full_shards(saved), {"step": 5}, keep=1)
     got = {name: torch.ones_like(t) for name, t in saved.items()}
     weight = next(name for name in saved if name.startswith("model."))
     own = {f"optimizer.momentum.{weight}": torch.ones(3, 4)}
-    wanted, report = whole(got | own), LoadReport()
+    wanted, report = full_shards(got | own), LoadReport()
     with pytest.raises(DataError, match=r"optimizer\.name likely differs"):
         load(folder, wanted, accept=lambda state, name: False)
     assert load(folder, wanted, accept=lambda state, name: True, report=report) == {"step": 5}
@@ -231,9 +231,9 @@ def test_what_another_optimizer_keeps_begins_at_zero(folder: Path) -> None:
 
 def test_a_part_of_another_model_is_refused(folder: Path) -> None:
     """All that is wanted is there, but the checkpoint has more of the model."""
-    save(folder, 1, whole(logical_state()), {}, keep=1)
+    save(folder, 1, full_shards(logical_state()), {}, keep=1)
     got = blank(logical_state())
-    part = [s for s in whole(got) if s.name != next(n for n in got if n.startswith("model."))]
+    part = [s for s in full_shards(got) if s.name != next(n for n in got if n.startswith("model."))]
     load(folder, part)
     with pytest.raises(DataError, match=r"\(1 tensors\) have no place"):
         load(folder, part, complete=True)
@@ -252,7 +252,7 @@ def _damaged_group(rank: int, size: int, folder: Path) -> dict:
 
 
 def test_damage_seen_by_one_process_turns_all_back(folder: Path) -> None:
-    save(folder, 1, whole(logical_state(1)), {"step": 1}, keep=2)
+    save(folder, 1, full_shards(logical_state(1)), {"step": 1}, keep=2)
     tensors = logical_state(2)
     place = save(folder, 2, [s for r in range(2) for s in cut(tensors, "rows", r, 2) if s.shape or r], {}, keep=2)
     _damage(next(place.glob("*.distcp")), "flip")
@@ -273,14 +273,14 @@ class Overtaken:
         if self.calls:
             self.calls -= 1
             step = int(name.rpartition("-")[2]) + 1
-            save(self.folder, step, whole(logical_state(step)), {"step": step}, keep=1)
+            save(self.folder, step, full_shards(logical_state(step)), {"step": step}, keep=1)
 
 
 @pytest.mark.parametrize("calls", [1, 3])
 def test_a_step_that_is_pruned_while_it_is_read_is_not_damaged(
     folder: Path, calls: int, recwarn: pytest.WarningsRecorder
 ) -> None:
-    save(folder, 1, whole(logical_state(1)), {"step": 1}, keep=1)
+    save(folder, 1, full_shards(logical_state(1)), {"step": 1}, keep=1)
     got, state = _load(folder, accept=Overtaken(folder, calls))
     assert state == {"step": 1 + calls}
     assert_same(got, logical_state(1 + calls))
@@ -295,12 +295,12 @@ class Overtaking(LocalStorage):
     def list(self, path: str = "") -> list[str]:
         names = super().list(path)
         if names == ["step-1"]:
-            save(self.root, 2, whole(logical_state(2)), {}, keep=1)
+            save(self.root, 2, full_shards(logical_state(2)), {}, keep=1)
         return names
 
 
 def test_a_look_finds_the_step_that_has_replaced_all_that_were_there(folder: Path) -> None:
-    save(folder, 1, whole(logical_state(1)), {}, keep=1)
+    save(folder, 1, full_shards(logical_state(1)), {}, keep=1)
     assert [commit.step for commit in survey(Overtaking(folder))[0]] == [2]
 
 
@@ -317,8 +317,8 @@ def _overtaken_group(rank: int, size: int, folder: Path, newer: Path) -> tuple[d
 
 
 def test_a_step_that_is_pruned_is_passed_over_by_all_processes(folder: Path, tmp_path: Path) -> None:
-    save(folder, 1, whole(logical_state(1)), {"step": 1}, keep=1)
-    save(tmp_path / "newer", 2, whole(logical_state(2)), {"step": 2}, keep=1)
+    save(folder, 1, full_shards(logical_state(1)), {"step": 1}, keep=1)
+    save(tmp_path / "newer", 2, full_shards(logical_state(2)), {"step": 2}, keep=1)
     for state, same in run_group(2, _overtaken_group, folder, tmp_path / "newer"):
         assert state == {"step": 2}
         assert all(same)
@@ -326,23 +326,23 @@ def test_a_step_that_is_pruned_is_passed_over_by_all_processes(folder: Path, tmp
 
 def test_tools_do_not_call_a_pruned_step_damaged(folder: Path) -> None:
     storage = open_storage(folder)
-    save(folder, 1, whole(logical_state(1)), {}, keep=1)
+    save(folder, 1, full_shards(logical_state(1)), {}, keep=1)
     opened = open_whole(folder)
 
     def prune(done: int, total: int) -> None:
         if steps(folder) == [1]:
-            save(folder, 2, whole(logical_state(2)), {}, keep=1)
+            save(folder, 2, full_shards(logical_state(2)), {}, keep=1)
 
     assert verify(storage, 1, prune, threads=1).removed
     assert not verify(storage, 2).problems
     with pytest.raises(DataError, match="was removed while it was read"):
-        opened.tensor(next(iter(opened.tensors)))
+        opened.read_tensor(next(iter(opened.tensors)))
 
 
 def test_nothing_and_half_written_are_named(folder: Path) -> None:
     with pytest.raises(DataError, match="there is no checkpoint"):
         _load(folder)
-    place = save(folder, 4, whole(logical_state()), {}, keep=1)
+    place = save(folder, 4, full_shards(logical_state()), {}, keep=1)
     (place / COMMIT).unlink()
     assert steps(folder) == []
     assert not inspect(folder).committed
@@ -352,13 +352,13 @@ def test_nothing_and_half_written_are_named(folder: Path) -> None:
         _load(folder, step=4)
     with pytest.raises(DataError, match=r"no checkpoint .*step-9.*committed steps: none"):
         _load(folder, step=9)
-    save(folder, 5, whole(logical_state()), {}, keep=3)
+    save(folder, 5, full_shards(logical_state()), {}, keep=3)
     assert [p.name for p in folder.iterdir()] == ["step-5"], "the dead attempt is swept once a good one stands"
 
 
 def test_other_model_is_refused(folder: Path) -> None:
     saved = {"config": {"model": {"hidden": 12, "layers": 1, "vocab_size": 37, "ffn_hidden": None}}}
-    save(folder, 1, whole(logical_state()), saved, keep=1)
+    save(folder, 1, full_shards(logical_state()), saved, keep=1)
     other = TensorShard("model.embedding.weight", (40, 12), (0, 0), torch.zeros(40, 12))
     with pytest.raises(DataError, match=r"embedding.weight is \[37, 12\] there and \[40, 12\].*model.vocab_size"):
         load(folder, [other])
@@ -368,7 +368,7 @@ def test_other_model_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match=r"optimizer.name likely differs"):
         load(
             folder,
-            whole(
+            full_shards(
                 {k: t for k, t in logical_state().items() if "cube" not in k}
                 | {"optimizer.m": torch.ones(1), "model.layers.0.cube": torch.zeros(5, 4, 6)}
             ),
@@ -377,8 +377,8 @@ def test_other_model_is_refused(folder: Path) -> None:
 
 def test_full_disk_keeps_the_previous(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = small_disk / "checkpoints"
-    save(folder, 1, whole(logical_state(1)), {"step": 1}, keep=2)
-    big = whole({"w": torch.zeros(1 << 20)})
+    save(folder, 1, full_shards(logical_state(1)), {"step": 1}, keep=2)
+    big = full_shards({"w": torch.zeros(1 << 20)})
     with pytest.raises(TrainingError, match=r"checkpoints' is full: .* needs 4,198,400 bytes and [\d,]+ are free"):
         save(folder, 2, big, {}, keep=2)
     assert [p.name for p in folder.iterdir()] == ["step-1"]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megascale.checkpoint import TensorShard, copies, load, save
 from megascale.checkpoint.copies import Copies, Staging
-from megascale.checkpoint.format.chunks import overlap, slices
+from megascale.checkpoint.format.chunks import intersect_boxes, slices
 from megascale.core.tensors import Box
-from tests.checkpoint.conftest import blank, logical_state, whole
+from tests.checkpoint.conftest import blank, full_shards, logical_state
 
 TYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.bool]
 HOST = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_pieces_are_joined_byte_by_byte_whatever_their_types_and_strides(given_:
         tensor = numbered(shape, dtype)
         pieces += [view(tensor, box).mT if turned and len(shape) > 1 else view(tensor, box) for box in boxes]
     with Copies([]) as several:
-        got = several.joined(pieces, HOST)
+        got = several.join_pieces(pieces, HOST)
     plain = [piece.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for piece in pieces]
     assert got.tolist() == [byte for piece in plain for byte in piece.tolist()]
 
@@ -64,10 +64,10 @@ def test_a_shard_gets_what_it_shares_with_each_chunk_and_no_more(
     expected, shard = target.clone(), TensorShard("w", shape, of_shard.offsets, target)
     with Copies([shard]) as several:
         for box in chunks:
-            several.begin(box, view(tensor, box), shard)
+            several.copy_to_shard(box, view(tensor, box), shard)
             several.end_round()
     for box in chunks:
-        if (common := overlap(box, of_shard)) is not None:
+        if (common := intersect_boxes(box, of_shard)) is not None:
             expected[slices(of_shard, common)] = view(tensor, common).to(live)
     assert torch.equal(target, expected)
 
@@ -89,7 +89,7 @@ def test_staging_holds_a_copy_of_what_fits_whatever_its_strides(cut: tuple, dtyp
 
 
 def test_a_copy_that_fails_in_its_thread_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1, whole(logical_state()), {}, keep=1)
+    save(tmp_path, 1, full_shards(logical_state()), {}, keep=1)
     failing = iter([False, True])
     real = Copies._copy
 
@@ -100,4 +100,4 @@ def test_a_copy_that_fails_in_its_thread_fails_the_load(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Copies, "_copy", copy)
     with pytest.raises(RuntimeError, match="no memory"):
-        load(tmp_path, whole(blank(logical_state())))
+        load(tmp_path, full_shards(blank(logical_state())))

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.checkpoint import LoadReport, TensorShard, copies, load, loader, save
-from megascale.checkpoint.format.chunks import slices, split
+from megascale.checkpoint.format.chunks import slices, split_box
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
-from megascale.checkpoint.format.read_plan import Want, assign_readers, moves, rounds
+from megascale.checkpoint.format.read_plan import Want, assign_readers, find_moved_chunks, rounds
 from megascale.checkpoint.format.write_plan import make_offer, make_plan
 from megascale.core.tensors import Box
 from megascale.errors import TrainingError
-from tests.checkpoint.conftest import assert_same, blank, cut, logical_state, run_group, whole
+from tests.checkpoint.conftest import assert_same, blank, cut, full_shards, logical_state, run_group
 
 CUTS = ["rows", "columns", "flat", "replicas"]
 
@@ -42,7 +42,7 @@ def test_saved_by_four_loads_on_three(folder: Path, save_as: str, load_as: str) 
     assert len(set(run_group(4, _save_group, folder, save_as))) == 1
     assert run_group(3, _load_group, folder, load_as) == [{"consumed": 12}] * 3
     got = blank(logical_state())
-    load(folder, whole(got))
+    load(folder, full_shards(got))
     assert_same(got, logical_state())
 
 
@@ -81,7 +81,7 @@ def test_replicas_are_written_once_and_evenly(folder: Path) -> None:
 def _count_reads(rank: int, size: int, folder: Path, how: str) -> int:
     report = LoadReport()
     load(folder, cut(blank(_large()), how, rank, size), report=report)
-    return report.read
+    return report.read_bytes
 
 
 def _large() -> dict[str, torch.Tensor]:
@@ -101,7 +101,7 @@ def test_storage_is_read_once_and_evenly(folder: Path, how: str) -> None:
 
 def test_subset_and_other_dtype(folder: Path) -> None:
     tensors = logical_state()
-    save(folder, 1, whole(tensors), {}, keep=1)
+    save(folder, 1, full_shards(tensors), {}, keep=1)
     name = "model.embedding.weight"
     got = torch.zeros(37, 12, dtype=torch.float64)
     load(folder, [TensorShard(name, (37, 12), (0, 0), got)])
@@ -115,7 +115,7 @@ def test_hole_is_refused(folder: Path) -> None:
     with pytest.raises(TrainingError, match="overlap"):
         save(folder, 1, [TensorShard("w", (4, 4), (0, 0), t[:2]), TensorShard("w", (4, 4), (1, 0), t[:2])], {}, keep=1)
     with pytest.raises(TrainingError, match="complex64"):
-        save(folder, 1, whole({"w": torch.zeros(2, dtype=torch.complex64)}), {}, keep=1)
+        save(folder, 1, full_shards({"w": torch.zeros(2, dtype=torch.complex64)}), {}, keep=1)
 
 
 boxes = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=4).map(
@@ -127,7 +127,7 @@ boxes = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, ma
 @given(boxes, st.sampled_from([1, 2, 4, 8]), st.integers(8, 400))
 def test_split_covers_the_box_once(box: Box, item: int, limit: int) -> None:
     painted = np.zeros([o + n for o, n in zip(box.offsets, box.sizes, strict=True)], int)
-    for part in split(box, item, limit):
+    for part in split_box(box, item, limit):
         assert part.count * item <= limit
         painted[slices(Box((0,) * painted.ndim, painted.shape), part)] += 1
     assert painted.sum() == box.count
@@ -215,7 +215,7 @@ def test_each_chunk_is_read_once_by_someone_who_can(data: st.DataObject) -> None
         for rows in parts:
             costs = columns["length"][rows] * np.maximum(fans[rows] - 1, 1)
             assert costs.sum() - (costs.max() if len(rows) else 0) <= limit
-    moved = moves(reader, wants)
+    moved = find_moved_chunks(reader, wants)
     for row in range(count):
         assert moved[row] == any(row in needs[r] and reader[row] != r for r in range(ranks))
 

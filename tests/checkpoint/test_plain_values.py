@@ -18,7 +18,7 @@ from megascale.checkpoint import object_collectives
 from megascale.checkpoint.format.index import TensorInfo
 from megascale.checkpoint.format.write_plan import Offer, RankPart
 from megascale.checkpoint.object_collectives import Peers
-from megascale.checkpoint.plain_values import dump, load
+from megascale.checkpoint.plain_values import decode_value, dump
 from megascale.errors import TrainingError
 from tests.checkpoint.conftest import run_group
 
@@ -35,10 +35,10 @@ def same(a: Any, b: Any) -> bool:
 @settings(deadline=None)
 def test_arrays_in_dataclasses_are_read_back(one: np.ndarray, two: np.ndarray, size: int) -> None:
     part = RankPart(one, two, one, two, size)
-    found = load(dump(part), RankPart | str)
+    found = decode_value(dump(part), RankPart | str)
     assert all(same(getattr(part, name), getattr(found, name)) for name in vars(part))
     offer = Offer({"a": TensorInfo((2, 3), "float32")}, one, two)
-    found = load(dump(offer), Offer | str)
+    found = decode_value(dump(offer), Offer | str)
     assert found.tensors == offer.tensors
     assert same(found.box, two)
 
@@ -48,7 +48,7 @@ def test_arrays_in_dataclasses_are_read_back(one: np.ndarray, two: np.ndarray, s
 def test_bytes_that_are_no_such_value_are_refused(data: bytes) -> None:
     for kind in (RankPart | str, tuple[str, int] | None, dict[str, dict[str, str]], tuple[np.ndarray, int]):
         try:
-            load(data, kind)
+            decode_value(data, kind)
         except TrainingError as error:
             assert "another process" in str(error)
 
@@ -69,7 +69,7 @@ def _with_a_pickle(rank: int, size: int, path: Path) -> str:
     if rank == 1:
         object_collectives.dump = lambda value: pickle.dumps(Trap(path))  # type: ignore[assignment]
     try:
-        peers.exchange("plain", str)
+        peers.all_gather("plain", str)
     except TrainingError as error:
         return str(error)
     return "taken"
@@ -83,9 +83,9 @@ def test_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
 
 def _collectives(rank: int, size: int) -> None:
     peers, array = Peers(), np.arange(rank + 2, dtype=np.int64)
-    assert peers.share(("first", 1) if rank == 0 else None, tuple[str, int]) == ("first", 1)
-    assert peers.share("x" * 100_000 if rank == 0 else None, str) == "x" * 100_000
-    assert peers.exchange("y" * rank, str) == ["y" * r for r in range(3)]
+    assert peers.broadcast(("first", 1) if rank == 0 else None, tuple[str, int]) == ("first", 1)
+    assert peers.broadcast("x" * 100_000 if rank == 0 else None, str) == "x" * 100_000
+    assert peers.all_gather("y" * rank, str) == ["y" * r for r in range(3)]
     gathered = peers.gather((array, rank), tuple[np.ndarray, int])
     assert [len(a) for a, _ in gathered] == ([2, 3, 4] if rank == 0 else [])
     assert peers.scatter([f"for {r}" * r for r in range(3)] if rank == 0 else [], str) == f"for {rank}" * rank
@@ -94,7 +94,7 @@ def _collectives(rank: int, size: int) -> None:
         dist.broadcast(torch.tensor([1 << 60]), group=peers.group, group_src=0)
     else:
         with pytest.raises(TrainingError, match="announced"):
-            peers.share(None, str)
+            peers.broadcast(None, str)
 
 
 def test_collectives_give_each_what_is_its(tmp_path: Path) -> None:

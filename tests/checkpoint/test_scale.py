@@ -13,12 +13,16 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
-from megascale.checkpoint.format.torch_index import FEW, torch_metadata
+from megascale.checkpoint.format.torch_index import MAX_SMALL_TABLE, torch_metadata
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(st.tuples(st.integers(0, 5), st.sampled_from([1, 2, FEW, FEW + 1])), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from([1, 2, MAX_SMALL_TABLE, MAX_SMALL_TABLE + 1])),
+        min_size=1,
+        max_size=12,
+    ),
     st.sampled_from([0, 1 << 20, 1 << 40]),
     st.integers(0, 2**16),
 )

@@ -16,7 +16,7 @@ from megascale.checkpoint import TensorShard, load, save, steps
 from megascale.checkpoint.format.step_folders import COMMIT, find_steps, read_commit, read_index
 from megascale.cli.main import app
 from megascale.errors import ConfigError, DataError
-from tests.checkpoint.conftest import assert_same, blank, cut, logical_state, whole
+from tests.checkpoint.conftest import assert_same, blank, cut, full_shards, logical_state
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_export_and_import_round_trip(run: Path, tmp_path: Path, form: str) -> N
         assert_same(load_file(out / "model.safetensors"), weights)
     call("import", out, tmp_path / "new", "--step", "3")
     got = {n: torch.zeros_like(t) for n, t in logical_state().items() if n.startswith("model.")}
-    assert load(tmp_path / "new", whole(got))["step"] == 3
+    assert load(tmp_path / "new", full_shards(got))["step"] == 3
     assert_same({n.removeprefix("model."): t for n, t in got.items()}, weights)
     with pytest.raises(ConfigError, match=r"they begin with model\., optimizer\."):
         call("export", run, out, "--only", "weights.")
@@ -122,14 +122,14 @@ def test_a_folder_holds_one_set_of_weights(run: Path, tmp_path: Path) -> None:
 
 def test_export_in_several_files(tmp_path: Path) -> None:
     tensors = {f"model.w{i}": torch.randn(100_000) for i in range(6)}
-    save(tmp_path / "c", 1, whole(tensors), {}, keep=1)
+    save(tmp_path / "c", 1, full_shards(tensors), {}, keep=1)
     call("export", tmp_path / "c", tmp_path / "out", "--shard-gb", "0.001")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 2_400_000
     assert len(set(index["weight_map"].values())) == 3
     call("import", tmp_path / "out", tmp_path / "back")
     got = blank(tensors)
-    load(tmp_path / "back", whole(got))
+    load(tmp_path / "back", full_shards(got))
     assert_same(got, tensors)
 
 
@@ -166,9 +166,9 @@ def test_reshard_changes_files_not_tensors(run: Path, tmp_path: Path) -> None:
     call("reshard", run, tmp_path / "new", "--files", "5")
     assert len(list((tmp_path / "new" / "step-20").glob("*.distcp"))) == 5
     got = blank(logical_state())
-    assert load(tmp_path / "new", whole(got))["samples"] == 160
+    assert load(tmp_path / "new", full_shards(got))["samples"] == 160
     assert_same(got, logical_state(20))
     call("reshard", run, "memory://copy", "--step", "10")
     got = blank(logical_state())
-    load("memory://copy", whole(got))
+    load("memory://copy", full_shards(got))
     assert_same(got, logical_state(10))

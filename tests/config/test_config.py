@@ -73,7 +73,7 @@ def test_files_that_are_not_there_or_not_toml(tmp_path):
 def test_global_batch_must_divide():
     wrong = config.load(None, ["--train.micro_batch=3", "--train.global_batch=8"])
     with pytest.raises(FitError, match=r"global_batch=8.*try --train.global_batch=9"):
-        wrong.microbatches(1)
+        wrong.count_microbatches(1)
 
 
 @pytest.mark.parametrize("name", config.presets())

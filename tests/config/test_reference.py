@@ -7,52 +7,58 @@ import tomllib
 import pytest
 
 from megascale.config import Config, load
-from megascale.config.reference import differences, find, schema, sections, settings
+from megascale.config.reference import (
+    describe_sections,
+    find_settings,
+    list_differences,
+    list_settings,
+    make_json_schema,
+)
 from megascale.errors import ConfigError
 
 
 def test_every_setting_and_section_is_explained():
-    assert all(sections().values())
-    assert [s.key for s in settings() if len(s.about) < 4 or not s.values()] == []
-    assert {s.key.partition(".")[0] for s in settings()} == set(Config.model_fields)
+    assert all(describe_sections().values())
+    assert [s.key for s in list_settings() if len(s.description) < 4 or not s.describe_values()] == []
+    assert {s.key.partition(".")[0] for s in list_settings()} == set(Config.model_fields)
 
 
 def test_defaults_are_those_that_a_configuration_has():
-    for setting in settings():
+    for setting in list_settings():
         section, _, key = setting.key.partition(".")
         value = getattr(getattr(Config(), section), key)
         assert (tomllib.loads(f"v = {setting.default}")["v"] if setting.default else None) == value, setting.key
 
 
 def test_choices_and_ranges():
-    (name,) = find("optimizer.name")
+    (name,) = find_settings("optimizer.name")
     assert {"adamw", "lamb", "muon"} <= set(name.choices)
-    assert "a registered one" in name.values()
-    (window,) = find("model.window")
+    assert "a registered one" in name.describe_values()
+    (window,) = find_settings("model.window")
     assert window.optional
-    assert window.values() == "integer, at least 1"  # a bound for slips only is not said
-    assert find("lr.decay")[0].choices == ("cosine", "linear", "constant")
-    assert find("observe.span_sinks")[0].values().startswith("list of: parquet")
+    assert window.describe_values() == "integer, at least 1"  # a bound for slips only is not said
+    assert find_settings("lr.decay")[0].choices == ("cosine", "linear", "constant")
+    assert find_settings("observe.span_sinks")[0].describe_values().startswith("list of: parquet")
 
 
 def test_what_is_found():
-    assert [s.key for s in find("train.micro_batch")] == ["train.micro_batch"]
+    assert [s.key for s in find_settings("train.micro_batch")] == ["train.micro_batch"]
     three = ["parallel.gather_precision", "train.precision", "train.linear_precision"]
-    assert [s.key for s in find("precision")] == three
-    assert len(find("lr")) == 5
+    assert [s.key for s in find_settings("precision")] == three
+    assert len(find_settings("lr")) == 5
     with pytest.raises(ConfigError, match=r"no setting 'model\.headz'; did you mean model\.heads"):
-        find("model.headz")
+        find_settings("model.headz")
 
 
 def test_differences_from_the_defaults():
-    assert differences(Config()) == []
+    assert list_differences(Config()) == []
     config = load(overrides=["--train.steps=7", "--data.train=a,b"])
-    assert differences(config) == [("data.train", '["a", "b"]', "[]"), ("train.steps", "7", "1000")]
+    assert list_differences(config) == [("data.train", '["a", "b"]', "[]"), ("train.steps", "7", "1000")]
 
 
 def test_the_schema_judges_as_the_models_do():
     jsonschema = pytest.importorskip("jsonschema_rs")
-    validator = jsonschema.Draft202012Validator(schema())
+    validator = jsonschema.Draft202012Validator(make_json_schema())
     assert validator.is_valid(Config().model_dump(exclude_none=True))
     for wrong in ({"train": {"steps": -1}}, {"train": {"stepz": 1}}, {"lr": {"decay": "square"}}, {"trein": {}}):
         assert not validator.is_valid(wrong)

@@ -76,8 +76,8 @@ def test_what_is_like_nothing_gets_the_list():
 )
 def test_the_reference_knows_names_of_other_trainers(words, meant):
     with pytest.raises(ConfigError, match=rf"there is no setting '{words}'; did you mean {meant}"):
-        reference.find(words)
-    assert [setting.key for setting in reference.find(meant)] == [meant]
+        reference.find_settings(words)
+    assert [setting.key for setting in reference.find_settings(meant)] == [meant]
 
 
 def test_each_alias_is_found():

@@ -22,7 +22,7 @@ def test_lines_are_those_of_the_file_with_none_for_long_ones(tmp_path_factory, l
         expected.pop()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounded_lines, "_BLOCK", 3)
-        found = list(read_bounded_lines(file, most=10))
+        found = list(read_bounded_lines(file, max_bytes=10))
     assert found == [line if len(line) <= 10 else None for line in expected]
 
 
@@ -31,7 +31,7 @@ def test_records_leave_out_and_count_what_is_damaged(tmp_path):
     file.write_bytes(b'{"a": 1}\n\n[1]\n\xff\n{"a": 2}\n' + b"x" * (2 << 20) + b'\n{"a": "NaN"}\n' + b"[" * 5000)
     reader = RecordReader(file)
     assert [record["a"] == record["a"] for record in reader] == [True, True, False]
-    assert reader.damaged == 4
+    assert reader.damaged_lines == 4
     assert "4 lines are damaged or longer than 1,048,576 bytes, and left out" in reader.describe_damage()
     file.write_bytes(b'{"a": 1}')
     assert list(reader) == [{"a": 1}]

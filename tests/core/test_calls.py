@@ -6,21 +6,21 @@ import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 
-from megascale.core.calls import Calls, read_calls
+from megascale.core.calls import CallLog, read_calls
 from megascale.core.status import StatusFile, read_status
 
 _ROUNDS = 50_000
 
 
 def _write_calls(folder: Path) -> None:
-    log = Calls(folder, 0, 1)
-    log.register("world", 1)
+    log = CallLog(folder, 0, 1)
+    log.register_group("world", 1)
     for _ in range(_ROUNDS):
-        log.step(1 << 40)
-        log.at(b"forward", 0, 1, 3)
-        call = log.begin("world", "all_reduce", 4)
-        log.wait(call)
-        log.done(call)
+        log.begin_step(1 << 40)
+        log.set_action(b"forward", 0, 1, 3)
+        call = log.begin_call("world", "all_reduce", 4)
+        log.begin_wait(call)
+        log.end_call(call)
 
 
 def _write_status(folder: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megascale.core import schedule as schedules
-from megascale.core.checker import Machine, ScheduleError, check, check_order, own_channel
+from megascale.core.checker import Machine, ScheduleError, check_order, check_schedule, own_channel
 from megascale.core.schedule import (
     ActionKind,
     Schedule,
@@ -32,10 +32,10 @@ from tests.core.oracles import explore, in_flight_bound, rank_pair
 def test_no_deadlock_for_random_message_timing(p, v, m, reduce_each, overlap, seed, micro_batch_group_size):
     schedule = pipeline_schedule(p, v, m, reduce_each, micro_batch_group_size)
     schedule = schedule if overlap else without_overlap(schedule)
-    report = check(schedule, seed=seed)
+    report = check_schedule(schedule, seed=seed)
     assert report.messages == (2 * (p * v - 1) * m if p > 1 else 0)
     assert report.in_flight == tuple(in_flight_bound(p, v, m, s, micro_batch_group_size) for s in range(p))
-    assert report == check(schedule)
+    assert report == check_schedule(schedule)
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,19 @@ def received_late(schedule):
                 late += [waiting.pop(action)] if action in waiting else []
                 late.append(action)
         lists.append(late)
-    return Schedule.of(schedule, lists)
+    return Schedule.replace_actions(schedule, lists)
 
 
 def test_what_crosses_the_ring_s_end_is_received_when_it_comes():
     """Three micro-batches a round on two stages: stage 0 turns to the third result one forward after it came. With its
     receive posted then, a sender without buffers to spare, or one that waits for its messages, would never go on."""
-    check(interleaved_1f1b(2, 2, 5))
-    check(without_overlap(interleaved_1f1b(2, 2, 5)))
+    check_schedule(interleaved_1f1b(2, 2, 5))
+    check_schedule(without_overlap(interleaved_1f1b(2, 2, 5)))
     with pytest.raises(ScheduleError, match="deadlocks"):
-        check(received_late(without_overlap(interleaved_1f1b(2, 2, 5))))
-    check(interleaved_1f1b(8, 2, 23))
+        check_schedule(received_late(without_overlap(interleaved_1f1b(2, 2, 5))))
+    check_schedule(interleaved_1f1b(8, 2, 23))
     with pytest.raises(ScheduleError, match="deadlocks"):
-        check(received_late(interleaved_1f1b(8, 2, 23)))
+        check_schedule(received_late(interleaved_1f1b(8, 2, 23)))
 
 
 def verdict(run) -> str:
@@ -101,7 +101,7 @@ def test_one_run_decides_as_all_interleavings_do(sizes, slots, communicator, swa
         actions = rng.choice(lists)
         i = rng.randrange(len(actions) - 1)
         actions[i], actions[i + 1] = actions[i + 1], actions[i]
-    damaged = Schedule.of(pipeline_schedule(*sizes), lists)
+    damaged = Schedule.replace_actions(pipeline_schedule(*sizes), lists)
 
     def one_run(seed: int | None) -> bool:
         machine = Machine(damaged, communicator, slots)
@@ -125,18 +125,18 @@ def test_damage_makes_all_three_verdicts():
     lists = [list(actions) for actions in schedule]
     i = next(n for n, a in enumerate(lists[1]) if a.kind == ActionKind.RECV_FORWARD)
     lists[1].append(lists[1].pop(i))
-    assert explore(Schedule.of(schedule, lists))[1] == {False}
+    assert explore(Schedule.replace_actions(schedule, lists))[1] == {False}
     swapped = [list(actions) for actions in one_f_one_b(2, 2)]
     sends = [n for n, a in enumerate(swapped[0]) if a.kind == ActionKind.SEND_FORWARD]
     swapped[0][sends[0]], swapped[0][sends[1]] = swapped[0][sends[1]], swapped[0][sends[0]]
     with pytest.raises(ScheduleError, match="meets"):
-        explore(Schedule.of(one_f_one_b(2, 2), swapped))
+        explore(Schedule.replace_actions(one_f_one_b(2, 2), swapped))
 
 
 def test_one_communicator_for_both_ways_deadlocks():
     """Why each direction has a communicator: opposite sends at the heads of one FIFO never pass each other."""
     with pytest.raises(ScheduleError, match="deadlocks: stage 0 at backward"):
-        check(one_f_one_b(2, 4), communicator=rank_pair)
+        check_schedule(one_f_one_b(2, 4), communicator=rank_pair)
     assert explore(one_f_one_b(2, 3), communicator=rank_pair)[1] == {False}
 
 
@@ -144,7 +144,7 @@ def test_a_short_last_round_deadlocks(monkeypatch):
     """Why a remainder is spread over the rounds."""
     monkeypatch.setattr(schedules, "group_sizes", lambda p, m, _: [p] * (m // p) + [m % p] * (m % p > 0))
     with pytest.raises(ScheduleError, match="deadlocks"):
-        check(interleaved_1f1b(4, 3, 5))
+        check_schedule(interleaved_1f1b(4, 3, 5))
 
 
 @settings(max_examples=60, deadline=None)
@@ -160,7 +160,7 @@ def test_a_missing_or_doubled_action_is_found(sizes, data):
     else:
         lists[stage].insert(n, action)
     with pytest.raises(ScheduleError, match=f"stage {stage} "):
-        check_order(Schedule.of(schedule, lists))
+        check_order(Schedule.replace_actions(schedule, lists))
 
 
 @settings(max_examples=100, deadline=None)
@@ -178,7 +178,7 @@ def test_an_action_before_what_it_needs_is_found(sizes, data):
     unchanged = all(tuple(a) == b for a, b in zip(lists, schedule, strict=True))
     assume(not unchanged)
     with pytest.raises(ScheduleError, match=f"stage {stage} "):
-        check_order(Schedule.of(schedule, lists))
+        check_order(Schedule.replace_actions(schedule, lists))
 
 
 @pytest.mark.parametrize("reduce_each", [False, True])
@@ -193,7 +193,7 @@ def test_a_reduction_that_arms_another_backward_is_found(reduce_each, by):
     due = min(k for k in places if k >= n)
     lists[0].insert(max(k for k in places if k < due) if by < 0 else due + 1, reduction)
     with pytest.raises(ScheduleError, match=r"stage 0 .* elsewhere than right before the chunk's"):
-        check_order(Schedule.of(schedule, lists))
+        check_order(Schedule.replace_actions(schedule, lists))
 
 
 def test_an_action_outside_the_sizes_is_found():
@@ -201,10 +201,10 @@ def test_an_action_outside_the_sizes_is_found():
     lists = [list(actions) for actions in schedule]
     lists[1][0] = lists[1][0]._replace(microbatch=2)
     with pytest.raises(ScheduleError, match="outside"):
-        check_order(Schedule.of(schedule, lists))
+        check_order(Schedule.replace_actions(schedule, lists))
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(64, 1, 512), (64, 2, 512), (8, 6, 32), (35, 3, 280), (64, 2, 500)])
 def test_large_schedules(p, v, m):
-    report = check(pipeline_schedule(p, v, m), seed=7)
+    report = check_schedule(pipeline_schedule(p, v, m), seed=7)
     assert report.messages == 2 * (p * v - 1) * m

@@ -1,6 +1,6 @@
 import pytest
 
-from megascale.core.gpu_names import gpu_names
+from megascale.core.gpu_names import visible_gpu_names
 from megascale.resilience.driver import start_driver
 
 
@@ -20,7 +20,7 @@ def test_names_are_those_of_the_gpus_that_the_process_may_use(monkeypatch, visib
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_names(there) == names
+    assert visible_gpu_names(there) == names
 
 
 def test_the_nodes_of_one_machine_share_the_gpus_that_launch_was_given(monkeypatch):

@@ -77,6 +77,6 @@ def test_errors_name_what_would_fit():
 
 def test_the_paper_s_layout():
     grid = Grid.of_world(12288, 8, 8)
-    assert (grid.data, grid.hosts) == (192, 1536)
+    assert (grid.data, grid.host_count) == (192, 1536)
     assert grid.group("pipeline", 0) == [1536 * s for s in range(8)]
     assert len(grid.groups(("tensor", "data"))) == 8

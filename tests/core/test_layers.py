@@ -71,12 +71,12 @@ def test_chunk_layers_follow_the_configuration():
     )
     chunks = chunk_layers(config.model, config.parallel)
     assert [i for chunk in chunks for i in chunk] == [(layer, "both") for layer in range(40)]
-    assert [chunk.count for chunk in chunks] == [5, 5, 5, 5, 5, 5, 6, 4]
+    assert [chunk.layer_count for chunk in chunks] == [5, 5, 5, 5, 5, 5, 6, 4]
 
 
 def test_one_layer_a_chunk():
     config = from_tree({"model": {"preset": "gpt-530b"}, "parallel": {"pipeline": 35, "virtual_stages": 3}})
-    assert [c.count for c in chunk_layers(config.model, config.parallel)] == [1] * 105
+    assert [c.layer_count for c in chunk_layers(config.model, config.parallel)] == [1] * 105
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=8), st.booleans(), st.booleans())
@@ -88,7 +88,7 @@ def test_halves_of_layers_are_each_in_one_chunk(halves, first, last):
     parallel = {"pipeline": len(split), "layer_split": split}
     config = from_tree({"model": {"layers": layers, "vocab_size": 64}, "parallel": parallel})
     chunks = chunk_layers(config.model, config.parallel)
-    assert [chunk.count for chunk in chunks] == split
+    assert [chunk.layer_count for chunk in chunks] == split
     pieces = [(layer, half) for chunk in chunks for layer, half in chunk]
     found = [(layer, one) for layer, half in pieces for one in (("attention", "mlp") if half == "both" else (half,))]
     assert found == [(layer, half) for layer in range(layers) for half in ("attention", "mlp")]

@@ -285,12 +285,12 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
         return sum(storages.values())
 
     weights = [f.params for f in flats]
-    gradients = [f.grads for f in flats] if pool is None else [f.sums for f in flats] + pool.buffers
+    gradients = [f.grads for f in flats] if pool is None else [f.shard_grads for f in flats] + pool.buffers
     # Where tensors keep different state, ranks do: the mean is what is counted.
     sizes = []
     for rank in range(4 if optimizer == "muon" else 1):
         sharded = ShardedOptimizer(config.optimizer, flats_of(rank))
-        states = [t for s in sharded.states for t in s.tensors()]
+        states = [t for s in sharded.states for t in s.state_tensors()]
         states += [s.master for s in sharded.states] if precision == "bfloat16" else []
         sizes.append(size(states))
     # Buckets are padded to whole units of every rank.
@@ -304,7 +304,7 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
 def test_a_checkpoint_holds_what_the_optimizer_declares(options, name):
     """Tensor by tensor, from the table of logical tensors."""
     model = configure({"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab_size": 50, **options}).model
-    kept = OPTIMIZERS[name].state
+    kept = OPTIMIZERS[name].state_names
     whole = sum(math.prod(shape) * (1 + len(kept(n, shape))) for n, shape in logical_shapes(model).items())
     assert checkpoint_elements(name, model) == whole
 

@@ -18,9 +18,9 @@ from megascale.core.preflight import (
     FORKED,
     GPU_TRAINER,
     Share,
+    check_host,
     check_processes,
     checkpoint_bytes,
-    preflight,
     stages_here,
 )
 from megascale.errors import FitError
@@ -35,7 +35,7 @@ def run(words: list[str], share: Share, capacity: Capacity = SMALL, disk: int = 
     """Lines said; FitError if refused."""
     said: list[str] = []
     config = load(EXAMPLES / file if file else None, ["--model.vocab_size=50304", *words])
-    preflight(config, share, capacity, lambda folder: disk, said.append)
+    check_host(config, share, capacity, lambda folder: disk, said.append)
     return said
 
 
@@ -167,7 +167,7 @@ def kernel(folder: Path, cgroup: str = "0::/job\n") -> tuple[Path, Path]:
 
 def test_memory_and_processes_that_the_kernel_tells_of(tmp_path):
     proc, groups = kernel(tmp_path)
-    found = Capacity.here(proc, groups)
+    found = Capacity.measure(proc, groups)
     assert (found.memory, found.memory_from) == (8 * GIB, "MemAvailable")
     assert found.processes is not None
     assert found.processes <= 32_000
@@ -181,7 +181,7 @@ def test_the_tightest_control_group_counts_without_its_cache(tmp_path):
     (groups / "memory.max").write_text(f"{4 * GIB}\n")
     (groups / "memory.current").write_text(f"{3 * GIB}\n")
     (groups / "memory.stat").write_text(f"anon 5\nactive_file {GIB}\ninactive_file {GIB}\n")
-    found = Capacity.here(proc, groups)
+    found = Capacity.measure(proc, groups)
     assert (found.memory, found.memory_from) == (3 * GIB, "the control group's memory.max")
     assert (found.processes, found.processes_from) == (60, "the control group's pids.max")
 
@@ -192,15 +192,15 @@ def test_control_groups_of_version_1(tmp_path):
     memory.mkdir()
     (memory / "memory.limit_in_bytes").write_text(str(2**63 - 4096))
     (memory / "memory.usage_in_bytes").write_text("5")
-    assert Capacity.here(proc, groups).memory == 8 * GIB
+    assert Capacity.measure(proc, groups).memory == 8 * GIB
     (memory / "memory.limit_in_bytes").write_text(str(2 * GIB))
     (memory / "memory.stat").write_text(f"total_inactive_file {GIB}\n")
     (memory / "memory.usage_in_bytes").write_text(str(GIB))
-    assert Capacity.here(proc, groups).memory == 2 * GIB
+    assert Capacity.measure(proc, groups).memory == 2 * GIB
 
 
 def test_a_machine_that_tells_nothing_refuses_nothing(tmp_path):
-    found = Capacity.here(tmp_path, tmp_path)
+    found = Capacity.measure(tmp_path, tmp_path)
     assert (found.memory, found.gpu_memory) == (None, None)
     unknown = replace(found, open_files=None, processes=None)
     run(["--train.global_batch=4096", "--train.micro_batch=1"], Share(4096, 0, 4096, nodes=4096), unknown)
@@ -210,7 +210,7 @@ def test_open_files_are_those_of_this_process():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(256, soft // 2), hard))
     try:
-        assert Capacity.here().open_files == max(256, soft // 2)
+        assert Capacity.measure().open_files == max(256, soft // 2)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -235,7 +235,7 @@ def test_forked_trainers_share_what_their_server_imported():
     assert config.train.fit == "check"
     nodes = Share(8, 0, 8, nodes=8)
     assert FORKED * 8 < 8 * GIB
-    preflight(config, nodes, replace(SMALL, memory=4 * GIB), lambda folder: ROOM)
+    check_host(config, nodes, replace(SMALL, memory=4 * GIB), lambda folder: ROOM)
 
 
 def test_other_commands_that_start_processes_by_the_number():

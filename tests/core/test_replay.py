@@ -100,8 +100,8 @@ def test_replay_equals_the_reference(sizes, seed, reduce_each, overlap):
     expected = reference(schedule, durations)
     flat = [expected[s, a] for s, actions in enumerate(schedule) for a in actions]
     np.testing.assert_allclose(timeline.end, flat, rtol=1e-12)
-    assert (timeline.start <= timeline.moving + 1e-12).all()
-    assert (timeline.moving <= timeline.end).all()
+    assert (timeline.start <= timeline.transfer_start + 1e-12).all()
+    assert (timeline.transfer_start <= timeline.end).all()
 
 
 @settings(max_examples=200, deadline=None)
@@ -128,7 +128,7 @@ def test_busy_and_waits_add_up_to_the_step(sizes, seed, overlap):
     schedule = pipeline_schedule(*sizes)
     graph = Graph.of(schedule if overlap else without_overlap(schedule))
     timeline = replay(graph, random_durations(graph, seed))
-    waits = timeline.waits()
+    waits = timeline.idle_times()
     np.testing.assert_allclose(timeline.busy + sum(waits.values()), timeline.makespan)
     assert all((w >= -1e-9).all() for w in waits.values())
 
@@ -177,7 +177,7 @@ def test_replicas_replay_as_if_alone(sizes, seed):
     for r in range(3):
         alone = replay(graph, durations[:, r])
         np.testing.assert_array_equal(together.end[:, r], alone.end)
-        np.testing.assert_array_equal(together.waits()["bubble"][:, r], alone.waits()["bubble"])
+        np.testing.assert_array_equal(together.idle_times()["bubble"][:, r], alone.idle_times()["bubble"])
     assert together.makespan.shape == (3,)
 
 
@@ -190,9 +190,9 @@ def test_streams_run_one_thing_at_a_time(sizes, seed):
     for s in range(schedule.stages):
         for kinds in ((0, 1), (2,), (4,), (6,), (7,)):
             mine = np.flatnonzero((graph.stage == s) & np.isin(graph.kind, kinds))
-            order = mine[np.argsort(timeline.moving[mine], kind="stable")]
+            order = mine[np.argsort(timeline.transfer_start[mine], kind="stable")]
             assert (order == mine).all()
-            assert (timeline.moving[mine[1:]] >= timeline.end[mine[:-1]] - 1e-12).all()
+            assert (timeline.transfer_start[mine[1:]] >= timeline.end[mine[:-1]] - 1e-12).all()
 
 
 def test_interleaved_hides_transfers_that_plain_1f1b_exposes():
@@ -211,7 +211,7 @@ def test_gathers_and_reductions_are_exposed_at_the_ends_only():
     exposed = what_if(graph, durations)
     assert exposed["gather"] == pytest.approx(1.5)
     assert exposed["reduce"] == pytest.approx(2.5)
-    waits = replay(graph, durations).waits()
+    waits = replay(graph, durations).idle_times()
     assert waits["gather"][0] == pytest.approx(1.5)
     assert waits["reduce"].max() == pytest.approx(2.5)
 
@@ -235,7 +235,7 @@ def test_stream_time_and_overlap():
         covered = {}
         for stream in ("send", "compute"):
             mine = (graph.stage == stage) & (graph.stream == STREAMS.index(stream)) & ~np.isin(graph.kind, (3, 5))
-            inside = (timeline.moving[mine, None] <= times) & (times < timeline.end[mine, None])
+            inside = (timeline.transfer_start[mine, None] <= times) & (times < timeline.end[mine, None])
             covered[stream] = inside.any(axis=0)
         both = (covered["send"] & covered["compute"]).mean() * float(timeline.makespan)
         assert under[graph.stage == stage].sum() == pytest.approx(both, abs=0.02)
@@ -256,11 +256,11 @@ def test_damaged_schedules_and_durations_are_refused():
     lists = [list(actions) for actions in schedule]
     without = [lists[0], [a for a in lists[1] if a.kind != ActionKind.RECV_FORWARD]]
     with pytest.raises(ValueError, match="without its receive"):
-        Graph.of(Schedule.of(schedule, without))
+        Graph.of(Schedule.replace_actions(schedule, without))
     backward = next(i for i, a in enumerate(lists[0]) if a.kind == ActionKind.BACKWARD)
     lists[0].insert(0, lists[0].pop(backward))
     with pytest.raises(ValueError, match="deadlocks"):
-        Graph.of(Schedule.of(schedule, lists))
+        Graph.of(Schedule.replace_actions(schedule, lists))
     with pytest.raises(ValueError, match="durations of 3"):
         replay(schedule, np.zeros(3))
 

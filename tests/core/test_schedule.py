@@ -76,7 +76,7 @@ def test_no_send_waits_long_for_its_receiver(sizes, micro_batch_group_size):
     graph = Graph.of(pipeline_schedule(*sizes, False, micro_batch_group_size))
     timeline = replay(graph, graph.durations(1.0, 1.0))
     sends = np.isin(graph.kind, (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD))
-    assert (timeline.moving - timeline.start)[sends].max(initial=0.0) <= sizes[0]
+    assert (timeline.transfer_start - timeline.start)[sends].max(initial=0.0) <= sizes[0]
 
 
 @settings(deadline=None)
@@ -175,10 +175,10 @@ def test_1f1b_order_of_the_classic_example():
 @given(SIZES)
 def test_actions_and_table_say_the_same(sizes):
     schedule = pipeline_schedule(*sizes)
-    assert Schedule.of(schedule, list(schedule)) == schedule
+    assert Schedule.replace_actions(schedule, list(schedule)) == schedule
     assert len(schedule) == sizes[0]
     first = schedule[0]
-    changed = Schedule.of(schedule, [first[::-1], *list(schedule)[1:]])
+    changed = Schedule.replace_actions(schedule, [first[::-1], *list(schedule)[1:]])
     assert (changed == schedule) == (first == first[::-1])
 
 

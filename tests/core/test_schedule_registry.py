@@ -73,7 +73,7 @@ def hangs(p: int, v: int, m: int, reduce_each: bool, group: int | None) -> Sched
         sorted(schedule[0], key=first),
         *(sorted(s, key=lambda a: a.kind not in forwards) for s in list(schedule)[1:]),
     ]
-    return Schedule.of(schedule, lists)
+    return Schedule.replace_actions(schedule, lists)
 
 
 BROKEN = {

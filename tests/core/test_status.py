@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.core.calls import Calls, read_calls
+from megascale.core.calls import CallLog, read_calls
 from megascale.core.status import _HEADER, Status, StatusFile, read_status
 from tests.damaged_records import json_values
 
@@ -30,7 +30,7 @@ def write(file: Path, record: Any) -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which rank 0 of this process has a record of calls."""
     folder = tmp_path_factory.mktemp("status")
-    Calls(folder, 0, 1).close()
+    CallLog(folder, 0, 1).close()
     return folder
 
 

@@ -53,15 +53,17 @@ def test_metrics_and_events_of_a_loss_that_is_no_number_are_json_that_the_reader
     sink.close()
     with open(run.metrics, "a") as out:  # as older versions wrote it
         out.write('{"step": 5, "loss": NaN, "grad_norm": Infinity, "seconds": 1.0, "learning_rate": 1, "tokens": 5}\n')
-    run.event(Event.EVALUATED, loss=math.nan)
+    run.append_event(Event.EVALUATED, loss=math.nan)
     journal, _ = Journal.take(tmp_path, 5.0)
     AuditLog(tmp_path, journal, lambda who, text: None).record("loss_spike", attempt=1, loss=math.inf)
     journal.close()
     for line in [*run.metrics.read_text().splitlines()[:-1], *run.events.read_text().splitlines()]:
         read_strictly(line)
     losses = [*values, math.nan]
-    assert repr([m.loss for m in MetricsTail(tmp_path).look().steps]) == repr(losses)
-    assert [math.isnan(v) for v in Curves.of("x", read_metrics(tmp_path), "tokens").loss] == [False] + [True] * 4
+    assert repr([m.loss for m in MetricsTail(tmp_path).read_new_steps().steps]) == repr(losses)
+    assert [math.isnan(v) for v in Curves.from_records("x", read_metrics(tmp_path), "tokens").loss] == [False] + [
+        True
+    ] * 4
     run.rewind(5)  # what an older version wrote becomes valid with the next resume
     assert [read_strictly(line)["loss"] for line in run.metrics.read_text().splitlines()][1:] == [
         "NaN",

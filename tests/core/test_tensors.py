@@ -41,13 +41,13 @@ def test_cuts_tile_the_tensor(rows, columns, parts, dim):
     shape = (rows * parts, columns * parts)
     held = np.zeros(shape, dtype=int)
     for index in range(parts):
-        box = Piece.cut("w", shape, dim, index, parts).box
+        box = Piece.slice_of("w", shape, dim, index, parts).box
         held[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] += 1
     assert (held == 1).all()
 
 
 def test_decay_follows_the_dimensions():
-    assert Piece.whole("w", (2, 3)).decay
-    assert not Piece.whole("b", (3,)).decay
-    assert Piece.whole("b", (3,), decay=True).decay
-    assert Piece.whole("w", (2, 3)).box == Box((0, 0), (2, 3))
+    assert Piece.full("w", (2, 3)).decay
+    assert not Piece.full("b", (3,)).decay
+    assert Piece.full("b", (3,), decay=True).decay
+    assert Piece.full("w", (2, 3)).box == Box((0, 0), (2, 3))

@@ -108,8 +108,8 @@ def test_lines_are_written_as_early_as_before(tmp_path, unbuffered):
 def test_a_hangup_that_nohup_ignores_is_no_end_signal():
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
-        assert terminal.end_signals() == (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        assert terminal.termination_signals() == (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup has it
-        assert terminal.end_signals() == (signal.SIGINT, signal.SIGTERM)
+        assert terminal.termination_signals() == (signal.SIGINT, signal.SIGTERM)
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -18,7 +18,7 @@ def test_folders_that_others_may_write_are_noticed(tmp_path: Path) -> None:
     run.chmod(0o777)
     assert "every user" in other_writers(run)
     assert "chmod o-w" in other_writers(run)
-    with run_lock.take(run, "test", 0.0) as lock:
+    with run_lock.acquire_trainer_lock(run, "test", 0.0) as lock:
         assert str(run) in lock.warning
     run.chmod(0o755)
     run.parent.chmod(0o777)

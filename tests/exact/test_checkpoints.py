@@ -65,9 +65,9 @@ def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Tol
     """The state as it was loaded, and what the last step made of it."""
     engine, loaded, told = make_engine(rank, world, tree), Told(), Told()
     for state in engine.optimizer.states:
-        for tensor in (state.master, *state.tensors()):
+        for tensor in (state.master, *state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
-    with engine.loading():
+    with engine.loading_weights():
         assert checkpoint.load(folder, shards(engine)) == {"samples": 8}
     loaded.state = state_of(engine)
     observe(engine, told)

@@ -82,9 +82,9 @@ def weights_in_use(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[bo
     engine.after_update.append(updated)
     for step in (1, 2):
         run_step(engine, step, told)
-    engine.losses(*torch.zeros(2, 8, 1, dtype=torch.int64))
+    engine.sum_losses(*torch.zeros(2, 8, 1, dtype=torch.int64))
     assert linears._weights
-    with engine.loading():
+    with engine.loading_weights():
         pass
     return current, left or bool(linears._weights)
 

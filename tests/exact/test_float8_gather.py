@@ -103,7 +103,7 @@ def run(engine: Engine, step: int, more: bool = True, bad: bool = False) -> list
         engine.optimizer.states[0].shard.grads[0] = torch.nan
 
     def compare(_: int) -> None:
-        same.append(same_on_copies(engine, bit_sums(engine.data.weights_in_use())))
+        same.append(same_on_copies(engine, bit_sums(engine.data_parallel.weights_in_use())))
 
     engine.before_update[:] = [compare, spoil] if bad else [compare]
     engine.start_gather()
@@ -118,9 +118,9 @@ def same_on_copies(engine: Engine, mine: torch.Tensor) -> bool:
 
 
 def evaluated(engine: Engine) -> float:
-    engine.whole()
+    engine.gather_parameters()
     rows = torch.from_numpy(np.stack([tokens(engine.config, 99, engine.data_rank)])).t().contiguous()
-    return float(engine.losses(rows[:-1], rows[1:]))
+    return float(engine.sum_losses(rows[:-1], rows[1:]))
 
 
 def tell(rank: int, world: int, tree: dict[str, Any], gather: str, folder: Path) -> Story:
@@ -133,8 +133,8 @@ def tell(rank: int, world: int, tree: dict[str, Any], gather: str, folder: Path)
     states.append(state_of(engine))
     checkpoint.save(folder, 4, shards, {}, keep=1)
     numbers += run(engine, 5)
-    with engine.loading():  # the gather of the step before is under way
-        assert not any(engine.data.gathering(chunk) for chunk in range(len(engine.chunks)))
+    with engine.loading_weights():  # the gather of the step before is under way
+        assert not any(engine.data_parallel.gathering(chunk) for chunk in range(len(engine.chunks)))
         checkpoint.load(folder, shards)
     sizes.gathers.clear()
     numbers += run(engine, 6, more=False)
@@ -186,7 +186,7 @@ def faulty(rank: int, world: int, tree: dict[str, Any], folder: Path, fault: str
     }
     owner, what, wrong = faults[fault]
     if fault == "bytes of the step before":
-        send = Float8Gather.send
+        send = Float8Gather.start_gather
 
         def late(self: Float8Gather, bucket: int) -> Pending:
             part = self._parts[bucket]
@@ -212,7 +212,7 @@ def not_gathered(rank: int, world: int, tree: dict[str, Any]) -> tuple[str, dict
     engine = make_engine(rank, world, {**tree, "parallel": {**tree["parallel"], "gather_precision": "auto"}})
     run(engine, 1, more=False)
     try:
-        engine.losses(*torch.zeros(2, 8, 1, dtype=torch.int64))
+        engine.sum_losses(*torch.zeros(2, 8, 1, dtype=torch.int64))
     except TrainingError as error:
         return str(error), engine.active
     return "", engine.active

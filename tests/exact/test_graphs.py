@@ -125,7 +125,7 @@ def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, int,
     end = ChunkGraphs.end_step
 
     def look(self: ChunkGraphs) -> None:
-        why.append(self.failed)
+        why.append(self.failure)
         end(self)
 
     failing = mock.patch.object(ChunkGraphs, "_capture", broken) if rank else nullcontext()

@@ -41,7 +41,7 @@ def test_a_rank_that_does_not_notice_a_failure_is_ended(tmp_path, monkeypatch, c
     try:
         assert launch._watch(ranks, tmp_path, []) == 3
     finally:
-        launch.end(ranks, 1.0)
+        launch.end_processes(ranks, 1.0)
     said = capfd.readouterr().err
     assert "rank 1 was the first to end, with exit code 3" in said
     assert "error: no more" in said
@@ -63,7 +63,7 @@ def test_the_rank_that_knows_why_is_heard_though_it_ends_last(tmp_path, monkeypa
     try:
         assert launch._watch(ranks, tmp_path, []) == 4
     finally:
-        launch.end(ranks, 1.0)
+        launch.end_processes(ranks, 1.0)
         ranks[1].stdin.close()
     assert capfd.readouterr().err == "error: the data changed\n"
 

@@ -41,7 +41,7 @@ LAYOUTS = {
 
 def weights_in_use(engine: Engine) -> list[Boxed]:
     """This rank's share of the weights as forward passes read them, whole over data-parallel ranks."""
-    engine.whole()
+    engine.gather_parameters()
     return [
         Boxed(f"model.{piece.name}", piece.shape, piece.box.offsets, view.float().numpy().copy())
         for chunk in engine.chunks
@@ -73,9 +73,9 @@ def load(
     """Load into an engine with other weights: the weights in use and the state, and what the last step gives."""
     engine, last = make_engine(rank, world, tree), Told()
     for state in engine.optimizer.states:
-        for tensor in (state.master, state.shard.params, *state.tensors()):
+        for tensor in (state.master, state.shard.params, *state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
-    with engine.loading():
+    with engine.loading_weights():
         checkpoint.load(folder, shards(engine))
     in_use, state = weights_in_use(engine), state_of(engine)
     if steps:

@@ -120,7 +120,7 @@ def observe(engine: Engine, told: Told) -> None:
     update = engine.optimizer.step
 
     def step(*args: Any) -> Any:
-        engine.data.finish_tied()  # as the optimizer does before it reads them
+        engine.data_parallel.finish_tied()  # as the optimizer does before it reads them
         found = []
         for state in engine.optimizer.states:
             for extent in state.shard.extents:
@@ -145,7 +145,7 @@ def run_step(engine: Engine, step: int, told: Told) -> None:
 
     engine.start_gather()
     result = engine.step(batch, step, learning_rate(config.lr, step, STEPS), more=step < STEPS)
-    data = engine.data
+    data = engine.data_parallel
     # What the next step needs first is on its way by now, and nothing is after the last.
     moves = data.overlap and data.flats[0].zero > 0 and engine.layout.grid.data > 1
     assert data.gathering(0) == (step < STEPS and moves)

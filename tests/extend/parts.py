@@ -92,12 +92,12 @@ DENSE = MLP_PARTS["dense"]
 
 def scaled_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
     """Those of a dense MLP, and the scale."""
-    return [*DENSE.tensors(model, name), LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, value=0.5)]
+    return [*DENSE.tensors(model, name), LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, init_value=0.5)]
 
 
 def scaled_keeps(model: ModelConfig) -> list[Kept]:
     """What a dense MLP keeps, and what is scaled."""
-    return [Kept("mlp_projection", model.ffn, "columns", gradient=True), *DENSE.keeps(model)]
+    return [Kept("mlp_projection", model.ffn, "columns", gradient=True), *DENSE.saved_activations(model)]
 
 
 def gather_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
@@ -212,13 +212,13 @@ def unregister() -> None:
     activation.ACTIVATIONS.remove("squared_relu")
     activation.KINDS.remove("squared_relu")
     norm.NORMS.remove("l1")
-    norm.KINDS.remove("l1")
+    norm.NORM_OPERATORS.remove("l1")
     block.BLOCKS.remove("mlp_first")
-    block.KINDS.remove("mlp_first")
+    block.BLOCK_MODULES.remove("mlp_first")
     block.BLOCK_PARTS.remove("mlp_first")
     for name in ("scaled", "gather"):
         mlp.MLPS.remove(name)
-        mlp.KINDS.remove(name)
+        mlp.MLP_MODULES.remove(name)
         MLP_PARTS.remove(name)
     for name in ("eight_bit", "deferred"):
         linear.LINEAR_PRECISIONS.remove(name)

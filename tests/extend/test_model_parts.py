@@ -84,7 +84,7 @@ def test_all_that_is_counted_knows_a_part_from_outside(mlp, tensor):
     model = from_tree(case(tensor, microbatches=1, model={"mlp": mlp, "layers": LAYERS}).tree).model
     chunk = Chunk(model, range(LAYERS), first=True, last=True, axis=Axis(size=tensor))
     held = sum(p.numel() for p in chunk.parameters())
-    assert held == chunk_parameters(model, ChunkLayers.of(range(LAYERS)), 0, 1, tensor)
+    assert held == chunk_parameters(model, ChunkLayers.from_range(range(LAYERS)), 0, 1, tensor)
     names = {piece.name for p in chunk.parameters() for piece in spec_of(p).pieces}
     assert names == set(logical_shapes(model))
     assert ("layers.1.mlp.scale" in names) == (mlp == "scaled")
@@ -97,7 +97,7 @@ def test_all_that_is_counted_knows_a_part_from_outside(mlp, tensor):
 def test_what_an_optimizer_keeps_of_a_part_from_outside_is_counted():
     """It has two matrices where the model's own, gated, has three."""
     model = from_tree({"model": {"layers": 3, "vocab_size": 50, "mlp": "gather", "activation": "swiglu"}}).model
-    kept = OPTIMIZERS["muon"].state
+    kept = OPTIMIZERS["muon"].state_names
     held = sum(prod(shape) * (1 + len(kept(name, shape))) for name, shape in logical_shapes(model).items())
     assert checkpoint_elements("muon", model) == held
 

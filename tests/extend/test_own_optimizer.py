@@ -11,7 +11,7 @@ import torch
 from megascale.config import from_tree
 from megascale.config.optimizers import OptimizerFacts
 from megascale.core.optimizer_state import state_elements
-from megascale.optim.base import Rule, Step
+from megascale.optim.base import Step, UpdateRule
 from megascale.optim.rules import register
 from megascale.parallel.buffers import FlatShard
 from tests.exact.cases import case
@@ -23,30 +23,30 @@ pytestmark = pytest.mark.xdist_group("processes")
 STEPS = 2
 
 
-class Lion(Rule):
+class Lion(UpdateRule):
     """Chen et al. 2023: the sign of a momentum, and decoupled decay."""
 
     def update(self, step: Step, updated: Callable[[FlatShard], None]) -> None:
         """One pass over each shard."""
         config = self.config
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             for part in s.parts:
-                held, grad = part.state["average"], part.of(s.shard.grads)
+                held, grad = part.state["average"], part.view(s.shard.grads)
                 grad = grad if step.scale is None else grad * step.scale.to(grad.dtype)
                 for row in part.segments.rows:
                     where = slice(row.start, row.stop)
-                    w, m, g = part.of(s.master)[where], held[where], grad[where]
+                    w, m, g = part.view(s.master)[where], held[where], grad[where]
                     # A smooth sign: near zero the sign itself would turn rounding into a difference.
                     sign = torch.tanh(1e3 * torch.lerp(m, g, 1 - config.beta1))
                     new = w - step.learning_rate * (sign + config.weight_decay * row.decay * w)
                     w.copy_(torch.where(step.skip, w, new))
                     m.copy_(torch.where(step.skip, m, torch.lerp(m, g, 1 - config.beta2)))
                 if s.param_out is not None:
-                    part.of(s.param_out).copy_(part.of(s.master))
+                    part.view(s.param_out).copy_(part.view(s.master))
             updated(s.shard)
 
 
-register("lion", OptimizerFacts(lambda name, shape: ("average",), peak=1e-4), Lion)
+register("lion", OptimizerFacts(lambda name, shape: ("average",), default_peak=1e-4), Lion)
 
 
 def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megascale import config as configuration
-from megascale.bench.training_runs import join
+from megascale.bench.training_runs import join_groups
 from megascale.rendezvous.groups import shutdown
 from tests.gpu.small_steps import train
 
@@ -74,7 +74,7 @@ def tree_of(parts: list[dict[str, Any]], graphs: str, axis: str = "") -> dict[st
 def main() -> int:
     """The table; 1 if anything differs."""
     wrong, axis = 0, sys.argv[1] if len(sys.argv) > 1 else ""
-    place, groups = join(configuration.from_tree(tree_of([SERIAL], "off", axis)))
+    place, groups = join_groups(configuration.from_tree(tree_of([SERIAL], "off", axis)))
     said = f"{place.world} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
     if not place.rank:
         print(f"{said}, {axis} parallelism" if axis else said)

@@ -29,7 +29,7 @@ from megascale.checkpoint import TensorShard, save
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.mapping import map_shared
-from megascale.checkpoint.loader import LoadReport, fill
+from megascale.checkpoint.loader import LoadReport, fill_shards
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.opening import open_storage
 
@@ -58,7 +58,7 @@ def main() -> int:
         print(f"checksums: {checksum_rate() / 1e9:.1f} GB/s a thread")
     memory = given.memory or roomy(1.1 * size * count * MATRIX)
     folder = Path(tempfile.mkdtemp(dir=memory)) if rank == 0 else None
-    folder = Path(peers.share(str(folder), str))
+    folder = Path(peers.broadcast(str(folder), str))
     wrong = 0
     try:
         own = rows(count, size, rank, device)
@@ -79,15 +79,15 @@ def main() -> int:
                 shards, report = make(count, size, rank, device), LoadReport()
                 for shard in shards:
                     shard.tensor.fill_(-1.0)
-                peers.all(True)
+                peers.all_true(True)
                 began = time.perf_counter()
-                damage = fill(index, shards, peers, read, name=name, state={}, holders=holders, report=report)
-                peers.all(True)
+                damage = fill_shards(index, shards, peers, read, name=name, state={}, holders=holders, report=report)
+                peers.all_true(True)
                 took.append(time.perf_counter() - began)
                 bad = [s.name for s in shards if not torch.equal(s.tensor, expected(s))]
                 if damage or bad:
                     print(f"process {rank}, {name}: {damage or f'other values in {len(bad)} tensors'}", flush=True)
-                wrong += not peers.all(not damage and not bad)
+                wrong += not peers.all_true(not damage and not bad)
                 del shards
             if rank == 0:
                 total = count * MATRIX / 1e9

@@ -277,11 +277,11 @@ class Stacks:
 
     def _watch(self) -> None:
         from megascale.errors import DataError
-        from megascale.observe.hang.evidence import collect
+        from megascale.observe.hang.evidence import collect_evidence
 
         while not self._end.wait(0.5):
             with contextlib.suppress(OSError, DataError):
-                stack = collect(self._run, watch_seconds=0, only=frozenset({0})).ranks[0].stack
+                stack = collect_evidence(self._run, watch_seconds=0, ranks=frozenset({0})).ranks[0].stack
                 frames = " < ".join(stack[:FRAMES])
                 if frames and (not self.seen or self.seen[-1][1] != frames):
                     self.seen.append((time.time(), frames))
@@ -343,11 +343,11 @@ def fitting(file: Path, settings: list[str]) -> int:
     """Half of the model's layers, or the most below that GPUs and memory hold; SystemExit if none do."""
     from megascale.config import load_command_line
     from megascale.core.capacity import Capacity
-    from megascale.core.preflight import Share, preflight
+    from megascale.core.preflight import Share, check_host
     from megascale.errors import FitError
     from megascale.resilience.driver.start_driver import prepare
 
-    here = Capacity.here(gpus=True)
+    here = Capacity.measure(gpus=True)
     less = replace(
         here,
         memory=None if here.memory is None else int(HOST * here.memory),
@@ -359,7 +359,7 @@ def fitting(file: Path, settings: list[str]) -> int:
         try:
             config, size = prepare(load_command_line(str(file), [*settings, f"--model.layers={layers}"]))
             nodes = config.resilience.nodes + config.resilience.spares
-            preflight(config, Share(size.world, 0, size.world, nodes, gpus=bool(size.devices)), less)
+            check_host(config, Share(size.world, 0, size.world, nodes, gpus=bool(size.devices)), less)
             return layers
         except FitError as error:
             why = str(error)

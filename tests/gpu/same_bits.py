@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megascale import config as configuration
-from megascale.bench.training_runs import join
+from megascale.bench.training_runs import join_groups
 from megascale.ops.attention import attention
 from megascale.ops.attention_backends import BACKENDS
 from megascale.ops.dispatch import Kernels
@@ -107,7 +107,7 @@ def kernels() -> int:
 def main() -> int:
     """The tables; 1 if anything differs that must not."""
     axis = sys.argv[1] if len(sys.argv) > 1 else ""
-    place, groups = join(configuration.from_tree(tree_of({}, False, axis)))
+    place, groups = join_groups(configuration.from_tree(tree_of({}, False, axis)))
     wrong = 0
     if not place.rank:
         print(f"{place.world} x {torch.cuda.get_device_name()}, torch {torch.__version__} {axis}")

@@ -69,5 +69,5 @@ def train(
     engine.synchronize()
     torch.cuda.synchronize()
     whole = time.perf_counter() - began
-    eager = engine.graphs.failed if engine.graphs is not None else engine.active.get("CUDA graphs", "off")
+    eager = engine.graphs.failure if engine.graphs is not None else engine.active.get("CUDA graphs", "off")
     return Steps(result, host / timed * 1e3, whole / timed * 1e3, engine.attention, eager)

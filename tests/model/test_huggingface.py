@@ -17,11 +17,11 @@ from megascale import config
 from megascale.core.flops import parameters
 from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, DataError
-from megascale.model.huggingface.export import all_shapes, configuration, write_folder
+from megascale.model.huggingface.export import all_shapes, make_config, write_folder
 from megascale.model.huggingface.families import FAMILIES, family_for
 from megascale.model.huggingface.import_model import read_folder
 from megascale.model.huggingface.settings import fraction_of
-from megascale.model.huggingface.tensor_names import Weight, join, linear, split
+from megascale.model.huggingface.tensor_names import Weight, join_weight, linear, split_weight
 from megascale.parallel.parameters import spec_of
 from tests.chaos.soak.huggingface import case
 from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
@@ -242,7 +242,7 @@ def test_what_cannot_be_exported_names_the_keys(keys, family, named):
 )
 def test_a_preset_is_the_published_model(preset, family, count):
     model = config.load(None, [f"--model.preset={preset}"]).model
-    written = configuration(family_for(model), model, torch.float32, {})
+    written = make_config(family_for(model), model, torch.float32, {})
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**written))
     assert family_for(model).name == family
@@ -260,16 +260,16 @@ def test_splitting_and_joining_are_inverse(family, tmp_path):
     stored = load_file(tmp_path / "model.safetensors")
     model = read_folder(tmp_path).model
     shapes = all_shapes(model)
-    for weight in FAMILIES[family].weights(model):
-        parts = split(weight, stored[weight.name])
+    for weight in FAMILIES[family].list_weights(model):
+        parts = split_weight(weight, stored[weight.name])
         assert {name: tuple(t.shape) for name, t in parts.items()} == {name: shapes[name] for name in weight.parts}
-        assert torch.equal(join(weight, parts), stored[weight.name])
+        assert torch.equal(join_weight(weight, parts), stored[weight.name])
 
 
 def test_interleaved_heads_by_hand():
     """Two heads of size 1 in GPT-NeoX: rows are q0 k0 v0 q1 k1 v1."""
     weight = linear("qkv", "q", "k", "v", heads=2)[0]
-    parts = split(weight, torch.arange(6.0)[:, None])
+    parts = split_weight(weight, torch.arange(6.0)[:, None])
     assert {name: t[:, 0].tolist() for name, t in parts.items()} == {
         "q.weight": [0, 3],
         "k.weight": [1, 4],
@@ -279,7 +279,7 @@ def test_interleaved_heads_by_hand():
 
 def test_a_transposed_stack_by_hand():
     weight = Weight("c", ("q", "k"), transposed=True)
-    parts = split(weight, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    parts = split_weight(weight, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert parts["q"].tolist() == [[1, 3]]
     assert parts["k"].tolist() == [[2, 4]]
 

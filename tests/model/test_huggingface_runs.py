@@ -20,7 +20,7 @@ from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.model.huggingface.import_model import read_folder
 from megascale.train.generation import Sampling, generate_tokens, pick, text_of
-from megascale.train.restore import restore, restore_model
+from megascale.train.restore import restore_engine, restore_model
 from tests.conftest import lines
 from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
 
@@ -97,7 +97,7 @@ def test_import_keeps_every_weight_and_the_engine_gives_the_same_logits(tmp_path
     assert {t.dtype for t in stored.tensors} == {"bfloat16"}
     model, _ = restore_model(tmp_path / "runs" / "a")
     assert difference(model, theirs.float()) < CLOSE
-    engine, _ = restore(tmp_path / "runs" / "a", device="cpu")
+    engine, _ = restore_engine(tmp_path / "runs" / "a", device="cpu")
     for p, q in zip(model.parameters(), engine.chunks[0].parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -458,7 +458,7 @@ def test_files_that_cannot_be_read_are_left_out_with_a_note_or_refused(chat, tmp
 
 def test_a_tiktoken_encoding_goes_out(tmp_path, named):
     pytest.importorskip("tiktoken")
-    from megascale.data.tokenizer.convert_tokenizer import give
+    from megascale.data.tokenizer.convert_tokenizer import export_tokenizer
     from megascale.data.tokenizer.tiktoken_file import KNOWN, TiktokenTokenizer
 
     ranks = {bytes([b]): b for b in range(256)}
@@ -482,7 +482,7 @@ def test_a_tiktoken_encoding_goes_out(tmp_path, named):
     tokenizer = TiktokenTokenizer("mine", pattern, ranks, special, "<|endoftext|>")
     tokenizer.save(tmp_path / "tokenizer.json")
     (tmp_path / "out").mkdir()
-    give(tokenizer, tmp_path / "tokenizer.json", tmp_path / "out", 64)
+    export_tokenizer(tokenizer, tmp_path / "tokenizer.json", tmp_path / "out", 64)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
     for text in (TEXT, "self  items\n\n 123456 don't ITEM ", "中文 self中", ""):
         assert theirs(text)["input_ids"] == tokenizer.encode(text)

@@ -9,10 +9,10 @@ from benchmarks.observe import decline as decline_bench
 from benchmarks.observe.replayed_job import Extra, replayed
 from benchmarks.observe.replayed_runs import keep
 from benchmarks.observe.synthetic_spans import Job
-from megascale.cli.decline import as_tree, show
+from megascale.cli.decline import as_tree, print_tables
 from megascale.core import strict_json
-from megascale.observe.analysis.decline import Decline, decline, windows
-from megascale.observe.analysis.decline_plot import draw
+from megascale.observe.analysis.decline import Decline, choose_windows, decline
+from megascale.observe.analysis.decline_plot import draw_decline
 from megascale.observe.analysis.rank_parts import rank_parts
 from megascale.observe.store.tables import SpanTables
 
@@ -28,9 +28,9 @@ def test_each_cause_is_named(cause, tmp_path):
     found = decline_bench.look(keep(tmp_path / "run", JOB, replayed(JOB, STEPS, 9, extra=extra), counters))
     assert found.declined == bool(cause)
     if not cause:
-        assert found.named == ()
+        assert found.main_causes == ()
         return
-    first = found.named[0]
+    first = found.main_causes[0]
     assert first.name == cause
     assert first.evidence
     assert sum(one.share for one in found.causes) <= 1.001
@@ -54,12 +54,12 @@ def run(tmp_path_factory):
 
 def test_one_rank_that_became_slow_is_a_slow_rank_and_mfu_is_told(run):
     with SpanTables(run) as tables:
-        first, second, series = windows(tables, 1)
+        first, second, series = choose_windows(tables, 1)
         found = decline(lambda low, high: rank_parts(tables, 1, low, high), first, second, tables, series)
     assert (first, second) == ((4, 32), (122, 150))
     assert found.mfu == (0.5, 0.4)
-    assert [(one.name, one.ranks) for one in found.named] == [("slow rank", (9,))]
-    assert len(found.series[0]) == STEPS - 3
+    assert [(one.name, one.ranks) for one in found.main_causes] == [("slow rank", (9,))]
+    assert len(found.step_seconds[0]) == STEPS - 3
 
 
 def test_the_command(run, megascale, tmp_path):
@@ -77,12 +77,12 @@ def test_the_command(run, megascale, tmp_path):
 def test_a_large_growth_that_chance_explains_is_not_called_no_decline(tmp_path, capsys, error, words):
     steps = np.arange(20), np.linspace(1.0, 4.0, 20)
     found = Decline((1, 10), (11, 20), (1.0, 3.31), error, 2.31, (np.nan, np.nan), (), steps)
-    assert (found.verdict, found.declined, found.named) == ("uncertain", False, ())
-    show(found)
+    assert (found.verdict, found.declined, found.main_causes) == ("uncertain", False, ())
+    print_tables(found)
     text = " ".join(capsys.readouterr().out.split())
     assert "+231.0%" in text
     assert "no decline" not in text
     assert "undecided: steps are 231.0% longer" in text
     assert f"chance explains a growth {words}; compare longer windows" in text
     assert as_tree(found)["verdict"] == "uncertain"
-    draw(found, tmp_path / "why.png")
+    draw_decline(found, tmp_path / "why.png")

@@ -88,17 +88,17 @@ def device(request, monkeypatch):
 def step(recorder: DeviceTimers, device: Device, number: int, queue: int, work: int) -> dict[str, tuple[int, int]]:
     """One step; when its forward ran on the device, and when its wait did, on the host's clock."""
     recorder.step_begins(number)
-    recorder.begin(SpanKind.FORWARD, 0, 0)
+    recorder.begin_action(SpanKind.FORWARD, 0, 0)
     begun = max(device.busy, device.host)
     device.queue(queue, work)
-    launched = recorder.launched(SpanAxis.TENSOR, 64)
+    launched = recorder.begin_transfer(SpanAxis.TENSOR, 64)
     since, wait = recorder.mark(), max(device.busy, device.host)
     device.queue(queue, 2 * work)  # a stall: the stream waits for another rank
-    recorder.waited(since, SpanKind.WAIT, SpanAxis.TENSOR, 3)
+    recorder.record_wait(since, SpanKind.WAIT, SpanAxis.TENSOR, 3)
     waited = max(device.busy, device.host)
     recorder.landed(launched, SpanAxis.TENSOR, 64, 3)
     device.queue(queue, work)
-    recorder.end()
+    recorder.end_action()
     ended = max(device.busy, device.host)
     recorder.step_ended()
     return {"forward": (begun, ended), "wait": (wait, waited)}
@@ -166,10 +166,10 @@ def test_within_a_capture_nothing_is_recorded(device):
     recorder = DeviceTimers(torch.device("cuda", 0), kept)
     recorder.step_begins(1)
     device.capturing = True
-    recorder.begin(SpanKind.FORWARD, 0, 0)
-    recorder.waited(recorder.mark(), SpanKind.WAIT, SpanAxis.TENSOR)
-    recorder.landed(recorder.launched(SpanAxis.TENSOR, 8), SpanAxis.TENSOR, 8)
-    recorder.end()
+    recorder.begin_action(SpanKind.FORWARD, 0, 0)
+    recorder.record_wait(recorder.mark(), SpanKind.WAIT, SpanAxis.TENSOR)
+    recorder.landed(recorder.begin_transfer(SpanAxis.TENSOR, 8), SpanAxis.TENSOR, 8)
+    recorder.end_action()
     device.capturing = False
     device.queue(1000, 5000)
     recorder.step_ended()

@@ -23,15 +23,15 @@ from typer.testing import CliRunner
 from megascale.cli.main import app
 from megascale.config import from_tree
 from megascale.core import calls
-from megascale.core.calls import READER, Call, CallRecord, Calls, Counts, Waiting, read_calls
+from megascale.core.calls import READER, Call, CallLog, CallRecord, Counts, Waiting, read_calls
 from megascale.core.layout import Layout, lay_out
 from megascale.core.status import StatusFile, read_status
 from megascale.errors import DataError
-from megascale.observe.hang.evidence import collect, process_state
+from megascale.observe.hang.evidence import collect_evidence, process_state
 from megascale.observe.hang.flight import FlightDump, read_flight
-from megascale.observe.hang.hang_report import examine
+from megascale.observe.hang.hang_report import examine_run
 from megascale.observe.hang.scene import RankEvidence, Scene
-from megascale.observe.hang.verdict import Hang, explain
+from megascale.observe.hang.verdict import Hang, explain_hang
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import Axis
 from megascale.parallel.runtime import Runtime
@@ -61,16 +61,16 @@ def test_a_hang_of_replayed_microbatches_is_named(tmp_path, monkeypatch):
 
 
 def test_the_record_says_what_was_started_waited_for_and_finished(tmp_path):
-    log = Calls(tmp_path, 3, 8)
-    log.register("tensor/2", 2)
-    log.register("forward/3-5", 2)
-    log.step(7)
-    log.at(b"forward", 1, 4, 12)
-    first = log.begin("tensor/2", "all_gather", 640)
-    second = log.begin("forward/3-5", "send", 64)
-    log.wait(first)
-    log.done(first)
-    log.wait(second)
+    log = CallLog(tmp_path, 3, 8)
+    log.register_group("tensor/2", 2)
+    log.register_group("forward/3-5", 2)
+    log.begin_step(7)
+    log.set_action(b"forward", 1, 4, 12)
+    first = log.begin_call("tensor/2", "all_gather", 640)
+    second = log.begin_call("forward/3-5", "send", 64)
+    log.begin_wait(first)
+    log.end_call(first)
+    log.begin_wait(second)
     record = read_calls(log.path)
     assert record is not None
     assert (record.rank, record.world, record.step, record.action, record.index) == (3, 8, 7, "forward", 12)
@@ -80,9 +80,9 @@ def test_the_record_says_what_was_started_waited_for_and_finished(tmp_path):
         Call("tensor/2", 1, "all_gather", 640, 7, 1, 4),
         Call("forward/3-5", 1, "send", 64, 7, 1, 4),
     )
-    assert log.begin("never named", "send", 1) == -1
-    log.done(second)
-    log.reads(4711)
+    assert log.begin_call("never named", "send", 1) == -1
+    log.end_call(second)
+    log.begin_data_wait(4711)
     record = read_calls(log.path)
     assert record.waiting.group == READER
     assert record.waiting.pid == 4711
@@ -92,22 +92,22 @@ def test_the_record_says_what_was_started_waited_for_and_finished(tmp_path):
 
 
 def test_the_record_forgets_old_calls_and_knows_it(tmp_path):
-    log = Calls(tmp_path, 0, 2)
-    log.register("world", 2)
+    log = CallLog(tmp_path, 0, 2)
+    log.register_group("world", 2)
     for number in range(20_000):
-        log.done(log.begin("world", "all_reduce", number))
+        log.end_call(log.begin_call("world", "all_reduce", number))
     record = read_calls(log.path)
     assert [c.sequence for c in record.calls] == list(range(20_000 - len(record.calls) + 1, 20_001))
-    assert not record.whole
-    assert record.call("world", 19_999).bytes == 19_998
-    assert record.call("world", 1) is None
+    assert not record.is_complete
+    assert record.find_call("world", 19_999).bytes == 19_998
+    assert record.find_call("world", 1) is None
 
 
 def test_the_status_carries_the_place_of_the_record(tmp_path):
-    status, log = StatusFile(tmp_path, 0), Calls(tmp_path, 0, 1)
+    status, log = StatusFile(tmp_path, 0), CallLog(tmp_path, 0, 1)
     status.update("train", 4)
-    log.step(4)
-    log.at(b"backward", 0, 2, 5)
+    log.begin_step(4)
+    log.set_action(b"backward", 0, 2, 5)
     found = read_status(status.path)
     assert (found.phase, found.step, found.action, found.microbatch) == ("train", 4, "backward", 2)
 
@@ -125,15 +125,15 @@ def test_a_call_costs_little():
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        log = Calls(Path(folder), 0, 2)
-        log.register("world", 2)
+        log = CallLog(Path(folder), 0, 2)
+        log.register_group("world", 2)
 
         def thousand() -> float:
             started = time.perf_counter()
             for _ in range(1000):
-                call = log.begin("world", "all_reduce", 64)
-                log.wait(call)
-                log.done(call)
+                call = log.begin_call("world", "all_reduce", 64)
+                log.begin_wait(call)
+                log.end_call(call)
             return time.perf_counter() - started
 
         assert min(thousand() for _ in range(5)) < 0.05
@@ -164,7 +164,7 @@ def record(rank: int, made: list[Call], waits: tuple[str, int] | None, world: in
 
 def judge(*records: CallRecord | None, where: Layout | None = None, **about) -> Hang:
     ranks = {r.rank: RankEvidence(r.rank, record=r, **about.get(f"rank{r.rank}", {})) for r in records if r}
-    return explain(Scene(ranks, len(records), now_ns=5 * 10**9), where)
+    return explain_hang(Scene(ranks, len(records), now_ns=5 * 10**9), where)
 
 
 def step_of(step: int, ops: str, group: str = "data_reduce/0", size: int = 64, start: int = 0) -> list[Call]:
@@ -312,8 +312,8 @@ def test_of_several_stopped_ranks_those_that_did_not_come_are_named():
 
 def test_what_an_exchange_captures_is_no_call(tmp_path):
     """A capture launches nothing: the step after it would lack these calls, and be told for it."""
-    log = Calls(tmp_path, 0, 2)
-    log.register("tensor/0", 2)
+    log = CallLog(tmp_path, 0, 2)
+    log.register_group("tensor/0", 2)
     runtime = Runtime(calls=log)
     exchange = SimpleNamespace(captured=lambda: nullcontext("captured"))
     axis = Axis(size=2, name="tensor/0", exchange=exchange, runtime=runtime)
@@ -422,7 +422,7 @@ while True:
     child = subprocess.Popen([sys.executable, "-c", code])
     try:
         wait_for(tmp_path, 4)
-        scene, hang = examine(tmp_path, watch_seconds=30.0)
+        scene, hang = examine_run(tmp_path, watch_seconds=30.0)
         assert hang.kind == "none"
         assert scene.ranks[0].answered
         assert scene.ranks[0].stack
@@ -466,7 +466,7 @@ stands_here()
     child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     try:
         wait_for(tmp_path, 1)
-        scene, _ = examine(tmp_path, watch_seconds=0.0)
+        scene, _ = examine_run(tmp_path, watch_seconds=0.0)
         assert scene.ranks[0].answered is not deaf
         said = scene.ranks[0].stack[0]
         assert said.startswith("state S") if deaf else said.startswith("stands_here")
@@ -506,7 +506,7 @@ work()
         for _ in range(3000):
             os.kill(child.pid, signal.SIGUSR2)
             time.sleep(0.0005)  # so that each is taken: one that waits swallows the next
-        scene, _ = examine(tmp_path, watch_seconds=0.0)
+        scene, _ = examine_run(tmp_path, watch_seconds=0.0)
         assert scene.ranks[0].answered
         assert any(frame.startswith("work (<string>:") for frame in scene.ranks[0].stack)
         assert child.poll() is None
@@ -517,7 +517,7 @@ work()
 
 def test_a_folder_without_a_run_is_named(tmp_path):
     with pytest.raises(DataError, match=r"rank-N\.calls"):
-        collect(tmp_path)
+        collect_evidence(tmp_path)
 
 
 ENTRY = {
@@ -543,22 +543,22 @@ def test_torchs_own_dumps_are_explained(tmp_path, form):
             (tmp_path / f"rank-{rank}.json").write_text(json.dumps(dump(count, open_)))
         else:
             (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump(count, open_)))
-    _, hang = examine(tmp_path, ask=False, watch_seconds=0)
+    _, hang = examine_run(tmp_path, ask=False, watch_seconds=0)
     assert (hang.kind, hang.ranks, hang.op, hang.sequence) == ("busy", (1,), "reduce_scatter", 5)
 
 
 def test_a_recorder_that_saw_no_call_hides_nothing(tmp_path):
     """NCCL's, in a build with CUDA whose ranks talk by gloo; nor one of another version, beside a rank's own record."""
-    ranks = [Calls(tmp_path, rank, 2) for rank in range(2)]
+    ranks = [CallLog(tmp_path, rank, 2) for rank in range(2)]
     for rank in ranks:
-        rank.register("world", 2)
-    ranks[0].wait(ranks[0].begin("world", "all_reduce", 4))
+        rank.register_group("world", 2)
+    ranks[0].begin_wait(ranks[0].begin_call("world", "all_reduce", 4))
     (tmp_path / "rank-0.json").write_text('{"nccl_comm_state":{},"pg_config":{},"pg_status":{}}')
     (tmp_path / "rank-1.json").write_text('{"new": 1}')
     assert not read_flight(tmp_path / "rank-0.json").record.calls
     with pytest.raises(DataError, match="entries"):
         read_flight(tmp_path / "rank-1.json")
-    _, hang = examine(tmp_path, ask=False, watch_seconds=0)
+    _, hang = examine_run(tmp_path, ask=False, watch_seconds=0)
     assert (hang.kind, hang.ranks, hang.op) == ("busy", (1,), "all_reduce")
     for rank in ranks:
         rank.close()

@@ -35,10 +35,10 @@ def test_a_clock_that_is_minutes_off_and_drifts_is_within_its_error(server, tmp_
         return round((time.monotonic_ns() - begun) * (1 + drift)) + MINUTES
 
     clock = HostClock(tmp_path, 10**18 - 5 * MINUTES, own)
-    assert clock.now()[1:] == (10**18 - 5 * MINUTES, UNKNOWN)
+    assert clock.read_offset()[1:] == (10**18 - 5 * MINUTES, UNKNOWN)
     for _ in range(20):
         assert clock.exchange()
-        at, offset, error = clock.now()
+        at, offset, error = clock.read_offset()
         true = begun + round((at - MINUTES) / (1 + drift)) + 10**18 - at
         assert abs(offset - true) <= error
         assert error < 20_000_000
@@ -59,7 +59,7 @@ def test_strangers_get_no_answer_and_are_not_believed(server, tmp_path):
     file.write_text(strict_json.dumps(told | {"token": "another" * 9}))
     clock = HostClock(tmp_path, 0)
     assert not clock.exchange()
-    assert clock.now()[2] == UNKNOWN
+    assert clock.read_offset()[2] == UNKNOWN
     file.write_text(strict_json.dumps(told))
     assert clock.exchange()
 
@@ -69,7 +69,7 @@ def test_a_file_that_says_nothing_leaves_the_clock_alone(tmp_path, text):
     (tmp_path / "clock.json").write_text(text)
     clock = HostClock(tmp_path, 77)
     assert not clock.exchange()
-    assert clock.now()[1:] == (77, UNKNOWN)
+    assert clock.read_offset()[1:] == (77, UNKNOWN)
 
 
 def test_counters_are_what_the_machine_shows(tmp_path):

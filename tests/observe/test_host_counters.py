@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megascale.cli.spans import links
+from megascale.cli.spans import describe_links
 from megascale.observe.store.counters import HostCounters
 from megascale.observe.store.ethtool_counters import EthtoolCounters, tells_of_links
 from megascale.observe.store.frames import COUNTER, COUNTERS
@@ -184,9 +184,9 @@ def test_a_link_that_is_full_by_the_millisecond_is_told(tmp_path):
     rows = [(1, limit, "nic_rate_limit", "eth0")]
     rows += [(ms, limit * (ms % 2) * 0.98, "nic_tx_rate", "eth0") for ms in range(1000)]
     rows += [(ms, 5.0, "nic_tx_rate", "eth1") for ms in range(1000)]
-    ingest.note(COUNTERS, np.array([(t, v, name.encode(), nic.encode()) for t, v, name, nic in rows], COUNTER))
+    ingest.add_records(COUNTERS, np.array([(t, v, name.encode(), nic.encode()) for t, v, name, nic in rows], COUNTER))
     ingest.close()
     with SpanTables(tmp_path) as tables:
-        assert links(tables) == [
+        assert describe_links(tables) == [
             "host 3 eth0 sent 49% of its 25 Gbit/s in kept steps; one millisecond in a hundred 98%, the fullest 98%"
         ]

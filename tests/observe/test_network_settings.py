@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megascale.cli.spans import network
+from megascale.cli.spans import describe_network
 from megascale.core import strict_json
-from megascale.observe.store.network_settings import check
+from megascale.observe.store.network_settings import check_network
 
 
 @pytest.fixture
@@ -28,14 +28,14 @@ def system(tmp_path):
 
 
 def test_what_is_wrong_is_told_from_what_cannot_be_read(system):
-    found = check({"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7", "NCCL_IB_TC": "106"}, system)
+    found = check_network({"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7", "NCCL_IB_TC": "106"}, system)
     told = {(one.device, one.name): one.good for one in found}
     assert told == {
         ("", "time-out"): True, ("mlx5_0/1", "link"): True, ("mlx5_0/1", "traffic class"): True,
         ("mlx5_0/1", "ECN marks are told"): True, ("mlx5_0/1", "ECN marks are obeyed"): False,
         ("mlx5_0/1", "PFC"): None, ("mlx5_0/1", "adaptive retransmission"): None, ("mlx5_1/1", "link"): False,
     }  # fmt: skip
-    assert next(one for one in found if one.name == "time-out").found.endswith(": 137.4 s")
+    assert next(one for one in found if one.name == "time-out").value.endswith(": 137.4 s")
 
 
 @pytest.mark.parametrize(
@@ -43,18 +43,18 @@ def test_what_is_wrong_is_told_from_what_cannot_be_read(system):
 )
 def test_a_time_out_must_outlast_a_flap(system, timeout, retries, good):
     """4.096 us x 2^18 x 8 = 8.6 s."""
-    first, *_ = check({"NCCL_IB_TIMEOUT": timeout, "NCCL_IB_RETRY_CNT": retries}, system)
+    first, *_ = check_network({"NCCL_IB_TIMEOUT": timeout, "NCCL_IB_RETRY_CNT": retries}, system)
     assert first.good is good
 
 
 def test_settings_that_are_not_made_are_named(system):
-    found = {one.name: one for one in check({}, system)}
+    found = {one.name: one for one in check_network({}, system)}
     assert found["time-out"].good is found["traffic class"].good is False
     assert "NCCL_IB_TIMEOUT=22" in found["time-out"].advised
 
 
 def test_a_host_without_ports_is_told_nothing(tmp_path):
-    assert check({}, tmp_path) == []
+    assert check_network({}, tmp_path) == []
 
 
 def test_the_command_tells_what_is_not_as_advised(tmp_path):
@@ -65,4 +65,4 @@ def test_the_command_tells_what_is_not_as_advised(tmp_path):
     for host, settings in zip(Tables.hosts, ([good, good | {"good": False, "found": "1: DOWN"}], "none"), strict=True):
         host.mkdir()
         (host / "state.json").write_text(strict_json.dumps({"network": settings}))
-    assert network(Tables()) == ["host=0 a/1 link: 1: DOWN; advised: 4: ACTIVE"]  # type: ignore[arg-type]
+    assert describe_network(Tables()) == ["host=0 a/1 link: 1: DOWN; advised: 4: ACTIVE"]  # type: ignore[arg-type]

@@ -50,12 +50,12 @@ def run_folder(path: Path, records: list[dict]) -> Path:
     ],
 )
 def test_each_axis_places_steps_and_evaluations(axis, places):
-    curves = Curves.of("a", RECORDS, axis)
+    curves = Curves.from_records("a", RECORDS, axis)
     assert curves.x == pytest.approx(places)
     assert curves.held_out == [(pytest.approx(places[1]), 3.5), (pytest.approx(places[3]), 2.5)]
     assert math.isnan(curves.loss[2])
-    assert "held out 2.500" in curves.label(0.9)
-    assert curves.label(0).startswith("a: 2.000")
+    assert "held out 2.500" in curves.format_label(0.9)
+    assert curves.format_label(0).startswith("a: 2.000")
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=50), st.sampled_from([0.0, 0.5, 0.95]))
@@ -112,10 +112,10 @@ def test_curves_of_damaged_records_are_numbers_gaps_or_a_sentence(tmp_path_facto
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_bytes(text)
     try:
-        curves = Curves.of("a", read_metrics(folder), axis)
+        curves = Curves.from_records("a", read_metrics(folder), axis)
     except DataError:
         return
-    assert curves.label(0.9)
+    assert curves.format_label(0.9)
     for values in (curves.x, curves.loss, curves.rate, curves.norm, [y for _, y in curves.held_out]):
         assert all(math.isnan(value) or abs(value) <= 1e30 for value in values)
 

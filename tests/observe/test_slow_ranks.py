@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.observe.stragglers import error_rates
-from megascale.observe.analysis.slow_ranks import judge
+from megascale.observe.analysis.slow_ranks import judge_ranks
 
 STEPS = np.arange(1, 51)
 
@@ -29,9 +29,9 @@ def test_error_rates_are_what_is_said_of_them():
 def test_a_slow_rank_is_named_with_how_much_and_how_sure(ranks):
     busy = times(ranks)
     busy[2] *= 1.1
-    found = judge(busy, np.zeros(ranks, int), STEPS, np.arange(100, 100 + ranks))
+    found = judge_ranks(busy, np.zeros(ranks, int), STEPS, np.arange(100, 100 + ranks))
     (one,) = found.slow
-    assert (one.rank, one.state, one.first, one.last, one.peers) == (102, "persistent", 1, 50, ranks - 1)
+    assert (one.rank, one.state, one.first, one.last, one.peer_count) == (102, "persistent", 1, 50, ranks - 1)
     assert one.excess == pytest.approx(0.10, abs=0.02)
     assert one.excess > one.limit
     assert 0.99 < one.confidence <= 1
@@ -42,8 +42,8 @@ def test_stages_are_not_compared_and_what_all_share_is_nobody_s():
     busy = times(8)
     busy[4:] *= 3
     busy[:, 20:] *= 1.5
-    assert not judge(busy, np.repeat([0, 1], 4), STEPS).slow
-    lonely = judge(busy, np.arange(8), STEPS)
+    assert not judge_ranks(busy, np.repeat([0, 1], 4), STEPS).slow
+    lonely = judge_ranks(busy, np.arange(8), STEPS)
     assert (lonely.slow, lonely.lonely) == ((), 8)
     assert np.isnan(lonely.excess).all()
 
@@ -53,13 +53,13 @@ def test_passing_and_irregular_are_told_from_persistent():
     busy[3, 10:20] *= 1.2
     busy[5, 25:] *= 1.2
     busy[7, ::6] *= 2.0
-    states = {one.rank: one for one in judge(busy, np.zeros(32, int), STEPS).slow}
+    states = {one.rank: one for one in judge_ranks(busy, np.zeros(32, int), STEPS).slow}
     assert {rank: one.state for rank, one in states.items()} == {3: "passing", 5: "passing", 7: "irregular"}
     assert (states[3].first, states[3].last) == (11, 20)
     assert (states[5].first, states[5].last) == (26, 50)
     assert states[7].excess == pytest.approx(9 / 50 * np.log(2), abs=0.05)
     busy[5, 20:25] *= 1.2
-    assert {one.rank: one.state for one in judge(busy, np.zeros(32, int), STEPS).slow}[5] == "persistent"
+    assert {one.rank: one.state for one in judge_ranks(busy, np.zeros(32, int), STEPS).slow}[5] == "persistent"
 
 
 def test_steps_that_are_not_told_do_not_count():
@@ -68,7 +68,7 @@ def test_steps_that_are_not_told_do_not_count():
     busy[2, 3:] = np.nan
     busy[3] *= 1.2
     busy[0, 7] = 0.0
-    found = judge(busy, np.zeros(4, int), STEPS)
+    found = judge_ranks(busy, np.zeros(4, int), STEPS)
     assert [one.rank for one in found.slow] == [3]
     assert np.isnan(found.excess[2])
     assert found.lonely == 1
@@ -77,4 +77,4 @@ def test_steps_that_are_not_told_do_not_count():
 def test_two_slow_ranks_of_four_are_both_named():
     busy = times(4)
     busy[1:3] *= 1.15
-    assert {one.rank for one in judge(busy, np.zeros(4, int), STEPS).slow} == {1, 2}
+    assert {one.rank for one in judge_ranks(busy, np.zeros(4, int), STEPS).slow} == {1, 2}

@@ -30,7 +30,7 @@ def test_frames_go_round_the_end_of_the_ring():
             seen.append((head.number, head.step))
             assert np.frombuffer(body, SPAN)["start_ns"].tolist() == [step] * (step % 40 + 1)
             assert head.error_ns == 7
-        other.taken(len(data))
+        other.release(len(data))
     assert seen == [(step, step) for step in range(1, 200)]
     assert ring.lost == 0
 
@@ -47,11 +47,11 @@ def test_two_processes_at_once_see_whole_numbers():
     writer = multiprocessing.get_context("fork").Process(target=_write_many, args=(ring, frames))
     writer.start()
     steps: list[int] = []
-    while alive := writer.is_alive() or ring.room() < 8 << 20:
+    while alive := writer.is_alive() or ring.free_bytes() < 8 << 20:
         for _ in range(100 if alive else 1):
             data = ring.read()
             steps += [head.step for head, _, _ in scan(data)]
-            ring.taken(len(data))
+            ring.release(len(data))
     writer.join(60)
     assert writer.exitcode == 0
     assert ring.lost_rollups == 0
@@ -63,7 +63,7 @@ def test_what_was_not_taken_over_is_read_again():
     ring.write(SPANS, 1, spans(2), 0)
     ring.write(SPANS, 2, spans(2), 0)
     (_, _, end), _ = scan(ring.read())
-    ring.taken(end)
+    ring.release(end)
     again = SpanRing(os.dup(ring.handle))
     assert [head.step for head, _, _ in scan(again.read())] == [2]
 
@@ -86,9 +86,9 @@ def test_full_it_drops_spans_first_and_counts_them():
 def test_steps_are_asked_for_from_the_other_end():
     ring = SpanRing(body=4096)
     other = SpanRing(os.dup(ring.handle))
-    assert not ring.wants(5)
-    other.ask(5, 6)
-    assert [step for step in range(10) if ring.wants(step)] == [5, 6]
+    assert not ring.is_requested(5)
+    other.request_spans(5, 6)
+    assert [step for step in range(10) if ring.is_requested(step)] == [5, 6]
 
 
 def test_other_memory_is_refused():

@@ -20,7 +20,7 @@ from megascale.core.spans import SpanKind
 from megascale.observe.rank import span_link
 from megascale.observe.rank.span_link import SpanLink
 from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
-from megascale.observe.store.span_messages import place
+from megascale.observe.store.span_messages import service_place
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_service import SpanService
 from megascale.observe.store.tables import SpanTables
@@ -64,7 +64,7 @@ def steps_of(out: Path) -> dict[int, list[int]]:
 def out(tmp_path):
     folder = tmp_path / "spans" / "host=0"
     yield folder
-    if (pid := place(folder).owner()) is not None:
+    if (pid := service_place(folder).owner()) is not None:
         os.kill(pid, signal.SIGKILL)
 
 
@@ -75,20 +75,20 @@ def test_two_ranks_one_service_and_a_kill(out, monkeypatch):
     for ring in rings:
         write(ring, 1)
     wait_for(lambda: out.exists() and all(not ring.read() for ring in rings), "taking over")
-    pid = place(out).owner()
+    pid = service_place(out).owner()
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     for ring in rings:
         write(ring, 2)
-    wait_for(lambda: place(out).owner() not in (None, pid), "another service")
+    wait_for(lambda: service_place(out).owner() not in (None, pid), "another service")
     wait_for(lambda: all(not ring.read() for ring in rings), "taking over")
     (out.parent / "asked.json").write_text(strict_json.dumps({"first": 7, "last": 8}))
-    wait_for(lambda: all(ring.wants(7) for ring in rings), "being asked")
+    wait_for(lambda: all(ring.is_requested(7) for ring in rings), "being asked")
     rings[1].write(SPANS, 3, np.zeros(1, SPAN), 0)
     write(rings[0], 3)
     for one in links:
         one.close()
-    wait_for(lambda: not place(out).folder.exists(), "the end of the service")
+    wait_for(lambda: not service_place(out).folder.exists(), "the end of the service")
     assert steps_of(out) == {0: [1, 2, 3], 1: [1, 2]}
     assert not list(out.glob("*.bin"))
     with SpanTables(out.parent) as tables:
@@ -106,8 +106,8 @@ def test_a_short_run_starts_no_service_and_leaves_its_frames(out):
     one = link(ring, out, wait=100.0)
     write(ring, 1)
     one.close()
-    assert place(out).owner() is None
-    assert not place(out).folder.exists()
+    assert service_place(out).owner() is None
+    assert not service_place(out).folder.exists()
     assert steps_of(out) == {2: [1]}
     with SpanTables(out.parent) as tables:
         assert tables.query("SELECT data FROM ranks")["data"].tolist() == [2]
@@ -129,7 +129,7 @@ def test_a_rank_that_dies_loses_nothing_it_wrote(out, tmp_path):
     paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     done = subprocess.run([sys.executable, str(program)], env=os.environ | {"PYTHONPATH": paths}, timeout=120)
     assert done.returncode == -signal.SIGKILL
-    wait_for(lambda: not place(out).folder.exists(), "the end of the service")
+    wait_for(lambda: not service_place(out).folder.exists(), "the end of the service")
     assert steps_of(out) == {5: list(range(1, 50))}
 
 
@@ -146,7 +146,7 @@ def test_a_service_that_cannot_start_costs_nothing_but_detail(out, monkeypatch):
 @pytest.mark.parametrize("fault", ["socket", "files"])
 def test_a_service_that_cannot_serve_ends(out, tmp_path, fault):
     """It used to live on without a socket, once for each start of a run."""
-    where = place(out)
+    where = service_place(out)
     if fault == "socket":
         where.address.mkdir(parents=True)
     else:
@@ -186,7 +186,7 @@ def test_two_hosts_share_one_clock(tmp_path, monkeypatch):
         for one in links:
             one.close()
     for out in outs:
-        wait_for(lambda out=out: not place(out).folder.exists(), "the end of the service")
+        wait_for(lambda out=out: not service_place(out).folder.exists(), "the end of the service")
     assert not (tmp_path / "spans" / "clock.json").exists()
     with SpanTables(tmp_path) as tables:
         names = tables.query("SELECT DISTINCT name FROM counters WHERE host = 1")["name"].tolist()

@@ -62,10 +62,10 @@ def fed(out: Path, sinks: list[str]) -> Ingest:
     ring = SpanRing(rank=3, attempt=1)
     for step in (1, 2):
         step_of(ring, step)
-    ingest.take(ring)
+    ingest.take_frames(ring)
     records = np.zeros(2, COUNTER)
     records["time_ns"], records["value"], records["name"], records["device"] = 9, [2.5, np.nan], HOSTILE.encode(), b"e0"
-    ingest.note(COUNTERS, records)
+    ingest.add_records(COUNTERS, records)
     return ingest
 
 

@@ -19,7 +19,7 @@ from megascale.observe.store.ingest import Ingest
 from megascale.observe.store.parquet import ParquetWriter
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import open_span_sinks
-from megascale.observe.store.spool import Segment, leave, segment_file, segments
+from megascale.observe.store.spool import Segment, save_orphan, segment_file, segments
 from megascale.observe.store.tables import SpanTables
 
 OFFSET = 10**18  # of the common clock
@@ -87,12 +87,12 @@ def test_spool_and_files_hold_the_same_table(out):
     first, ring = ingest(out), SpanRing(rank=4, attempt=2)
     for step in (1, 2):
         step_of(ring, step)
-    first.take(ring)
+    first.take_frames(ring)
     assert counted(out) == expected(2)
     first.tick(end=True)
     assert segments(out) == []
     step_of(ring, 3)
-    first.take(ring)
+    first.take_frames(ring)
     assert counted(out) == expected(3)  # a file and the spool
     first.close()
     assert counted(out) == expected(3)
@@ -112,22 +112,22 @@ def test_a_killed_service_loses_and_repeats_nothing(out, moment, monkeypatch):
     ring = SpanRing()
     first = ingest(out)
     step_of(ring, 1)
-    first.take(ring)
+    first.take_frames(ring)
     step_of(ring, 2)
     if moment == "before it is acknowledged":
         monkeypatch.setattr(ring, "taken", lambda size: None)
-        first.take(ring)
+        first.take_frames(ring)
         monkeypatch.undo()
         with open(segment_file(out, 0), "ab") as file:  # and of what came then a part was written
             step_of(ring, 3)
             file.write(ring.read()[-200:-100])
     elif moment == "while a file is written":
-        first.take(ring)
+        first.take_frames(ring)
         number = first._spool.rotate()
         assert number == 0
         (out / "rollups-000000.tmp").write_bytes(b"half")
     else:
-        first.take(ring)
+        first.take_frames(ring)
         number = first._spool.rotate()
         kept = segment_file(out, 0).read_bytes()
         first._ended.append(0)
@@ -136,13 +136,13 @@ def test_a_killed_service_loses_and_repeats_nothing(out, moment, monkeypatch):
         (out / "rings.json").unlink()
     assert counted(out)["spans"] == {1: 3, 2: 3}
     again = ingest(out)
-    again.take(ring)
+    again.take_frames(ring)
     again.close()
     done = 3 if moment == "before it is acknowledged" else 2
     assert counted(out) == expected(done)
     assert not list(out.glob("*.tmp"))
     last = ingest(out)
-    last.take(ring)
+    last.take_frames(ring)
     last.close()
     assert counted(out) == expected(done)
 
@@ -151,10 +151,10 @@ def test_what_a_rank_left_is_read_and_adopted_once(out):
     ring = SpanRing(rank=1)
     first = ingest(out)
     step_of(ring, 1)
-    first.take(ring)
+    first.take_frames(ring)
     frames = ring.read()
     step_of(ring, 2)
-    leave(out, {"job": "it's a run", "host": 0, "clock_ns": OFFSET}, ring.identity, frames + ring.read())
+    save_orphan(out, {"job": "it's a run", "host": 0, "clock_ns": OFFSET}, ring.identity, frames + ring.read())
     assert counted(out) == expected(2)
     again = ingest(out)
     assert counted(out) == expected(2)
@@ -167,8 +167,8 @@ def test_frames_that_were_kept_before_are_left_out_of_what_a_rank_left(out):
     ring, first = SpanRing(rank=1), ingest(out)
     step_of(ring, 1)
     data = ring.read()
-    first.take(ring)
-    leave(out, {"job": "it's a run", "host": 0, "clock_ns": OFFSET}, ring.identity, data)
+    first.take_frames(ring)
+    save_orphan(out, {"job": "it's a run", "host": 0, "clock_ns": OFFSET}, ring.identity, data)
     assert counted(out) == expected(1)
     ingest(out).close()
     assert counted(out) == expected(1)
@@ -184,7 +184,7 @@ def test_a_sink_that_is_down_gets_all_of_it_later(out):
     first, ring, now = ingest(out, sink=sink, segment_seconds=1.0), SpanRing(), 1e9
     for step in range(1, 6):
         step_of(ring, step)
-        first.take(ring)
+        first.take_frames(ring)
         first.tick(now := now + 20.0)
     assert first.failures == 5
     assert "no space left" in first.error
@@ -207,11 +207,11 @@ def test_a_full_disk_keeps_frames_in_the_ring(out, monkeypatch):
         return real(handle, bytes(data)[:100] if len(written) > 1 else data)
 
     monkeypatch.setattr(os, "write", short)
-    assert first.take(ring) == 0
+    assert first.take_frames(ring) == 0
     monkeypatch.undo()
     assert first.failures == 1
     assert counted(out)["spans"] == {}  # half a frame was written and taken back
-    assert first.take(ring) > 0
+    assert first.take_frames(ring) > 0
     assert counted(out) == expected(1)
 
 
@@ -219,10 +219,10 @@ def test_the_folder_keeps_its_limit_and_roll_ups_stay_longest(out):
     first, ring, now = ingest(out, limit=60_000, segment_seconds=1.0), SpanRing(), 1e9
     for step in range(1, 60):
         step_of(ring, step, spans=300)
-        first.take(ring)
+        first.take_frames(ring)
         first.tick(now := now + 2.0)
     assert sum(path.stat().st_size for path in out.iterdir()) <= 60_000
-    assert first.removed > 0
+    assert first.removed_files > 0
     with SpanTables(out.parent) as tables:
         kept = tables.query("SELECT min(step) AS first, max(step) AS last FROM spans")
         assert kept["last"].tolist() == [59]
@@ -236,7 +236,7 @@ def test_times_follow_the_common_clock(out):
     first.note_clock(1_000, 2 * 10**18, 50)
     first.note_clock(3_000, 2 * 10**18 + 400, 50)
     step_of(ring, 2)
-    first.take(ring)
+    first.take_frames(ring)
     first.close()
     with SpanTables(out.parent) as tables:
         assert tables.query("SELECT start_ns FROM spans")["start_ns"].tolist() == [2 * 10**18 + 2_200] * 3
@@ -248,8 +248,8 @@ def test_strings_of_strangers_stay_strings(out):
     records = np.zeros(1, COUNTER)
     records["time_ns"], records["value"] = 5, 1.5
     records["name"], records["device"] = b"'; DROP TABLE spans; --", b"\xff\x00\xfe"
-    first.note(COUNTERS, records)
-    first.note(CLOCKS, np.zeros(1, CLOCK))
+    first.add_records(COUNTERS, records)
+    first.add_records(CLOCKS, np.zeros(1, CLOCK))
     first.close()
     with SpanTables(out.parent) as tables:
         found = tables.query("SELECT name, device, value FROM counters")
@@ -260,7 +260,7 @@ def test_strings_of_strangers_stay_strings(out):
 def test_what_is_damaged_is_left_out_and_named(out):
     first, ring = ingest(out), SpanRing()
     step_of(ring, 1)
-    first.take(ring)
+    first.take_frames(ring)
     first.close()
     (out / "spans-000007.parquet").write_bytes(b"PAR1 half a file")
     segment_file(out, 9).write_bytes(b"no spool at all")
@@ -280,11 +280,11 @@ def test_a_ring_that_holds_rubbish_is_given_up_and_counted(out):
     good = len(ring.read())
     step_of(ring, 2)
     ring._map[4096 + good + 80] ^= 0xFF
-    assert first.take(ring) > good
+    assert first.take_frames(ring) > good
     assert first.damaged == 1
     assert counted(out)["spans"] == {1: 3}
     step_of(ring, 3)
-    first.take(ring)
+    first.take_frames(ring)
     assert counted(out)["spans"] == {1: 3, 3: 3}
 
 
@@ -318,7 +318,7 @@ def test_several_sinks_each_get_each_segment_once(out, monkeypatch):
         first, ring, now = ingest(out, sink=open_span_sinks(["parquet", "other"]), segment_seconds=1.0), SpanRing(), 1e9
         for step in range(1, 4):
             step_of(ring, step)
-            first.take(ring)
+            first.take_frames(ring)
             first.tick(now := now + 20.0)
         assert "other: RuntimeError: no route to host" in first.error
         assert counted(out) == expected(3)
@@ -350,7 +350,7 @@ def test_a_sink_that_is_gone_does_without_what_there_is_no_room_for(out):
         first, ring, now = ingest(out, sink=sink, segment_seconds=1.0, limit=1_000_000), SpanRing(), 1e9
         for step in range(1, 21):
             step_of(ring, step, spans=1000)
-            assert first.take(ring)
+            assert first.take_frames(ring)
             first.tick(now := now + 20.0)
         assert not ring.read()
         waiting = len(segments(out))
@@ -367,7 +367,7 @@ def test_a_sink_that_is_gone_does_without_what_there_is_no_room_for(out):
 def test_files_of_a_version_that_knew_less_are_read(out):
     first, ring = ingest(out), SpanRing()
     step_of(ring, 1)
-    first.take(ring)
+    first.take_frames(ring)
     first.close()
     file, old = out / "rollups-000000.parquet", out / "rollups-000000.old"
     duckdb.sql(f"COPY (SELECT * EXCLUDE (lost, host_ns) FROM read_parquet('{file}')) TO '{old}' (FORMAT parquet)")
@@ -393,7 +393,7 @@ def test_small_files_are_merged_and_count_once(out, monkeypatch):
     monkeypatch.setattr(Path, "unlink", looking)
     for step in range(1, 20):
         step_of(ring, step)
-        first.take(ring)
+        first.take_frames(ring)
         first.tick(now := now + 2.0)
         assert counted(out) == expected(step)
     assert seen == [6]  # four, the new one, and that of the segment which is still there
@@ -413,12 +413,12 @@ def test_a_damaged_segment_goes_before_tables_do(out):
     """It is kept for a look at it, but not at the cost of what can be read."""
     mine, ring = ingest(out, limit=1 << 20), SpanRing(body=1 << 20)
     step_of(ring, 1)
-    mine.take(ring)
+    mine.take_frames(ring)
     mine.tick(end=True)
     segment_file(out, 7).write_bytes(b"no spool")
     os.truncate(segment_file(out, 7), 1 << 40)  # sparse
     again = ingest(out, limit=1 << 20)
     again.tick(end=True)
     assert not list(out.glob("spool-*")) + list(out.glob("*.damaged"))
-    assert again.removed == 1
+    assert again.removed_files == 1
     assert counted(out)["spans"] == {1: 3}

@@ -46,9 +46,9 @@ def test_a_wait_is_a_bubble_until_the_message_is_sent_and_names_with_whom_it_beg
     assert middle.seconds["compute"] == pytest.approx(0.005)
     assert (last.seconds["bubble"], last.seconds["exposed pipeline"]) == pytest.approx((0.046, 0.002))
     bubble = last.waits[0]
-    assert (bubble.on, bubble.root) == (1, 0)
-    assert bubble.why == "rank 1 had not yet sent it: in forward of micro-batch 0, which itself waited"
-    assert middle.waits[0].why == "rank 0 had not yet sent it: in forward of micro-batch 0"
+    assert (bubble.waited_on, bubble.root) == (1, 0)
+    assert bubble.reason == "rank 1 had not yet sent it: in forward of micro-batch 0, which itself waited"
+    assert middle.waits[0].reason == "rank 0 had not yet sent it: in forward of micro-batch 0"
     assert found.bubbles == pytest.approx({0: 0.085})
     # Planned: 40, 5 and 5 ms of work one after another, with two messages of 2 ms.
     assert found.planned_seconds == pytest.approx(0.054)
@@ -65,7 +65,7 @@ def test_a_collective_is_exposed_from_its_last_member_on():
     found = _Reading(steps, {0: 0, 1: 0}).timeline(1, [0, 1], "tensor")
     assert [t.seconds["bubble"] for t in found.tracks] == pytest.approx([0.004, 0])
     assert [t.seconds["exposed tensor"] for t in found.tracks] == pytest.approx([0.003, 0.003])
-    assert found.tracks[0].waits[0].on == 1
+    assert found.tracks[0].waits[0].waited_on == 1
 
 
 def test_a_collective_that_began_in_an_earlier_action_is_found():

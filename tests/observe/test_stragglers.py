@@ -14,8 +14,8 @@ from benchmarks.observe.replayed_runs import keep
 from benchmarks.observe.synthetic_spans import Job
 from megascale.core import strict_json
 from megascale.errors import ConfigError, DataError
-from megascale.observe.analysis.rank_parts import PARTS, RankParts, rank_parts, window
-from megascale.observe.analysis.stragglers import stragglers
+from megascale.observe.analysis.rank_parts import PARTS, RankParts, choose_window, rank_parts
+from megascale.observe.analysis.stragglers import find_stragglers
 from megascale.observe.store.tables import SpanTables
 
 JOB = Job(tensor=4, stages=2, virtual=2, data=4, microbatches=8)
@@ -34,26 +34,28 @@ def run(tmp_path_factory):
 
 def test_parts_add_up_to_the_step(run):
     with SpanTables(run) as tables:
-        assert window(tables) == (1, 3, 60)  # a minute of them, without two that warm up
-        assert window(tables, last=20) == (1, 41, 60)
-        assert window(tables, "7-9") == (1, 7, 9)
+        assert choose_window(tables) == (1, 3, 60)  # a minute of them, without two that warm up
+        assert choose_window(tables, last=20) == (1, 41, 60)
+        assert choose_window(tables, "7-9") == (1, 7, 9)
         with pytest.raises(ConfigError, match=r"--steps=90: roll-ups are there of steps 1 to 60"):
-            window(tables, "90")
+            choose_window(tables, "90")
         parts = rank_parts(tables, 1, 11, 60)
         with pytest.raises(DataError, match="steps 70 to 80"):
             rank_parts(tables, 1, 70, 80)
     whole = parts.busy + sum(parts.waits.values())
     assert np.abs(whole - parts.seconds).max() < 1e-6
-    assert parts.place[SLOW].tolist() == [2, 0, 1]
-    assert len(set(parts.comparable.tolist())) == 2
+    assert parts.coordinates[SLOW].tolist() == [2, 0, 1]
+    assert len(set(parts.peer_groups.tolist())) == 2
 
 
 def test_a_slow_gpu_and_a_slow_link_are_told_apart(run):
     with SpanTables(run) as tables:
-        found = stragglers(rank_parts(tables, 1, 11, 60), tables)
-    assert [(one.found.rank, one.cause, one.found.state) for one in found.persistent] == [(SLOW, "GPU", "persistent")]
-    assert found.persistent[0].found.excess == pytest.approx(0.08, abs=0.015)
-    assert found.persistent[0].place == "stage 0, tensor 2, data 1"
+        found = find_stragglers(rank_parts(tables, 1, 11, 60), tables)
+    assert [(one.slow_rank.rank, one.cause, one.slow_rank.state) for one in found.persistent] == [
+        (SLOW, "GPU", "persistent")
+    ]
+    assert found.persistent[0].slow_rank.excess == pytest.approx(0.08, abs=0.015)
+    assert found.persistent[0].position == "stage 0, tensor 2, data 1"
     assert [link.ranks for link in found.links] == [(LINK,)]
     assert found.links[0].seconds > found.links[0].limit > 0
 
@@ -69,10 +71,12 @@ def test_ranks_that_are_missing_are_named_and_the_rest_is_judged(run, tmp_path, 
     lines = (out / "ranks.jsonl").read_text().splitlines()
     (out / "ranks.jsonl").write_text("\n".join(one for one in lines if strict_json.loads(one)["rank"] not in (8, 9)))
     with SpanTables(tmp_path) as tables:
-        found = stragglers(rank_parts(tables, 1, 11, 60), tables)
-    assert found.parts.missing == [8, 9, 17]
-    assert found.parts.silent == {20: 30}
-    assert [(one.found.rank, one.cause, one.found.state) for one in found.persistent] == [(SLOW, "GPU", "persistent")]
+        found = find_stragglers(rank_parts(tables, 1, 11, 60), tables)
+    assert found.parts.missing_ranks == [8, 9, 17]
+    assert found.parts.silent_ranks == {20: 30}
+    assert [(one.slow_rank.rank, one.cause, one.slow_rank.state) for one in found.persistent] == [
+        (SLOW, "GPU", "persistent")
+    ]
     assert [link.ranks for link in found.links] == [(LINK,)]
     told = megascale("stragglers", tmp_path).stdout
     assert "of 3 ranks (8, 9, 17) nothing is recorded in these steps: not judged" in told
@@ -129,18 +133,18 @@ def parts_of(ranks: int, device: str = "GPU", hosts: int = 2) -> RankParts:
 def test_the_cause_is_what_takes_longer(part, device, cause):
     parts = parts_of(8, device)
     parts.parts[part][3] += 0.015
-    (one,) = stragglers(parts).ranks
-    assert (one.found.rank, one.cause) == (3, cause)
+    (one,) = find_stragglers(parts).ranks
+    assert (one.slow_rank.rank, one.cause) == (3, cause)
     assert one.shares[part] > 0.9
-    assert one.costs == pytest.approx(0.015, rel=0.15)
+    assert one.delay_seconds == pytest.approx(0.015, rel=0.15)
 
 
 def test_a_gpu_that_waits_for_its_host_is_the_host_s():
     parts = parts_of(8)
-    for values in (parts.parts["compute"], parts.more["compute_whole"]):
+    for values in (parts.parts["compute"], parts.details["compute_whole"]):
         values[3] *= 1.2
-    parts.more["host"][3] = parts.more["compute_whole"][3]
-    (one,) = stragglers(parts).ranks
+    parts.details["host"][3] = parts.details["compute_whole"][3]
+    (one,) = find_stragglers(parts).ranks
     assert one.cause == "host: launch"
     assert "the GPU waits for its host" in one.evidence[-1]
 
@@ -148,14 +152,14 @@ def test_a_gpu_that_waits_for_its_host_is_the_host_s():
 def test_most_ranks_of_a_host_are_the_host_s():
     parts = parts_of(16, hosts=4)
     parts.parts["compute"][4:7] *= 1.15
-    found = stragglers(parts).persistent
-    assert {(one.found.rank, one.cause) for one in found} == {(rank, "GPU, whole host") for rank in (4, 5, 6)}
+    found = find_stragglers(parts).persistent
+    assert {(one.slow_rank.rank, one.cause) for one in found} == {(rank, "GPU, whole host") for rank in (4, 5, 6)}
     assert "3 of the 4 ranks of host 1" in found[0].evidence[-1]
 
 
 def test_no_work_is_compared_with_other_work():
     parts = parts_of(4)
     parts.parts["compute"][3] *= 2
-    parts.more["count"][3] = 2
-    found = stragglers(dataclasses.replace(parts))
-    assert (found.ranks, found.judged.lonely) == ((), 1)
+    parts.details["count"][3] = 2
+    found = find_stragglers(dataclasses.replace(parts))
+    assert (found.ranks, found.judgement.lonely) == ((), 1)

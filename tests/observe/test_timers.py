@@ -13,7 +13,7 @@ from megascale.observe.clock_bounds import MOST_DRIFT, ClockBounds
 from megascale.observe.rank import timers as timers_module
 from megascale.observe.rank.rollup import roll_up
 from megascale.observe.rank.timers import Timers
-from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS, FrameHead, TornFrame, pack, scan
+from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS, FrameHead, TornFrame, pack_frame, scan
 from tests.exact.cases import case
 from tests.exact.training import Told, make_engine, run_step
 
@@ -70,22 +70,22 @@ def test_waits_are_told_from_own_work(clock):
     kept = Kept({3})
     timers = Timers(kept)
     timers.step_begins(3)
-    timers.begin(SpanKind.FORWARD, 0, 5)
+    timers.begin_action(SpanKind.FORWARD, 0, 5)
     clock.ns += 100
-    launched = timers.launched(SpanAxis.TENSOR, 4096)
+    launched = timers.begin_transfer(SpanAxis.TENSOR, 4096)
     clock.ns += 10
     since = timers.mark()
     clock.ns += 30
-    timers.waited(since, SpanKind.WAIT, SpanAxis.TENSOR, 7)
+    timers.record_wait(since, SpanKind.WAIT, SpanAxis.TENSOR, 7)
     timers.landed(launched, SpanAxis.TENSOR, 4096, 7)
     clock.ns += 60
-    timers.end()
+    timers.end_action()
     since = timers.mark()
     clock.ns += 5
-    timers.waited(since, SpanKind.DATA_WAIT)  # outside of every action
-    timers.begin(SpanKind.CHECKPOINT_STALL)
+    timers.record_wait(since, SpanKind.DATA_WAIT)  # outside of every action
+    timers.begin_action(SpanKind.CHECKPOINT_STALL)
     clock.ns += 50
-    timers.end()
+    timers.end_action()
     timers.step_ended()
     rollups = kept.of(ROLLUPS, 3)
     (forward,) = rows_of(rollups, SpanKind.FORWARD)
@@ -108,12 +108,12 @@ def test_a_long_step_is_told_in_parts_that_add_up(clock, work, frames_told):
     timers = Timers(kept)
     timers.step_begins(1)
     for _ in range(4):
-        timers.begin(SpanKind.FORWARD, 0, 0)
+        timers.begin_action(SpanKind.FORWARD, 0, 0)
         since = timers.mark()
         clock.ns += 200_000_000
-        timers.waited(since, SpanKind.WAIT, SpanAxis.DATA)
+        timers.record_wait(since, SpanKind.WAIT, SpanAxis.DATA)
         clock.ns += work
-        timers.end()
+        timers.end_action()
     timers.step_ended()
     assert len(kept.told) == frames_told
     rows = rows_of(kept.of(ROLLUPS, 1), SpanKind.FORWARD)
@@ -130,9 +130,9 @@ def test_spans_are_kept_for_sampled_and_for_asked_steps_only(clock):
     timers = Timers(kept, every=3)
     for step in range(1, 7):
         timers.step_begins(step)
-        timers.begin(SpanKind.OPTIMIZER)
+        timers.begin_action(SpanKind.OPTIMIZER)
         clock.ns += 1
-        timers.end()
+        timers.end_action()
         timers.step_ended()
     assert [step for kind, step, _ in kept.told if kind == SPANS] == [3, 5, 6]
     assert [step for kind, step, _ in kept.told if kind == ROLLUPS] == [1, 2, 3, 4, 5, 6]
@@ -194,7 +194,7 @@ def test_an_engine_times_every_action_of_its_schedule():
 def a_frame(number: int = 1) -> bytes:
     records = np.zeros(3, SPAN)
     records["start_ns"] = [1, 2, 3]
-    return pack(FrameHead(SPANS, 77, number, 2, 1, 9, 40, 5), records)
+    return pack_frame(FrameHead(SPANS, 77, number, 2, 1, 9, 40, 5), records)
 
 
 def read_all(data: bytes) -> tuple[list[int], TornFrame]:
@@ -224,13 +224,13 @@ def test_no_cut_and_no_flipped_byte_is_read():
     for cut in range(len(whole) + 1, len(data)):
         read, torn = read_all(data[:cut])
         assert read == [1]
-        assert (torn.at, torn.short) == (len(whole), True)
+        assert (torn.offset, torn.is_truncated) == (len(whole), True)
     for at in range(len(whole), len(data)):
         broken = bytearray(data)
         broken[at] ^= 0x40
         read, torn = read_all(bytes(broken))
         assert read == [1], f"byte {at}"
-        assert torn.at == len(whole)
+        assert torn.offset == len(whole)
 
 
 # clocks -----------------------------------------------------------------------------------------------------------

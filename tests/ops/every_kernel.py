@@ -111,7 +111,7 @@ def float8_casts(kind: Format) -> None:
     cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()))
     cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()), counts=counts)
     cast.cast_by_scale(x, kind, scale, columns=False)
-    cast.cast_by_amax(x, kind, old=scale, counts=counts)
+    cast.cast_by_amax(x, kind, previous_scale=scale, counts=counts)
     cast.cast_rows(x, kind, columns=True, counts=counts)
 
 

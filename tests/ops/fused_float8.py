@@ -110,7 +110,7 @@ def test_cast_by_amax(shape, dtype, kind, seed, hole, has_old, power_of_2, margi
     x = rows_of(shape, dtype, seed, hole)
     old = torch.tensor(0.37) if has_old else None
     both(
-        lambda counts: cast_by_amax(x, kind, old=old, counts=counts, power_of_2=power_of_2, margin=margin),
+        lambda counts: cast_by_amax(x, kind, previous_scale=old, counts=counts, power_of_2=power_of_2, margin=margin),
         torch.zeros(2, dtype=torch.int64),
     )
 
@@ -133,7 +133,7 @@ def test_cast_rows(shape, dtype, kind, seed, hole, power_of_2, wanted):
 @pytest.mark.parametrize("value", [0.0, 1e-44])
 def test_a_tensor_of_zeros_or_nearly(kind, value):
     x = torch.full((20, 40), value)
-    both(lambda: cast_by_amax(x, kind, old=torch.tensor(3.0)))
+    both(lambda: cast_by_amax(x, kind, previous_scale=torch.tensor(3.0)))
     both(lambda: cast_rows(x, kind, columns=True))
 
 

@@ -13,7 +13,7 @@ from megascale.ops import dispatch
 from megascale.ops.activation import gelu, swiglu
 from megascale.ops.float8.cast import amax_of
 from megascale.ops.fused_projection import split_fused_projection
-from megascale.ops.known_amax import AmaxSlots, known
+from megascale.ops.known_amax import AmaxSlots, attached_amax
 from megascale.ops.norm import WIDEST_WITH_SUM, add_norm, layer_norm, rms_norm
 from megascale.parallel.collectives import ALONE
 from megascale.parallel.linear import make_linears
@@ -51,7 +51,7 @@ class _Seen(torch.autograd.Function):
 
 def right(x: torch.Tensor) -> bool:
     """Its maker's largest magnitude is that of a pass over it, bit for bit."""
-    found = known(x)
+    found = attached_amax(x)
     assert found is not None
     return torch.equal(found, x.detach().abs().max().float())
 
@@ -64,7 +64,7 @@ def test_norms_and_activations_know_what_they_made(width, dtype):
     assert right(layer_norm(x, w, b.detach() + 100, 1e-5))
     assert right(rms_norm(x, w, 1e-5))
     total, normed = add_norm(_Seen.apply(x), random(11, 2, width, dtype=dtype), w, b, 1e-5, "layernorm", b)
-    assert known(total) is None
+    assert attached_amax(total) is None
     assert right(normed)
     torch.autograd.backward((total, normed), (random(11, 2, width, dtype=dtype).detach(), normed.detach()))
     assert right(_Seen.seen)
@@ -97,14 +97,14 @@ def test_what_is_no_number_is_known_too():
     x = random(4, 32, dtype=torch.float32)
     with torch.no_grad():
         x[1, 3] = torch.nan
-    assert known(gelu(x)).isnan()
+    assert attached_amax(gelu(x)).isnan()
 
 
 def test_what_was_written_into_since_is_not_known():
     y = gelu(random(4, 32))
-    assert known(y) is not None
+    assert attached_amax(y) is not None
     y.detach().add_(1)
-    assert known(y) is None
+    assert attached_amax(y) is None
 
 
 def test_float8_takes_what_is_known(monkeypatch):

@@ -15,7 +15,7 @@ from megascale.ops import dispatch
 from megascale.ops.activation import RecomputedActivation, gelu, swiglu
 from megascale.ops.fused_projection import split_fused_projection
 from megascale.ops.gradient_sink import GradientSink, attach, main_of
-from megascale.ops.rope import apply_rotary, apply_rotary_reference, packed, rotary_tables, split_qkv
+from megascale.ops.rope import apply_rotary, apply_rotary_reference, find_packed, rotary_tables, split_qkv
 from megascale.parallel.linear import PLAIN
 from megascale.parallel.tensor import linear_scatter
 from tests.ops.tools import TOLERANCE, compare, distance
@@ -96,11 +96,11 @@ def _opposite(tables):
 
 def test_packed_refuses_what_is_not_one_tensor():
     whole = torch.randn(3, 2, 8, 6)
-    assert packed(whole.split((4, 2, 2), dim=2)).data_ptr() == whole.data_ptr()
+    assert find_packed(whole.split((4, 2, 2), dim=2)).data_ptr() == whole.data_ptr()
     q, k, v = whole.split((4, 2, 2), dim=2)
-    assert packed((q, v, k)) is None
-    assert packed((q, k.clone(), v)) is None
-    assert packed(tuple(t.contiguous() for t in (q, k, v))) is None
+    assert find_packed((q, v, k)) is None
+    assert find_packed((q, k.clone(), v)) is None
+    assert find_packed(tuple(t.contiguous() for t in (q, k, v))) is None
 
 
 @FEW

@@ -66,7 +66,7 @@ def test_scales_at_the_ends_of_float32():
     tiny, huge = torch.tensor(1e-45), torch.tensor(torch.finfo(torch.float32).max)
     assert scale_from_amax(tiny, E5M2).item() == SMALLEST_SCALE
     assert scale_from_amax(huge, E4M3).isfinite()
-    assert scale_from_amax(huge, E4M3, old=3.0, margin=20).item() == 3.0  # it would overflow
+    assert scale_from_amax(huge, E4M3, previous_scale=3.0, margin=20).item() == 3.0  # it would overflow
     assert power_of_2_above(torch.tensor([1.0, 1.5, 2.0, 2.0000002])).tolist() == [1.0, 2.0, 2.0, 4.0]
 
 
@@ -117,7 +117,7 @@ def test_both_copies_hold_the_same_numbers_with_one_scale(shape, kind, known, se
     x_MN = x.reshape(-1, shape[-1])
     amax = amax_of(x)
     assert amax.item() == (x.abs().max().float().item() if x.numel() else 0)
-    made = cast_by_amax(x, kind, amax if known else None, old=torch.tensor(7.0))
+    made = cast_by_amax(x, kind, amax if known else None, previous_scale=torch.tensor(7.0))
     assert made.rows.shape == x_MN.shape
     assert torch.equal(made.rows.float(), made.columns.t().float())
     assert made.rows_scale is made.columns_scale
@@ -309,7 +309,7 @@ def test_the_fastest_proposal_is_used_and_other_ranks_take_it_over(fake):
     a, a_scale, b, b_scale = operands()
     target = torch.zeros(32, 48)
     by_proposal = {0: 1.0, 1: 0.9, 2: 0.95}
-    seconds = lambda call: by_proposal[cublaslt.plan(target, a, b).used]
+    seconds = lambda call: by_proposal[cublaslt.plan(target, a, b).algorithm]
     with mock.patch.object(cublaslt, "_seconds", seconds):
         assert cublaslt.tune(target, a, a_scale, b, b_scale) == 1
         chosen = cublaslt.choices()
@@ -319,7 +319,7 @@ def test_the_fastest_proposal_is_used_and_other_ranks_take_it_over(fake):
         assert cublaslt.tune(target, a, a_scale, b, b_scale) == 0
         assert cublaslt.choices() == {}
     cublaslt.adopt(chosen)
-    assert cublaslt.plan(target, a, b).used == 1
+    assert cublaslt.plan(target, a, b).algorithm == 1
     cublaslt._plans.clear()  # another rank: its plan is made later
     cublaslt.matmul_into(target, a, a_scale, b, b_scale)
     algorithm = fake.named("cublasLtMatmul")[-1][12]

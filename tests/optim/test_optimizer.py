@@ -139,14 +139,14 @@ def test_a_step_with_nonfinite_gradients_changes_nothing(name, bad):
     fill(chunk, 1)
     optimizer.step(1e-2, 1)
     before = weights(chunk)
-    kept = [t.clone() for s in optimizer.states for t in s.tensors()]
+    kept = [t.clone() for s in optimizer.states for t in s.state_tensors()]
     fill(chunk, 2)
     main_of(next(chunk.parameters()))[0, 0] = bad
     assert not torch.isfinite(optimizer.step(1e-2, 2)[0])
     for key, w in weights(chunk).items():
         assert torch.equal(w, before[key]), key
     assert any(t.any() for t in kept)
-    for now, then in zip((t for s in optimizer.states for t in s.tensors()), kept, strict=True):
+    for now, then in zip((t for s in optimizer.states for t in s.state_tensors()), kept, strict=True):
         assert torch.equal(now, then)
 
 

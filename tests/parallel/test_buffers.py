@@ -220,7 +220,7 @@ def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
     for i, block in enumerate(module.blocks):
         block.register_forward_pre_hook(lambda *_, i=i: log.append(("block", i)))
     data = DataParallel([flat])
-    data.gather(0)
+    data.start_gather(0)
     data.await_parameters(0)
     module(torch.zeros(8, 1, dtype=torch.long), torch.zeros(8, 1, dtype=torch.long))
     assert not data.gathering(0)

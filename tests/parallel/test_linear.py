@@ -137,7 +137,7 @@ def test_what_a_producer_knows_reaches_the_precision_and_what_it_keeps_is_all_th
     linears, held = _Given(), []
     x, w, v = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(3, 2, 8), (5, 8), (4, 5)]))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
-        y = linear_scatter(linears, gather_linear(x, w, None, linears, given="of x"), v, given=["of y"])
+        y = linear_scatter(linears, gather_linear(x, w, None, linears, amax="of x"), v, amaxes=["of y"])
     assert linears.given == ["of x", "of y"]
     assert [t.shape for t in held] == [x.shape, (3, 2, 5)]
     assert all(t.data_ptr() != x.data_ptr() for t in held)

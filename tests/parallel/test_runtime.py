@@ -45,7 +45,7 @@ def test_engines_of_one_process_share_nothing():
     assert told[0].losses == told[1].losses
     assert told[0].norms == told[1].norms
     chunk = first.chunks[0]
-    assert chunk.linears.axis.runtime is first.runtime is first.data.flats[0].axes.tensor.runtime
+    assert chunk.linears.axis.runtime is first.runtime is first.data_parallel.flats[0].axes.tensor.runtime
 
 
 def two_modes() -> list[Engine]:
@@ -93,7 +93,7 @@ def test_engines_of_two_threads_have_each_their_own_kernels():
 def test_an_engine_evaluates_and_fails_with_its_own_kernels_and_leaves_none_behind():
     _, engine = two_modes()
     rows = torch.zeros(engine.config.model.sequence_length, 1, dtype=torch.int64)
-    engine.losses(rows, rows)
+    engine.sum_losses(rows, rows)
     assert set(run_for(engine).values()) == {"reference (kernels.mode)"}
 
     def no_batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:

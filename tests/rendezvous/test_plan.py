@@ -16,7 +16,7 @@ def test_each_rank_sees_its_part_of_the_one_order(tensor, data, pipeline, virtua
     plan = plan_groups(grid, virtual, tied)
     names = [spec.name for spec in plan]
     assert len(set(names)) == len(names)
-    for rank in range(grid.world):
+    for rank in range(grid.world_size):
         assert rank_groups(grid, rank, virtual, tied) == [spec for spec in plan if rank in spec.ranks]
 
 

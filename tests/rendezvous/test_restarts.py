@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megascale.errors import ConfigError, TrainingError
-from megascale.rendezvous.agree import VERDICT, agree, digest
+from megascale.rendezvous.agree import VERDICT, agree, hash_facts
 from megascale.rendezvous.groups import shutdown
 from megascale.rendezvous.restarts import open_start
 from megascale.rendezvous.store_errors import Superseded
@@ -72,7 +72,7 @@ class Come(threading.Thread):
 
 def greet(start: dist.Store, rank: int, host: str, pid: int) -> None:
     """Leave the greeting of another process."""
-    start.set(f"start/hello/{rank}", f"{digest(FACTS)} {host} {pid} 0123abcd")
+    start.set(f"start/hello/{rank}", f"{hash_facts(FACTS)} {host} {pid} 0123abcd")
 
 
 def ended_process() -> int:

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megascale import config
-from megascale.core.failure import errno_of
+from megascale.core.failure import find_errno
 from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.rendezvous.group_plan import AXIS_KINDS
 from megascale.rendezvous.groups import shutdown
-from megascale.rendezvous.start_job import connect, initialise, is_loopback, job_facts, job_name
+from megascale.rendezvous.start_job import initialise, is_loopback, job_facts, job_name, open_store
 from tests.rendezvous.conftest import free_port, needs_redis
 
 
@@ -348,10 +348,10 @@ def test_a_port_that_the_launcher_holds_cannot_be_taken(monkeypatch):
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(ConfigError, match="choose a free port") as taken:
-            connect(config.load(), 0, 2, 10.0)
-        assert errno_of(taken.value) == errno.EADDRINUSE
+            open_store(config.load(), 0, 2, 10.0)
+        assert find_errno(taken.value) == errno.EADDRINUSE
         monkeypatch.setenv("MEGASCALE_STORE_LISTENER", str(os.dup(held.fileno())))
-        store = connect(config.load(), 0, 2, 10.0)
+        store = open_store(config.load(), 0, 2, 10.0)
         store.set("a", b"b")
         assert store.get("a") == b"b"
 
@@ -360,7 +360,7 @@ def test_a_store_that_other_machines_reach_is_told(monkeypatch, caplog):
     for host, told in (("127.0.0.1", 0), ("0.0.0.0", 1)):
         monkeypatch.setenv("MASTER_ADDR", host)
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
-        connect(config.load(), 0, 1, 10.0)
+        open_store(config.load(), 0, 1, 10.0)
         assert len(caplog.records) == told
     assert "MASTER_ADDR=0.0.0.0" in caplog.text
     assert "rendezvous.url=rediss://" in caplog.text

@@ -12,7 +12,7 @@ import torch
 from megascale import checkpoint
 from megascale.resilience.driver.state.journal_reader import JournalReader
 from megascale.resilience.process_birth import born
-from megascale.train.restore import restore
+from megascale.train.restore import restore_engine
 from tests.conftest import lines
 from tests.forked import Forked
 
@@ -21,7 +21,7 @@ CALM = ["--resilience.window=30"]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    engine, _ = restore(run, device="cpu")
+    engine, _ = restore_engine(run, device="cpu")
     return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
 
 

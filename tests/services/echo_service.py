@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply
-from megascale.services.host_service import Place, Ready
+from megascale.services.host_service import Ready, ServiceLocation
 from megascale.services.messages import Message, Schema, Text
 
 
@@ -32,13 +32,15 @@ def main() -> None:
     handle = int(rest[1]) if rest else None
     ready = Ready(handle, None) if "--ready" in rest else Ready(None, handle)
     if not word.replace(".", "").isdigit():
-        ready.say(ErrorReply(word, "DataError"))
+        ready.send(ErrorReply(word, "DataError"))
         raise SystemExit(1)
-    owned = host_service.own(Place(Path(folder), "echo"), lambda: talk, (SCHEMA, SCHEMA), ready, make_folder=True)
+    owned = host_service.claim_service(
+        ServiceLocation(Path(folder), "echo"), lambda: talk, (SCHEMA, SCHEMA), ready, make_folder=True
+    )
     if owned is None:
         return
     owned.reception.serve(lambda: owned.reception.deserted(float(word)) and threading.active_count() == 1)
-    owned.place.leave(owned.lock)
+    owned.location.release(owned.lock)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ pytest.importorskip("uvicorn")
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from megascale.services.door import Door, DoorLimits
-from megascale.services.http_protocol import http_protocol
+from megascale.services.door import ConnectionLimits, LimitedListener
+from megascale.services.http_protocol import make_http_protocol
 
 HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"
 
@@ -34,11 +34,13 @@ class Application:
         await send({"type": "http.response.body", "body": b""})
 
 
-def serve(limits: DoorLimits, work: Callable[[int, Application, Door], Awaitable[None]]) -> None:
+def serve(limits: ConnectionLimits, work: Callable[[int, Application, LimitedListener], Awaitable[None]]) -> None:
     async def both() -> None:
         application = Application()
         config = Config(application, http="h11", ws="none", log_level="critical")
-        door = Door([socket.create_server(("127.0.0.1", 0))], http_protocol(config, ServerState()), limits)
+        door = LimitedListener(
+            [socket.create_server(("127.0.0.1", 0))], make_http_protocol(config, ServerState()), limits
+        )
         try:
             async with asyncio.timeout(20):
                 await work(door.ports[0], application, door)
@@ -70,7 +72,7 @@ def test_a_head_has_a_deadline(half):
         assert await rest(reader) == b""
         writer.close()
 
-    serve(DoorLimits(4, 0.1), work)
+    serve(ConnectionLimits(4, 0.1), work)
 
 
 def test_each_head_of_a_connection_has_a_deadline():
@@ -81,7 +83,7 @@ def test_each_head_of_a_connection_has_a_deadline():
         assert application.requests == 1
         writer.close()
 
-    serve(DoorLimits(4, 0.1), work)
+    serve(ConnectionLimits(4, 0.1), work)
 
 
 def test_who_waits_for_an_answer_keeps_a_place_and_who_is_silent_makes_room():
@@ -100,7 +102,7 @@ def test_who_waits_for_an_answer_keeps_a_place_and_who_is_silent_makes_room():
         for each in (writer, late_writer, *(writer for _, writer in silent)):
             each.close()
 
-    serve(DoorLimits(4, 60.0), work)
+    serve(ConnectionLimits(4, 60.0), work)
 
 
 def test_a_connection_that_was_answered_makes_room_again():
@@ -114,4 +116,4 @@ def test_a_connection_that_was_answered_makes_room_again():
         for each in (late_writer, *(writer for _, writer in kept)):
             each.close()
 
-    serve(DoorLimits(4, 60.0), work)
+    serve(ConnectionLimits(4, 60.0), work)

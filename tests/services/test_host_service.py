@@ -17,9 +17,9 @@ import pytest
 
 from megascale.services import conversation as talking
 from megascale.services import host_service, reception
-from megascale.services.conversation import Conversation, prove
-from megascale.services.framing import HEAD, ProtocolError, greeting, head
-from megascale.services.host_service import Launch, Place, ServiceFailed
+from megascale.services.conversation import Conversation, authenticate
+from megascale.services.framing import HEAD, ProtocolError, make_greeting, make_head
+from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation
 from megascale.services.reception import Reception
 from tests.services.echo_service import SCHEMA, Echo, talk
 
@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    place = Place(tmp_path / "echo", "echo")
+def place(tmp_path: Path) -> Iterator[ServiceLocation]:
+    place = ServiceLocation(tmp_path / "echo", "echo")
     yield place
     if pid := place.owner():
         os.kill(pid, signal.SIGKILL)
@@ -48,15 +48,15 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def launch(place: Place, word: str = "60") -> Launch:
+def launch(place: ServiceLocation, word: str = "60") -> Launch:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return Launch(
         "tests.services.echo_service", [str(place.folder), word], place.folder.parent / "log", {"PYTHONPATH": path}
     )
 
 
-def connect(place: Place, word: str = "60", seconds: float = 60.0) -> Conversation:
-    return host_service.connect(place, launch(place, word), SCHEMA, SCHEMA, seconds=seconds, make_folder=True)
+def connect(place: ServiceLocation, word: str = "60", seconds: float = 60.0) -> Conversation:
+    return host_service.connect_service(place, launch(place, word), SCHEMA, SCHEMA, seconds=seconds, make_folder=True)
 
 
 def until(found) -> None:
@@ -66,9 +66,9 @@ def until(found) -> None:
         time.sleep(0.005)
 
 
-def test_a_service_is_started_once_found_again_replaced_when_killed_and_gone_at_the_end(place: Place) -> None:
+def test_a_service_is_started_once_found_again_replaced_when_killed_and_gone_at_the_end(place: ServiceLocation) -> None:
     with connect(place, "0.3") as one, connect(place, "0.3") as two:
-        assert talking.peer(one.sock)[0] == talking.peer(two.sock)[0] == place.owner()
+        assert talking.peer_credentials(one.sock)[0] == talking.peer_credentials(two.sock)[0] == place.owner()
         with open(place.folder / "file", "w+") as file:
             (place.folder / "file").unlink()
             one.send(Echo("a"), b"body", [file.fileno()])
@@ -77,17 +77,17 @@ def test_a_service_is_started_once_found_again_replaced_when_killed_and_gone_at_
             os.write(one.files[0], b"the same file")
             os.close(one.files[0])
             assert os.pread(file.fileno(), 99, 0) == b"the same file"
-        before = talking.peer(one.sock)[0]
+        before = talking.peer_credentials(one.sock)[0]
         os.kill(before, signal.SIGKILL)
         with pytest.raises(EOFError):
             two.receive()
     with connect(place, "0.3") as again:
-        assert again.ask(Echo("b")) == Echo("b")
-        assert talking.peer(again.sock)[0] != before
+        assert again.request(Echo("b")) == Echo("b")
+        assert talking.peer_credentials(again.sock)[0] != before
     until(lambda: not place.folder.exists())
 
 
-def test_what_keeps_a_service_from_starting_is_told(place: Place, many_files: None) -> None:
+def test_what_keeps_a_service_from_starting_is_told(place: ServiceLocation, many_files: None) -> None:
     with pytest.raises(ServiceFailed, match="no data") as failed:
         connect(place, "no data")
     assert failed.value.kind == "DataError"
@@ -95,43 +95,43 @@ def test_what_keeps_a_service_from_starting_is_told(place: Place, many_files: No
 
 def test_a_folder_of_any_length_holds_a_service(tmp_path: Path) -> None:
     """An AF_UNIX address has at most 107 bytes, and TMPDIR of a batch system may have more."""
-    place = Place(tmp_path / ("long-" * 30) / "echo", "echo")
+    place = ServiceLocation(tmp_path / ("long-" * 30) / "echo", "echo")
     place.folder.parent.mkdir()
     with connect(place, "0.1") as one:
-        assert one.ask(Echo("a")) == Echo("a")
-        assert place.owner() == talking.peer(one.sock)[0]
+        assert one.request(Echo("a")) == Echo("a")
+        assert place.owner() == talking.peer_credentials(one.sock)[0]
         os.kill(place.owner(), signal.SIGKILL)
         with pytest.raises(EOFError):
             one.receive()
     with connect(place, "0.1") as again:
-        assert again.ask(Echo("b")) == Echo("b")
+        assert again.request(Echo("b")) == Echo("b")
     until(lambda: not place.folder.exists())
 
 
-def test_a_socket_that_cannot_be_made_is_told_at_once(place: Place) -> None:
+def test_a_socket_that_cannot_be_made_is_told_at_once(place: ServiceLocation) -> None:
     place.address.mkdir(parents=True)
     with pytest.raises(ServiceFailed, match=r"the echo service cannot start: .*echo\.sock"):
         connect(place)
 
 
-def test_a_service_that_is_stopped_keeps_nobody_waiting_for_ever(place: Place) -> None:
+def test_a_service_that_is_stopped_keeps_nobody_waiting_for_ever(place: ServiceLocation) -> None:
     connect(place).close()
     os.kill(place.owner(), signal.SIGSTOP)
     with pytest.raises(TimeoutError, match=r"nothing answers|another process"):
         connect(place, seconds=0.5)
     os.kill(place.owner(), signal.SIGCONT)
     with connect(place) as late:
-        assert late.ask(Echo("b")) == Echo("b")
+        assert late.request(Echo("b")) == Echo("b")
 
 
-def test_a_folder_that_is_gone_is_not_made_again_where_it_tells_what_to_serve(place: Place) -> None:
+def test_a_folder_that_is_gone_is_not_made_again_where_it_tells_what_to_serve(place: ServiceLocation) -> None:
     with pytest.raises(FileNotFoundError):
-        host_service.connect(place, launch(place), SCHEMA, SCHEMA)
+        host_service.connect_service(place, launch(place), SCHEMA, SCHEMA)
 
 
 def test_a_process_of_another_user_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     one, _ = socket.socketpair()
-    assert talking.peer(one) == (os.getpid(), os.getuid())
+    assert talking.peer_credentials(one) == (os.getpid(), os.getuid())
     talking.check_peer(one)
     monkeypatch.setattr(talking, "peer", lambda sock: (1, os.getuid() + 1))
     with pytest.raises(ProtocolError, match="user"):
@@ -145,11 +145,11 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
 
     def meet(sock: socket.socket) -> Conversation:
         who = Conversation(sock, SCHEMA, SCHEMA)
-        with who.within(reception.PROOF_SECONDS):
-            prove(who, b"token", "echo", "server")
+        with who.time_limit(reception.AUTHENTICATION_TIMEOUT):
+            authenticate(who, b"token", "echo", "server")
         return who
 
-    here, ended = Reception(listener, meet, talk, strangers=8), threading.Event()
+    here, ended = Reception(listener, meet, talk, max_unauthenticated=8), threading.Event()
     thread = threading.Thread(target=here.serve, args=(ended.is_set,))
     thread.start()
     yield listener.getsockname()
@@ -161,8 +161,8 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
 
 def friend(where: tuple[str, int], token: bytes = b"token") -> Conversation:
     who = Conversation(socket.create_connection(where), SCHEMA, SCHEMA)
-    with who.within(20.0):
-        prove(who, token, "echo", "client")
+    with who.time_limit(20.0):
+        authenticate(who, token, "echo", "client")
     return who
 
 
@@ -170,8 +170,8 @@ def test_a_flood_of_silent_strangers_keeps_nobody_out(echo) -> None:
     before = friend(echo)
     silent = [socket.create_connection(echo) for _ in range(100)]
     with friend(echo) as who:
-        assert who.ask(Echo("here")) == Echo("here")
-    assert before.ask(Echo("still here")) == Echo("still here")
+        assert who.request(Echo("here")) == Echo("here")
+    assert before.request(Echo("still here")) == Echo("still here")
     silent[0].settimeout(20)
     greeted = silent[0].recv(1000)
     assert not greeted or not silent[0].recv(1000)  # the first to come is the first to go
@@ -185,7 +185,7 @@ def test_a_stranger_has_one_deadline_however_it_sends(echo, monkeypatch: pytest.
         slow.settimeout(20)
         sent, began = 0, time.monotonic()
         with contextlib.suppress(OSError):
-            for byte in greeting(bytes(32)) * 99:
+            for byte in make_greeting(bytes(32)) * 99:
                 slow.send(bytes([byte]))
                 sent += 1
                 if select.select([slow], [], [], 0.05)[0] and not slow.recv(1 << 16):
@@ -195,7 +195,7 @@ def test_a_stranger_has_one_deadline_however_it_sends(echo, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "first", [bytes(1 << 16), head(1 << 30) + bytes(1 << 16), HEAD.pack(b"MS", 3, 0, 32, 0) + bytes(1 << 16)]
+    "first", [bytes(1 << 16), make_head(1 << 30) + bytes(1 << 16), HEAD.pack(b"MS", 3, 0, 32, 0) + bytes(1 << 16)]
 )
 def test_what_is_no_greeting_is_not_read_on(echo, first: bytes) -> None:
     with socket.create_connection(echo) as sock:
@@ -207,13 +207,13 @@ def test_what_is_no_greeting_is_not_read_on(echo, first: bytes) -> None:
     with pytest.raises((ProtocolError, EOFError, OSError)):
         friend(echo, b"wrong")
     with friend(echo) as who:
-        assert who.ask(Echo("here")) == Echo("here")
+        assert who.request(Echo("here")) == Echo("here")
 
 
-def test_no_descriptor_left_is_survived(place: Place) -> None:
+def test_no_descriptor_left_is_survived(place: ServiceLocation) -> None:
     """The service may open 40 files; 200 connect and say nothing."""
     with connect(place) as before:
-        pid = talking.peer(before.sock)[0]
+        pid = talking.peer_credentials(before.sock)[0]
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (40, 40))
         silent = []
         for _ in range(200):
@@ -222,10 +222,10 @@ def test_no_descriptor_left_is_survived(place: Place) -> None:
             with contextlib.suppress(BlockingIOError):
                 sock.connect(str(place.address))
             silent.append(sock)
-        assert before.ask(Echo("still here")) == Echo("still here")
+        assert before.request(Echo("still here")) == Echo("still here")
         with connect(place) as late:
-            assert talking.peer(late.sock)[0] == pid
-            assert late.ask(Echo("here")) == Echo("here")
+            assert talking.peer_credentials(late.sock)[0] == pid
+            assert late.request(Echo("here")) == Echo("here")
         for sock in silent:
             sock.close()
 
@@ -233,8 +233,8 @@ def test_no_descriptor_left_is_survived(place: Place) -> None:
 def test_a_service_that_ends_without_a_word_is_started_a_few_times_only(tmp_path: Path) -> None:
     module, starts = tmp_path / "silent_service.py", tmp_path / "starts"
     module.write_text(f"open({str(starts)!r}, 'a').write('x')\n")
-    place = Place(tmp_path / "silent", "silent")
+    place = ServiceLocation(tmp_path / "silent", "silent")
     launch = Launch("silent_service", [], environment={"PYTHONPATH": str(tmp_path)})
     with pytest.raises(TimeoutError, match="nothing answers"):
-        host_service.connect(place, launch, SCHEMA, SCHEMA, seconds=1.0, make_folder=True)
+        host_service.connect_service(place, launch, SCHEMA, SCHEMA, seconds=1.0, make_folder=True)
     assert 1 <= len(starts.read_text()) <= 6  # pauses of 0.02, 0.04, 0.08, ... seconds

@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from megascale.services.framing import FORM, HEAD, ProtocolError, Seal, greeting, head, read_greeting, read_head
+from megascale.services.framing import (
+    FORM,
+    HEAD,
+    ProtocolError,
+    Seal,
+    make_greeting,
+    make_head,
+    read_greeting,
+    read_head,
+)
 from megascale.services.messages import Count, Facts, Finite, Message, Name, Part, Schema, Text, Whole
 from megascale.services.shared_token import NONCE_BYTES
 
@@ -140,9 +149,9 @@ def test_what_would_be_refused_is_not_written():
         with pytest.raises(ValueError, match=r"tree|surrogates"):
             SCHEMA.encode(wrong)
     with pytest.raises(ValueError, match="nothing"):
-        SCHEMA.make("nothing", {})
+        SCHEMA.build("nothing", {})
     with pytest.raises(ValueError, match="unwanted"):
-        SCHEMA.make("other", {"flag": True, "unwanted": 1})
+        SCHEMA.build("other", {"flag": True, "unwanted": 1})
 
 
 @given(
@@ -162,11 +171,11 @@ def test_a_head_is_within_the_limits_or_refused(data):
 
 def test_a_greeting_is_read_back_and_nothing_else_is_one():
     nonce = bytes(range(NONCE_BYTES))
-    assert read_greeting(greeting(nonce)) == nonce
+    assert read_greeting(make_greeting(nonce)) == nonce
     with pytest.raises(ProtocolError, match=f"form {FORM - 1} of the protocol, this one form {FORM}"):
         read_greeting(HEAD.pack(b"MS", FORM - 1, 0, NONCE_BYTES, 0) + nonce)
     with pytest.raises(ProtocolError, match="no greeting"):
-        read_greeting(head(NONCE_BYTES - 1) + nonce)
+        read_greeting(make_head(NONCE_BYTES - 1) + nonce)
 
 
 @given(st.lists(st.binary(max_size=20), min_size=2, max_size=5, unique=True), st.data())

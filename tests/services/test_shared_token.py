@@ -19,23 +19,28 @@ TOKENS = st.binary(min_size=1, max_size=80)
 @given(one=TOKENS, two=TOKENS, purposes=st.tuples(st.sampled_from("ab"), st.sampled_from("ab")))
 def test_both_sides_must_know_the_token_and_mean_the_same(one: bytes, two: bytes, purposes: tuple[str, str]) -> None:
     server, client = TokenProof(one, purposes[0], "server"), TokenProof(two, purposes[1], "client")
-    to_client, to_server = server.answer(client.nonce), client.answer(server.nonce)
+    to_client, to_server = server.answer_nonce(client.nonce), client.answer_nonce(server.nonce)
     assert len(to_client) == len(to_server) == PROOF_BYTES
     alike = one == two and purposes[0] == purposes[1]
     # HMAC fills a short key up with zero bytes.
     if one != two and one.ljust(64, b"\0") == two.ljust(64, b"\0"):
         return
-    assert server.accepts(to_server) == client.accepts(to_client) == (server.key() == client.key()) == alike
+    assert (
+        server.accepts(to_server)
+        == client.accepts(to_client)
+        == (server.connection_key() == client.connection_key())
+        == alike
+    )
 
 
 def test_an_answer_is_of_no_use_elsewhere() -> None:
     server = TokenProof(b"token", "agents", "server")
-    mine = server.answer(server.nonce)  # somebody who does not know the token sends back all that it is sent
+    mine = server.answer_nonce(server.nonce)  # somebody who does not know the token sends back all that it is sent
     assert not server.accepts(mine)
     client, other = TokenProof(b"token", "agents", "client"), TokenProof(b"token", "agents", "client")
-    server.answer(other.nonce)
-    assert not server.accepts(client.answer(server.nonce))  # made on another connection
-    assert server.accepts(other.answer(server.nonce))
+    server.answer_nonce(other.nonce)
+    assert not server.accepts(client.answer_nonce(server.nonce))  # made on another connection
+    assert server.accepts(other.answer_nonce(server.nonce))
     with pytest.raises(ValueError, match="empty"):
         TokenProof(b"", "agents", "server")
 

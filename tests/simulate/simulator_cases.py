@@ -34,6 +34,6 @@ def case(
     model: ModelConfig = GPT_175B,
 ) -> Case:
     """A scalar case."""
-    return Case.of(
+    return Case.from_model(
         model, software, tensor=tensor, pipeline=pipeline, virtual=virtual, data=data, micro=micro, batch=batch
     )

@@ -152,9 +152,9 @@ def test_own_runs_are_compared(tmp_path):
     for p, factor in zip(said[:2], (1.02, 1.2), strict=True):
         write_run(tmp_path / p.name, p.settings, p.seconds * factor, p.gpus)
     others = check_runs(tmp_path)
-    check = next(one for one in others if "predictions h200 made" in one.what)
+    check = next(one for one in others if "predictions h200 made" in one.title)
     # Rounds of which the folder has no run fall back on the shipped measurements.
-    found = {round_: next(one for one in others if round_ in one.what) for round_ in ("second", "third", "fourth")}
+    found = {round_: next(one for one in others if round_ in one.title) for round_ in ("second", "third", "fourth")}
     assert {name: len(one.rows) for name, one in found.items()} == {"second": 8, "third": 8, "fourth": 12}
     # The third round was predicted of an engine without graphs, so that its small models missed; the model that stood
     # when it was measured had not seen it.

@@ -41,7 +41,7 @@ def parts(one: Case) -> dict[str, float]:
 
 
 def moe(**more) -> Case:
-    return Case.of(GPT_13B, MEGASCALE_H200, tensor=1, pipeline=1, virtual=1, data=8, micro=2, batch=64, **more)
+    return Case.from_model(GPT_13B, MEGASCALE_H200, tensor=1, pipeline=1, virtual=1, data=8, micro=2, batch=64, **more)
 
 
 def test_float8_is_faster_by_less_than_the_peaks():
@@ -114,12 +114,13 @@ def test_full_sharding_is_priced_by_what_its_gathers_and_reductions_cannot_hide(
     model = configuration.load(None, ["model.preset=llama-8b"]).model
     layout = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": 64, "micro": 1}
     kept, sharded = (
-        Case.of(model, replace(stack("megatron-fsdp"), full_sharding=on), batch=64, **layout) for on in (False, True)
+        Case.from_model(model, replace(stack("megatron-fsdp"), full_sharding=on), batch=64, **layout)
+        for on in (False, True)
     )
     seconds = {one: float(step_parts(h100, kept if one == "kept" else sharded).data) for one in ("kept", "sharded")}
     assert seconds["sharded"] > 1.5 * seconds["kept"] > 0
     # Each micro-batch gathers and reduces again; replicas that keep their weights do so once per step.
-    four = Case.of(model, stack("megatron-fsdp"), batch=256, **layout)
+    four = Case.from_model(model, stack("megatron-fsdp"), batch=256, **layout)
     assert float(step_parts(h100, four).data) > 3 * seconds["sharded"]
     # Links too slow to hide anything: three times the weights per layer cross them, two gathers and a reduction.
     slow = with_part(h100, "between", bus=[[2, 0.4]], gbs=0.5)

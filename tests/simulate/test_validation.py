@@ -44,7 +44,7 @@ from megascale.simulate.validation.band_evidence import (
     other_both,
     other_machine,
     other_stack,
-    unseen,
+    unseen_spread,
     vtrain_unfitted,
     without_power,
 )
@@ -144,7 +144,7 @@ def test_widths_of_bands_are_what_development_rows_give():
         pytest.skip("vTrain's rows are not here")
     assert pytest.approx(each_gpu_doubling(folder), abs=6e-4) == prediction_band.EACH_GPU_DOUBLING
     assert nothing_fitted(folder) == pytest.approx(prediction_band.NOTHING_FITTED, abs=6e-4)
-    assert unseen(folder) == pytest.approx(prediction_band.UNSEEN, abs=6e-4)
+    assert unseen_spread(folder) == pytest.approx(prediction_band.UNSEEN, abs=6e-4)
     pair = prediction_band.KNOWN_PAIRS[("a100-hdr", "megatron-deepspeed")]
     assert ends(vtrain_unfitted(folder)) == pytest.approx(pair, abs=6e-4)
 
@@ -305,7 +305,7 @@ def test_absent_data_is_skipped_and_said(tmp_path, monkeypatch):
         assert "not here" in check.skipped
     for check in check_runs(None):
         waiting = check.passed is None
-        measured = any(f"predictions {name} made" in check.what for name in own_rounds() if name != "h200-third")
+        measured = any(f"predictions {name} made" in check.title for name in own_rounds() if name != "h200-third")
         assert waiting != measured
         assert waiting == ("wait for their measurement" in check.skipped)
     with pytest.raises(DataError, match="no folder"):

@@ -11,7 +11,7 @@ from megascale.config import Config, from_tree
 from megascale.core import run_lock
 from megascale.core.events import Event
 from megascale.core.status import StatusFile, read_status
-from megascale.train.claim import claim, tell_refusal, tell_status
+from megascale.train.claim import take_run_locks, tell_refusal, write_failed_status
 from megascale.train.run_folder import RunFolder
 from tests.conftest import lines
 
@@ -27,7 +27,7 @@ def configure(runs: Path, **sections: object) -> Config:
 def test_a_start_waits_for_the_ranks_of_an_older_attempt(tmp_path, monkeypatch, node, timeout, grace_period):
     """A driver's start waits half the time that rendezvous has, at most a minute."""
     waits: list[float] = []
-    take = run_lock.take
+    take = run_lock.acquire_trainer_lock
 
     def note(folder: Path, what: str, grace_period: float) -> run_lock.RunLock:
         waits.append(grace_period)
@@ -39,7 +39,7 @@ def test_a_start_waits_for_the_ranks_of_an_older_attempt(tmp_path, monkeypatch, 
         monkeypatch.setenv("MEGASCALE_NODE", node)
     shared = tmp_path / "shared"
     config = configure(tmp_path, rendezvous={"timeout": timeout}, checkpoint={"location": str(shared)})
-    locks = claim(config)
+    locks = take_run_locks(config)
     assert waits == [grace_period] * 2
     for folder in (tmp_path / "a", shared):
         assert (folder / run_lock.TRAINERS).exists()
@@ -52,9 +52,9 @@ def test_a_claim_that_fails_holds_nothing(tmp_path, monkeypatch):
     shared = tmp_path / "shared"
     config = configure(tmp_path, checkpoint={"location": str(shared)})
     # The folder of checkpoints is tried last: by then the run's own lock is held.
-    with run_lock.take(shared, "another"), pytest.raises(run_lock.Busy, match="another"):
-        claim(config)
-    for lock in claim(config):
+    with run_lock.acquire_trainer_lock(shared, "another"), pytest.raises(run_lock.Busy, match="another"):
+        take_run_locks(config)
+    for lock in take_run_locks(config):
         lock.release()
 
 
@@ -79,7 +79,7 @@ def test_a_refusal_is_told_in_a_folder_that_is_free(tmp_path, monkeypatch, rank)
         assert (status.phase, status.message) == ("failed", "refused")
     else:
         assert status is None
-    run_lock.take(folder.path, "the next", 0.0).release()  # nothing is held
+    run_lock.acquire_trainer_lock(folder.path, "the next", 0.0).release()  # nothing is held
 
 
 def test_a_refusal_is_not_told_where_another_trains(tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def test_a_refusal_is_not_told_where_another_trains(tmp_path, monkeypatch):
     config = configure(tmp_path)
     folder = RunFolder(config.run_folder)
     folder.create()
-    with run_lock.take(folder.path, "another"):
+    with run_lock.acquire_trainer_lock(folder.path, "another"):
         tell_refusal(config, "refused")
     assert not folder.events.exists()
     assert not list(folder.status.iterdir())
@@ -98,14 +98,14 @@ def test_a_refusal_is_not_told_where_another_trains(tmp_path, monkeypatch):
 )
 def test_the_status_of_a_rank_that_lives_is_left_alone(tmp_path, monkeypatch, pid, phase, kept):
     folder = RunFolder(tmp_path)
-    tell_status(folder, 0, False, "refused")
+    write_failed_status(folder, 0, False, "refused")
     assert not folder.status.exists()
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: pid)
         status = StatusFile(folder.status, 0)
         status.update(phase, 3)
         status.close()
-    tell_status(folder, 0, False, "refused")
+    write_failed_status(folder, 0, False, "refused")
     last = read_status(folder.status / "rank-0.status")
     assert last is not None
     assert last.phase == (phase if kept else "failed")
@@ -119,5 +119,5 @@ def test_events_are_for_their_owner_alone(tmp_path, monkeypatch, owner, mode):
     folder.events.chmod(0o644)
     if owner is not None:
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    folder.event(Event.RUN_FAILED, step=0)
+    folder.append_event(Event.RUN_FAILED, step=0)
     assert folder.events.stat().st_mode & 0o777 == mode

@@ -69,7 +69,7 @@ def test_a_failure_before_the_loop_leaves_its_reason_and_the_folder_free(tiny, t
     with pytest.raises(ConfigError):
         train(load_config(tiny, ["--train.device=cuda"]))
     assert "train.device=cuda" in told(run)[1]
-    run_lock.take(run, "the next", 0.0).release()
+    run_lock.acquire_trainer_lock(run, "the next", 0.0).release()
     assert train(load_config(tiny, [])).finished
 
 

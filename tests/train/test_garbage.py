@@ -47,7 +47,7 @@ def test_collects_after_planned_steps_and_leaves_python_as_it_was(garbage):
 
 def test_zero_leaves_it_to_python():
     garbage = Garbage(0)
-    garbage.after(1)
+    garbage.collect(1)
     assert gc.isenabled()
 
 

@@ -41,10 +41,10 @@ def pauses():
 def step(timers: Timers, pauses: HostPauses, work) -> None:
     timers.step_begins(1)
     pauses.step_begins()
-    timers.begin(SpanKind.FORWARD)
+    timers.begin_action(SpanKind.FORWARD)
     work()
-    timers.end()
-    pauses.tell(timers)
+    timers.end_action()
+    pauses.record(timers)
     timers.step_ended()
 
 

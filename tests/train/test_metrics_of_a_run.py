@@ -13,7 +13,7 @@ from megascale.train import clock, loop
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.engine import Engine
 from megascale.train.evaluation import evaluate_file
-from megascale.train.restore import restore
+from megascale.train.restore import restore_engine
 from tests.conftest import lines
 
 TOKENS = 4 * 16  # of a step: train.global_batch x model.sequence_length
@@ -71,13 +71,13 @@ def test_held_out_losses_of_a_run_are_of_the_same_tokens(tiny, tmp_path):
     assert [record["valid_tokens"] for record in records] == [3 * 16] * 3
     assert [record["tokens"] for record in records] == [TOKENS * step for step in (3, 6, 8)]
     assert ["valid_whole_loss" in record for record in records] == [False, False, True]
-    engine, config = restore(run, device="cpu")
+    engine, config = restore_engine(run, device="cpu")
     part = evaluate_file(engine, config, config.data.valid, 3)
-    assert (records[-1]["valid_loss"], part.whole) == (part.loss, False)
+    assert (records[-1]["valid_loss"], part.complete) == (part.loss, False)
     whole = evaluate(run, device="cpu")
     assert whole == result.evaluation
     assert (records[-1]["valid_whole_loss"], records[-1]["valid_whole_tokens"]) == (whole.loss, whole.tokens)
-    assert whole.whole
+    assert whole.complete
     assert whole.tokens > 3 * 16
     events = [record for record in lines(run / "events.jsonl") if record["event"] == "evaluated"]
     assert [event["tokens"] for event in events] == [3 * 16, 3 * 16, whole.tokens]

@@ -82,7 +82,7 @@ def test_one_process_asks_for_its_memory(tiny, monkeypatch, tmp_path, capsys):
     proc = tmp_path / "proc"
     proc.mkdir()
     (proc / "meminfo").write_text("MemAvailable: 100 kB\n")
-    here = capacity.Capacity.here
+    here = capacity.Capacity.measure
     monkeypatch.setattr(capacity.Capacity, "here", lambda **words: here(proc, tmp_path / "cgroup", **words))
     with pytest.raises(FitError, match=r"tensors of 1 rank .* MemAvailable leaves 0 MiB"):
         api.train(api.load_config(tiny))

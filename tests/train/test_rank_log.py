@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from megascale.core.events import date_of
+from megascale.core.events import format_time
 from megascale.observe.metrics import tag
 from tests.conftest import lines
 
@@ -32,8 +32,8 @@ def test_logs_and_events_carry_date_attempt_and_rank(megascale, tiny, tmp_path):
 
 
 def test_dates_are_read_back():
-    assert date_of(0.0) == "1970-01-01T00:00:00.000Z"
-    assert datetime.fromisoformat(date_of(1795443007.0704)).timestamp() == pytest.approx(1795443007.070)
+    assert format_time(0.0) == "1970-01-01T00:00:00.000Z"
+    assert datetime.fromisoformat(format_time(1795443007.0704)).timestamp() == pytest.approx(1795443007.070)
 
 
 def test_metrics_are_grouped_and_none_is_without_a_group():

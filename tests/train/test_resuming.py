@@ -17,9 +17,9 @@ from megascale.api import evaluate, export_model, generate, load_config, train
 from megascale.checkpoint import setting_changes
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.step_folders import COMMIT
-from megascale.config import ACCEPTABLE, Config, from_tree
+from megascale.config import CHANGEABLE_KEYS, Config, from_tree
 from megascale.data.dataset.indexed import IndexedWriter
-from megascale.data.dataset.ledger import check
+from megascale.data.dataset.ledger import check_ledger
 from megascale.data.dataset.samples import SampleSource
 from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import ConfigError, DataError
@@ -123,7 +123,7 @@ def test_other_settings_are_free_and_told(again, capsys) -> None:
     assert wanted <= set(told.removeprefix("settings changed after step 5: ").split("; "))
     ledger = lines(run / "samples" / "ledger.jsonl")
     assert [line["count"] for line in ledger] == [4] * 5 + [6] * 4
-    assert check(ledger, SampleSource(load_config(run / "config.toml"))).faults == []
+    assert check_ledger(ledger, SampleSource(load_config(run / "config.toml"))).faults == []
 
 
 @pytest.mark.parametrize("before", ["adamw", "lamb", "muon"])
@@ -393,19 +393,19 @@ def test_each_difference_is_found_and_judged(chosen: set[tuple[str, str]], begun
     assert names <= {c.key for c in found}
     assert {c.key for c in found} - names <= {"lr.peak", "optimizer.trust_min", "optimizer.lamb_bias_correction"}
     model = {"model.heads", "model.activation", "model.tied_embeddings"} & names
-    asked = {name for name in names if name in ACCEPTABLE} if begun else set()
+    asked = {name for name in names if name in CHANGEABLE_KEYS} if begun else set()
     if "optimizer.name" in asked or ("optimizer.trust_max" in asked and "optimizer.name" not in names):
         asked.discard("optimizer.trust_max")
     assert {c.key for c in found if c.kind == "refused"} == model
     assert {c.key for c in found if c.kind == "asked"} == asked
     accepted: Sequence[str] = sorted(asked)
-    assert (setting_changes.explain("x", found, accepted) is None) == (not model)
+    assert (setting_changes.explain_changes("x", found, accepted) is None) == (not model)
     if asked and not model:
         left = data.draw(st.sampled_from(sorted(asked)))
-        assert left in (setting_changes.explain("x", found, [k for k in accepted if k != left]) or "")
+        assert left in (setting_changes.explain_changes("x", found, [k for k in accepted if k != left]) or "")
 
 
 def test_only_what_may_be_accepted_can_be_named() -> None:
-    assert set(ACCEPTABLE) - {"run"} <= set(SETTINGS)
+    assert set(CHANGEABLE_KEYS) - {"run"} <= set(SETTINGS)
     with pytest.raises(ConfigError, match=r"model\.layers.*train\.seed"):
         from_tree({"checkpoint": {"accept_changes": ["model.layers"]}})

@@ -16,13 +16,13 @@ import torch
 
 from megascale import checkpoint
 from megascale.api import load_config, train
-from megascale.train.restore import restore
+from megascale.train.restore import restore_engine
 from tests.conftest import lines
 from tests.forked import DRAW, Forked
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    engine, _ = restore(run, device="cpu")
+    engine, _ = restore_engine(run, device="cpu")
     return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
 
 

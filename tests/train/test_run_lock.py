@@ -56,42 +56,42 @@ def holding(folder: Path, how: str = "take", **env: str):
 def test_a_second_is_told_who_holds_it_and_death_frees_it(tmp_path):
     with holding(tmp_path) as process:
         with pytest.raises(Busy) as caught:
-            run_lock.take(tmp_path, "b", 0.0)
+            run_lock.acquire_trainer_lock(tmp_path, "b", 0.0)
         for part in (str(tmp_path), str(process.pid), os.uname().nodename, "a test", "--train.name"):
             assert part in str(caught.value)
         with pytest.raises(Busy):
-            run_lock.check(tmp_path, 0.0)
+            run_lock.check_available(tmp_path, 0.0)
         process.send_signal(signal.SIGKILL)
-        with run_lock.take(tmp_path, "b") as lock:
+        with run_lock.acquire_trainer_lock(tmp_path, "b") as lock:
             assert lock.warning == ""
 
 
 def test_a_child_of_the_holder_does_not_keep_it(tmp_path):
-    lock = run_lock.take(tmp_path, "parent")
+    lock = run_lock.acquire_trainer_lock(tmp_path, "parent")
     read, write = os.pipe()
     child = os.fork()
     if not child:
         os.read(read, 1)
         os._exit(0)
     lock.release()
-    run_lock.take(tmp_path, "next").release()  # once the child has run its first lines
+    run_lock.acquire_trainer_lock(tmp_path, "next").release()  # once the child has run its first lines
     os.write(write, b"x")
     assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_folder_that_was_replaced_is_locked_anew(tmp_path):
     folder = tmp_path / "run"
-    old = run_lock.take(folder, "old")
+    old = run_lock.acquire_trainer_lock(folder, "old")
     (folder / run_lock.TRAINERS).unlink()
-    with run_lock.take(folder, "new", 0.0), pytest.raises(Busy):
-        run_lock.take(folder, "third", 0.0)
+    with run_lock.acquire_trainer_lock(folder, "new", 0.0), pytest.raises(Busy):
+        run_lock.acquire_trainer_lock(folder, "third", 0.0)
     old.release()
 
 
 def test_a_holder_of_another_host_that_vanished_is_named(tmp_path):
     record = {"what": "megascale train", "host": "elsewhere", "pid": 7, "since": "2026-01-01 00:00:00", "driver": False}
     (tmp_path / run_lock.TRAINERS).write_text(json.dumps(record))
-    with run_lock.take(tmp_path, "b") as lock:
+    with run_lock.acquire_trainer_lock(tmp_path, "b") as lock:
         assert "process 7 on elsewhere" in lock.warning
 
 
@@ -100,26 +100,26 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
-    with run_lock.take(tmp_path, "b") as lock:
+    with run_lock.acquire_trainer_lock(tmp_path, "b") as lock:
         assert "no locks (Operation not supported)" in lock.warning
 
 
 def test_a_driver_keeps_others_out_and_its_own_trainers_in(tmp_path, monkeypatch):
     with holding(tmp_path, "take_for_driver") as driver:
         with pytest.raises(Busy, match=rf"{driver.pid}.*megascale launch"):
-            run_lock.take(tmp_path, "train", 0.0)
-        run_lock.take_for_driver(tmp_path, "another driver: the journal decides which").drop()
+            run_lock.acquire_trainer_lock(tmp_path, "train", 0.0)
+        run_lock.acquire_driver_lock(tmp_path, "another driver: the journal decides which").drop()
         with holding(tmp_path, MEGASCALE_NODE="n1") as attempt:
-            run_lock.take_for_driver(tmp_path, "one that takes the job over").drop()
+            run_lock.acquire_driver_lock(tmp_path, "one that takes the job over").drop()
             monkeypatch.setenv("MEGASCALE_NODE", "n2")
             # An older attempt that has not ended: the driver may start again, a person need not come.
             with pytest.raises(TrainingError, match=rf"{attempt.pid}.*older attempt"):
-                run_lock.take(tmp_path, "train", 0.0)
+                run_lock.acquire_trainer_lock(tmp_path, "train", 0.0)
             attempt.kill()
-            run_lock.take(tmp_path, "train").release()
+            run_lock.acquire_trainer_lock(tmp_path, "train").release()
             monkeypatch.delenv("MEGASCALE_NODE")
     with holding(tmp_path) as trainer, pytest.raises(Busy, match=str(trainer.pid)):
-        run_lock.take_for_driver(tmp_path, "launch", 0.0)
+        run_lock.acquire_driver_lock(tmp_path, "launch", 0.0)
 
 
 def test_a_driver_waits_for_a_trainer_that_ends(tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_a_driver_waits_for_a_trainer_that_ends(tmp_path, monkeypatch):
             trainer.wait()
 
         monkeypatch.setattr(run_lock.time, "sleep", end_trainer)
-        run_lock.take_for_driver(tmp_path, "launch", 60.0).drop()
+        run_lock.acquire_driver_lock(tmp_path, "launch", 60.0).drop()
 
 
 def test_a_training_is_alone_with_its_run(tiny, tmp_path):

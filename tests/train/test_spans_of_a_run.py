@@ -11,7 +11,7 @@ import torch
 
 from megascale.config import load
 from megascale.core.grid import Grid
-from megascale.observe.store.span_messages import place, span_folder
+from megascale.observe.store.span_messages import service_place, span_folder
 from megascale.observe.store.tables import SpanTables
 from megascale.parallel.runtime import Runtime
 from megascale.train.rank_info import RankInfo
@@ -85,7 +85,7 @@ def test_spans_of_the_next_steps_are_kept_on_demand(megascale, tiny, tmp_path):
     finally:
         training.kill()
     deadline = time.monotonic() + 60
-    while place(span_folder(run, 0)).folder.exists():
+    while service_place(span_folder(run, 0)).folder.exists():
         assert time.monotonic() < deadline, "the span service outlives its ranks"
         time.sleep(0.1)
 

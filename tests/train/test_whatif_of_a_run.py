@@ -43,7 +43,7 @@ def test_a_run_is_replayed_asked_and_written_down(megascale, run, tmp_path):
     again = megascale("whatif", tmp_path / "trace.parquet", "--json")
     assert json.loads(again.stdout) == found
     trace = read_trace(tmp_path / "trace.parquet")
-    computes = trace.rows((trace.kind == "forward-compute") & (trace.step == 3))
+    computes = trace.select_rows((trace.kind == "forward-compute") & (trace.step == 3))
     assert sorted(computes.microbatch[computes.rank == 1]) == list(range(len(computes) // 2))
     told = megascale("whatif", run, "--steps", "90-99")
     assert told.returncode == 2

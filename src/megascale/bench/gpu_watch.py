@@ -18,7 +18,7 @@ _FIELDS = (("clock", "MHz"), ("power", "W"), ("temperature", "C"))
 Values = tuple[float | None, float | None, float | None]  # MHz, W, C; None: this device does not tell
 
 
-def check(cuda: bool) -> str:
+def find_nvidia_smi(cuda: bool) -> str:
     """The path of nvidia-smi. ConfigError where steps run without a GPU (`cuda` false) or it is not installed."""
     if not cuda:
         raise ConfigError("--watch samples a GPU, and these steps run on none; leave it out")
@@ -30,7 +30,7 @@ def check(cuda: bool) -> str:
     return found
 
 
-def parse(line: str) -> Values | None:
+def parse_sample(line: str) -> Values | None:
     """A line such as "1755, 690.12, 45"; None for one that holds no sample. "[N/A]" and the like give None each."""
     parts = [part.strip() for part in line.split(",")]
     if len(parts) != len(_FIELDS):
@@ -56,7 +56,7 @@ class GpuWatch:
     """
 
     def __init__(self, gpu: str) -> None:
-        self._command = [check(True), "--query-gpu=clocks.sm,power.draw,temperature.gpu"]
+        self._command = [find_nvidia_smi(True), "--query-gpu=clocks.sm,power.draw,temperature.gpu"]
         self._command += ["--format=csv,noheader,nounits", "-i", gpu, "-lms", str(PERIOD)]
         self._samples: list[tuple[float, Values]] = []
         self._said: list[str] = []  # what is no sample: why it has none
@@ -81,7 +81,7 @@ class GpuWatch:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            values = parse(line)
+            values = parse_sample(line)
             if values is not None:
                 self._samples.append((time.perf_counter(), values))
                 self._told.set()
@@ -100,12 +100,12 @@ class GpuWatch:
             self._process.wait()
         self._thread.join()
 
-    def since(self, began: float) -> list[list[float | None]]:
+    def samples_since(self, began: float) -> list[list[float | None]]:
         """[seconds since `began` (time.perf_counter), MHz, W, C] of each sample from then on."""
         return [[round(at - began, 3), *values] for at, values in list(self._samples) if at >= began]
 
 
-def summary(samples: Sequence[Sequence[float | None]]) -> str:
+def summarize_samples(samples: Sequence[Sequence[float | None]]) -> str:
     """Medians of the first and of the last tenth of what `GpuWatch.since` gave."""
     if not samples:
         return "no sample while the steps ran"

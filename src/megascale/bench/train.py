@@ -80,7 +80,7 @@ def register(app: typer.Typer) -> None:
             import torch
 
             if watch:
-                watching.check(torch.cuda.is_available() and config.train.device != "cpu")
+                watching.find_nvidia_smi(torch.cuda.is_available() and config.train.device != "cpu")
             world = launcher.processes_wanted(config, torch.cuda.device_count())
             if cores is not None:
                 cores_of(cores, world - 1)
@@ -138,14 +138,14 @@ def measure(
 
     import megascale
     from megascale.bench.gpu_watch import GpuWatch
-    from megascale.bench.training_runs import join, random_rows
+    from megascale.bench.training_runs import join_groups, random_rows
     from megascale.core.flops import CONVENTION, device_peak, mfu
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
     from megascale.train.garbage_collection import Garbage
 
-    place, groups = join(config)
+    place, groups = join_groups(config)
     cuda = place.device.type == "cuda"
     before = gemm_rate(place.device, 2.0) if cuda else None
     began = time.perf_counter()
@@ -166,7 +166,7 @@ def measure(
                 first = began
             engine.start_gather()
             result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, more=True)
-            garbage.after(step)  # as in training
+            garbage.collect(step)  # as in training
             losses.append(float(result.loss))  # waits for the update, not for what goes on under the next step
             if step > warmup:
                 seconds.append(time.perf_counter() - began)
@@ -206,7 +206,7 @@ def measure(
         "gemm_flop_per_s": None if before is None or after is None else [before, after],
         "peak_memory_gib": peak_memory,
         "device_memory_gib": (whole - free) / 2**30 if cuda else None,
-        "watched": None if watched is None else watched.since(first),
+        "watched": None if watched is None else watched.samples_since(first),
         "watch_trouble": None if watched is None else watched.problem,
         "start_seconds": start_seconds,
         "losses": [losses[0], losses[-1]],
@@ -283,7 +283,9 @@ def show(result: dict[str, Any]) -> None:
         memory = f"{result['peak_memory_gib']:.1f} GiB in tensors, {result['device_memory_gib']:.1f} GiB of the device"
         rows.append(("peak memory", f"{memory} (as NVML has it: the allocator's reserve, CUDA, NCCL)"))
     if result["watched"] is not None:
-        rows.append(("watched", f"{watching.summary(result['watched'])} (medians of the first and last tenth)"))
+        rows.append(
+            ("watched", f"{watching.summarize_samples(result['watched'])} (medians of the first and last tenth)")
+        )
         rows += [("", result["watch_trouble"])] if result["watch_trouble"] else []
     rows += [("active", f"{op}: {what}") for op, what in result["active"].items()]
     for label, value in rows:

@@ -78,13 +78,13 @@ def load_shape(settings: list[str]) -> Config:
     return load_command_line(None, [*settings, f"--model.vocab_size={VOCABULARY}"])
 
 
-def join(config: Config) -> tuple[RankInfo, Groups | None]:
+def join_groups(config: Config) -> tuple[RankInfo, Groups | None]:
     """This process's place, and its groups where there are others; collective."""
     from megascale.rendezvous.start_job import initialise
     from megascale.train.rank_info import check_place, find_rank_info
 
     place = find_rank_info(config)
-    check_place(config, place, keeps=False)
+    check_place(config, place, saves_checkpoints=False)
     if place.world == 1:
         return place, None
     where = {"rank": place.rank, "world": place.world, "local_rank": place.local_rank}
@@ -100,7 +100,7 @@ def random_rows(config: Config, data_rank: int, device: torch.device) -> torch.T
     return torch.randint(0, config.model.vocab, shape, generator=generator).to(device)
 
 
-def plain(config: Config, steps: int) -> dict[str, Any]:
+def make_timing_config(config: Config, steps: int) -> dict[str, Any]:
     """The tree of a configuration that is only compared: no evaluation, no checkpoint, the file's learning rates."""
     tree = config.model_dump(exclude_none=True)
     tree["lr"].setdefault("decay_steps", max(1, config.train.steps))
@@ -113,7 +113,7 @@ def plain(config: Config, steps: int) -> dict[str, Any]:
     return tree
 
 
-def machine(config: Config) -> dict[str, Any]:
+def describe_machine(config: Config) -> dict[str, Any]:
     """Device and versions, for a bench's record."""
     import torch
 

@@ -62,7 +62,7 @@ class Checkpointer:
         self._ready: list[SaveOutcome] = []
         self._passed_over: list[Commit] = []
 
-    def due(self, step: int, last: bool = False) -> Literal["storage", "memory"] | None:
+    def save_target(self, step: int, last: bool = False) -> Literal["storage", "memory"] | None:
         """What the state after `step` is saved to; `last`: training ends here."""
         c = self.config
         if last or self._unsaved or (c.interval and step % c.interval == 0):
@@ -94,14 +94,14 @@ class Checkpointer:
             pending_saves.finish_pending(storage)
             commits = [c for c in folders.survey(storage)[0] if step in (None, c.step)]
             newest = (max((c.sequence for c in commits), default=0), folders.identity(storage))
-        sequence, identity = self.peers.share(newest, tuple[int, str | None] | None)
+        sequence, identity = self.peers.broadcast(newest, tuple[int, str | None] | None)
         if self.config.background and identity:
             state = self._load_held(sequence, identity, step, shards, report, accept, complete)
             if isinstance(state, dict):
                 return state
             held_damage = state
         # A first save that died half-way leaves nothing to load and nothing lost: as if there were none.
-        there = self.peers.share(any(folders.survey(storage)) if self.peers.rank == 0 else None, bool | None)
+        there = self.peers.broadcast(any(folders.survey(storage)) if self.peers.rank == 0 else None, bool | None)
         if not there and step is None:
             if held_damage:  # it may lie in the weights by now
                 raise DataError(
@@ -123,7 +123,7 @@ class Checkpointer:
         self.loaded_from = "storage"
         return state
 
-    def accept(self) -> None:
+    def confirm_load(self) -> None:
         """The run goes on from what was loaded: checkpoints that were found damaged count as such from now on.
 
         If nothing was loaded, snapshots of a run before it in memory never are.
@@ -151,7 +151,9 @@ class Checkpointer:
         sock = None
         try:
             with contextlib.suppress(OSError, TrainingError):  # a host without a service has nothing in memory
-                sock = service.connect(service_protocol.private_folder(self.run), self.config.linger, self._log_file)
+                sock = service.connect_checkpoint_service(
+                    service_protocol.private_folder(self.run), self.config.linger, self._log_file
+                )
             held = find_held(sock, self.peers, identity)
             if held is None or held.sequence < sequence or step not in (None, held.step):
                 return None
@@ -229,16 +231,16 @@ class Checkpointer:
         a lost host costs at most the steps between two of them.
         """
         if self._snapshots is not None:
-            self._snapshots.before_update(kept=step is not None and self.due(step) is not None)
+            self._snapshots.before_update(kept=step is not None and self.save_target(step) is not None)
 
     def poll(self) -> list[SaveOutcome]:
         """Saves that have come to an end since the last call."""
         ready, self._ready = self._ready, []
         return ready + (self._snapshots.poll() if self._snapshots is not None else [])
 
-    def finish(self, over: bool = True) -> list[SaveOutcome]:
+    def finish(self, run_ended: bool = True) -> list[SaveOutcome]:
         """Wait until everything begun is saved; as `poll`. `over`: the run is, so the service need not wait on."""
         if self._snapshots is not None:
-            self._ready += self._snapshots.finish(goodbye=over)
+            self._ready += self._snapshots.finish(goodbye=run_ended)
             self._snapshots = None
         return self.poll()

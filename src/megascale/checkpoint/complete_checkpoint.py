@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megascale.checkpoint.format import step_folders as folders
-from megascale.checkpoint.format.chunks import overlap, slices
+from megascale.checkpoint.format.chunks import intersect_boxes, slices
 from megascale.checkpoint.format.index import TensorInfo
 from megascale.checkpoint.format.step_folders import Commit, Damaged
 from megascale.checkpoint.loader import LoadReport, fetch
@@ -48,7 +48,7 @@ class CompleteCheckpoint:
         """What was saved besides tensors."""
         return self.commit.state
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def read_tensor(self, name: str) -> torch.Tensor:
         """A whole logical tensor in host memory."""
         shape = self.tensors[name].shape
         return self.box(name, Box((0,) * len(shape), shape))
@@ -64,7 +64,7 @@ class CompleteCheckpoint:
             ) from None
         for row in self.index.overlapping(name, box).tolist():
             chunk, held = self._chunk(row), self.index.box(row)
-            common = overlap(held, box)
+            common = intersect_boxes(held, box)
             if common is not None:
                 target = result[slices(box, common)] if common.sizes else result
                 target.copy_(chunk[slices(held, common)] if common.sizes else chunk)

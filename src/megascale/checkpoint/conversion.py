@@ -19,7 +19,7 @@ from megascale.checkpoint.complete_checkpoint import CompleteCheckpoint
 from megascale.checkpoint.format import archive
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.archive import crc32
-from megascale.checkpoint.format.chunks import CHUNK_BYTES, split
+from megascale.checkpoint.format.chunks import CHUNK_BYTES, split_box
 from megascale.checkpoint.format.foreign_index import read_index
 from megascale.checkpoint.format.index import TensorInfo, is_tensor_name
 from megascale.checkpoint.format.torch_index import torch_metadata
@@ -48,7 +48,9 @@ _SAFE = {
 }
 
 
-def write_checkpoint(storage: Storage, step: int, source: Source, state: dict[str, Any], files: int, told: Told) -> int:
+def write_checkpoint(
+    storage: Storage, step: int, source: Source, state: dict[str, Any], files: int, on_file: Told
+) -> int:
     """Commit a step with the tensors of `source` in `files` files of about equal size; its bytes."""
     tensors, read = source
     total = sum(info.nbytes for info in tensors.values())
@@ -56,7 +58,7 @@ def write_checkpoint(storage: Storage, step: int, source: Source, state: dict[st
     pieces = [
         (name, info.shape, info.dtype, box)
         for name, info in sorted(tensors.items())
-        for box in split(Box((0,) * len(info.shape), info.shape), archive.element_size(info.dtype), limit)
+        for box in split_box(Box((0,) * len(info.shape), info.shape), archive.element_size(info.dtype), limit)
     ]
     sizes = np.cumsum([box.count * archive.element_size(dtype) for _, _, dtype, box in pieces])
     which = np.minimum(sizes * files // max(int(sizes[-1]), 1), files - 1) if len(sizes) else []
@@ -70,7 +72,7 @@ def write_checkpoint(storage: Storage, step: int, source: Source, state: dict[st
         if not part.size:
             continue
         name = f"{generation}-{data_file(rank)}"
-        told(name)
+        on_file(name)
         sink = storage.create(f"{folders.step_name(step)}/{name}")
         whole = 0
         try:
@@ -89,7 +91,7 @@ def write_checkpoint(storage: Storage, step: int, source: Source, state: dict[st
             folders.withdraw(storage, step, generation)
             raise
         names[name] = (part.size, whole)
-    index = plan.index.committed(generation, np.array(crcs, np.uint32))
+    index = plan.index.with_generation(generation, np.array(crcs, np.uint32))
     return folders.commit_save(storage, step, generation, index, names, torch_metadata(index), state).size
 
 
@@ -148,13 +150,13 @@ def _write_safetensors(whole: CompleteCheckpoint, path: Path, names: Mapping[str
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
-            file.write(host_bytes(whole.tensor(name)))
+            file.write(host_bytes(whole.read_tensor(name)))
 
 
 def export_torch(whole: CompleteCheckpoint, path: Path, names: Mapping[str, str]) -> Path:
     """Write tensors as one `torch.save` file (a flat dictionary; all of it is held in memory)."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({called: whole.tensor(name) for name, called in names.items()}, path)
+    torch.save({called: whole.read_tensor(name) for name, called in names.items()}, path)
     return path
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from megascale.checkpoint.format.chunks import TensorShard, overlap, slices, split
+from megascale.checkpoint.format.chunks import TensorShard, intersect_boxes, slices, split_box
 from megascale.core.capacity import usable_cores
 from megascale.core.tensors import Box
 
@@ -75,9 +75,9 @@ class Copies:
             self.end_round()
             self.end_round()
 
-    def begin(self, box: Box, tensor: torch.Tensor, shard: TensorShard) -> None:
+    def copy_to_shard(self, box: Box, tensor: torch.Tensor, shard: TensorShard) -> None:
         """Copy what a part of a chunk and a shard share. `tensor` keeps its values until the round after has ended."""
-        common = overlap(box, shard.box)
+        common = intersect_boxes(box, shard.box)
         if common is None:
             return
         with torch.no_grad():
@@ -86,7 +86,7 @@ class Copies:
             self._round.append(self._begin(target, tensor))
             return
         # Between places of one device a copy is too short to be cut.
-        cut = [common] if tensor.is_cuda else split(common, tensor.element_size(), _PIECE)
+        cut = [common] if tensor.is_cuda else split_box(common, tensor.element_size(), _PIECE)
         for part in cut:
             to, of = target[slices(shard.box, part)], tensor[slices(box, part)]
             self._round.append(self._begin(to, of))
@@ -97,7 +97,7 @@ class Copies:
             one.result()
         self._before, self._round = self._round, []
 
-    def joined(self, pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    def join_pieces(self, pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """The bytes of pieces in host memory, one after the other in new memory of a device (uint8); complete when it
         returns. For any thread."""
         result = torch.empty(sum(piece.nbytes for piece in pieces), dtype=torch.uint8, device=device)
@@ -106,7 +106,7 @@ class Copies:
             if place.storage_offset() % piece.element_size():  # odd-sized neighbours of another type
                 piece = piece.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
             target, whole = place.view(piece.dtype).view(piece.shape), Box((0,) * piece.dim(), tuple(piece.shape))
-            for part in split(whole, piece.element_size(), _PIECE):
+            for part in split_box(whole, piece.element_size(), _PIECE):
                 at = slices(whole, part)
                 started.append(self._begin(target[at], piece[at]))
         for one in started:

@@ -25,7 +25,7 @@ from megascale.checkpoint.format.archive import crc32, element_size
 from megascale.checkpoint.format.chunks import TensorShard, slices
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.mismatch import explain_leftovers, explain_mismatch
-from megascale.checkpoint.format.read_plan import Want, assign_readers, info_of, moves, rounds, spans, want
+from megascale.checkpoint.format.read_plan import Want, assign_readers, find_moved_chunks, info_of, rounds, spans, want
 from megascale.checkpoint.format.step_folders import Commit, Damaged
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.base import Storage
@@ -54,8 +54,8 @@ Accept = Callable[[Mapping[str, Any], str], bool]
 class LoadReport:
     """What a load cost this process: bytes it read from storage or memory, bytes it sent to others."""
 
-    read: int = 0
-    sent: int = 0
+    read_bytes: int = 0
+    sent_bytes: int = 0
     damage: list[str] = field(default_factory=list)
     zeroed: set[str] = field(default_factory=set)  # state of a new optimizer that the checkpoint lacks
     passed_over: list[Commit] = field(default_factory=list)  # found damaged, the one before was taken
@@ -115,7 +115,7 @@ def load(
             if damages and peers.rank == 0:
                 say(f"{'; '.join(damages)}. Went back to the checkpoint of step {commit.step}")
             return commit.state
-        if peers.share(folders.is_removed(storage, commit) if peers.rank == 0 else None, bool | None):
+        if peers.broadcast(folders.is_removed(storage, commit) if peers.rank == 0 else None, bool | None):
             removed += 1
             if step is not None or removed == _REMOVED:
                 raise DataError(
@@ -133,7 +133,7 @@ def load(
 
 def _share_candidates(storage: Storage, step: int | None, peers: Peers) -> list[Commit]:
     """Return the commits to try in order, the same on all processes. Raises DataError if there is none."""
-    candidates = peers.share(find_candidates(storage, step) if peers.rank == 0 else None, list[Commit] | str | None)
+    candidates = peers.broadcast(find_candidates(storage, step) if peers.rank == 0 else None, list[Commit] | str | None)
     if isinstance(candidates, str):
         raise DataError(candidates)
     return list(candidates)
@@ -204,7 +204,7 @@ def load_commit(
 ) -> str | None:
     """Fill shards from one commit; None if all is well, else what is damaged, the same on all. DataError if the
     checkpoint is of another model."""
-    table, damage = peers.share(_open(storage, commit) if peers.rank == 0 else None, tuple[bytes, str])
+    table, damage = peers.broadcast(_open(storage, commit) if peers.rank == 0 else None, tuple[bytes, str])
     if damage:
         return damage
     index = CheckpointIndex.from_bytes(table)
@@ -214,7 +214,7 @@ def load_commit(
         return storage.read(f"{place}/{file}", start, stop - start)
 
     name = f"{storage.url}/{place}"
-    return fill(
+    return fill_shards(
         index,
         shards,
         peers,
@@ -237,7 +237,7 @@ def _open(storage: Storage, commit: Commit) -> tuple[bytes, str]:
     return index.to_bytes(), ""
 
 
-def fill(
+def fill_shards(
     index: CheckpointIndex,
     shards: Sequence[TensorShard],
     peers: Peers,
@@ -269,7 +269,7 @@ def fill(
     mine = Want(np.zeros(0, np.int64), np.zeros((0, 2, 0), np.int64))
     if problem is None:
         mine = want(index, [(s.name, s.box) for s in shards])
-    answers = peers.exchange((problem, mine), tuple[str | None, Want])
+    answers = peers.all_gather((problem, mine), tuple[str | None, Want])
     wrong = next((p for p, _ in answers if p), None)
     if wrong:
         raise DataError(wrong)
@@ -280,7 +280,7 @@ def fill(
     for shard in shards:
         by_name.setdefault(shard.name, []).append(shard)
     reader = assign_readers(index, wants, holders)
-    schedule, moved = rounds(index, reader, wants), moves(reader, wants)
+    schedule, moved = rounds(index, reader, wants), find_moved_chunks(reader, wants)
     # All know which rounds move anything; where each reads its own, nobody waits for anybody.
     moving = [any(moved[rows].any() for rows in parts) for parts in schedule]
     wire, early = peers.wire, max(1, min(_AHEAD, usable_cores() // 2))
@@ -293,17 +293,17 @@ def fill(
         pending = deque(map(begin, range(min(early, len(schedule)))))
         for number, parts in enumerate(schedule):
             ready = pending.popleft().result()
-            report.read += ready.report.read
-            report.sent += ready.report.sent
+            report.read_bytes += ready.report.read_bytes
+            report.sent_bytes += ready.report.sent_bytes
             report.damage += ready.report.damage
             for row, box, tensor in [*ready.own, *_received(index, parts, wants, peers, ready)]:
                 for shard in by_name[index.name(row)]:
-                    copies.begin(box, tensor, shard)
+                    copies.copy_to_shard(box, tensor, shard)
             copies.end_round()
             if number + early < len(schedule):
                 pending.append(begin(number + early))
     found, report.damage = report.damage, []
-    return next((d[0] for d in peers.exchange(found[:1], list[str]) if d), None)
+    return next((d[0] for d in peers.all_gather(found[:1], list[str]) if d), None)
 
 
 def fetch(index: CheckpointIndex, rows: np.ndarray, read: Read, report: LoadReport) -> dict[int, torch.Tensor]:
@@ -312,7 +312,7 @@ def fetch(index: CheckpointIndex, rows: np.ndarray, read: Read, report: LoadRepo
     for file, start, stop, inside in spans(index, rows):
         try:
             data = memoryview(read(file, start, stop))
-            report.read += len(data)
+            report.read_bytes += len(data)
         except OSError as error:
             data = memoryview(b"")
             report.damage.append(f"{file} cannot be read: {error}")
@@ -373,8 +373,8 @@ def _prepare(
             else:
                 pieces.append(cut)
                 counts[rank] += cut.nbytes
-    report.sent = sum(counts)
-    return _Round(own, copies.joined(pieces, wire) if moving else None, counts, report)
+    report.sent_bytes = sum(counts)
+    return _Round(own, copies.join_pieces(pieces, wire) if moving else None, counts, report)
 
 
 def _received(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megascale import torch_private
-from megascale.checkpoint.plain_values import dump, load
+from megascale.checkpoint.plain_values import decode_value, dump
 from megascale.errors import TrainingError
 
 _LIMIT = 8 << 30  # bytes of one value: the index of the largest checkpoint takes some hundred million
@@ -43,7 +43,7 @@ class Peers:
         if not self.alone:
             self.group = _control(self.data_group)
 
-    def all(self, flag: bool) -> bool:
+    def all_true(self, flag: bool) -> bool:
         """Whether everyone's flag is set."""
         return self.each([flag])[0]
 
@@ -63,9 +63,9 @@ class Peers:
         longest = max(sizes)
         rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes] if self.rank == 0 else None
         dist.gather(_padded(mine, longest), rows, group=self.group, group_dst=0)
-        return [load(row[:size].numpy().data, kind) for row, size in zip(rows or [], sizes, strict=False)]
+        return [decode_value(row[:size].numpy().data, kind) for row, size in zip(rows or [], sizes, strict=False)]
 
-    def share(self, value: Any, kind: Any) -> Any:
+    def broadcast(self, value: Any, kind: Any) -> Any:
         """The first process's value (of type `kind`), on everyone."""
         if self.alone:
             return value
@@ -75,7 +75,7 @@ class Peers:
         _bounded(int(size))
         data = mine if mine is not None else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, group=self.group, group_src=0)
-        return value if self.rank == 0 else load(data.numpy().data, kind)
+        return value if self.rank == 0 else decode_value(data.numpy().data, kind)
 
     def scatter(self, values: list[Any], kind: Any) -> Any:
         """The first process hands each its own (of type `kind`); others pass an empty list."""
@@ -89,9 +89,9 @@ class Peers:
         out = torch.empty(longest, dtype=torch.uint8)
         rows = [_padded(part, longest) for part in parts] if self.rank == 0 else None
         dist.scatter(out, rows, group=self.group, group_src=0)
-        return values[0] if self.rank == 0 else load(out[: int(sizes[self.rank])].numpy().data, kind)
+        return values[0] if self.rank == 0 else decode_value(out[: int(sizes[self.rank])].numpy().data, kind)
 
-    def exchange(self, value: Any, kind: Any) -> list[Any]:
+    def all_gather(self, value: Any, kind: Any) -> list[Any]:
         """Everyone's value (of type `kind`), on everyone."""
         if self.alone:
             return [value]
@@ -99,7 +99,7 @@ class Peers:
         longest = max(sizes)
         rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
         dist.all_gather(rows, _padded(mine, longest), group=self.group)
-        return [load(row[:size].numpy().data, kind) for row, size in zip(rows, sizes, strict=True)]
+        return [decode_value(row[:size].numpy().data, kind) for row, size in zip(rows, sizes, strict=True)]
 
     def _sized(self, data: bytes) -> tuple[torch.Tensor, list[int]]:
         """Own bytes, and how many each process has."""

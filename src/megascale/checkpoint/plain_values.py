@@ -21,7 +21,7 @@ def dump(value: Any) -> bytes:
     return msgspec.msgpack.encode(value, enc_hook=_plain)
 
 
-def load(data: bytes | bytearray | memoryview, kind: Any) -> Any:
+def decode_value(data: bytes | bytearray | memoryview, kind: Any) -> Any:
     """The value, of type `kind`; TrainingError if it is none."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_made)

@@ -20,7 +20,7 @@ import torch
 from megascale.checkpoint.format import archive
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.archive import crc32
-from megascale.checkpoint.format.chunks import TensorShard, slices, split
+from megascale.checkpoint.format.chunks import TensorShard, slices, split_box
 from megascale.checkpoint.format.index import TensorInfo
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.format.write_plan import Offer, RankPart, WritePlan, data_file, make_offer, make_plan
@@ -69,7 +69,7 @@ def cut(shards: Sequence[TensorShard]) -> list[Slice]:
     result = []
     for shard in shards:
         item = archive.element_size(dtype_name(shard.tensor))
-        result += [Slice(shard, box) for box in split(shard.box, item) if box.count or 0 in shard.shape]
+        result += [Slice(shard, box) for box in split_box(shard.box, item) if box.count or 0 in shard.shape]
     return result
 
 
@@ -154,14 +154,14 @@ def save_to(
 ) -> int:
     """As `save`; the checkpoint's bytes, the same on all."""
     part, plan = agree(peers, shards)
-    start = peers.share(_begin(storage, state, plan.size) if plan else None, tuple[str, int] | SaveFailure | None)
+    start = peers.broadcast(_begin(storage, state, plan.size) if plan else None, tuple[str, int] | SaveFailure | None)
     if isinstance(start, SaveFailure):
         raise start.error()
     generation, needed = start
     result = _write_mine(storage, f"{folders.step_name(step)}/{generation}-{data_file(peers.rank)}", part, cut(shards))
     results = peers.gather(result, Written | SaveFailure)
     finished = _finish(storage, step, generation, plan, results, state, keep) if plan else None
-    outcome = peers.share(finished, int | SaveFailure | None)
+    outcome = peers.broadcast(finished, int | SaveFailure | None)
     if isinstance(outcome, int):
         return outcome
     failed = outcome.error()
@@ -241,7 +241,7 @@ def _finish(
     failure = next((r for r in results if isinstance(r, SaveFailure)), None)
     if failure is None:
         try:
-            index = plan.index.committed(generation, np.concatenate([crcs for crcs, _ in results]))
+            index = plan.index.with_generation(generation, np.concatenate([crcs for crcs, _ in results]))
             files = {
                 f"{generation}-{data_file(rank)}": (part.size, crc)
                 for rank, (part, (_, crc)) in enumerate(zip(plan.parts, results, strict=True))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from megascale.config import ACCEPTABLE, Config, ModelConfig, OptimizerConfig, Section, from_tree
+from megascale.config import CHANGEABLE_KEYS, Config, ModelConfig, OptimizerConfig, Section, from_tree
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.errors import ConfigError
 
@@ -99,13 +99,13 @@ def _kind(key: str, present: Config, begun: bool) -> Literal["refused", "asked",
     section, _, name = key.partition(".")
     if key == "model.sequence_length" and present.model.positions == "learned":
         return "refused"  # the table of positions is of that length
-    if section == "model" and key not in ACCEPTABLE and name not in _FREE_OF_MODEL:
+    if section == "model" and key not in CHANGEABLE_KEYS and name not in _FREE_OF_MODEL:
         return "refused"
     if not begun:
         return "free"
     if key == "data.text_key":
         return "refused"
-    return "asked" if key in ACCEPTABLE else "free"
+    return "asked" if key in CHANGEABLE_KEYS else "free"
 
 
 def _flat(config: Config) -> dict[str, Any]:
@@ -135,16 +135,16 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
-    own = OPTIMIZERS[optimizer.name].settings if optimizer.name in OPTIMIZERS else ()
+    own = OPTIMIZERS[optimizer.name].own_settings if optimizer.name in OPTIMIZERS else ()
     return {key: None for key in _of_one_optimizer() if key not in own}
 
 
 def _of_one_optimizer() -> list[str]:
     """Keys that only one optimizer reads."""
-    return [key for name in OPTIMIZERS.names() for key in OPTIMIZERS[name].settings]
+    return [key for name in OPTIMIZERS.names() for key in OPTIMIZERS[name].own_settings]
 
 
-def explain(name: str, changes: Sequence[Change], accepted: Sequence[str]) -> str | None:
+def explain_changes(name: str, changes: Sequence[Change], accepted: Sequence[str]) -> str | None:
     """One paragraph if some changes are not allowed, else None. `name`: what to call the checkpoint."""
     refused = [change for change in changes if change.kind == "refused"]
     if refused:
@@ -180,7 +180,7 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def line(changes: Sequence[Change], step: int) -> str:
+def format_changes(changes: Sequence[Change], step: int) -> str:
     """The changes as one line for the terminal."""
     told = [f"{c.key} {_shown(c.saved)} -> {_shown(c.present)}" for c in changes]
     return f"settings changed after step {step}: {'; '.join(told)}"

@@ -51,9 +51,9 @@ def agent(
     """
     import socket
 
-    from megascale.resilience.agent.join import join, parse_place, read_secret
+    from megascale.resilience.agent.join import join_job, parse_place, read_secret
 
     places = [parse_place(text) for text in drivers]
     secret = read_secret(secret_file)
     name = node or socket.gethostname().partition(".")[0]
-    join(places, job, secret, name, folder, address, interface, wait, lambda line: typer.echo(line, err=True))
+    join_job(places, job, secret, name, folder, address, interface, wait, lambda line: typer.echo(line, err=True))

@@ -10,7 +10,7 @@ import typer
 
 from megascale.cli.lazy_group import lazy_group
 from megascale.core.python_command import protect_children
-from megascale.core.terminal import end_signals
+from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
 
 BENCHES: dict[str, str] = {
@@ -70,7 +70,7 @@ def prepare_children() -> None:
     The signals that end a command become KeyboardInterrupt, so that it ends the processes that it started.
     """
     protect_children()
-    for number in end_signals():
+    for number in termination_signals():
         signal.signal(number, _interrupt)
 
 

@@ -195,7 +195,7 @@ def prune(
     with _alone("megascale checkpoint prune", path, storage.url):
         linked = linked_steps(storage)
         is_sound = lambda commit: not check(storage, commit.step).problems
-        removed = remove(storage, keep, whole=is_sound, remove_links=True)
+        removed = remove(storage, keep, is_sound=is_sound, remove_links=True)
         left = steps(storage)
         remaining = step_folders(storage)
     if not left:
@@ -265,7 +265,7 @@ def import_(
         task = progress.add_task("import", total=None)
         told = lambda what: progress.update(task, description=what)
         with _alone("megascale checkpoint import", target):
-            size = write_checkpoint(open_storage(target), step, foreign, state, files=1, told=told)
+            size = write_checkpoint(open_storage(target), step, foreign, state, files=1, on_file=told)
     typer.echo(f"{len(foreign[0])} tensors, {size:,} bytes, committed as {target}/step-{step}")
 
 
@@ -309,7 +309,7 @@ def _alone(what: str, *places: str) -> contextlib.ExitStack:
         folders |= {path} if (path / run_lock.TRAINERS).is_file() else set()
     with contextlib.ExitStack() as undo:
         for folder in sorted(folders):
-            undo.enter_context(run_lock.take(folder, what, 0.0))
+            undo.enter_context(run_lock.acquire_trainer_lock(folder, what, 0.0))
         return undo.pop_all()
 
 

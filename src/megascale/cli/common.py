@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 
 if TYPE_CHECKING:
     from megascale.config import Config
@@ -48,7 +48,7 @@ def check_picture(parameter: typer.CallbackParam, path: Path | None) -> Path | N
 def need(module: str, extra: str) -> None:
     """ConfigError with the remedy if an optional package is not installed."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"this command needs the package {module}; {remedy(extra)}")
+        raise ConfigError(f"this command needs the package {module}; {describe_install(extra)}")
 
 
 def finite(value: float | None) -> float | None:

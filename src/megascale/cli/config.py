@@ -46,7 +46,7 @@ def config(
     from megascale.config import reference
 
     if schema:
-        typer.echo(json.dumps(reference.schema(), indent=1))
+        typer.echo(json.dumps(reference.make_json_schema(), indent=1))
         return
     if markdown:
         typer.echo(reference.markdown(), nl=False)
@@ -54,12 +54,12 @@ def config(
     if file is not None:
         from megascale.config import load
 
-        print_differences(reference.differences(load(file)), words)
+        print_differences(reference.list_differences(load(file)), words)
         return
     if not words:
-        _print_sections(reference.sections())
+        _print_sections(reference.describe_sections())
         return
-    found = reference.find(words)
+    found = reference.find_settings(words)
     if len(found) == 1:
         _print_one(found[0])
     else:
@@ -97,7 +97,7 @@ def _print_sections(sections: dict[str, str]) -> None:
 
     table = Table("section", "keys", "what it sets", box=None, padding=(0, 2), header_style="bold")
     for name, about in sections.items():
-        table.add_row(f"[bold]{name}[/bold]", str(len(reference.settings(name))), escape(about))
+        table.add_row(f"[bold]{name}[/bold]", str(len(reference.list_settings(name))), escape(about))
     console = Console(highlight=False)
     console.print(table)
     console.print("\nmegascale config SECTION lists its keys, megascale config SECTION.KEY explains one.", markup=False)
@@ -110,7 +110,7 @@ def _print_table(found: list[Setting], words: str) -> None:
 
     table = Table("key", "default", "what it does", box=None, padding=(0, 1), header_style="bold")
     for setting in found:
-        about = f"{setting.about} [dim]({escape(setting.values())})[/dim]"
+        about = f"{setting.description} [dim]({escape(setting.describe_values())})[/dim]"
         table.add_row(f"[bold]{setting.key}[/bold]", _shown(setting.default), about)
     Console(highlight=False).print(table)
 
@@ -123,8 +123,8 @@ def _print_one(setting: Setting) -> None:
     section, _, key = setting.key.partition(".")
     example = setting.default or (setting.choices[0] if setting.choices else "VALUE")
     table = Table.grid(padding=(0, 2))
-    table.add_row("[bold]does[/bold]", escape(setting.about))
-    table.add_row("[bold]values[/bold]", escape(setting.values()))
+    table.add_row("[bold]does[/bold]", escape(setting.description))
+    table.add_row("[bold]values[/bold]", escape(setting.describe_values()))
     table.add_row("[bold]default[/bold]", _shown(setting.default))
     table.add_row("[bold]command line[/bold]", escape(f"--{setting.key}={example.strip(chr(34))}"))
     table.add_row("[bold]file[/bold]", escape(f"[{section}]\n{key} = {example}"))

@@ -62,7 +62,7 @@ def dashboard(
     from megascale.observe.dashboard.application import Outside
     from megascale.observe.dashboard.questions import Sources
     from megascale.observe.dashboard.run_list import RunList
-    from megascale.observe.dashboard.serve import Listening, check, serve
+    from megascale.observe.dashboard.serve import Listening, make_tls_context, serve
     from megascale.resilience.driver.api import client
     from megascale.simulate.run_plan import run_plan
 
@@ -70,7 +70,7 @@ def dashboard(
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     protect_children()  # the processes that answer queries are started by multiprocessing
     at = Listening(host, port, token_file, no_token, certificate, key)
-    check(at)
+    make_tls_context(at)
     outside = Outside(Sources(client.describe_job, client.describe_nodes, run_plan), client.send_order)
     serve(RunList(run), outside, at, typer.echo, browser)
 

@@ -120,11 +120,11 @@ def inspect(
     from rich.markup import escape
     from rich.table import Table
 
-    from megascale.data.dataset.description import describe, manifest_sources, prefixes
+    from megascale.data.dataset.description import describe_token_file, manifest_sources, prefixes
 
     console = Console()
     for prefix in prefixes(path):
-        facts = describe(prefix, samples, tokens, tokenizer, full=full)
+        facts = describe_token_file(prefix, samples, tokens, tokenizer, full=full)
         if as_json:
             typer.echo(strict_json.dumps(asdict(facts)))
             continue
@@ -177,7 +177,7 @@ def ledger(
     """
     from dataclasses import asdict
 
-    from megascale.data.dataset.ledger import check
+    from megascale.data.dataset.ledger import check_ledger
     from megascale.data.dataset.samples import SampleSource
     from megascale.data.loader.host_layout import index_folder
     from megascale.errors import DataError
@@ -188,7 +188,7 @@ def ledger(
     if not file.exists():
         raise DataError(f"{run} has no ledger ({file} is missing): it has not trained a step yet, or lost its history")
     source = SampleSource(config, index_folder(config)) if draw else None
-    result = check(read_lines(file), source, full=full)
+    result = check_ledger(read_lines(file), source, full=full)
     if source is not None:
         source.close()
     if as_json:
@@ -232,14 +232,14 @@ def samples(
     """
     import json
 
-    from megascale.data.dataset.ledger import of_step
+    from megascale.data.dataset.ledger import find_step_samples
     from megascale.data.dataset.samples import SampleSource
     from megascale.data.loader.host_layout import index_folder
     from megascale.train.run_folder import RunFolder, read_lines, run_config
 
     config = run_config(run)
     file = RunFolder(run).samples
-    first, count = of_step(read_lines(file) if file.exists() else [], step, config.train.global_batch)
+    first, count = find_step_samples(read_lines(file) if file.exists() else [], step, config.train.global_batch)
     source = SampleSource(config, index_folder(config))
     rows = source.ids(first, count).tolist()
     source.close()

@@ -42,9 +42,9 @@ def decline(
       megascale decline runs/stdlib --before 100-200 --after 5000-5100 --plot decline.png
     """
     from megascale.errors import ConfigError
+    from megascale.observe.analysis.decline import choose_windows, step_series
     from megascale.observe.analysis.decline import decline as find
-    from megascale.observe.analysis.decline import step_series, windows
-    from megascale.observe.analysis.rank_parts import rank_parts, window
+    from megascale.observe.analysis.rank_parts import choose_window, rank_parts
     from megascale.observe.analysis.run_steps import step_range
     from megascale.observe.store.tables import SpanTables
 
@@ -55,28 +55,28 @@ def decline(
     with SpanTables(run) as tables:
         if before:
             first, second = step_range(before), step_range(after)
-            attempt = window(tables, after)[0]
+            attempt = choose_window(tables, after)[0]
             steps, seconds = step_series(tables, attempt)
             shown = (steps >= first[0]) & (steps <= second[1])
             series = steps[shown], seconds[shown]
         else:
-            attempt = window(tables)[0]
-            first, second, series = windows(tables, attempt)
+            attempt = choose_window(tables)[0]
+            first, second, series = choose_windows(tables, attempt)
         found = find(lambda low, high: rank_parts(tables, attempt, low, high), first, second, tables, series)
     if plot is not None:
-        from megascale.observe.analysis.decline_plot import draw
+        from megascale.observe.analysis.decline_plot import draw_decline
 
-        draw(found, plot)
+        draw_decline(found, plot)
         typer.echo(f"step time and causes: {plot}", err=as_json)
     if as_json:
         from megascale.core import strict_json
 
         typer.echo(strict_json.dumps(as_tree(found)))
     else:
-        show(found)
+        print_tables(found)
 
 
-def show(found: Decline) -> None:
+def print_tables(found: Decline) -> None:
     """The table."""
     from rich import box
     from rich.console import Console
@@ -110,7 +110,7 @@ def show(found: Decline) -> None:
         if one.share >= 0.02:
             table.add_row(one.name, f"{1e3 * one.seconds:+.2f}", f"{one.share:.0%}")
     console.print(table)
-    for one in found.named:
+    for one in found.main_causes:
         console.print(f"{one.name}: {'; '.join(one.evidence)}", markup=False)
 
 
@@ -129,7 +129,7 @@ def as_tree(found: Decline) -> dict[str, Any]:
         "mfu": [number(one) for one in found.mfu],
         "verdict": found.verdict,
         "declined": found.declined,
-        "named": [one.name for one in found.named],
+        "named": [one.name for one in found.main_causes],
         "causes": [
             {
                 "name": one.name,

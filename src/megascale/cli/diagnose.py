@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
             file = expected or default_file()
             known = suite.expectations(file)
             kind, found = known.kind, []
-            for result, seconds in suite.run(check, known):
+            for result, seconds in suite.run_checks(check, known):
                 found.append(result)
                 if learn:
                     known.learn(result)
@@ -88,7 +88,7 @@ def _pairs(address: str, node: int, world: int):
         store = dist.TCPStore(
             host, int(port), is_master=node == 0, timeout=timedelta(seconds=60), wait_for_workers=False
         )
-        return take_part(store, node, world, in_a_process(host, int(port))).check(node)
+        return take_part(store, node, world, in_a_process(host, int(port))).to_self_check(node)
     except dist.DistError as error:
         raise TrainingError(f"node {node} lost node 0 at {address}: {str(error).splitlines()[0][:200]}") from None
 

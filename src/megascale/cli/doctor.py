@@ -20,14 +20,14 @@ def register(app: typer.Typer) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        from megascale.observe.machine_report import examine
+        from megascale.observe.machine_report import examine_machine
 
-        findings = examine()
+        findings = examine_machine()
         if as_json:
             typer.echo(strict_json.dumps([finding.__dict__ for finding in findings], indent=2))
             return
         table = Table("", "what", "found", "what follows", box=None, padding=(0, 2))
         marks = {"good": "[green]ok[/green]", "slow": "[yellow]slow[/yellow]", "missing": "[red]no[/red]"}
         for finding in findings:
-            table.add_row(marks[finding.verdict], finding.what, finding.found, finding.advice)
+            table.add_row(marks[finding.verdict], finding.subject, finding.value, finding.advice)
         Console(highlight=False).print(table)

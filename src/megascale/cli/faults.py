@@ -37,7 +37,9 @@ def register(app: typer.Typer) -> None:
         for name in ("what happens", "what should follow"):
             table.add_column(name)
         for fault in FAULTS.values():
-            table.add_row(fault.kind + (" *" if fault.inside else ""), fault.target, fault.does, fault.follows)
+            table.add_row(
+                fault.kind + (" *" if fault.is_in_trainer else ""), fault.target, fault.effect, fault.expected_response
+            )
         console = Console(highlight=False)
         console.print(table)
         console.print("* done by the trainer: needs a run started with --resilience.faults=true", markup=False)

@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
 
         if ask and (folder / "driver").is_dir() and not any((folder / "status").glob("rank-*.calls")):
             _have_agents_look(folder, watch)
-        scene, verdict = hang_report.examine(folder, ask, watch)
+        scene, verdict = hang_report.examine_run(folder, ask, watch)
         if as_json:
             typer.echo(strict_json.dumps(hang_report.as_json(scene, verdict), indent=2))
         else:
@@ -70,11 +70,11 @@ def _print(scene, verdict) -> None:
     from rich.table import Table
 
     from megascale.observe.hang import hang_report
-    from megascale.observe.hang.verdict import place
+    from megascale.observe.hang.verdict import describe_position
 
     console = Console(highlight=False)
     colour = "green" if verdict.kind == "none" else "red"
-    console.print(f"[bold {colour}]{hang_report.headline(verdict)}[/]")
+    console.print(f"[bold {colour}]{hang_report.format_headline(verdict)}[/]")
     if scene.sent:
         console.print(
             f"as their agents saw the ranks at {time.strftime('%H:%M:%S', time.localtime(scene.now_ns / 1e9))}"
@@ -85,7 +85,7 @@ def _print(scene, verdict) -> None:
     waits = {w.rank: w for w in verdict.waits}
     for rank in sorted(scene.ranks)[:64]:
         what, wait = scene.ranks[rank], waits.get(rank)
-        row = [f"[red]{rank}[/]" if rank in verdict.ranks else str(rank), what.process, place(what)]
+        row = [f"[red]{rank}[/]" if rank in verdict.ranks else str(rank), what.process, describe_position(what)]
         if wait is not None:
             on = "all came" if wait.all_came else ", ".join(map(str, wait.on[:8]))
             row += [f"{wait.group} call {wait.sequence} {wait.op}", on, f"{wait.seconds:.1f}"]

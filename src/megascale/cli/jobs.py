@@ -140,19 +140,22 @@ def _speeds(run: Path) -> dict[int, dict[str, Any]]:
     import math
 
     from megascale.errors import MegascaleError
-    from megascale.observe.analysis.rank_parts import rank_parts, window
-    from megascale.observe.analysis.slow_ranks import median
-    from megascale.observe.analysis.stragglers import stragglers
+    from megascale.observe.analysis.rank_parts import choose_window, rank_parts
+    from megascale.observe.analysis.slow_ranks import nan_median
+    from megascale.observe.analysis.stragglers import find_stragglers
     from megascale.observe.store.tables import SpanTables
 
     try:
         with SpanTables(run) as tables:
-            found = stragglers(rank_parts(tables, *window(tables)))
+            found = find_stragglers(rank_parts(tables, *choose_window(tables)))
     except MegascaleError:
         return {}
-    named = {one.found.rank for one in found.persistent}
+    named = {one.slow_rank.rank for one in found.persistent}
     rows = zip(
-        found.parts.ranks.tolist(), median(found.parts.working).tolist(), found.judged.excess.tolist(), strict=True
+        found.parts.ranks.tolist(),
+        nan_median(found.parts.working).tolist(),
+        found.judgement.excess.tolist(),
+        strict=True,
     )
     return {
         rank: {"own": own, "slower": None if math.isnan(by) else by, "named": rank in named} for rank, own, by in rows
@@ -217,7 +220,7 @@ def _trainer_events(run: Path) -> list[dict[str, Any]]:
     found = []
     with contextlib.suppress(OSError):
         for record in RecordReader(run / "events.jsonl"):
-            time = strict_json.number(record.get("time"))
+            time = strict_json.to_float(record.get("time"))
             if record.get("by") != "driver" and is_plausible_time(time):
                 found.append(record | {"time": time, "event": str(record.get("event", ""))})
     return found
@@ -226,13 +229,13 @@ def _trainer_events(run: Path) -> list[dict[str, Any]]:
 def _show(console: Any, entry: Any, first: float) -> None:
     from rich.text import Text
 
-    from megascale.core.events import date_of
+    from megascale.core.events import format_time
 
     if isinstance(entry, dict):
         hidden = ("time", "date", "event", "attempt")
         rest = {k: v for k, v in entry.items() if k not in hidden and not isinstance(v, dict)}
         text = ", ".join(f"{k} {v}" for k, v in rest.items())
-        when = f"{date_of(entry['time'])} {str(entry.get('attempt', 0))[:20]:>3} "
+        when = f"{format_time(entry['time'])} {str(entry.get('attempt', 0))[:20]:>3} "
         parts = (when, f"{'':10}{entry['event']}  ", text)
         when, event, text = (part.encode(errors="replace").decode() for part in parts)  # half a character
         console.print(Text.assemble((when, "dim"), event, (text, "dim")))
@@ -242,7 +245,7 @@ def _show(console: Any, entry: Any, first: float) -> None:
     about += f" (rank {', '.join(map(str, entry.ranks))})" if entry.ranks else ""
     action = f" -> {entry.action}" if entry.action not in ("", "none") else ""
     since = f"{entry.time - first:+8.2f}s "
-    when = f"{date_of(entry.time)} {entry.attempt:>3} "
+    when = f"{format_time(entry.time)} {entry.attempt:>3} "
     head = Text.assemble((when, "dim"), (since, "dim"), (entry.kind, colour or "yellow"))
     console.print(head.append(about).append(action, style="bold"))
     for sentence in entry.evidence:

@@ -84,7 +84,7 @@ def register(app: typer.Typer) -> None:
         from megascale import api
         from megascale.cli.common import need
         from megascale.core.layout import lay_out
-        from megascale.core.preflight import Share, preflight
+        from megascale.core.preflight import Share, check_host
         from megascale.data.dataset.presence import check_data
 
         need("fastapi", "driver")
@@ -110,7 +110,7 @@ def register(app: typer.Typer) -> None:
             check_data(resolved)
             nodes_here = config.resilience.nodes + config.resilience.spares
             share = Share(size.world, 0, size.world, nodes=nodes_here, gpus=bool(size.devices))
-            preflight(resolved, share, say=lambda line: say("driver", line))
+            check_host(resolved, share, report=lambda line: say("driver", line))
         if dashboard is None:
             raise typer.Exit(start_driver.drive(config, size, say))
         from megascale.cli.dashboard import serving

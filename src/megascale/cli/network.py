@@ -182,7 +182,14 @@ def placement(
       megascale network placement examples/gpt-175b.toml --gpus 2048 --placement replicas --out placement.json
     """
     from megascale.errors import ConfigError
-    from megascale.simulate.fabric.placement import CROSSINGS, STRATEGIES, bytes_by_tier, place, step_flows, write
+    from megascale.simulate.fabric.placement import (
+        CROSSINGS,
+        STRATEGIES,
+        bytes_by_tier,
+        make_placement,
+        step_flows,
+        write,
+    )
 
     built, sent = _fabric(fabric, changes), _traffic(context, file, gpus)
     if names is not None and out is None:
@@ -191,7 +198,7 @@ def placement(
     kinds = list(dict.fromkeys([chosen, *STRATEGIES]))
     found: dict[str, Any] = {}
     for kind in kinds:
-        laid = place(sent.grid, built, kind, seed)
+        laid = make_placement(sent.grid, built, kind, seed)
         data = bytes_by_tier(built, step_flows(laid, "data", sent.reduce + sent.gather))
         stages = bytes_by_tier(built, step_flows(laid, "pipeline", sent.pipeline))
         found[kind] = {"data": data.tolist(), "pipeline": stages.tolist()}

@@ -222,7 +222,7 @@ def validate(
         rows.append(row)
         if not as_json:
             typer.secho("pass " if row.passed else "miss ", fg="green" if row.passed else "red", nl=False)
-            typer.echo(f"{row.name}: {row.found}  [{row.wanted}]  ({row.wall:.1f} s, {row.cpu:.1f} s CPU)")
+            typer.echo(f"{row.name}: {row.result}  [{row.target}]  ({row.wall:.1f} s, {row.cpu:.1f} s CPU)")
     if as_json:
         from dataclasses import asdict
 

@@ -91,19 +91,21 @@ def _show_layout(plan: LayoutCost, console: Console) -> None:
     facts, grid, parallel = plan.to_dict(), plan.layout.grid, plan.config.parallel
     counts = facts["layout"]["layers_by_chunk"]
     layers = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
-    hosts = "host" if grid.hosts == 1 else "hosts"
-    table = Table(title=f"{plan.config.train.name} on {grid.world:,} GPUs", title_justify="left", show_header=False)
+    hosts = "host" if grid.host_count == 1 else "hosts"
+    table = Table(
+        title=f"{plan.config.train.name} on {grid.world_size:,} GPUs", title_justify="left", show_header=False
+    )
     table.add_column(style="bold")
     table.add_column()
     table.add_row(
         "layout",
-        f"tensor {grid.tensor} x data {grid.data} x pipeline {grid.pipeline}, {grid.hosts:,} {hosts} of "
+        f"tensor {grid.tensor} x data {grid.data} x pipeline {grid.pipeline}, {grid.host_count:,} {hosts} of "
         f"{parallel.gpus_per_host}",
     )
     rounds = f", rounds of {parallel.micro_batch_group_size} micro-batches" if parallel.micro_batch_group_size else ""
     table.add_row(
         "pipeline",
-        f"{plan.schedule.name}, {plan.schedule.virtual} chunks a stage, {layers} layers a chunk{rounds}",
+        f"{plan.schedule.name}, {plan.schedule.virtual_stages} chunks a stage, {layers} layers a chunk{rounds}",
     )
     train, tokens = plan.config.train, facts["tokens_per_step"]
     table.add_row(
@@ -150,7 +152,7 @@ def _show_schedule(plan: LayoutCost, console: Console) -> None:
     from megascale.simulate.planner.schedule_picture import terminal_rows
 
     s = plan.schedule
-    ideal = ideal_bubble(s.stages, s.virtual, s.microbatches)
+    ideal = ideal_bubble(s.stages, s.virtual_stages, s.microbatches)
     console.print(
         f"\n[bold]bubble[/bold] {plan.bubble:.2%} replayed, {ideal:.2%} ideal (p-1)/(v m); mean idle share of a stage "
         f"{plan.idle:.2%}; in flight on the first stage {s.in_flight(0)} chunk-forwards",
@@ -165,7 +167,7 @@ def _show_schedule(plan: LayoutCost, console: Console) -> None:
         return
     for stage, row in enumerate(rows):
         console.print(f"stage {stage}".ljust(label), row, sep="", soft_wrap=True)
-    shades = ", a darker shade is an earlier chunk" if s.virtual > 1 else ""
+    shades = ", a darker shade is an earlier chunk" if s.virtual_stages > 1 else ""
     console.print(f'[dim]number: micro-batch; blue: forward; green and "<": backward{shades}; equal chunks[/dim]')
 
 

@@ -228,7 +228,7 @@ def validate(
         records = [
             {
                 "key": c.key,
-                "what": c.what,
+                "what": c.title,
                 "figures": {n: {"reached": a, "target": t, "unit": u.strip()} for n, (a, t, u) in c.figures.items()},
                 "passed": c.passed,
                 "fitted": c.fitted,
@@ -245,7 +245,7 @@ def validate(
     if plot is not None:
         for check in checks:
             if check.rows:
-                simulation_plots.scatter(check.rows, plot / f"{check.key.lower()}.png", f"{check.key}: {check.what}")
+                simulation_plots.scatter(check.rows, plot / f"{check.key.lower()}.png", f"{check.key}: {check.title}")
             if check.bars:
                 names, printed, predicted = zip(*check.bars, strict=True)
                 simulation_plots.ablation_chart(names, predicted, plot / f"{check.key.lower()}-mfu.png", printed)

@@ -52,7 +52,9 @@ def chosen(
     from megascale.simulate.fabric_study import Variant
 
     down = tuple(_outage(word) for word in outages)
-    return Variant(fabric, parse_changes(changes), placement, queue_pairs, draws=starts, seed=seed, outages=down, at=at)
+    return Variant(
+        fabric, parse_changes(changes), placement, queue_pairs, draws=starts, seed=seed, outages=down, offset=at
+    )
 
 
 def _outage(word: str) -> Any:
@@ -84,7 +86,7 @@ def show(results: list[StepOnNetwork], variant: Variant, console: Any) -> None:
 
     found, reference = results[0].found, results[0].reference
     changes = "".join(f", {key} {value}" for key, value in variant.changes.items())
-    down = [o.part for o in variant.outages if o.start <= variant.at < o.end]
+    down = [o.part for o in variant.outages if o.start <= variant.offset < o.end]
     console.print(
         f"\n[bold]network[/bold] {variant.fabric}{changes}, placement {variant.placement}, {variant.queue_pairs} queue "
         f"pairs, {variant.draws} starts" + (f", down: {', '.join(down)}" if down else ""),

@@ -90,11 +90,11 @@ def show(tables: SpanTables, last: int) -> None:
     console.print(table)
     for file, why in tables.skipped.items():
         console.print(f"left out: {file}: {why}", markup=False)
-    for text in [*links(tables), *network(tables)]:
+    for text in [*describe_links(tables), *describe_network(tables)]:
         console.print(text, markup=False)
 
 
-def links(tables: SpanTables) -> list[str]:
+def describe_links(tables: SpanTables) -> list[str]:
     """How full the hosts' links were by the millisecond in steps whose spans were kept: the fullest eight."""
     found = tables.query(
         "WITH limits AS (SELECT host, device, max(value) AS most FROM counters WHERE name = 'nic_rate_limit' "
@@ -112,7 +112,7 @@ def links(tables: SpanTables) -> list[str]:
     ]
 
 
-def network(tables: SpanTables) -> list[str]:
+def describe_network(tables: SpanTables) -> list[str]:
     """What of the hosts' network is set otherwise than advised, as their span services found it."""
     from megascale.core import strict_json
     from megascale.core.untrusted_files import read_small_text

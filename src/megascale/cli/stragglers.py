@@ -50,18 +50,18 @@ def stragglers(
       megascale evict runs/stdlib n2 --why "rank 5 is 12% slower"
     """
     from megascale.errors import ConfigError
-    from megascale.observe.analysis.rank_parts import rank_parts, window
-    from megascale.observe.analysis.stragglers import stragglers as find
+    from megascale.observe.analysis.rank_parts import choose_window, rank_parts
+    from megascale.observe.analysis.stragglers import find_stragglers as find
     from megascale.observe.store.tables import SpanTables
 
     if steps and last is not None:
         raise ConfigError(f"--steps={steps} and --last={last} both say which steps; give one of them")
     with SpanTables(run) as tables:
-        found = find(rank_parts(tables, *window(tables, steps, last)), tables)
+        found = find(rank_parts(tables, *choose_window(tables, steps, last)), tables)
     if plot is not None:
-        from megascale.observe.analysis.straggler_plot import draw
+        from megascale.observe.analysis.straggler_plot import draw_stragglers
 
-        draw(found, plot)
+        draw_stragglers(found, plot)
         typer.echo(f"ranks: {plot}", err=as_json)
     if as_json:
         from megascale.core import strict_json
@@ -79,7 +79,7 @@ def show(found: Stragglers) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console, judged, steps = Console(highlight=False), found.judged, found.parts.steps
+    console, judged, steps = Console(highlight=False), found.judgement, found.parts.steps
     compared = len(found.parts.ranks) - judged.lonely
     console.print(f"steps {steps[0]} to {steps[-1]} of attempt {found.parts.attempt}, {len(found.parts.ranks):,} ranks")
     for text in untold(found):
@@ -109,10 +109,10 @@ def show(found: Stragglers) -> None:
     for name in ("rank", "host", "slower", "", "steps", "cause", "costs,\nms", "sure"):
         table.add_column(name, justify="left" if name in ("cause", "", "steps") else "right", overflow="fold")
     for one in found.ranks[:_SHOWN]:
-        at = f"{one.found.first}-{one.found.last}"
+        at = f"{one.slow_rank.first}-{one.slow_rank.last}"
         table.add_row(
-            str(one.found.rank), str(one.host), f"{one.found.excess:.1%}", one.found.state, at, one.cause,
-            f"{1e3 * one.costs:.1f}" if one.costs else "", _sure(one.found.confidence),
+            str(one.slow_rank.rank), str(one.host), f"{one.slow_rank.excess:.1%}", one.slow_rank.state, at, one.cause,
+            f"{1e3 * one.delay_seconds:.1f}" if one.delay_seconds else "", _sure(one.slow_rank.confidence),
         )  # fmt: skip
     for link in found.links[:_SHOWN]:
         who = str(link.ranks[0]) if len(link.ranks) == 1 else f"{len(link.ranks)} ranks"
@@ -122,7 +122,7 @@ def show(found: Stragglers) -> None:
         )  # fmt: skip
     console.print(table)
     for one in found.ranks[:_SHOWN]:
-        console.print(f"rank {one.found.rank} ({one.place}{_on(one)}): {'; '.join(one.evidence)}", markup=False)
+        console.print(f"rank {one.slow_rank.rank} ({one.position}{_on(one)}): {'; '.join(one.evidence)}", markup=False)
     for link in found.links[:_SHOWN]:
         console.print(f"link of {_named(link)}: {'; '.join(link.evidence)}", markup=False)
     if (left := len(found.ranks) + len(found.links) - 2 * _SHOWN) > 0:
@@ -135,11 +135,11 @@ _SHOWN = 12
 def untold(found: Stragglers) -> list[str]:
     """Of which ranks nothing, or nothing more, is recorded: they are not judged."""
     told = []
-    if missing := found.parts.missing:
+    if missing := found.parts.missing_ranks:
         listed = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
         count = f"{len(missing):,} ranks ({listed})" if len(missing) > 1 else f"rank {listed}"
         told.append(f"of {count} nothing is recorded in these steps: not judged")
-    for rank, step in list(found.parts.silent.items())[:_SHOWN]:
+    for rank, step in list(found.parts.silent_ranks.items())[:_SHOWN]:
         told.append(f"rank {rank} tells of no step after step {step}, though others do")
     return told
 
@@ -162,7 +162,7 @@ def as_tree(found: Stragglers) -> dict[str, Any]:
     """What --json prints. Shares are of comparable ranks' time; null where there is none."""
     import math
 
-    parts, judged = found.parts, found.judged
+    parts, judged = found.parts, found.judgement
 
     def number(value: float) -> float | None:
         return None if math.isnan(value) else float(value)
@@ -171,28 +171,28 @@ def as_tree(found: Stragglers) -> dict[str, Any]:
         "attempt": parts.attempt,
         "first_step": int(parts.steps[0]),
         "last_step": int(parts.steps[-1]),
-        "missing": parts.missing,
-        "silent": {str(rank): step for rank, step in parts.silent.items()},
+        "missing": parts.missing_ranks,
+        "silent": {str(rank): step for rank, step in parts.silent_ranks.items()},
         "compared": len(parts.ranks) - judged.lonely,
         "spread": number(judged.spread),
         "limit": number(judged.limit),
         "slow_ranks": [
             {
-                "rank": one.found.rank,
+                "rank": one.slow_rank.rank,
                 "host": one.host,
                 "hostname": one.hostname,
                 "device": one.device,
-                "place": one.place,
-                "slower": one.found.excess,
-                "error": one.found.error,
-                "limit": one.found.limit,
-                "confidence": one.found.confidence,
-                "state": one.found.state,
-                "first_step": one.found.first,
-                "last_step": one.found.last,
+                "place": one.position,
+                "slower": one.slow_rank.excess,
+                "error": one.slow_rank.error,
+                "limit": one.slow_rank.limit,
+                "confidence": one.slow_rank.confidence,
+                "state": one.slow_rank.state,
+                "first_step": one.slow_rank.first,
+                "last_step": one.slow_rank.last,
                 "cause": one.cause,
                 "shares": one.shares,
-                "costs_seconds": one.costs,
+                "costs_seconds": one.delay_seconds,
                 "evidence": list(one.evidence),
             }
             for one in found.ranks

@@ -65,10 +65,10 @@ def layout_rows(config: Config, world: int) -> list[tuple[str, str]]:
 
 def print_description(about: RunDescription, world: int) -> None:
     """`--dry-run`: the resolved configuration as TOML, what of it is not the default, and the sizes."""
-    from megascale.config.reference import differences
+    from megascale.config.reference import list_differences
 
     console.print(about.config.to_toml(), markup=False)
-    for key, value, default in differences(about.config):
+    for key, value, default in list_differences(about.config):
         console.print(f"# {key} = {value}  (default {default or 'unset'})", markup=False, soft_wrap=True)
     for label, value in [*rows(about), *layout_rows(about.config, world)]:
         console.print(f"# {label}: {value}", markup=False, soft_wrap=True)

@@ -60,13 +60,13 @@ def timeline(
         found = step_timeline(tables, step, ranks, view)
     for path in out:
         if path.suffix in _PICTURES:
-            from megascale.observe.analysis.timeline_picture import draw
+            from megascale.observe.analysis.timeline_picture import draw_timeline
 
-            draw(found, path)
+            draw_timeline(found, path)
         else:
-            from megascale.observe.analysis.timeline_events import write
+            from megascale.observe.analysis.timeline_events import write_trace_events
 
-            write(found, path)
+            write_trace_events(found, path)
     if as_json:
         from megascale.core import strict_json
 
@@ -93,7 +93,7 @@ def show(found: StepTimeline, waits: int) -> None:
     for number, head in enumerate(heads):
         table.add_column(head, justify="right" if number > 1 else "left", no_wrap=True)
     for track in found.tracks:
-        tensor, stage, data = track.place
+        tensor, stage, data = track.coordinates
         cells = [(track.end - track.begin) / 1e9, track.seconds["compute"], track.seconds["bubble"], exposed(track)]
         cells += [track.seconds[name] for name in ("samples", "optimizer", "other")]
         table.add_row(str(track.rank), f"{stage}/{tensor}/{data}", *(f"{1e3 * seconds:.2f}" for seconds in cells))
@@ -139,7 +139,7 @@ def as_tree(found: StepTimeline, waits: int) -> dict[str, Any]:
         "pipeline_seconds": found.pipeline_seconds if planned else None,
         "clock_error_seconds": found.clock_error / 1e9 if found.clock_error >= 0 else None,
         "ranks": [
-            {"rank": t.rank, "tensor": t.place[0], "pipeline": t.place[1], "data": t.place[2], "seconds": t.seconds}
+            {"rank": t.rank, "tensor": t.coordinates[0], "pipeline": t.coordinates[1], "data": t.coordinates[2], "seconds": t.seconds}
             for t in found.tracks
         ],
         "bubbles": {str(rank): seconds for rank, seconds in found.bubbles.items()},

@@ -50,7 +50,7 @@ def register(app: typer.Typer) -> None:
             summary.print_description(api.describe(config), world)
             try:
                 check_data(api.resolve(config))
-                launcher.check(api.describe(config).config, world, keeps=True)
+                launcher.check_host_fits(api.describe(config).config, world, keeps=True)
             except MegascaleError as error:
                 typer.echo(f"# would be refused here: {error}")
             return
@@ -61,7 +61,7 @@ def register(app: typer.Typer) -> None:
                 lay_out(config, world)  # what does not divide is said once, before any process starts
                 check_data(config)
                 words = ["train", *([file] if file else []), *context.args]
-                raise typer.Exit(launcher.launch(words, world, config, keeps=True))
+                raise typer.Exit(launcher.launch(words, world, config, saves_checkpoints=True))
         summary.print_start(api.describe(config))
         result = api.train(config)
         summary.print_end(config, result)

@@ -93,7 +93,7 @@ def _trace(source: Path, steps: str, last: int) -> OperationTrace:
         mask = (trace.step >= low) & (trace.step <= high)
         if not mask.any():
             raise ConfigError(f"--steps={steps}: {source} has steps {trace.step.min()} to {trace.step.max()}")
-        return trace.rows(mask)
+        return trace.select_rows(mask)
     return trace
 
 
@@ -132,10 +132,10 @@ def show(found: WhatIf) -> None:
             )
         table.add_section()
     console.print(table)
-    for number, why in list(found.left_out.items())[:5]:
+    for number, why in list(found.skipped_steps.items())[:5]:
         console.print(f"left out: step {number}: {why}", markup=False)
-    if len(found.left_out) > 5:
-        console.print(f"left out: {len(found.left_out) - 5} steps more")
+    if len(found.skipped_steps) > 5:
+        console.print(f"left out: {len(found.skipped_steps) - 5} steps more")
 
 
 _SHOWN = 12
@@ -159,7 +159,7 @@ def as_tree(found: WhatIf) -> dict[str, Any]:
 
     return {
         "steps": found.steps,
-        "left_out": {str(step): why for step, why in found.left_out.items()},
+        "left_out": {str(step): why for step, why in found.skipped_steps.items()},
         "recorded_seconds": found.recorded,
         "replayed_seconds": found.replayed,
         "original_seconds": found.original,

@@ -11,12 +11,18 @@ from megascale.config.loading import from_tree, load, load_command_line, preset,
 from megascale.config.model_section import ModelConfig
 from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, ParallelConfig
 from megascale.config.resilience_section import ResilienceConfig
-from megascale.config.run_sections import ACCEPTABLE, CheckpointConfig, ObserveConfig, RendezvousConfig, split_password
+from megascale.config.run_sections import (
+    CHANGEABLE_KEYS,
+    CheckpointConfig,
+    ObserveConfig,
+    RendezvousConfig,
+    split_password,
+)
 from megascale.config.training_sections import KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
 from megascale.config.tree import Config, with_precision
 
 __all__ = [
-    "ACCEPTABLE",
+    "CHANGEABLE_KEYS",
     "DEEP",
     "FEW_TOKENS",
     "MOST",

@@ -27,20 +27,20 @@ class ModelConfig(Section):
     ffn_hidden: int | None = Field(None, ge=1, le=100_000_000, description="width inside the MLP; default: 4 x hidden")
     vocab_size: int | None = Field(None, ge=2, le=1_000_000_000, description="default: the tokenizer's")
     sequence_length: int = Field(256, ge=2, le=1_000_000_000, description="tokens in a training sample")
-    block: Annotated[str, AfterValidator(BLOCKS.check)] = Field(
+    block: Annotated[str, AfterValidator(BLOCKS.validate_name)] = Field(
         "serial", description="serial: x + MLP(LN(x + Attn(LN x))); parallel: x + Attn(LN x) + MLP(LN x)"
     )
     parallel_norms: Literal[1, 2] = Field(1, description="parallel block: one shared norm (GPT-J) or two (GPT-NeoX)")
-    attention: Annotated[str, AfterValidator(ATTENTIONS.check)] = Field(
+    attention: Annotated[str, AfterValidator(ATTENTIONS.validate_name)] = Field(
         "causal", description="which attention a block has"
     )
-    mlp: Annotated[str, AfterValidator(MLPS.check)] = Field("dense", description="which MLP a block has")
-    norm: Annotated[str, AfterValidator(NORMS.check)] = Field(
+    mlp: Annotated[str, AfterValidator(MLPS.validate_name)] = Field("dense", description="which MLP a block has")
+    norm: Annotated[str, AfterValidator(NORMS.validate_name)] = Field(
         "layernorm",
         description="layernorm: mean and deviation taken out; rmsnorm: divided by the root mean square (Llama)",
     )
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance inside norms")
-    activation: Annotated[str, AfterValidator(ACTIVATIONS.check)] = Field(
+    activation: Annotated[str, AfterValidator(ACTIVATIONS.validate_name)] = Field(
         "gelu", description="of the MLP: gelu (erf), gelu_tanh (GPT-2's), swiglu (gated, Llama)"
     )
     positions: Literal["learned", "rotary", "none"] = Field(

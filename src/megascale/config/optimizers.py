@@ -26,9 +26,9 @@ class OptimizerFacts:
         peak: its own default of lr.peak; None: the general one.
     """
 
-    state: Callable[[str, tuple[int, ...]], tuple[str, ...]]
-    settings: tuple[str, ...] = ()
-    peak: float | None = None
+    state_names: Callable[[str, tuple[int, ...]], tuple[str, ...]]
+    own_settings: tuple[str, ...] = ()
+    default_peak: float | None = None
 
 
 def _moments(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:

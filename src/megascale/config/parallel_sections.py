@@ -109,7 +109,7 @@ class OverlapConfig(Section):
         12, ge=1, le=64, description="most NCCL channels of gathering parameters and of reducing gradients, likewise"
     )
 
-    def channels(self, axis: str) -> int | None:
+    def max_channels(self, axis: str) -> int | None:
         """Most NCCL channels of `axis`, pipeline or data; None, NCCL's own choice, where no compute runs beside it."""
         on, most = {"pipeline": (self.pipeline, self.pipeline_channels), "data": (self.data, self.data_channels)}[axis]
         return most if on else None

@@ -69,7 +69,7 @@ class SpanSinks(Registry[SinkFacts]):
     def check_given(self, given: str) -> str:
         """`given`, if it is the name of a sink with the address that it needs; as a validator of the setting."""
         name, _, address = given.partition("=")
-        facts = self[self.check(name)]
+        facts = self[self.validate_name(name)]
         if facts.address and not address:
             raise ValueError(f"{self.key}={given!r} needs an address: {name}={facts.address}")
         if "@" in address:

@@ -48,7 +48,7 @@ class Setting:
     """
 
     key: str
-    about: str
+    description: str
     kind: str
     optional: bool
     default: str
@@ -56,7 +56,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     open: bool = False
 
-    def values(self) -> str:
+    def describe_values(self) -> str:
         """Kind, choices and range in one phrase."""
         if self.choices:
             words = ", ".join(self.choices) + (", or a registered one" if self.open else "")
@@ -64,7 +64,7 @@ class Setting:
         return f"{self.kind}, {self.range}" if self.range else self.kind
 
 
-def sections() -> dict[str, str]:
+def describe_sections() -> dict[str, str]:
     """Each section with one line about it."""
     return {
         name: (field.annotation.__doc__ or "").strip().splitlines()[0]
@@ -73,7 +73,7 @@ def sections() -> dict[str, str]:
     }
 
 
-def settings(section: str | None = None) -> list[Setting]:
+def list_settings(section: str | None = None) -> list[Setting]:
     """All settings, or those of a section, in the order in which the models have them."""
     found = []
     for name, field in Config.model_fields.items():
@@ -83,12 +83,12 @@ def settings(section: str | None = None) -> list[Setting]:
     return found
 
 
-def find(words: str) -> list[Setting]:
+def find_settings(words: str) -> list[Setting]:
     """The settings that `words` names: section.key, a section, or a part of keys.
 
     ConfigError with the nearest names if there is none.
     """
-    every = settings()
+    every = list_settings()
     for exact in (
         [s for s in every if s.key == words],
         [s for s in every if s.key.partition(".")[0] == words],
@@ -100,12 +100,12 @@ def find(words: str) -> list[Setting]:
     section, dot, key = words.partition(".")
     near = suggest(key, section) if dot else suggest(words)
     if not near:
-        near = difflib.get_close_matches(words, [*sections(), *(s.key for s in every)], n=3)
-    hint = question(near) or f"sections: {', '.join(sections())}"
+        near = difflib.get_close_matches(words, [*describe_sections(), *(s.key for s in every)], n=3)
+    hint = question(near) or f"sections: {', '.join(describe_sections())}"
     raise ConfigError(f"there is no setting {words!r}; {hint}")
 
 
-def differences(config: Config) -> list[tuple[str, str, str]]:
+def list_differences(config: Config) -> list[tuple[str, str, str]]:
     """(key, value, default) of the settings that are not at their defaults, values as TOML writes them."""
     plain, found = Config(), []
     for name in Config.model_fields:
@@ -117,10 +117,10 @@ def differences(config: Config) -> list[tuple[str, str, str]]:
     return found
 
 
-def schema() -> dict[str, Any]:
+def make_json_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of configuration files, for editors; registered names are suggested only."""
     tree = Config.model_json_schema()
-    for setting in settings():
+    for setting in list_settings():
         section, _, key = setting.key.partition(".")
         reference = tree["properties"][section]["$ref"].rpartition("/")[2]
         about = tree["$defs"][reference]["properties"].get(key)
@@ -132,11 +132,11 @@ def schema() -> dict[str, Any]:
 def markdown() -> str:
     """The page docs/configuration.md: all sections and keys."""
     parts = [_HEAD]
-    for name, about in sections().items():
+    for name, about in describe_sections().items():
         parts.append(f"## {name}\n\n{about}\n\n| key | default | values | what it does |\n|---|---|---|---|")
-        for setting in settings(name):
-            cells = (f"`{setting.key}`", f"`{setting.default}`" if setting.default else "-", setting.values())
-            row = " | ".join(_cell(text) for text in (*cells, setting.about))
+        for setting in list_settings(name):
+            cells = (f"`{setting.key}`", f"`{setting.default}`" if setting.default else "-", setting.describe_values())
+            row = " | ".join(_cell(text) for text in (*cells, setting.description))
             parts[-1] += f"\n| {row} |"
     return "\n\n".join(parts) + "\n"
 
@@ -153,7 +153,7 @@ def _setting(key: str, field: FieldInfo) -> Setting:
     default = field.get_default(call_default_factory=True)
     return Setting(
         key=key,
-        about=field.description or "",
+        description=field.description or "",
         kind=kind,
         optional=optional,
         default=_toml(default),

@@ -66,7 +66,7 @@ class Registry(dict[str, T]):
         """All names, in the order in which they were added."""
         return list(self)
 
-    def check(self, name: str) -> str:
+    def validate_name(self, name: str) -> str:
         """`name`, if it is known; as a validator of the setting."""
         if name not in self:
             raise ValueError(self._unknown(name))

@@ -13,7 +13,7 @@ from megascale.config.training_sections import OptimizerConfig
 
 # What of a run may change under way where a person says so: windows are then trained twice or never, or trained
 # otherwise than those before. The model and the tokenizer may not; what is not named here may at any time.
-ACCEPTABLE = (
+CHANGEABLE_KEYS = (
     "run",
     "data.train",
     "data.weights",
@@ -75,9 +75,9 @@ class CheckpointConfig(Section):
     @classmethod
     def _acceptable(cls, keys: list[str]) -> list[str]:
         for key in keys:
-            if key not in ACCEPTABLE:
+            if key not in CHANGEABLE_KEYS:
                 raise ValueError(
-                    f"checkpoint.accept_changes has {key!r}; what may be accepted is {', '.join(ACCEPTABLE)}. The "
+                    f"checkpoint.accept_changes has {key!r}; what may be accepted is {', '.join(CHANGEABLE_KEYS)}. The "
                     "model and the tokenizer of a run cannot change; all other settings may without being named here"
                 )
         return keys
@@ -156,7 +156,7 @@ class ObserveConfig(Section):
         description="Weights & Biases project to report to (pip install -e '.[wandb]'); its own environment "
         "variables hold, such as WANDB_MODE=offline",
     )
-    sinks: list[Annotated[str, AfterValidator(SINKS.check)]] = Field(
+    sinks: list[Annotated[str, AfterValidator(SINKS.validate_name)]] = Field(
         default_factory=list,
         description="further places for metrics, by name: what installed packages register (observe/metrics.py)",
     )

@@ -17,7 +17,7 @@ SHORT_PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 class OptimizerConfig(Section):
     """Update rule. Defaults follow GPT-3 for AdamW, You et al. 2020 for LAMB, Liu et al. 2025 for Muon."""
 
-    name: Annotated[str, AfterValidator(OPTIMIZERS.check)] = Field(
+    name: Annotated[str, AfterValidator(OPTIMIZERS.validate_name)] = Field(
         "adamw",
         description="adamw, lamb, muon (layers' matrices orthogonalised, AdamW for all else, at its learning rate), "
         "or one that a package of your own registers (optim/rules.py)",
@@ -120,16 +120,16 @@ class TrainConfig(Section):
         description="type of weights in use and of activations; default: bfloat16 on GPUs that have it, else float32; "
         "master weights are at least float32; bf16, fp32 and fp64 are understood",
     )
-    linear_precision: Annotated[str, AfterValidator(LINEAR_PRECISIONS.check)] = Field(
+    linear_precision: Annotated[str, AfterValidator(LINEAR_PRECISIONS.validate_name)] = Field(
         "default",
         description="how the GEMMs of linear layers are done; default: in the type of train.precision; float8: in "
         "float8 with one scale a matrix; float8_rowwise: with a scale a row, weight gradients in train.precision",
     )
-    loss: Annotated[str, AfterValidator(LOSSES.check)] = Field(
+    loss: Annotated[str, AfterValidator(LOSSES.validate_name)] = Field(
         "cross_entropy",
         description="what training lowers; evaluation is cross-entropy whatever it is (ops/token_loss.py)",
     )
-    callbacks: list[Annotated[str, AfterValidator(CALLBACKS.check)]] = Field(
+    callbacks: list[Annotated[str, AfterValidator(CALLBACKS.validate_name)]] = Field(
         default_factory=list,
         description="what is called on every rank between steps, by name: what installed packages register "
         "(train/callbacks.py)",

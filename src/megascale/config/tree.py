@@ -62,7 +62,7 @@ class Config(Section):
             return tree
         name = optimizer.get("name")
         if isinstance(name, str) and name in OPTIMIZERS and "peak" not in lr:
-            peak = OPTIMIZERS[name].peak
+            peak = OPTIMIZERS[name].default_peak
             return tree if peak is None else {**tree, "lr": {**lr, "peak": peak}}
         return tree
 
@@ -100,7 +100,7 @@ class Config(Section):
             raise ValueError(f"lr.min={self.lr.min} is above lr.peak={self.lr.peak}; lower lr.min")
         return self
 
-    def microbatches(self, data_parallel: int) -> int:
+    def count_microbatches(self, data_parallel: int) -> int:
         """Micro-batches a data-parallel rank runs in a step; FitError if sizes do not divide."""
         per_micro = self.train.micro_batch * data_parallel
         if self.train.global_batch % per_micro:

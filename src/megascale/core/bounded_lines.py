@@ -14,21 +14,21 @@ from typing import Any, BinaryIO
 from megascale.core import strict_json
 from megascale.core.untrusted_files import open_regular
 
-MOST_LINE = 1 << 20  # bytes; records of runs take less than a hundredth of it
+MAX_LINE_BYTES = 1 << 20  # bytes; records of runs take less than a hundredth of it
 _BUFFER = 1 << 16
 _BLOCK = 1 << 20  # bytes of a longer line that are passed over at a time
 
 
-def read_bounded_lines(file: Path, most: int = MOST_LINE) -> Iterator[bytes | None]:
+def read_bounded_lines(file: Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes | None]:
     """Yield each line without its end, and None for a line longer than `most` bytes.
 
     OSError if the file cannot be read, or is a pipe or a device.
     """
     with open(file, "rb", buffering=_BUFFER, opener=open_regular) as lines:
-        while line := lines.readline(most + 1):
+        while line := lines.readline(max_bytes + 1):
             if line.endswith(b"\n"):
                 yield line[:-1]
-            elif len(line) <= most:
+            elif len(line) <= max_bytes:
                 yield line  # the last one, without an end
             else:
                 _pass_line(lines)
@@ -55,25 +55,27 @@ class RecordReader:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.damaged = 0
+        self.damaged_lines = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.damaged = 0
+        self.damaged_lines = 0
         for line in read_bounded_lines(self.file):
             if line is not None and not line.strip():
                 continue
             record = parse_record(line)
             if record is None:
-                self.damaged += 1
+                self.damaged_lines += 1
             else:
                 yield record
 
     def describe_damage(self) -> str:
         """Return a sentence on the lines that were left out, empty if there are none."""
-        if not self.damaged:
+        if not self.damaged_lines:
             return ""
-        lines = "line is" if self.damaged == 1 else "lines are"
-        return f"{self.file}: {self.damaged:,} {lines} damaged or longer than {MOST_LINE:,} bytes, and left out"
+        lines = "line is" if self.damaged_lines == 1 else "lines are"
+        return (
+            f"{self.file}: {self.damaged_lines:,} {lines} damaged or longer than {MAX_LINE_BYTES:,} bytes, and left out"
+        )
 
 
 def parse_record(line: bytes | None) -> dict[str, Any] | None:
@@ -81,7 +83,7 @@ def parse_record(line: bytes | None) -> dict[str, Any] | None:
     if line is None:
         return None
     try:
-        record = strict_json.loads(line, most=MOST_LINE)
+        record = strict_json.loads(line, max_bytes=MAX_LINE_BYTES)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None

@@ -91,7 +91,7 @@ class NoCalls:
         """The samples are there."""
 
 
-class Calls(NoCalls):
+class CallLog(NoCalls):
     """Writes `FOLDER/rank-N.calls`. One thread at a time uses it (the one that runs the step)."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
@@ -110,7 +110,7 @@ class Calls(NoCalls):
         self._idle()
         self._head()
 
-    def register(self, group: str, size: int) -> None:
+    def register_group(self, group: str, size: int) -> None:
         """Name a group of `size` ranks that this rank belongs to before it is used, so that its members are known."""
         if group in self._names or len(self._names) == _SLOTS:
             return
@@ -120,7 +120,7 @@ class Calls(NoCalls):
         self._put(_SLOTS_AT + slot * _SLOT.size, _SLOT.pack(group.encode()[:56], size, 0, 0))
         self._head()
 
-    def begin(self, group: str, op: str, size: int) -> int:
+    def begin_call(self, group: str, op: str, size: int) -> int:
         """A collective or transfer of `size` bytes on `group` starts; returns a handle for `wait` and `done`."""
         slot = self._names.get(group)
         if slot is None:
@@ -135,12 +135,12 @@ class Calls(NoCalls):
         self._count(slot)
         return slot << 48 | sequence
 
-    def wait(self, call: int) -> None:
+    def begin_wait(self, call: int) -> None:
         """The host now waits for it."""
         if call >= 0:
             self._wait(call >> 48, 0, call & (1 << 48) - 1)
 
-    def done(self, call: int) -> None:
+    def end_call(self, call: int) -> None:
         """It has ended."""
         if call < 0:
             return
@@ -148,17 +148,17 @@ class Calls(NoCalls):
         self._count(call >> 48)
         self._idle()
 
-    def at(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
+    def set_action(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
         """This rank stands at an action of its schedule."""
         self._place = (index, chunk, microbatch & _NONE, action)
         self._put_place()
 
-    def step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """A step begins."""
         self._step = step
-        self.at(b"")
+        self.set_action(b"")
 
-    def reads(self, pid: int = 0) -> None:
+    def begin_data_wait(self, pid: int = 0) -> None:
         """This rank waits for samples, from process `pid` if another process reads them."""
         self._wait(-2, pid, 0)
 
@@ -274,10 +274,10 @@ class CallRecord:
     waited_ns: int = 0
     groups: dict[str, Counts] = field(default_factory=dict)
     calls: tuple[Call, ...] = ()
-    whole: bool = True
+    is_complete: bool = True
     host: str = ""
 
-    def call(self, group: str, sequence: int) -> Call | None:
+    def find_call(self, group: str, sequence: int) -> Call | None:
         """The call with that number, None if it was not made or is forgotten."""
         return next((c for c in reversed(self.calls) if c.group == group and c.sequence == sequence), None)
 

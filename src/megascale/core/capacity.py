@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.core.gpu_names import gpu_names
+from megascale.core.gpu_names import visible_gpu_names
 
 _UNLIMITED = 1 << 60  # cgroups of version 1 write 2^63 less a page for "no limit"
 
@@ -39,7 +39,9 @@ class Capacity:
     gpu_memory: int | None = None
 
     @classmethod
-    def here(cls, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), gpus: bool = False) -> Capacity:
+    def measure(
+        cls, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), gpus: bool = False
+    ) -> Capacity:
         """This machine now; `proc` and `cgroups` are where the kernel tells of it. `gpus`: ask for GPU memory too."""
         found: list[tuple[int | None, str]] = [(_available(proc), "MemAvailable")]
         found += [(left, f"the control group's {name}") for left, name in _memory_left(proc, cgroups)]
@@ -172,7 +174,7 @@ def _smallest_gpu() -> int | None:
         with suppress(ValueError):
             index, uuid, mib = (part.strip() for part in line.split(","))
             sizes[index] = sizes[uuid] = int(mib) << 20
-    chosen = gpu_names(len(sizes) // 2)
+    chosen = visible_gpu_names(len(sizes) // 2)
     if not all(name in sizes for name in chosen):
         return None  # parts of GPUs (MIG), whose sizes are others
     return min((sizes[name] for name in chosen), default=None)

@@ -63,7 +63,7 @@ def own_channel(channel: Channel) -> Hashable:
     return channel
 
 
-def check(
+def check_schedule(
     schedule: Schedule,
     communicator: CommunicatorOf = own_channel,
     seed: int | None = None,
@@ -101,13 +101,13 @@ def has_message(schedule: Schedule, stage: int, kind: ActionKind) -> np.ndarray:
 
     The model's first chunk takes no activations and gives no gradient, the last the other way round.
     """
-    g = np.arange(schedule.virtual) * schedule.stages + stage
+    g = np.arange(schedule.virtual_stages) * schedule.stages + stage
     first = kind in (ActionKind.RECV_FORWARD, ActionKind.SEND_BACKWARD)
     return (schedule.stages > 1) & (g != (0 if first else schedule.chunks - 1))
 
 
 def _check_stage(schedule: Schedule, stage: int) -> None:
-    v, m, table = schedule.virtual, schedule.microbatches, schedule.table[stage]
+    v, m, table = schedule.virtual_stages, schedule.microbatches, schedule.table[stage]
     where = f"stage {stage} of the schedule {schedule.name}"
     kind, chunk, i = table.T
     outside = (chunk < 0) | (chunk >= v) | (i < -1) | (i >= m)

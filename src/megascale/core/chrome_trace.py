@@ -22,7 +22,7 @@ def write_events(records: list[Record], path: Path) -> int:
     return len(records)
 
 
-def named(pid: int, name: str, tracks: dict[int, str], order: int | None = None) -> list[Record]:
+def name_tracks(pid: int, name: str, tracks: dict[int, str], order: int | None = None) -> list[Record]:
     """The events that name a process and its tracks, and say where it stands."""
     records: list[Record] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}]
     if order is not None:

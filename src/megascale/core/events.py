@@ -103,6 +103,6 @@ def is_plausible_time(seconds: float) -> bool:
     return 0.0 <= seconds <= _LATEST
 
 
-def date_of(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """A time in seconds since 1970 as people and tools read it: UTC, to the millisecond, ISO 8601."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 
 from msgspec import Meta
 
-from megascale.core.failure import NO_ROOM, chain, errno_of
+from megascale.core.failure import DISK_FULL_ERRNOS, chain, find_errno
 from megascale.errors import FitError, MegascaleError
 
 Error = TypeVar("Error", bound=BaseException)
@@ -69,11 +69,11 @@ def record_of(error: BaseException) -> ExitRecord:
         record = getattr(link, "exit_record", None)
         if isinstance(record, ExitRecord):
             return record
-    return ExitRecord(_classify(links, errno_of(error)))
+    return ExitRecord(_classify(links, find_errno(error)))
 
 
 def _classify(links: list[BaseException], number: int) -> ExitKind:
-    if number in NO_ROOM:
+    if number in DISK_FULL_ERRNOS:
         return ExitKind.DISK_FULL
     if number == errno.EADDRINUSE:
         return ExitKind.PORT_TAKEN

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # A disk without room, a quota that is used up, a file that may grow no more.
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-SCARCE = 1 << 20  # bytes; a disk with less is full: no checkpoint, log or journal fits on it
+DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+MIN_FREE_BYTES = 1 << 20  # bytes; a disk with less is full: no checkpoint, log or journal fits on it
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
@@ -23,7 +23,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         at = at.__cause__ if at.__cause__ is not None else at.__context__
 
 
-def errno_of(error: BaseException) -> int:
+def find_errno(error: BaseException) -> int:
     """The first error number in an exception's chain; 0: it does not come from a system call."""
     for link in chain(error):
         number = getattr(link, "errno", None)
@@ -40,7 +40,7 @@ def words_of(error: BaseException) -> str:
     return ""
 
 
-def keep_no_bytecode() -> None:
+def disable_bytecode_cache() -> None:
     """Have this process cache no module that it imports later: Python does not notice where a full disk cuts such a
     file, and whoever imports the module next ends with EOFError."""
     sys.dont_write_bytecode = True
@@ -56,7 +56,7 @@ def reserve(descriptor: int, size: int) -> None:
     os.ftruncate(descriptor, size)
 
 
-def room(folders: Iterable[str | Path]) -> dict[str, float]:
+def free_bytes(folders: Iterable[str | Path]) -> dict[str, float]:
     """Folder -> bytes that this user may still write to its disk, 0 where no new file can be made either.
 
     Folders that are not there are left out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def gpu_names(there: int) -> list[str]:
+def visible_gpu_names(there: int) -> list[str]:
     """Names as CUDA_VISIBLE_DEVICES has them, in its order: numbers or UUIDs.
 
     A process that is given one of them in that variable sees that GPU; a number counted from 0 could be another one's.

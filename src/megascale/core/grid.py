@@ -63,14 +63,14 @@ class Grid:
         return cls(tensor, left, pipeline, ranks_per_host)
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks."""
         return self.tensor * self.data * self.pipeline
 
     @property
-    def hosts(self) -> int:
+    def host_count(self) -> int:
         """Number of hosts, the last possibly not full."""
-        return -(-self.world // self.ranks_per_host)
+        return -(-self.world_size // self.ranks_per_host)
 
     def size(self, axis: str) -> int:
         """Ranks along `axis`; KeyError for an unknown axis."""
@@ -80,8 +80,8 @@ class Grid:
 
     def coordinate(self, rank: int) -> Coordinate:
         """Where `rank` stands; IndexError if it is not in the world."""
-        if not 0 <= rank < self.world:
-            raise IndexError(f"rank {rank} is not in a world of {self.world}")
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is not in a world of {self.world_size}")
         rest, tensor = divmod(rank, self.tensor)
         pipeline, data = divmod(rest, self.data)
         return Coordinate(pipeline=pipeline, data=data, tensor=tensor)
@@ -109,7 +109,7 @@ class Grid:
     def groups(self, axes: tuple[str, ...] | str) -> list[list[int]]:
         """All groups along `axes`, each ascending, ordered by first rank: a partition of the world."""
         axes = (axes,) if isinstance(axes, str) else axes
-        count = self.world // prod(self.size(axis) for axis in set(axes))
+        count = self.world_size // prod(self.size(axis) for axis in set(axes))
         seen: list[list[int]] = []
         for rank in self._firsts(axes):
             seen.append(self.group(axes, rank))

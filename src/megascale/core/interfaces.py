@@ -25,7 +25,7 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def addresses() -> dict[str, str]:
+def list_interface_addresses() -> dict[str, str]:
     """Interface -> its first address, IPv4 before IPv6, of those that have one."""
     found: dict[str, str] = {}
     with contextlib.suppress(OSError):
@@ -43,7 +43,7 @@ def addresses() -> dict[str, str]:
 
 def address_of(interface: str) -> str:
     """The address of an interface; ConfigError, with those there are, if it has none."""
-    there = addresses()
+    there = list_interface_addresses()
     if interface not in there:
         shown = ", ".join(f"{name} ({address})" for name, address in sorted(there.items())) or "none"
         raise ConfigError(f"--interface={interface} has no address on this machine; interfaces with one: {shown}")
@@ -52,4 +52,4 @@ def address_of(interface: str) -> str:
 
 def interface_of(address: str) -> str:
     """The interface that has `address` as its first one; "" if none does, or it is a name."""
-    return next((name for name, own in addresses().items() if own == address), "")
+    return next((name for name, own in list_interface_addresses().items() if own == address), "")

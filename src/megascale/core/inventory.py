@@ -37,9 +37,9 @@ class LogicalTensor:
 
     name: str
     shape: tuple[int, ...]
-    cut: int | None = None
+    partition_dim: int | None = None
     std: float | None = None
-    value: float = 0.0
+    init_value: float = 0.0
     gemm: bool = False
     rows: int | None = None
 
@@ -58,14 +58,14 @@ class LogicalTensor:
         """The shape with padding."""
         return self.shape if self.rows is None else (self.rows, *self.shape[1:])
 
-    def local(self, ranks: int) -> tuple[int, ...]:
+    def local_shape(self, ranks: int) -> tuple[int, ...]:
         """The shape on one of `ranks` tensor-parallel ranks, with padding."""
-        return tuple(n // ranks if d == self.cut else n for d, n in enumerate(self.stored))
+        return tuple(n // ranks if d == self.partition_dim else n for d, n in enumerate(self.stored))
 
     def piece(self, rank: int, ranks: int) -> Piece:
         """The part that tensor-parallel rank `rank` holds."""
-        sizes = self.local(ranks)
-        offsets = [rank * n if d == self.cut else 0 for d, n in enumerate(sizes)]
+        sizes = self.local_shape(ranks)
+        offsets = [rank * n if d == self.partition_dim else 0 for d, n in enumerate(sizes)]
         first = min(offsets[0], self.shape[0])
         count = max(0, min(sizes[0], self.shape[0] - first))
         return Piece(self.name, self.shape, Box((first, *offsets[1:]), (count, *sizes[1:])), self.decay)
@@ -106,7 +106,7 @@ class PartInventory:
     """
 
     tensors: Callable[[ModelConfig, str], list[LogicalTensor]]
-    keeps: Callable[[ModelConfig], list[Kept]]
+    saved_activations: Callable[[ModelConfig], list[Kept]]
     flops: Callable[[ModelConfig, int], float] = lambda model, layer: 0.0
     splits: bool = False
 
@@ -141,7 +141,7 @@ def out_std(model: ModelConfig) -> float:
 
 def norm_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
     """Of one norm."""
-    weight = LogicalTensor(f"{name}.weight", (model.hidden,), value=1.0)
+    weight = LogicalTensor(f"{name}.weight", (model.hidden,), init_value=1.0)
     return [weight, LogicalTensor(f"{name}.bias", (model.hidden,))] if NORMS[model.norm].bias else [weight]
 
 
@@ -272,16 +272,16 @@ def half_keeps(model: ModelConfig) -> tuple[tuple[Kept, ...], tuple[Kept, ...]]:
             Kept(f"{prefix}norm_output", h, "sequence", dropped="norms", gemm="only"),
         ]
 
-    attention = (Kept("input", h, "sequence"), *norm(""), *ATTENTION_PARTS[model.attention].keeps(model))
+    attention = (Kept("input", h, "sequence"), *norm(""), *ATTENTION_PARTS[model.attention].saved_activations(model))
     second = norm("second_") if BLOCK_PARTS[model.block].norms(model) == 2 else []
-    return attention, (Kept("middle", h, "sequence"), *second, *MLP_PARTS[model.mlp].keeps(model))
+    return attention, (Kept("middle", h, "sequence"), *second, *MLP_PARTS[model.mlp].saved_activations(model))
 
 
 @lru_cache(maxsize=256)
 def gradient_widths(model: ModelConfig) -> tuple[int, int]:
     """Values of a token whose gradients exist while the attention, and while the MLP goes backward."""
     parts = ATTENTION_PARTS[model.attention], MLP_PARTS[model.mlp]
-    attention, mlp = (sum(one.width for one in part.keeps(model) if one.gradient) for part in parts)
+    attention, mlp = (sum(one.width for one in part.saved_activations(model) if one.gradient) for part in parts)
     return attention, mlp
 
 
@@ -327,4 +327,4 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def elements(tensors: Iterator[LogicalTensor] | tuple[LogicalTensor, ...] | LayerInventory, ranks: int = 1) -> int:
     """Numbers held on one of `ranks` tensor-parallel ranks, padding included."""
-    return sum(prod(tensor.local(ranks)) for tensor in tensors)
+    return sum(prod(tensor.local_shape(ranks)) for tensor in tensors)

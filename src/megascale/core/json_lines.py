@@ -30,12 +30,12 @@ def append_record(file: Path, record: dict[str, Any], mode: int = 0o666) -> None
     """
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
     try:
-        append(handle, strict_json.dumps(record).encode() + b"\n")
+        append_lines(handle, strict_json.dumps(record).encode() + b"\n")
     finally:
         os.close(handle)
 
 
-def append(handle: int, lines: bytes) -> None:
+def append_lines(handle: int, lines: bytes) -> None:
     """Append whole lines to a file that is open for reading and appending, in one write.
 
     A last line that a crash has cut is removed first. Where another process holds the file's lock for long, or the file

@@ -33,7 +33,7 @@ class ChunkLayers:
     stop: int
 
     @classmethod
-    def of(cls, layers: range) -> ChunkLayers:
+    def from_range(cls, layers: range) -> ChunkLayers:
         """Whole layers."""
         return cls(2 * layers.start, 2 * max(layers.start, layers.stop))
 
@@ -54,7 +54,7 @@ class ChunkLayers:
         return self.stop // 2 - self.first // 2
 
     @property
-    def count(self) -> int | float:
+    def layer_count(self) -> int | float:
         """Layers, half of one as 0.5."""
         halves = self.stop - self.first
         return halves / 2 if halves % 2 else halves // 2

@@ -83,7 +83,7 @@ def lay_out(config: Config, world: int) -> Layout:
         faults.append(str(error))
     try:
         grid = Grid.of_world(world, parallel.tensor, parallel.pipeline, parallel.data, parallel.gpus_per_host)
-        microbatches = config.microbatches(grid.data)
+        microbatches = config.count_microbatches(grid.data)
     except FitError as error:
         faults.append(str(error))
     if microbatches is not None and layers is not None:

@@ -316,11 +316,11 @@ def stage_memory(
     inside = attention + mlp if block.together else max(attention, mlp)
     # Two of them may be under way, whose factors then live on (ops/side_stream.py): the two with the widest.
     wide = sum(_columns(part, t) for part in ((layer.attention, layer.mlp) if block.together else (layer.mlp,)))
-    f = max((one.shape[1] // t for one in layer.mlp if one.gemm and one.cut == 1), default=0)
+    f = max((one.shape[1] // t for one in layer.mlp if one.gemm and one.partition_dim == 1), default=0)
     factors = (h + wide) + (h + f) if side_stream else 0
     message = s // t * b * h * a
     moves = stage_moves(schedule, stage)
-    held = sum(chunk_layers(model, parallel)[g].count for g in range(stage, schedule.chunks, schedule.stages))
+    held = sum(chunk_layers(model, parallel)[g].layer_count for g in range(stage, schedule.chunks, schedule.stages))
     logits = min(s * b * (model.padded_vocab // t) * a, LOGITS_BYTES) if stage == schedule.stages - 1 else 0
     workspace = s * b * (inside + factors) * a + restored
     held_by_graphs = 0
@@ -330,7 +330,7 @@ def stage_memory(
         if schedule.chunks > 1:
             held_by_graphs += 3 * flying * message  # input, gradient of the output, gradient of the input
         if grid.data > 1:
-            one = ceil(held / schedule.virtual) * kept.both
+            one = ceil(held / schedule.virtual_stages) * kept.both
             held_by_graphs += one + workspace + logits
     return MemoryEstimate(
         weights=a * count,
@@ -378,7 +378,7 @@ def _posted(schedule: Schedule, stage: int, receive: ActionKind) -> int:
 
 def _columns(part: tuple[LogicalTensor, ...], tensor: int) -> int:
     """Columns on one rank of the projection that a part reads."""
-    return sum(one.shape[0] // tensor for one in part if one.gemm and one.cut == 0)
+    return sum(one.shape[0] // tensor for one in part if one.gemm and one.partition_dim == 0)
 
 
 def _peak(
@@ -393,7 +393,7 @@ def _peak(
     """Bytes of activations held at the moment of the schedule at which they are most."""
     p, chunks = schedule.stages, schedule.chunks
     layers = chunk_layers(model, parallel)
-    own = [c * p + stage for c in range(schedule.virtual)]
+    own = [c * p + stage for c in range(schedule.virtual_stages)]
     head = sum(x.bytes for x in saved_by_head(model, parallel.tensor, micro_batch, precision))
     a, s = BYTES[precision], model.sequence_length // parallel.tensor
     output = s * micro_batch * model.hidden * a if p > 1 else 0

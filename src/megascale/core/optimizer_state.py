@@ -20,13 +20,13 @@ def state_elements(
         tables: elements of its matrices outside layers, embeddings and output.
         tensor: tensor-parallel ranks that cut the layers' matrices.
     """
-    kept, h = OPTIMIZERS[optimizer].state, model.hidden
+    kept, h = OPTIMIZERS[optimizer].state_names, model.hidden
     each = len(kept("norm.weight", (h,)))
     found = parameters * each + tables * (len(kept("embedding.token.weight", (model.padded_vocab, h))) - each)
     for count, half in zip(layers, layer_inventory(model).halves, strict=True):
         for matrix in half:
             if matrix.decay:
-                found += count * prod(matrix.local(tensor)) * (len(kept(matrix.name, matrix.shape)) - each)
+                found += count * prod(matrix.local_shape(tensor)) * (len(kept(matrix.name, matrix.shape)) - each)
     return found
 
 

@@ -73,8 +73,8 @@ def read_placement(path: Path, grid: Grid, key: str) -> PlacementFile:
     if found != _sizes(grid):
         raise DataError(f"{path} is for the grid {_said(found)}; the job's is {_said(_sizes(grid))}. Write it anew")
     for what, each in (("hosts", hosts), ("nodes", nodes)):
-        if each is not None and len(each) != grid.hosts:
-            raise DataError(f"{path} lists {len(each):,} {what}, the job has {grid.hosts:,}; write it anew")
+        if each is not None and len(each) != grid.host_count:
+            raise DataError(f"{path} lists {len(each):,} {what}, the job has {grid.host_count:,}; write it anew")
         twice = None if each is None else _repeated(each)
         if twice is not None:
             raise DataError(f"{path} lists machine {twice} twice under {what}; each runs one host of the job")

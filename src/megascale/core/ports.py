@@ -22,7 +22,7 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
 
 
-def free_port(address: str = "127.0.0.1", avoid: Container[int] = ()) -> int:
+def find_free_port(address: str = "127.0.0.1", avoid: Container[int] = ()) -> int:
     """A port of `address` that is free now, none of `avoid`.
 
     It is below those that the kernel gives to outgoing connections and to whoever binds port 0, so that only another

@@ -36,7 +36,7 @@ FORCE = "--train.fit=force"
 CHECKED, CAME = "MEGASCALE_PREFLIGHT", "MEGASCALE_CAME"
 
 
-def wave(cores: int) -> int:
+def max_concurrent_imports(cores: int) -> int:
     """Processes that import everything at the same time: a host's GPUs, or twice its cores."""
     return max(8, 2 * cores)
 
@@ -65,12 +65,12 @@ class Share:
     running: bool = False
 
 
-def preflight(
+def check_host(
     config: Config,
     share: Share,
     capacity: Capacity | None = None,
     disk: Callable[[Path], int] = free_disk,
-    say: Callable[[str], None] = print_error,
+    report: Callable[[str], None] = print_error,
 ) -> None:
     """Check `share` of the run of `config` (resolved) against this machine before anything of it starts.
 
@@ -83,7 +83,7 @@ def preflight(
     """
     layout = lay_out(config, share.world)
     if capacity is None:
-        capacity = Capacity.here(gpus=share.gpus)
+        capacity = Capacity.measure(gpus=share.gpus)
     faults = _process_faults(config, share, capacity)
     if not faults and share.model:  # sizes of a crowd that cannot be are not worth counting
         stages = stages_here(layout, share)
@@ -93,14 +93,14 @@ def preflight(
     if faults and config.train.fit == "check":
         raise FitError("\n".join(f"{fault}. This is an estimate: {FORCE} starts all the same" for fault in faults))
     for fault in faults:
-        say(f"train.fit=force: starting although {fault}")
+        report(f"train.fit=force: starting although {fault}")
     if not share.gpus and share.ranks > CROWD * capacity.cores:
-        say(f"{share.ranks} ranks share {capacity.cores} cores: starting will take long and steps will be slow")
+        report(f"{share.ranks} ranks share {capacity.cores} cores: starting will take long and steps will be slow")
 
 
 def check_processes(option: str, count: int, each: int, capacity: Capacity | None = None) -> None:
     """Whether so many processes of at least `each` bytes fit, before the first starts; FitError naming `option`."""
-    capacity = Capacity.here() if capacity is None else capacity
+    capacity = Capacity.measure() if capacity is None else capacity
     if capacity.processes is not None and count > capacity.processes:
         raise FitError(
             f"{option}={count} processes are more than the {capacity.processes:,} that {capacity.processes_from} "
@@ -115,7 +115,7 @@ def check_processes(option: str, count: int, each: int, capacity: Capacity | Non
 
 def stages_here(layout: Layout, share: Share) -> dict[int, int]:
     """Ranks of each pipeline stage among those that this host starts."""
-    each = layout.grid.world // layout.grid.pipeline  # ranks of a stage follow each other (core/grid.py)
+    each = layout.grid.world_size // layout.grid.pipeline  # ranks of a stage follow each other (core/grid.py)
     first, stop = share.first_rank, share.first_rank + share.ranks
     found = {}
     for stage in range(first // each, -(-stop // each)):

@@ -97,7 +97,7 @@ class Graph:
         reduce: object = 0.0,
     ) -> np.ndarray:
         """Durations [actions] from scalars or arrays [stages, virtual] for each kind (a RECV takes none itself)."""
-        shape = (self.schedule.stages, self.schedule.virtual)
+        shape = (self.schedule.stages, self.schedule.virtual_stages)
         costs = (forward, backward, send_forward, 0.0, send_backward, 0.0, gather, reduce)
         table = np.stack([np.broadcast_to(np.asarray(c, dtype=float), shape) for c in costs])
         return table[self.kind, self.stage, self.chunk]
@@ -117,7 +117,7 @@ class Timeline:
     graph: Graph
     start: np.ndarray
     end: np.ndarray
-    moving: np.ndarray
+    transfer_start: np.ndarray
 
     @property
     def makespan(self) -> np.ndarray:
@@ -134,7 +134,7 @@ class Timeline:
         graph = self.graph
         mine = (graph.stream == STREAMS.index(stream)) & ~np.isin(graph.kind, _RECEIVES)
         total = np.zeros((graph.schedule.stages, *self.end.shape[1:]))
-        np.add.at(total, graph.stage[mine], (self.end - self.moving)[mine])
+        np.add.at(total, graph.stage[mine], (self.end - self.transfer_start)[mine])
         return total
 
     @property
@@ -143,7 +143,7 @@ class Timeline:
         busy = self.busy.max(axis=0)
         return (self.makespan - busy) / busy
 
-    def waits(self) -> dict[str, np.ndarray]:
+    def idle_times(self) -> dict[str, np.ndarray]:
         """Idle time of each stage's compute stream by cause, [stages, ...]; with `busy` they add up to the makespan.
 
         send: a transfer or a full send buffer was moving bytes meanwhile; gather: parameters were being gathered;
@@ -159,7 +159,9 @@ class Timeline:
         for name, columns in (("gather", (2,)), ("send", (1, 3, 5, 6))):
             for column in columns:
                 cause = graph.before[compute, column]
-                over = np.minimum(self.end[cause], self.start[compute]) - np.maximum(self.moving[cause], idle_from)
+                over = np.minimum(self.end[cause], self.start[compute]) - np.maximum(
+                    self.transfer_start[cause], idle_from
+                )
                 share = np.minimum(np.where(_column(cause >= 0, tail), np.maximum(over, 0.0), 0.0), gap)
                 np.add.at(out[name], stages, share)
                 gap = gap - share
@@ -186,7 +188,9 @@ class Timeline:
             mine = np.flatnonzero(here & (graph.stream == STREAMS.index(stream)))
             theirs = np.flatnonzero(here & (graph.stream == STREAMS.index(other)))
             if len(mine) and len(theirs):
-                out[mine] = _busy_between(self.moving[theirs], self.end[theirs], self.moving[mine], self.end[mine])
+                out[mine] = _busy_between(
+                    self.transfer_start[theirs], self.end[theirs], self.transfer_start[mine], self.end[mine]
+                )
         return out
 
 
@@ -258,7 +262,7 @@ def _previous(marks: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def _key(schedule: Schedule, stage: np.ndarray, chunk: np.ndarray, microbatch: np.ndarray) -> np.ndarray:
-    return (stage * schedule.virtual + chunk) * schedule.microbatches + microbatch
+    return (stage * schedule.virtual_stages + chunk) * schedule.microbatches + microbatch
 
 
 def _partners(
@@ -295,7 +299,7 @@ def _dependencies(
     """The array `Graph.before`."""
     before = np.full((len(kind), 7), -1)
     before[:, 0] = _previous(kind <= ActionKind.BACKWARD, stage)
-    size = schedule.stages * schedule.virtual * schedule.microbatches
+    size = schedule.stages * schedule.virtual_stages * schedule.microbatches
     key = _key(schedule, stage, chunk, np.maximum(microbatch, 0))
     at: dict[ActionKind, np.ndarray] = {}
     for k in ActionKind:
@@ -320,17 +324,17 @@ def _dependencies(
         before[at[compute][key[sends]], 3] = held
     reduces, backwards = np.flatnonzero(kind == ActionKind.REDUCE_GRADS), np.flatnonzero(kind == ActionKind.BACKWARD)
     # A chunk's next backward after the reduction in the list: of all sorted by chunk, then position.
-    by_chunk = np.lexsort((backwards, stage[backwards] * schedule.virtual + chunk[backwards]))
-    place = (stage * schedule.virtual + chunk) * len(kind) + np.arange(len(kind))
+    by_chunk = np.lexsort((backwards, stage[backwards] * schedule.virtual_stages + chunk[backwards]))
+    place = (stage * schedule.virtual_stages + chunk) * len(kind) + np.arange(len(kind))
     before[reduces, 0] = backwards[by_chunk][np.searchsorted(place[backwards][by_chunk], place[reduces])]
     # The first forward of a chunk awaits its gather.
     forwards = np.flatnonzero(kind == ActionKind.FORWARD)
-    _, first = np.unique(stage[forwards] * schedule.virtual + chunk[forwards], return_index=True)
+    _, first = np.unique(stage[forwards] * schedule.virtual_stages + chunk[forwards], return_index=True)
     first = forwards[first]
     gathers = np.flatnonzero(kind == ActionKind.GATHER_PARAMS)
     gathered = np.full(schedule.chunks, -1)
-    gathered[stage[gathers] * schedule.virtual + chunk[gathers]] = gathers
-    before[first, 2] = gathered[stage[first] * schedule.virtual + chunk[first]]
+    gathered[stage[gathers] * schedule.virtual_stages + chunk[gathers]] = gathers
+    before[first, 2] = gathered[stage[first] * schedule.virtual_stages + chunk[first]]
     # A transfer also awaits the compute before its RECV on the other side.
     sends = np.flatnonzero(np.isin(kind, _SENDS))
     before[sends, 1] = before[partner[sends], 0]

@@ -116,7 +116,7 @@ def _drop_all() -> None:
 os.register_at_fork(after_in_child=_drop_all)
 
 
-def take(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
+def acquire_trainer_lock(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
     """The right to train in a folder (of a run, or of checkpoints), or to change what is there.
 
     Args:
@@ -139,7 +139,7 @@ def take(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock
     return _told(lock, folder)
 
 
-def check(folder: Path, grace_period: float = GRACE_PERIOD) -> None:
+def check_available(folder: Path, grace_period: float = GRACE_PERIOD) -> None:
     """Raise what `take` would, before anything is started."""
     if (folder / TRAINERS).exists() or (folder / DRIVERS).exists():
         _claim(folder, grace_period).drop()
@@ -164,7 +164,7 @@ def _claim(folder: Path, grace_period: float) -> RunLock:
     return lock
 
 
-def take_for_driver(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
+def acquire_driver_lock(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
     """A driver's hold on its run; others of the same job may hold it too, and trainers of that job may be running.
 
     Raises Busy if somebody trains there who belongs to no driver.

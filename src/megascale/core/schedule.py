@@ -116,13 +116,13 @@ class Schedule:
 
     name: str
     stages: int
-    virtual: int
+    virtual_stages: int
     microbatches: int
     table: tuple[np.ndarray, ...]
     exposed: bool = False
 
     @classmethod
-    def of(cls, like: Schedule, actions: Sequence[Iterable[Action]]) -> Schedule:
+    def replace_actions(cls, like: Schedule, actions: Sequence[Iterable[Action]]) -> Schedule:
         """`like` with other actions, given as lists, one a stage."""
         table = tuple(np.array(list(rows), dtype=np.int32).reshape(-1, 3) for rows in actions)
         return replace(like, table=table)
@@ -139,7 +139,8 @@ class Schedule:
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Schedule)
-            and (self.stages, self.virtual, self.microbatches) == (other.stages, other.virtual, other.microbatches)
+            and (self.stages, self.virtual_stages, self.microbatches)
+            == (other.stages, other.virtual_stages, other.microbatches)
             and all(np.array_equal(a, b) for a, b in zip(self.table, other.table, strict=True))
         )
 
@@ -148,7 +149,7 @@ class Schedule:
     @property
     def chunks(self) -> int:
         """Model chunks over all stages."""
-        return self.stages * self.virtual
+        return self.stages * self.virtual_stages
 
     @cached_property
     def _kinds(self) -> list[ActionKind]:
@@ -210,7 +211,7 @@ class Schedule:
         p = self.stages
         if p == 1:
             return []
-        edges = [(s, (s + 1) % p) for s in range(p if self.virtual > 1 else p - 1)]
+        edges = [(s, (s + 1) % p) for s in range(p if self.virtual_stages > 1 else p - 1)]
         return [Channel("forward", a, b) for a, b in edges] + [Channel("backward", b, a) for a, b in edges]
 
     def in_flight(self, stage: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from megascale.config.registry import Registry
-from megascale.core.checker import ScheduleError, check
+from megascale.core.checker import ScheduleError, check_schedule
 from megascale.core.schedule import (
     ActionKind,
     Schedule,
@@ -68,7 +68,7 @@ def made_schedule(
     Raises ConfigError for an unknown name, ScheduleError if the list is not what was asked for.
     """
     schedule = SCHEDULES[name](stages, virtual, microbatches, reduce_each, micro_batch_group_size)
-    made, asked = (schedule.stages, schedule.virtual, schedule.microbatches), (stages, virtual, microbatches)
+    made, asked = (schedule.stages, schedule.virtual_stages, schedule.microbatches), (stages, virtual, microbatches)
     if made != asked:
         raise ScheduleError(
             f"parallel.schedule={name} made {made} stages, chunks a stage and micro-batches where {asked} were asked "
@@ -97,5 +97,5 @@ def checked_schedule(
 ) -> Schedule:
     """As `made_schedule`, proven by the checker for any message timing; ScheduleError if it hangs."""
     schedule = made_schedule(name, stages, virtual, microbatches, reduce_each, micro_batch_group_size, overlap)
-    check(schedule)
+    check_schedule(schedule)
     return schedule

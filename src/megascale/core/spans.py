@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from megascale.core.schedule import ActionKind
 
-SCHEMA = 1
+SPAN_SCHEMA = 1
 
 
 class SpanKind(IntEnum):
@@ -96,7 +96,7 @@ class Span:
     start_ns: int
     end_ns: int
     waited_on: int = -1
-    schema: int = SCHEMA
+    schema: int = SPAN_SCHEMA
 
     def to_json(self) -> str:
         """One line of an export."""
@@ -106,8 +106,8 @@ class Span:
     def from_json(cls, line: str) -> Span:
         """The inverse of to_json; ValueError on another schema or missing keys."""
         record = json.loads(line)
-        if record.get("schema") != SCHEMA:
-            raise ValueError(f"span schema {record.get('schema')!r} is not {SCHEMA}")
+        if record.get("schema") != SPAN_SCHEMA:
+            raise ValueError(f"span schema {record.get('schema')!r} is not {SPAN_SCHEMA}")
         try:
             return cls(**record)
         except TypeError as error:
@@ -131,25 +131,25 @@ class Recorder(Protocol):
     def step_ended(self) -> None:
         """Its last operation has been queued."""
 
-    def begin(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
+    def begin_action(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
         """An action starts on the current stream."""
 
-    def end(self) -> None:
+    def end_action(self) -> None:
         """It has ended there."""
 
     def mark(self) -> Mark:
         """Now, for `waited`."""
 
-    def waited(self, since: Mark, kind: int, axis: int = 0, waited_on: int = -1) -> None:
+    def record_wait(self, since: Mark, kind: int, axis: int = 0, waited_on: int = -1) -> None:
         """The stream has waited from `since` on: for another rank, or for samples."""
 
-    def launched(self, axis: int, nbytes: int) -> Mark:
+    def begin_transfer(self, axis: int, nbytes: int) -> Mark:
         """A transfer of so many bytes starts."""
 
     def landed(self, since: Mark, axis: int, nbytes: int, waited_on: int = -1) -> None:
         """A transfer that started at `since` has been awaited."""
 
-    def counted(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None:
+    def record_count(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None:
         """Within this step something happened so often, and took the host so long in all."""
 
 

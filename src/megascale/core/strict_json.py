@@ -24,15 +24,15 @@ def dumps(value: Any, **options: Any) -> str:
         return json.dumps(_plain(value), allow_nan=False, **options)
 
 
-def loads(text: str | bytes, most: int | None = None) -> Any:
+def loads(text: str | bytes, max_bytes: int | None = None) -> Any:
     """As `json.loads`, with numbers that `dumps` wrote as text (or older versions bare) as floats again.
 
     ValueError also for what is nested deeper than DEPTH; with `most`, for what is longer than that many characters or
     bytes or holds more than VALUES values, since an empty table is of two bytes here and of sixty in memory.
     """
-    if most is not None:
-        if len(text) > most:
-            raise ValueError(f"{len(text):,} bytes of JSON where at most {most:,} are expected")
+    if max_bytes is not None:
+        if len(text) > max_bytes:
+            raise ValueError(f"{len(text):,} bytes of JSON where at most {max_bytes:,} are expected")
         data = text.encode() if isinstance(text, str) else text
         count = sum(data.count(mark) for mark in (b",", b"[", b"{"))
         if count > VALUES:
@@ -46,7 +46,7 @@ def loads(text: str | bytes, most: int | None = None) -> Any:
     return _floats(found) if '"NaN"' in line or 'Infinity"' in line else found
 
 
-def number(value: Any) -> float:
+def to_float(value: Any) -> float:
     """Return a value of a record as a float, NaN for what is not a number or larger than any float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan

@@ -43,12 +43,12 @@ class Piece:
     decay: bool = True
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...], decay: bool | None = None) -> Piece:
+    def full(cls, name: str, shape: tuple[int, ...], decay: bool | None = None) -> Piece:
         """All of a logical tensor."""
         return cls(name, shape, Box((0,) * len(shape), shape), len(shape) > 1 if decay is None else decay)
 
     @classmethod
-    def cut(cls, name: str, shape: tuple[int, ...], dim: int, index: int, parts: int) -> Piece:
+    def slice_of(cls, name: str, shape: tuple[int, ...], dim: int, index: int, parts: int) -> Piece:
         """The `index`-th of `parts` equal slices along `dim`."""
         size = shape[dim] // parts
         offsets = tuple(index * size if d == dim else 0 for d in range(len(shape)))

@@ -115,7 +115,7 @@ def print_error(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def end_signals() -> tuple[signal.Signals, ...]:
+def termination_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that ask a process to end: SIGINT, SIGTERM, and SIGHUP unless it is ignored (nohup)."""
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

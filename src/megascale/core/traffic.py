@@ -79,7 +79,7 @@ def stage_traffic(
     gathers, scatters = layer_collectives(model)
     # Forward, its mirror in backward, inputs gathered again; full recompute runs the forward twice.
     passes = 2 if parallel.recompute == "full" else 1
-    moves = round(sum(own.count for own in layers) * ((gathers + scatters) * (1 + passes) + gathers))
+    moves = round(sum(own.layer_count for own in layers) * ((gathers + scatters) * (1 + passes) + gathers))
     # Embedding: scatter forward, gather backward. Logits: gather forward, scatter backward.
     moves += 2 * (stage == 0) + 2 * (stage == grid.pipeline - 1)
     kinds = schedule.table[stage][:, 0]
@@ -96,5 +96,5 @@ def stage_traffic(
         if parallel.zero
         else 0.0,
         data_reduce=share * reduce_bytes * count * (2 if parallel.zero == 0 else reductions),
-        embedding=float(master * prod(output_matrix(model).local(t))) if tied else 0.0,
+        embedding=float(master * prod(output_matrix(model).local_shape(t))) if tied else 0.0,
     )

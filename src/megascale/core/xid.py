@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # NVIDIA's catalogue of Xid errors: memory errors that containment did not mend, NVLink, off the bus, firmware.
 FATAL_XIDS = frozenset({48, 64, 74, 79, 92, 94, 95, 119, 120})
-LOST = 79  # the device has fallen off the bus
+OFF_BUS_XID = 79  # the device has fallen off the bus
 
 # NVML's recovery actions by number; nothing is needed: 0.
 RECOVERY = {
@@ -17,4 +17,4 @@ RECOVERY = {
     7: "system reboot",
 }
 # Those without which no new process can use the device.
-UNUSABLE = frozenset({"reset", "node reboot", "bus reset", "system reboot"})
+UNUSABLE_ACTIONS = frozenset({"reset", "node reboot", "bus reset", "system reboot"})

@@ -37,9 +37,9 @@ class CausalAttention(nn.Module):
         self.window, self._chooser = model.layer_window(at.layer), at.axis.runtime.attention
         self.heads, self.kv_heads = model.heads // at.axis.size, model.kv // at.axis.size
         self.width = (self.heads + 2 * self.kv_heads) * d  # of this rank's columns
-        self.columns = [t for t in at.tensors.attention if t.cut == 0]
+        self.columns = [t for t in at.tensors.attention if t.partition_dim == 0]
         self.bias: nn.Parameter | None = None
-        self.out = RowLinear([t for t in at.tensors.attention if t.cut != 0], at.linears, at.dtype)
+        self.out = RowLinear([t for t in at.tensors.attention if t.partition_dim != 0], at.linears, at.dtype)
 
     @property
     def residual_bias(self) -> nn.Parameter | None:

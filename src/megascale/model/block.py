@@ -60,7 +60,7 @@ class Block(_Parts):
         super().__init__(at, recompute)
         # Parts may be anybody's, so that what is asked of them is not in a type.
         self.attention: Any = attentions.KINDS[at.model.attention](at)
-        self.mlp: Any = mlps.KINDS[at.model.mlp](at)
+        self.mlp: Any = mlps.MLP_MODULES[at.model.mlp](at)
         self.norm1 = Norm(at.model, at.tensors.norm1, at.dtype)
 
 
@@ -116,7 +116,7 @@ class SerialMlp(_Parts):
 
     def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
         super().__init__(at, recompute)
-        self.mlp: Any = mlps.KINDS[at.model.mlp](at)
+        self.mlp: Any = mlps.MLP_MODULES[at.model.mlp](at)
         self.norm2 = Norm(at.model, at.tensors.norm2, at.dtype)
         self.mlp_in = self.project(self.mlp)
 
@@ -219,7 +219,7 @@ def parallel_block(at: LayerSetup, recompute: str = "none") -> Block:
 
 Make = Callable[[LayerSetup, str], nn.Module]
 
-KINDS: Registry[Make] = Registry(BLOCKS.key, {"serial": SerialBlock, "parallel": parallel_block})
+BLOCK_MODULES: Registry[Make] = Registry(BLOCKS.key, {"serial": SerialBlock, "parallel": parallel_block})
 # Of blocks that a boundary between chunks may divide (BlockInventory.divides): the attention's half, and the MLP's.
 HALVES: dict[str, tuple[Make, Make]] = {"serial": (SerialAttention, SerialMlp)}
 
@@ -233,7 +233,7 @@ def register(
     """
     BLOCKS.register(name, PartFacts(about))
     BLOCK_PARTS.register(name, replace(inventory, divides=halves is not None))
-    KINDS.register(name, made)
+    BLOCK_MODULES.register(name, made)
     if halves is not None:
         HALVES[name] = halves
 
@@ -241,5 +241,5 @@ def register(
 def make_block(at: LayerSetup, recompute: str = "none", half: Half = "both") -> nn.Module:
     """The block that model.block names, or the half of it that a chunk has."""
     if half == "both":
-        return KINDS[at.model.block](at, recompute)
+        return BLOCK_MODULES[at.model.block](at, recompute)
     return HALVES[at.model.block][half == "mlp"](at, recompute)

@@ -31,9 +31,9 @@ class DenseMlp(nn.Module):
         super().__init__()
         self.activation = at.model.activation
         self._operator = activations.KINDS[self.activation].operator
-        self.columns = [t for t in at.tensors.mlp if t.cut == 0]
+        self.columns = [t for t in at.tensors.mlp if t.partition_dim == 0]
         self.bias: nn.Parameter | None = None
-        self.out = RowLinear([t for t in at.tensors.mlp if t.cut != 0], at.linears, at.dtype)
+        self.out = RowLinear([t for t in at.tensors.mlp if t.partition_dim != 0], at.linears, at.dtype)
 
     @property
     def residual_bias(self) -> nn.Parameter | None:
@@ -58,11 +58,11 @@ class DenseMlp(nn.Module):
         return Branch(activate(self.activation, inner, bias, added), weight)
 
 
-KINDS: Registry[Callable[[LayerSetup], nn.Module]] = Registry(MLPS.key, {"dense": DenseMlp})
+MLP_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(MLPS.key, {"dense": DenseMlp})
 
 
 def register(name: str, made: Callable[[LayerSetup], nn.Module], inventory: PartInventory, about: str = "") -> None:
     """Let `model.mlp` be `name`: made(setup) has what DenseMlp has."""
     MLPS.register(name, PartFacts(about))
     MLP_PARTS.register(name, inventory)
-    KINDS.register(name, made)
+    MLP_MODULES.register(name, made)

@@ -40,7 +40,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> T
     return layer_norm(x, weight, bias, eps)
 
 
-KINDS: Registry[NormOperators] = Registry(
+NORM_OPERATORS: Registry[NormOperators] = Registry(
     NORMS.key,
     {
         "layernorm": NormOperators(_layer_norm, add_layer_norm),
@@ -52,7 +52,7 @@ KINDS: Registry[NormOperators] = Registry(
 def register(name: str, operators: NormOperators, bias: bool) -> None:
     """Let `model.norm` be `name`. bias: whether it has one beside its weight."""
     NORMS.register(name, NormFacts(bias))
-    KINDS.register(name, operators)
+    NORM_OPERATORS.register(name, operators)
 
 
 class Norm(nn.Module):
@@ -60,7 +60,7 @@ class Norm(nn.Module):
 
     def __init__(self, model: ModelConfig, tensors: Sequence[LogicalTensor], dtype: torch.dtype) -> None:
         super().__init__()
-        self.eps, self._operators = model.norm_eps, KINDS[model.norm]
+        self.eps, self._operators = model.norm_eps, NORM_OPERATORS[model.norm]
         weight, *bias = tensors
         self.weight = local_parameter([weight], 0, 1, dtype)
         self.bias = local_parameter(bias, 0, 1, dtype) if bias else None

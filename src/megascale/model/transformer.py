@@ -63,7 +63,7 @@ class Chunk(nn.Module):
         tokens, *positions = embedding_tensors(model)
         self.token_embedding = self._local(tokens) if tied_here else None
         self.position_embedding = self._local(positions[0]) if first and positions else None
-        own = ChunkLayers.of(layers) if isinstance(layers, range) else layers
+        own = ChunkLayers.from_range(layers) if isinstance(layers, range) else layers
         self.blocks = nn.ModuleList(
             make_block(LayerSetup(model, i, self.linears, dtype), recompute, half) for i, half in own
         )

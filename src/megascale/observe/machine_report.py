@@ -17,13 +17,13 @@ from megascale.core.capacity import usable_cores
 class Finding:
     """One line of the report. verdict: good, slow (works, at a cost) or missing (a feature is off)."""
 
-    what: str
-    found: str
+    subject: str
+    value: str
     verdict: Literal["good", "slow", "missing"]
     advice: str = ""
 
 
-def examine() -> list[Finding]:
+def examine_machine() -> list[Finding]:
     """Look at Python, PyTorch, devices, memory, disk and optional parts."""
     import torch
 

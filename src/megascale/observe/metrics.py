@@ -22,7 +22,7 @@ from megascale.config import Config
 from megascale.config.parts import SINKS, PartFacts
 from megascale.config.registry import Registry
 from megascale.core import strict_json
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 
 
 class MetricSink(Protocol):
@@ -113,7 +113,7 @@ class Wandb:
             import wandb
         except ImportError:
             raise ConfigError(
-                f"observe.wandb={project!r} needs the package wandb; {remedy('wandb')} or leave the key out"
+                f"observe.wandb={project!r} needs the package wandb; {describe_install('wandb')} or leave the key out"
             ) from None
         kept = run / "wandb-id"
         identity = kept.read_text().strip() if kept.exists() else secrets.token_hex(4)
@@ -179,7 +179,7 @@ class Terminal:
                 text += f", of the whole file {record['valid_whole_loss']:.4f}"
             if "valid_bits_per_byte" in record:
                 text += f"  bits per byte {record['valid_bits_per_byte']:.3f}"
-            self.say(text)
+            self.print_line(text)
             return
         if self._first is None:
             self._first = step - 1
@@ -224,7 +224,7 @@ class Terminal:
         (first, begun), (last, ended) = self._ends[0], self._ends[-1]
         return (ended - begun) / (last - first) * (self._steps - last)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the bar."""
         (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megascale.core.bounded_lines import RecordReader
-from megascale.core.strict_json import number
+from megascale.core.strict_json import to_float
 from megascale.errors import DataError
 
 Axis = Literal["tokens", "steps", "hours"]
@@ -64,7 +64,7 @@ class Curves:
     held_out: list[tuple[float, float]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, name: str, records: list[dict[str, Any]], axis: Axis) -> Curves:
+    def from_records(cls, name: str, records: list[dict[str, Any]], axis: Axis) -> Curves:
         """Return the curves of a run's records. DataError if no record has a place on the axis."""
         steps = [record for record in records if "loss" in record]
         if axis == "hours":
@@ -84,7 +84,7 @@ class Curves:
         loss, rate, norm = ([_number(r.get(key)) for r in steps] for key in ("loss", "learning_rate", "grad_norm"))
         return cls(name, x, loss, rate, norm, held_out)
 
-    def label(self, weight: float) -> str:
+    def format_label(self, weight: float) -> str:
         """Return the text of the legend: the name and the last losses."""
         last = smooth(self.loss, weight)[-1]
         parts = ["no finite loss" if math.isnan(last) else f"{last:.3f}"]
@@ -95,7 +95,7 @@ class Curves:
 
 def _number(value: Any) -> float:
     """Return a value that can be drawn, or NaN."""
-    found = number(value)
+    found = to_float(value)
     if not abs(found) <= _LARGEST:
         return math.nan
     return found if abs(found) * _LARGEST >= 1 else 0.0
@@ -152,7 +152,10 @@ def plot_runs(
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     names = [run.name if sum(r.name == run.name for r in runs) == 1 else str(run) for run in runs]
-    curves = [Curves.of(_plain_name(name), read_metrics(run, warn), x) for name, run in zip(names, runs, strict=True)]
+    curves = [
+        Curves.from_records(_plain_name(name), read_metrics(run, warn), x)
+        for name, run in zip(names, runs, strict=True)
+    ]
     farthest = max((place for c in curves for place in c.x if not math.isnan(place)), default=0.0)
     scale, scale_name = unit(farthest) if x == "tokens" else (1.0, "")
     figure, (top, rate, norm) = plt.subplots(
@@ -160,7 +163,7 @@ def plot_runs(
     )
     for index, c in enumerate(curves):
         color, places = f"C{index % 10}", [place / scale for place in c.x]
-        _noisy(top, places, c.loss, smoothing, color, c.label(smoothing))
+        _noisy(top, places, c.loss, smoothing, color, c.format_label(smoothing))
         if c.held_out:
             held_x, held_y = zip(*c.held_out, strict=True)
             top.plot([p / scale for p in held_x], held_y, "o:", color=color, markersize=5, linewidth=1.0)

@@ -172,7 +172,7 @@ class AttentionChooser:
         self.choices[shape] = AttentionChoice(name)
         dispatch.note(f"attention {shape}", f"{name} ({why})" if why else name)
 
-    def refusal(self, name: str, shape: AttentionShape, device: torch.device) -> str:
+    def explain_refusal(self, name: str, shape: AttentionShape, device: torch.device) -> str:
         """Why a backend cannot run a shape on this process's device; "" if it can."""
         if name == "sdpa":
             return ""

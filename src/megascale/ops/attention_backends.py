@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from megascale import torch_private
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 from megascale.ops import dispatch
 
 Backend = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
@@ -162,7 +162,7 @@ def _packaged(name: str, extra: str, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Ten
     try:
         return module.attend(q_SBND, k_SBGD, v_SBGD, window)
     except ImportError as error:
-        raise ConfigError(f"kernels.attention={name!r} cannot be had: {error}; {remedy(extra)}") from error
+        raise ConfigError(f"kernels.attention={name!r} cannot be had: {error}; {describe_install(extra)}") from error
 
 
 BACKENDS: dict[str, Backend] = {

@@ -117,7 +117,7 @@ class _Embedding(torch.autograd.Function):
         dy = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
         sink = sink_of(ctx.weight)
         assert sink is not None
-        add_rows(sink.main, tokens.reshape(-1), dy)
+        add_rows(sink.main_grad, tokens.reshape(-1), dy)
         sink.ready()
         return None, None, None
 

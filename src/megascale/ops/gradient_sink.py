@@ -27,7 +27,7 @@ class GradientSink:
         by_gemm: whether a GEMM has made this gradient, and so could write it.
     """
 
-    main: Tensor
+    main_grad: Tensor
     ready: Callable[[], None] = _unheard
     overwrite: bool = False
     by_gemm: bool = False
@@ -65,4 +65,4 @@ def tracked(x: Tensor, parameter: Tensor | None) -> Tensor | None:
 def main_of(parameter: Tensor) -> Tensor | None:
     """Where the parameter's gradient is added, None if autograd has it."""
     sink = sink_of(parameter)
-    return None if sink is None else sink.main
+    return None if sink is None else sink.main_grad

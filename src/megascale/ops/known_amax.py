@@ -48,7 +48,7 @@ def tell(x: Tensor, amax: Tensor | None) -> Tensor:
     return x
 
 
-def known(x: Tensor) -> Tensor | None:
+def attached_amax(x: Tensor) -> Tensor | None:
     """The largest magnitude of x, float32 [], NaN if x has one; None where its maker did not collect it."""
     amax, version = getattr(x, "known_amax", (None, 0))
     return amax if amax is not None and version == x._version else None

@@ -119,11 +119,11 @@ def accumulate_gradients(parts_PC: Tensor, *parameters: Tensor) -> list[Tensor |
     sinks: list[GradientSink | None] = []  # those that take sums as they are
     for parameter in parameters:
         sink = sink_of(parameter)
-        if sink is None or not _takes_sums(sink.main):
+        if sink is None or not _takes_sums(sink.main_grad):
             sink = None
             outs.append(torch.zeros(parameter.numel(), dtype=torch.float32, device=parts_PC.device))
         else:
-            outs.append(sink.main)
+            outs.append(sink.main_grad)
         sinks.append(sink)
     _sum(parts_PC, outs, True)
     found: list[Tensor | None] = []
@@ -144,7 +144,7 @@ def _gradient(parameter: Tensor, found: Tensor) -> Tensor | None:
     """What autograd is told of a parameter's gradient: nothing where its sink takes it."""
     if (sink := sink_of(parameter)) is None:
         return found.to(parameter.dtype)
-    sink.main.add_(found)
+    sink.main_grad.add_(found)
     sink.ready()
     return None
 
@@ -154,7 +154,7 @@ def bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
     if bias is None:
         return None
     sink = sink_of(bias)
-    found = column_sum(dy.flatten(0, -2), None if sink is None else sink.main)
+    found = column_sum(dy.flatten(0, -2), None if sink is None else sink.main_grad)
     if sink is None:
         return found
     sink.ready()

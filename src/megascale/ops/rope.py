@@ -154,7 +154,7 @@ class _Rotary(torch.autograd.Function):
         return dx, None, None, None
 
 
-def packed(parts: tuple[Tensor, ...]) -> Tensor | None:
+def find_packed(parts: tuple[Tensor, ...]) -> Tensor | None:
     """The contiguous [S, B, heads, D] tensor that `parts` are adjacent head ranges of, or None if they are not."""
     first = parts[0]
     S, B, _, D = first.shape
@@ -212,7 +212,7 @@ class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        whole = packed(grads)
+        whole = find_packed(grads)
         if whole is None and cos is None:
             whole = torch.cat(grads, 2)  # in one launch
         elif whole is None:

@@ -36,7 +36,7 @@ class StatePart:
     segments: Segments
     state: dict[str, torch.Tensor]
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
         """This part of a tensor as long as the shard."""
         return flat[self.start : self.stop]
 
@@ -61,7 +61,7 @@ class ShardState:
         """Where the weights in use lie, if they are not the master weights themselves."""
         return None if self.master is self.shard.params else self.shard.params
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def state_tensors(self) -> Iterator[torch.Tensor]:
         """All state beside the master weights."""
         for part in self.parts:
             yield from part.state.values()
@@ -81,7 +81,7 @@ class Shards:
     """
 
     states: Sequence[ShardState]
-    order: Sequence[ShardState]
+    update_order: Sequence[ShardState]
     names: Sequence[str]
     tensor: Axis = ALONE
     stage: Axis = ALONE
@@ -109,7 +109,7 @@ class Step:
     skip: torch.Tensor
 
 
-class Rule(ABC):
+class UpdateRule(ABC):
     """How an optimizer updates shards. Made once; collective where it says so."""
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
@@ -128,7 +128,7 @@ def cut_parts(shard: FlatShard, master: torch.Tensor, facts: OptimizerFacts, ids
     """The parts of a shard, with their state at zero; `ids`: numbers of all logical tensors."""
     groups: list[tuple[tuple[str, ...], list[Extent]]] = []
     for extent in shard.extents:
-        kept = facts.state(extent.piece.name, extent.piece.shape)
+        kept = facts.state_names(extent.piece.name, extent.piece.shape)
         if groups and groups[-1][0] == kept:
             groups[-1][1].append(extent)
         else:

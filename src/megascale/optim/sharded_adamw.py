@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 from megascale.config import OptimizerConfig
 from megascale.ops.adamw import adamw_apply
-from megascale.optim.base import Rule, ShardState, StatePart, Step
+from megascale.optim.base import ShardState, StatePart, Step, UpdateRule
 from megascale.parallel.buffers import FlatShard
 
 
-class ShardedAdamW(Rule):
+class ShardedAdamW(UpdateRule):
     """State: exp_avg and exp_avg_sq of every tensor."""
 
     def update(self, step: Step, updated: Callable[[FlatShard], None]) -> None:
         """One pass over each shard."""
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             for part in s.parts:
                 adamw_part(self.config, s, part, step)
             updated(s.shard)
@@ -24,11 +24,11 @@ class ShardedAdamW(Rule):
 def adamw_part(config: OptimizerConfig, s: ShardState, part: StatePart, step: Step) -> None:
     """AdamW on a part that keeps its moments."""
     adamw_apply(
-        part.of(s.master),
+        part.view(s.master),
         part.state["exp_avg"],
         part.state["exp_avg_sq"],
-        part.of(s.shard.grads),
-        None if s.param_out is None else part.of(s.param_out),
+        part.view(s.shard.grads),
+        None if s.param_out is None else part.view(s.param_out),
         lr=step.learning_rate,
         beta1=config.beta1,
         beta2=config.beta2,

@@ -9,12 +9,12 @@ import torch
 
 from megascale.config import OptimizerConfig
 from megascale.ops.lamb import lamb_apply, lamb_direction
-from megascale.optim.base import Rule, Shards, Step
+from megascale.optim.base import Shards, Step, UpdateRule
 from megascale.parallel.buffers import FlatShard
 from megascale.parallel.collectives import all_reduce
 
 
-class ShardedLamb(Rule):
+class ShardedLamb(UpdateRule):
     """State: exp_avg and exp_avg_sq of every tensor. Norms: of each decayed tensor's weights and direction."""
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
@@ -34,10 +34,10 @@ class ShardedLamb(Rule):
         sums = torch.zeros(2, len(self.shards.names), dtype=torch.float64, device=step.skip.device)
         for s in self.shards.states:
             for part in s.parts:
-                grads = part.of(s.shard.grads)
+                grads = part.view(s.shard.grads)
                 # The gradient has served once its direction is known, so the direction takes its place.
                 sums += lamb_direction(
-                    part.of(s.master),
+                    part.view(s.master),
                     part.state["exp_avg"],
                     part.state["exp_avg_sq"],
                     grads,
@@ -53,12 +53,12 @@ class ShardedLamb(Rule):
                     skip=step.skip,
                 )
         sums = all_reduce(sums * self._counted, self.shards.stage).wait() * self._adapted
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             for part in s.parts:
                 lamb_apply(
-                    part.of(s.master),
-                    part.of(s.shard.grads),
-                    None if s.param_out is None else part.of(s.param_out),
+                    part.view(s.master),
+                    part.view(s.shard.grads),
+                    None if s.param_out is None else part.view(s.param_out),
                     sums,
                     lr=step.learning_rate,
                     trust_min=config.trust_min,

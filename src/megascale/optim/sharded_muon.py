@@ -26,7 +26,7 @@ from megascale import torch_private
 from megascale.config import OptimizerConfig
 from megascale.core.tensors import Box, flat_boxes
 from megascale.ops.newton_schulz import newton_schulz
-from megascale.optim.base import Rule, Shards, ShardState, StatePart, Step
+from megascale.optim.base import Shards, ShardState, StatePart, Step, UpdateRule
 from megascale.optim.sharded_adamw import adamw_part
 from megascale.parallel.buffers import FlatShard
 from megascale.parallel.collectives import Axis, exchange_parts
@@ -47,7 +47,7 @@ class MatrixRun:
     length: int
 
 
-class ShardedMuon(Rule):
+class ShardedMuon(UpdateRule):
     """State: momentum of each hidden matrix, AdamW's moments of all else. Making it is collective over the stage."""
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
@@ -56,7 +56,7 @@ class ShardedMuon(Rule):
         for s in shards.states:
             for part in s.parts:
                 for e in part.extents if "momentum" in part.state else ():
-                    runs.append(MatrixRun(e.piece.name, e.piece.shape, e.piece.box, e.first, e.stop - e.start))
+                    runs.append(MatrixRun(e.piece.name, e.piece.shape, e.piece.box, e.piece_start, e.stop - e.start))
                     places.append((part, e.start - part.start, e.stop - part.start))
         everyone = _told(runs, shards.stage)
         shapes = {run.name: run.shape for one in everyone for run in one}
@@ -78,7 +78,7 @@ class ShardedMuon(Rule):
         directions = {id(part): self._direction(s, part, step) for s, part in self._parts}
         sent = _cat([directions[id(part)][a:b] for part, a, b in self._out], self.shards.states[0])
         arriving = exchange_parts(sent, self._to, self._from, stage, self._sent)
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             for part in s.parts:
                 if "momentum" not in part.state:
                     adamw_part(self.config, s, part, step)
@@ -87,7 +87,7 @@ class ShardedMuon(Rule):
         runs = returned.split([b - a for _, a, b in self._out]) if self._out else []
         if runs:
             torch_private.foreach_copy_([directions[id(part)][a:b] for part, a, b in self._out], list(runs))
-        for s in self.shards.order:
+        for s in self.shards.update_order:
             for part in s.parts:
                 if (direction := directions.get(id(part))) is not None:
                     self._apply(s, part, direction, step)
@@ -96,7 +96,7 @@ class ShardedMuon(Rule):
     def _direction(self, s: ShardState, part: StatePart, step: Step) -> torch.Tensor:
         """Update the part's momentum; what is to be orthogonalised, in the type of the GEMMs."""
         held, beta = part.state["momentum"], self.config.muon_momentum
-        grad = part.of(s.shard.grads).to(held.dtype)
+        grad = part.view(s.shard.grads).to(held.dtype)
         if step.scale is not None:
             grad = grad * step.scale.to(held.dtype)
         new = torch.add(grad, held, alpha=beta)
@@ -130,12 +130,12 @@ class ShardedMuon(Rule):
         return arrived
 
     def _apply(self, s: ShardState, part: StatePart, direction: torch.Tensor, step: Step) -> None:
-        master = part.of(s.master)
+        master = part.view(s.master)
         new = master * (1 - step.learning_rate * self.config.weight_decay)
         new.sub_(direction.to(master.dtype), alpha=step.learning_rate)
         master.copy_(torch.where(step.skip, master, new))
         if s.param_out is not None:
-            part.of(s.param_out).copy_(master)
+            part.view(s.param_out).copy_(master)
 
 
 def owners(shapes: Mapping[str, Shape], ranks: int) -> dict[str, int]:

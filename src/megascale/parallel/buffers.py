@@ -40,7 +40,7 @@ class Extent:
     stop: int
     spec: Spec
     piece: Piece
-    first: int
+    piece_start: int
 
 
 @dataclass
@@ -116,7 +116,7 @@ class FlatChunk:
             p.register_post_accumulate_grad_hook(self._accumulate)
         if self.zero == 2:
             self.grads = torch.empty(0, dtype=self.grad_dtype, device=device)
-            self.sums = torch.zeros(self.layout.size // axes.data.size, dtype=self.grad_dtype, device=device)
+            self.shard_grads = torch.zeros(self.layout.size // axes.data.size, dtype=self.grad_dtype, device=device)
         else:
             self.grads = torch.zeros(self.layout.size, dtype=self.grad_dtype, device=device)
             self.aim(self.grads)
@@ -136,7 +136,7 @@ class FlatChunk:
         """Let gradients accumulate in `buffer`, as long as the parameters."""
         self.grads = buffer
         for p, sink, start in zip(self.parameters, self.sinks, self.layout.starts, strict=True):
-            sink.main = buffer[start : start + p.numel()].view(p.shape)
+            sink.main_grad = buffer[start : start + p.numel()].view(p.shape)
 
     @staticmethod
     def _accumulate(p: torch.Tensor) -> None:
@@ -144,7 +144,7 @@ class FlatChunk:
             return  # an operator has put it into the sink and said so
         sink = sink_of(p)
         assert sink is not None
-        sink.main.add_(p.grad)
+        sink.main_grad.add_(p.grad)
         p.grad = None
         sink.ready()
 
@@ -165,7 +165,7 @@ class FlatChunk:
     def zero_grads(self, calls: Sequence[int]) -> None:
         """Forget the gradients of the step before; `calls`: contributions to each parameter's in a micro-batch."""
         if self.zero == 2:
-            self.sums.zero_()
+            self.shard_grads.zero_()
             return
         if self._zeroed is None and any(calls):
             self._learn_overwritten(calls)
@@ -192,7 +192,7 @@ class FlatChunk:
         """Make zero what no GEMM of this step has come to."""
         for i in self._overwritten:
             if self.sinks[i].overwrite:
-                self.sinks[i].main.zero_()
+                self.sinks[i].main_grad.zero_()
                 self.sinks[i].overwrite = False
 
     # shards ----------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class FlatChunk:
         extents = sorted(self._extents(span.members, start, stop), key=lambda e: e.start)
         if self.zero == 2:
             first = span.start // data.size
-            grads = self.sums[first : first + stop - start]
+            grads = self.shard_grads[first : first + stop - start]
         else:
             grads = self.grads[start:stop]
         return FlatShard(self.params[start:stop], grads, extents)
@@ -228,6 +228,6 @@ def grad_dtype(dtype: torch.dtype) -> torch.dtype:
 def extent_boxes(extent: Extent, flat: torch.Tensor) -> Iterator[tuple[Piece, tuple[int, ...], torch.Tensor]]:
     """Cut an extent of a shard-shaped tensor into boxes of its logical tensor: (piece, offsets, view of box shape)."""
     length = extent.stop - extent.start
-    for box, a, b in flat_boxes(extent.piece.box, extent.first, extent.first + length):
-        view = flat[extent.start + a - extent.first : extent.start + b - extent.first]
+    for box, a, b in flat_boxes(extent.piece.box, extent.piece_start, extent.piece_start + length):
+        view = flat[extent.start + a - extent.piece_start : extent.start + b - extent.piece_start]
         yield extent.piece, box.offsets, view.view(box.sizes)

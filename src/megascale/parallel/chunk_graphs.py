@@ -120,7 +120,7 @@ class ChunkGraphs:
         shape: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        self.on, self.failed = True, ""
+        self.on, self.failure = True, ""
         self._flats, self._compute, self._runtime, self._device = list(flats), compute, runtime, device
         self._shape = shape
         self._boundaries = boundaries_of(actions)
@@ -132,11 +132,11 @@ class ChunkGraphs:
         self._steps = 0
         self._captured = False  # in the present step
 
-    def use(self, on: bool) -> None:
+    def set_enabled(self, on: bool) -> None:
         """From the next step on, replay; or launch each operator."""
         self.on = on
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The chunks will compute something else: what was recorded is let go of."""
         self._known.clear()
         self._pools.clear()
@@ -144,7 +144,7 @@ class ChunkGraphs:
     def begin_step(self, forward: Forward, inputs: Inputs, eagerly: bool = False) -> EagerChunks:
         """What runs the micro-batches of the step that begins; eagerly: none of them replayed."""
         self._steps += 1
-        if not self.on or self.failed or eagerly or self._steps <= EAGER_STEPS:
+        if not self.on or self.failure or eagerly or self._steps <= EAGER_STEPS:
             return EagerChunks(forward)
         return GraphedChunks(forward, inputs, self)
 
@@ -157,7 +157,7 @@ class ChunkGraphs:
     def suits(self, chunk: int, i: int) -> bool:
         """Whether this micro-batch is replayed."""
         boundaries = self._boundaries[chunk]
-        return not self.failed and not (
+        return not self.failure and not (
             self._communicates and (i == boundaries.first_forward or i in boundaries.reduced)
         )
 
@@ -169,11 +169,11 @@ class ChunkGraphs:
             try:
                 found = self._capture(chunk, slot, first, inputs)
             except RuntimeError as error:
-                self.failed = f"capture failed: {str(error).strip().splitlines()[0]}"
+                self.failure = f"capture failed: {str(error).strip().splitlines()[0]}"
             if self._some_rank_failed():
-                self.failed = self.failed or "capture failed on another rank of the tensor-parallel group"
-                self._runtime.kernels.note("CUDA graphs", f"off ({self.failed})")
-                self.forget()  # out of memory, perhaps; what is in flight is replayed to its end
+                self.failure = self.failure or "capture failed on another rank of the tensor-parallel group"
+                self._runtime.kernels.note("CUDA graphs", f"off ({self.failure})")
+                self.clear()  # out of memory, perhaps; what is in flight is replayed to its end
                 return None
             assert found is not None
             self._known[chunk, slot, first] = found
@@ -182,8 +182,8 @@ class ChunkGraphs:
     def _some_rank_failed(self) -> bool:
         """Whether a capture failed here or on a rank that exchanges with this one: they replay alike or not at all."""
         if self._tensor.size == 1:
-            return bool(self.failed)
-        failed = torch.tensor([float(bool(self.failed))], device=self._device)
+            return bool(self.failure)
+        failed = torch.tensor([float(bool(self.failure))], device=self._device)
         return bool(all_reduce(failed, self._tensor, dist.ReduceOp.MAX, "agree_on_capture").wait().item())
 
     def replay(self, capture: Capture, op: str, nbytes: int) -> None:

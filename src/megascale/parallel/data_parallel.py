@@ -199,7 +199,7 @@ class DataParallel:
 
     # parameters --------------------------------------------------------------------------------------------------
 
-    def gather(self, chunk: int) -> None:
+    def start_gather(self, chunk: int) -> None:
         """GATHER_PARAMS: send for what other ranks updated, first what forward needs first; once, if it is asked
         again while that is under way."""
         buckets = self._chunks[chunk]
@@ -257,11 +257,11 @@ class DataParallel:
         """Whether a gather of the chunk is under way."""
         return bool(self._chunks[chunk].gathering)
 
-    def complete(self) -> None:
+    def gather_full_parameters(self) -> None:
         """Make all parameters whole on this rank, in their own type: what is there as float8 only is gathered."""
         for chunk, buckets in enumerate(self._chunks):
             if buckets.float8 is None:
-                self.gather(chunk)
+                self.start_gather(chunk)
                 self._finish_gather(buckets)
                 continue
             on_its_way = bool(buckets.gathering)
@@ -297,7 +297,7 @@ class DataParallel:
         if flat.zero == 0 or data.size == 1 or bucket in buckets.gathering:
             return
         if buckets.float8 is not None and bucket in buckets.float8.buckets and not whole:
-            buckets.gathering[bucket] = buckets.float8.send(bucket)
+            buckets.gathering[bucket] = buckets.float8.start_gather(bucket)
             return
         # Under its own version counter: gloo writes while a forward saves parameters that are there already, and
         # backward would take those for changed.

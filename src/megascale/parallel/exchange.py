@@ -172,7 +172,7 @@ class Exchange:
         recorder = self._runtime.recorder
         since = recorder.mark()
         self._streams.stream_wait("main", event)
-        recorder.waited(since, SpanKind.WAIT, SpanAxis.TENSOR)
+        recorder.record_wait(since, SpanKind.WAIT, SpanAxis.TENSOR)
 
     # captures -------------------------------------------------------------------------------------------------------
 

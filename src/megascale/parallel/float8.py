@@ -217,7 +217,7 @@ class TensorWiseFloat8(_Float8Linears):
         return cast_by_amax(weight, E4M3, largest_magnitude(amax_of(weight), self.axis))
 
     def _operand(self, x: Tensor, kind: Format, given: Tensor | None, travels: bool) -> Operand:
-        given = known_amax.known(x) if given is None else given
+        given = known_amax.attached_amax(x) if given is None else given
         x = x.detach()
         amax = largest_magnitude(amax_of(x) if given is None else given, self.axis)
         travels = travels and self.axis.size > 1

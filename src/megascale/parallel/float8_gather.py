@@ -110,7 +110,7 @@ class Float8Gather:
         self._agreeing = {**self._agreeing, **dict.fromkeys(buckets, agreeing)}
 
     @torch.no_grad()
-    def send(self, bucket: int) -> Pending:
+    def start_gather(self, bucket: int) -> Pending:
         """Cast this rank's part of a bucket that is measured, and gather all; when that is waited for, the linear
         layers read what has arrived."""
         part = self._parts[bucket]

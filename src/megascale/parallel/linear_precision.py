@@ -39,7 +39,7 @@ class LinearPrecision(ComputeType):
         matrices: this rank's, by name. tokens: of a micro-batch, whole sequences.
         """
 
-    def weights_changed(self) -> None:
+    def invalidate_weights(self) -> None:
         """What was made of weights is stale: an update, a checkpoint."""
 
     def prepare(self, weights: Iterable[Tensor]) -> None:
@@ -53,7 +53,7 @@ class LinearPrecision(ComputeType):
     def count_casts(self, on: bool) -> None:
         """Whether casts to a narrower type are counted from now on, from zero; it costs a share of their time."""
 
-    def counted(self) -> Tensor | None:
+    def cast_counts(self) -> Tensor | None:
         """Since then: float64 [3] of this rank: numbers clipped, flushed to zero, looked at; None if not counted."""
         return None
 
@@ -86,7 +86,7 @@ class LinearPrecision(ComputeType):
         self, sink: GradientSink, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
     ) -> None:
         """Put a weight's gradient into its sink, and say so."""
-        main, overwrite = sink.main, sink.take_overwrite()
+        main, overwrite = sink.main_grad, sink.take_overwrite()
         work: Callable[[], None]
         if isinstance(x, tuple):
             work = partial(self.accumulate, main, dy, x, overwrite)

@@ -36,11 +36,13 @@ class Spec:
 def local_parameter(tensors: Sequence[LogicalTensor], rank: int, ranks: int, dtype: torch.dtype) -> nn.Parameter:
     """What tensor-parallel rank `rank` of `ranks` holds of logical tensors that are cut and begin alike, stacked."""
     first = tensors[0]
-    assert all((t.cut, t.std, t.value) == (first.cut, first.std, first.value) for t in tensors), tensors
-    rows = sum(tensor.local(ranks)[0] for tensor in tensors)
+    assert all(
+        (t.partition_dim, t.std, t.init_value) == (first.partition_dim, first.std, first.init_value) for t in tensors
+    ), tensors
+    rows = sum(tensor.local_shape(ranks)[0] for tensor in tensors)
     pieces = tuple(tensor.piece(rank, ranks) for tensor in tensors)
-    spec = Spec(pieces, first.std, first.value, replicated=first.cut is None)
-    return parameter((rows, *first.local(ranks)[1:]), spec, dtype)
+    spec = Spec(pieces, first.std, first.init_value, replicated=first.partition_dim is None)
+    return parameter((rows, *first.local_shape(ranks)[1:]), spec, dtype)
 
 
 def parameter(shape: tuple[int, ...], spec: Spec, dtype: torch.dtype) -> nn.Parameter:
@@ -89,10 +91,10 @@ def initialise(module: nn.Module, seed: int) -> None:
             if spec.init_std is None:
                 view.fill_(spec.init_value)
                 continue
-            view.copy_(_cut(draw(seed, piece.name, piece.shape, spec.init_std, view.device), piece.box))
+            view.copy_(_cut(draw_initial_values(seed, piece.name, piece.shape, spec.init_std, view.device), piece.box))
 
 
-def draw(seed: int, name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:
+def draw_initial_values(seed: int, name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:
     """The first values of a whole logical tensor, float32: normal, a function of (seed, name) and kind of device."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator(device=device)

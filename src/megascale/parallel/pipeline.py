@@ -101,7 +101,7 @@ class PipelineExecutor:
         recorder = self.runtime.recorder
         for index, (kind, chunk, i) in enumerate(self.actions):
             self.runtime.calls.at(_LABELS[kind], chunk, i, index)
-            recorder.begin(kind, chunk, i)
+            recorder.begin_action(kind, chunk, i)
             if kind.is_compute and self.schedule.exposed:
                 for queue in sending.values():
                     self._free(queue, 0)
@@ -140,10 +140,10 @@ class PipelineExecutor:
             elif kind == ActionKind.SEND_BACKWARD:
                 sending[kind].append(self._send(kind, grads.pop((chunk, i))))
             elif kind == ActionKind.GATHER_PARAMS:
-                data.gather(chunk)
+                data.start_gather(chunk)
             elif kind == ActionKind.REDUCE_GRADS:
                 data.arm(chunk)
-            recorder.end()
+            recorder.end_action()
         for queue in sending.values():
             for _, pending in queue:
                 pending.wait()
@@ -155,7 +155,7 @@ class PipelineExecutor:
         outputs, single_stage = [], self.schedule.stages == 1
         for i in range(microbatches):
             y = None
-            for chunk in range(self.schedule.virtual):
+            for chunk in range(self.schedule.virtual_stages):
                 x = y if single_stage else None
                 self.runtime.calls.at(b"evaluate", chunk, i)
                 if not single_stage and not self._is_first(chunk):

@@ -66,7 +66,7 @@ class Transfer:
 
     def __init__(self, runtime: Runtime, call: int, axis: int, nbytes: int, waited_on: int) -> None:
         self._runtime, self._call, self._axis, self._bytes, self._waited_on = runtime, call, axis, nbytes, waited_on
-        self._since = runtime.recorder.launched(axis, nbytes)
+        self._since = runtime.recorder.begin_transfer(axis, nbytes)
 
     def waiting(self) -> Mark:
         """The stream, or on a CPU the host, now waits for it."""
@@ -78,5 +78,5 @@ class Transfer:
         self._runtime.calls.done(self._call)
         recorder = self._runtime.recorder
         if waiting is not None:
-            recorder.waited(waiting, SpanKind.WAIT, self._axis, self._waited_on)
+            recorder.record_wait(waiting, SpanKind.WAIT, self._axis, self._waited_on)
         recorder.landed(self._since, self._axis, self._bytes, self._waited_on)

@@ -27,7 +27,7 @@ _REASON = 500  # bytes in which a rank says why it cannot
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
-def prepare(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool = False) -> Exchange | str:
+def make_exchange(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool = False) -> Exchange | str:
     """The group's exchange, made collectively; or why it cannot be had, on every rank alike.
 
     Args:

@@ -248,7 +248,7 @@ def gather_linear(
     bias: torch.Tensor | None,
     linears: LinearPrecision = PLAIN,
     recompute_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    given: Any = None,
+    amax: Any = None,
     fused_bias_gradient: bool = False,
 ) -> torch.Tensor:
     """Column-parallel GEMM: [s/t, b, h] -> [s, b, columns/t].
@@ -257,7 +257,7 @@ def gather_linear(
     bias is made by whoever reads the result. With `recompute_fn` (a norm) the GEMM is of recompute_fn(x), which is
     recomputed in backward instead of being kept. given: what the GEMM's input is known to be (`Gemms.input`)."""
     wants_bias = bias is not None and not fused_bias_gradient and bias.requires_grad
-    told = weight, bias, linears, recompute_fn, given, wants_bias
+    told = weight, bias, linears, recompute_fn, amax, wants_bias
     return _GatherLinear.apply(x, tracked(x, weight), tracked(x, bias) if wants_bias else None, told)
 
 
@@ -265,7 +265,7 @@ def linear_scatter(
     linears: LinearPrecision,
     *inputs: torch.Tensor,
     recompute_fns: Sequence[RecomputedActivation | None] | None = None,
-    given: Sequence[Any] | None = None,
+    amaxes: Sequence[Any] | None = None,
 ) -> torch.Tensor:
     """Row-parallel sum of GEMMs: x1, w1, x2, w2, ... -> [s/t, b, h], one reduce-scatter for all.
 
@@ -275,7 +275,7 @@ def linear_scatter(
     """
     xs, weights = inputs[0::2], inputs[1::2]
     none = (None,) * len(weights)
-    told = linears, weights, recompute_fns or none, given or none
+    told = linears, weights, recompute_fns or none, amaxes or none
     return _LinearScatter.apply(told, *xs, *[tracked(x, weight) for x, weight in zip(xs, weights, strict=True)])
 
 

@@ -34,7 +34,7 @@ _SEE_OFF = 10.0
 _EXPLAINED = 4  # at most so many differing ranks tell their settings
 
 
-def digest(facts: Mapping[str, str]) -> str:
+def hash_facts(facts: Mapping[str, str]) -> str:
     """A short fingerprint of settings."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -66,7 +66,7 @@ def agree(
     deadline = time.monotonic() + timeout
     named = timeout if named is None else named
     facts = {"WORLD_SIZE": str(world), **facts}
-    mark = digest(facts)
+    mark = hash_facts(facts)
     hello = f"{mark} {socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
     if not 0 <= rank < world:
         _alarm(store, rank + 1, f"rank {rank} is outside a world of {world}; ranks count from 0 to {world - 1}")

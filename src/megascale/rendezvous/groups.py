@@ -26,7 +26,16 @@ from megascale.rendezvous.agree import ranges
 from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, plan_groups, rank_groups
 from megascale.rendezvous.store_errors import StoreFault
 
-__all__ = ["GroupSpec", "Groups", "P2PChannel", "lost_peer", "make_groups", "plan_groups", "rank_groups", "shutdown"]
+__all__ = [
+    "GroupSpec",
+    "Groups",
+    "P2PChannel",
+    "describe_lost_peer",
+    "make_groups",
+    "plan_groups",
+    "rank_groups",
+    "shutdown",
+]
 
 
 log = logging.getLogger(__name__)
@@ -138,7 +147,7 @@ def make_groups(
     return groups
 
 
-def lost_peer(error: BaseException) -> str | None:
+def describe_lost_peer(error: BaseException) -> str | None:
     """Why torch could not reach another rank, in short; None if `error` is something else."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, StoreFault) or not (isinstance(error, dist.DistError) or "/gloo/" in text):
@@ -153,7 +162,7 @@ def _meeting(spec: GroupSpec, rank: int, timeout: timedelta) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        why = lost_peer(error)
+        why = describe_lost_peer(error)
         if why is None:
             raise
         others = ranges(set(spec.ranks) - {rank})
@@ -244,7 +253,7 @@ def shutdown(groups: Groups, failed: bool = False) -> None:
 
 
 def _leave(store: Any, groups: Groups) -> None:
-    last = store.add("left", 1) == groups.grid.world
+    last = store.add("left", 1) == groups.grid.world_size
     if hasattr(store, "remove_all"):
         if last:
             store.remove_all()

@@ -35,7 +35,7 @@ from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, see_off
 from megascale.rendezvous.group_plan import DIRECTIONS
-from megascale.rendezvous.groups import AFTERLIFE, Groups, lost_peer, make_groups
+from megascale.rendezvous.groups import AFTERLIFE, Groups, describe_lost_peer, make_groups
 from megascale.rendezvous.redis_store import RedisStore
 from megascale.rendezvous.resp import Address
 from megascale.rendezvous.restarts import has_agent_store, is_under_torchrun, open_start
@@ -84,7 +84,7 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
         _abandon(store, error, (rank, world) if isinstance(error, FitError) else None)
         if isinstance(error, StoreFault):
             raise TrainingError(str(error)) from None
-        why = lost_peer(error)
+        why = describe_lost_peer(error)
         if why is None:
             raise
         lost = TrainingError(
@@ -105,7 +105,7 @@ def _meet(config: Config, rank: int, world: int, lap: Callable[[str], None]) -> 
     facts = job_facts(config)
     while True:
         remaining = max(0.1, deadline - time.monotonic())
-        store = connect(config, rank, world, remaining)
+        store = open_store(config, rank, world, remaining)
         lap("connect")
         try:
             if has_agent_store() and not isinstance(store, RedisStore):
@@ -170,8 +170,8 @@ def _start_groups(
         timeout=group_timeout,
         store=dist.PrefixStore("job", store),
         channels={
-            **dict.fromkeys(DIRECTIONS, config.overlap.channels("pipeline")),
-            **dict.fromkeys(("data_gather", "data_reduce"), config.overlap.channels("data")),
+            **dict.fromkeys(DIRECTIONS, config.overlap.max_channels("pipeline")),
+            **dict.fromkeys(("data_gather", "data_reduce"), config.overlap.max_channels("data")),
         },
     )
     groups.root_store = store
@@ -202,7 +202,7 @@ def job_facts(config: Config) -> dict[str, str]:
     return facts
 
 
-def connect(config: Config, rank: int, world: int, timeout: float) -> dist.Store:
+def open_store(config: Config, rank: int, world: int, timeout: float) -> dist.Store:
     """The job's store, reached within `timeout` seconds."""
     if urlsplit(config.rendezvous.url).scheme == "env":
         return _tcp_store(rank, world, timeout, config.rendezvous.timeout)

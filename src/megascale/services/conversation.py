@@ -22,8 +22,8 @@ from megascale.services.framing import (
     SEAL_BYTES,
     ProtocolError,
     Seal,
-    greeting,
-    head,
+    make_greeting,
+    make_head,
     read_greeting,
     read_head,
 )
@@ -69,7 +69,7 @@ class Conversation:
         self._sending = threading.Lock()
 
     @contextlib.contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
+    def time_limit(self, seconds: float) -> Iterator[None]:
         """All that is sent and received inside has so many seconds together; TimeoutError."""
         self._deadline = time.monotonic() + seconds
         try:
@@ -82,7 +82,7 @@ class Conversation:
         data = self._out.encode(message)
         with self._sending:
             seal = self._seal.make(data) if self._seal is not None else b""
-            frame = head(len(data), len(body), len(files)) + seal + data
+            frame = make_head(len(data), len(body), len(files)) + seal + data
             if files:
                 self._limit()
                 frame = frame[socket.send_fds(self.sock, [frame], list(files)) :]
@@ -112,12 +112,12 @@ class Conversation:
         self.files = files
         return message
 
-    def ask(self, question: Message, body: bytes | memoryview = b"") -> Any:
+    def request(self, question: Message, body: bytes | memoryview = b"") -> Any:
         """The answer to a question; OSError with the other side's words if it failed there."""
         self.send(question, body)
-        return self.answer()
+        return self.receive_reply()
 
-    def answer(self, attached: int = 1 << 40) -> Any:
+    def receive_reply(self, attached: int = 1 << 40) -> Any:
         """What the other side answers; OSError with its words if it failed there."""
         try:
             reply = self.receive(attached)
@@ -143,7 +143,7 @@ class Conversation:
                 raise EOFError
             view = view[got:]
 
-    def alive(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether the other side is still there; for one that says nothing while it waits for an answer."""
         try:
             return bool(self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
@@ -207,20 +207,20 @@ class Conversation:
         self.sock.settimeout(left)
 
 
-def prove(conversation: Conversation, token: bytes, purpose: str, role: Literal["server", "client"]) -> None:
+def authenticate(conversation: Conversation, token: bytes, purpose: str, role: Literal["server", "client"]) -> None:
     """Have both ends of a TCP connection show that they know `token` and seal all that follows.
 
     ProtocolError if the other does not know it; EOFError if it hangs up. Set a time limit (`Conversation.within`).
     """
     proof = TokenProof(token, purpose, role)
-    conversation.send_bytes(memoryview(greeting(proof.nonce)))
-    conversation.send_bytes(memoryview(proof.answer(read_greeting(conversation._exactly(GREETING_BYTES)))))
+    conversation.send_bytes(memoryview(make_greeting(proof.nonce)))
+    conversation.send_bytes(memoryview(proof.answer_nonce(read_greeting(conversation._exactly(GREETING_BYTES)))))
     if not proof.accepts(bytes(conversation._exactly(PROOF_BYTES))):
         raise ProtocolError("the other side does not know the token")
-    conversation._seal = Seal(proof.key(), role == "server")
+    conversation._seal = Seal(proof.connection_key(), role == "server")
 
 
-def peer(sock: socket.socket) -> tuple[int, int]:
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     """(process id, user) at the other end of a Unix socket, as the kernel noted them."""
     pid, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return pid, user
@@ -228,6 +228,6 @@ def peer(sock: socket.socket) -> tuple[int, int]:
 
 def check_peer(sock: socket.socket) -> None:
     """ProtocolError unless the process at the other end of a Unix socket is this user's (or root's)."""
-    _, user = peer(sock)
+    _, user = peer_credentials(sock)
     if user not in (0, os.geteuid()):
         raise ProtocolError(f"the other side is a process of user {user}")

@@ -22,7 +22,7 @@ _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True)
-class DoorLimits:
+class ConnectionLimits:
     """What connections may cost.
 
     Attributes:
@@ -45,7 +45,7 @@ class Connection:
         proved: whether its request may be answered at leisure; such a connection makes no room for others.
     """
 
-    def __init__(self, door: Door, sock: socket.socket) -> None:
+    def __init__(self, door: LimitedListener, sock: socket.socket) -> None:
         self.proved = False
         self._door, self._loop = door, asyncio.get_running_loop()
         self._transport: asyncio.BaseTransport | None = None
@@ -61,13 +61,13 @@ class Connection:
             await self._loop.connect_accepted_socket(lambda: self._door.protocol(self), sock, ssl=context, **secure)
         except (OSError, TimeoutError, asyncio.CancelledError):
             sock.close()
-            self.lost()
+            self.detach()
 
-    def made(self, transport: asyncio.BaseTransport) -> None:
+    def attach(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport: the connection stands, and with TLS the other side speaks it."""
         self._transport = transport
 
-    def lost(self) -> None:
+    def detach(self) -> None:
         """Forget the connection, which is over."""
         self._expire_after(None)
         self._door.forget(self)
@@ -100,7 +100,7 @@ class Connection:
         self._timer = self._loop.call_later(seconds, self.abort) if seconds is not None else None
 
 
-class Door:
+class LimitedListener:
     """Takes the connections of listening sockets.
 
     Args:
@@ -114,7 +114,7 @@ class Door:
         self,
         listeners: Sequence[socket.socket],
         protocol: Callable[[Connection], asyncio.Protocol],
-        limits: DoorLimits,
+        limits: ConnectionLimits,
         context: ssl.SSLContext | None = None,
     ) -> None:
         self.protocol, self.limits, self.context = protocol, limits, context

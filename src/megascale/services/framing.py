@@ -12,7 +12,7 @@ from __future__ import annotations
 import hmac
 import struct
 
-from megascale.services.shared_token import NONCE_BYTES, same
+from megascale.services.shared_token import NONCE_BYTES, secrets_equal
 
 # Counted up with each change of a frame, a greeting or a message: ends of different forms do not talk.
 FORM = 8
@@ -27,7 +27,7 @@ class ProtocolError(ConnectionError):
     """The other side broke the rules of a conversation; the message says how. The connection is of no more use."""
 
 
-def head(size: int, attached: int = 0, files: int = 0) -> bytes:
+def make_head(size: int, attached: int = 0, files: int = 0) -> bytes:
     """The head of a frame with a message of `size` bytes."""
     return HEAD.pack(_MAGIC, FORM, files, size, attached)
 
@@ -51,9 +51,9 @@ def read_head(data: bytes | bytearray, limit: int, attached: int = 0) -> tuple[i
     return size, extra, files
 
 
-def greeting(nonce: bytes) -> bytes:
+def make_greeting(nonce: bytes) -> bytes:
     """What each end sends first where a token is to be proved."""
-    return head(NONCE_BYTES) + nonce
+    return make_head(NONCE_BYTES) + nonce
 
 
 def read_greeting(data: bytes | bytearray) -> bytes:
@@ -86,7 +86,7 @@ class Seal:
     def check(self, seal: bytes | bytearray, contents: bytes | bytearray) -> None:
         """ProtocolError if `seal` is not that of the next frame received."""
         self._received += 1
-        if not same(bytes(seal), self._mac(self._in, self._received, bytes(contents))):
+        if not secrets_equal(bytes(seal), self._mac(self._in, self._received, bytes(contents))):
             raise ProtocolError("a message that is forged, repeated or out of order")
 
     def _mac(self, direction: bytes, number: int, contents: bytes) -> bytes:

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megascale.core.python_command import module_command
-from megascale.services.conversation import Conversation, Done, ErrorReply, check_peer, peer
-from megascale.services.framing import HEAD, ProtocolError, head, read_head
+from megascale.services.conversation import Conversation, Done, ErrorReply, check_peer, peer_credentials
+from megascale.services.framing import HEAD, ProtocolError, make_head, read_head
 from megascale.services.messages import Count, Message, Name, Schema
-from megascale.services.reception import PROOF_SECONDS, Reception
+from megascale.services.reception import AUTHENTICATION_TIMEOUT, Reception
 
 _LONGEST_ADDRESS = 107  # bytes of a path in an AF_UNIX address
 COME_UP = 60.0  # seconds that a service has from its start to its first answer
@@ -56,7 +56,7 @@ class ServiceFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class ServiceLocation:
     """Where a service lives: a private folder (private_folder.py) and the service's name."""
 
     folder: Path
@@ -77,7 +77,7 @@ class Place:
         """Held by who starts a service, until it answers."""
         return self.folder / f"{self.name}.starting"
 
-    def take(self, make: bool = True, make_folder: bool = False) -> int | None:
+    def acquire_lock(self, make: bool = True, make_folder: bool = False) -> int | None:
         """The lock, None if a process has it (or there is none and it is not to be made)."""
         while True:
             if make_folder:
@@ -101,7 +101,7 @@ class Place:
             # Its holder has ended between our two calls, and removed it: what we hold keeps nobody out.
             os.close(lock)
 
-    def leave(self, lock: int) -> None:
+    def release(self, lock: int) -> None:
         """Remove what a service leaves, while nobody else can come, and let go."""
         for path in (self.address, self.starting, self.lock):
             path.unlink(missing_ok=True)
@@ -157,7 +157,7 @@ class Place:
         if (sock := self.reach()) is None:
             return None
         with sock:
-            return peer(sock)[0]
+            return peer_credentials(sock)[0]
 
     def meet(self, out: Schema, into: Schema, seconds: float) -> Conversation | None:
         """A conversation with the service, None if there is none that answers within `seconds`.
@@ -169,9 +169,9 @@ class Place:
         greeting = Conversation(sock, GREETINGS, GREETINGS)
         try:
             check_peer(sock)
-            with greeting.within(seconds):
+            with greeting.time_limit(seconds):
                 # One that is just ending, or was killed, may still take connections: only an answer counts.
-                if isinstance(greeting.ask(Come(self.name)), Here):
+                if isinstance(greeting.request(Come(self.name)), Here):
                     return Conversation(sock, out, into)
             raise ProtocolError(f"what answers on {str(self.address)!r} is no {self.name} service")
         except ProtocolError:
@@ -184,10 +184,10 @@ class Place:
     def sweep(self) -> None:
         """Remove what killed services of this name have left in the folders beside this one."""
         for other in self.folder.parent.glob(f"*/{self.lock.name}"):
-            place = Place(other.parent, self.name)
+            place = ServiceLocation(other.parent, self.name)
             with contextlib.suppress(OSError):
-                if (lock := place.take(make=False)) is not None:
-                    place.leave(lock)
+                if (lock := place.acquire_lock(make=False)) is not None:
+                    place.release(lock)
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Launch:
             )
 
 
-def start(place: Place, launch: Launch) -> subprocess.Popen[bytes]:
+def start_service(place: ServiceLocation, launch: Launch) -> subprocess.Popen[bytes]:
     """Start a service without waiting for it; who connects meanwhile does wait, and starts no other."""
     with open(place.starting, "ab") as lock:
         # The child inherits the lock and drops it when it is ready.
@@ -223,8 +223,8 @@ def start(place: Place, launch: Launch) -> subprocess.Popen[bytes]:
         return launch.spawn("--starting", str(lock.fileno()), files=[lock.fileno()])
 
 
-def connect(
-    place: Place,
+def connect_service(
+    place: ServiceLocation,
     launch: Launch,
     out: Schema,
     into: Schema,
@@ -311,20 +311,20 @@ class Ready:
     def __init__(self, ready: int | None, starting: int | None) -> None:
         self._pipe, self._lock = ready, starting
 
-    def say(self, message: Message | None = None) -> None:
+    def send(self, message: Message | None = None) -> None:
         """Once: ready, or ErrorReply."""
         data = GREETINGS.encode(message or Done())
         if self._pipe is not None:
             with contextlib.suppress(OSError):  # who started this has died meanwhile
-                os.write(self._pipe, head(len(data)) + data)
+                os.write(self._pipe, make_head(len(data)) + data)
         for handle in (self._pipe, self._lock):
             if handle is not None:
                 os.close(handle)
         self._pipe = self._lock = None
 
 
-def own(
-    place: Place,
+def claim_service(
+    place: ServiceLocation,
     begin: Callable[[], Callable[[Conversation], None]],
     schemas: tuple[Schema, Schema],
     ready: Ready,
@@ -339,7 +339,7 @@ def own(
         ready: told when connections are taken.
         make_folder: make the folder if it is not there.
     """
-    lock = place.take(make_folder=make_folder)
+    lock = place.acquire_lock(make_folder=make_folder)
     if lock is None:
         return None
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -349,13 +349,13 @@ def own(
         talk = begin()
         listener = place.listen()
     except OSError as error:  # without the reason, the process that waits would start this service again and again
-        ready.say(ErrorReply(f"the {place.name} service cannot start: {error}"[:2000], "TrainingError"))
+        ready.send(ErrorReply(f"the {place.name} service cannot start: {error}"[:2000], "TrainingError"))
         raise
 
     def meet(sock: socket.socket) -> Conversation:
         check_peer(sock)
         greeting = Conversation(sock, GREETINGS, GREETINGS)
-        with greeting.within(PROOF_SECONDS):
+        with greeting.time_limit(AUTHENTICATION_TIMEOUT):
             come = greeting.receive()
             if not isinstance(come, Come) or come.service != place.name:
                 greeting.send(ErrorReply(f"this is the {place.name} service", "ProtocolError"))
@@ -364,7 +364,7 @@ def own(
         return Conversation(sock, *schemas)
 
     reception = Reception(listener, meet, talk)
-    ready.say()
+    ready.send()
     return Owned(place, lock, reception)
 
 
@@ -372,7 +372,7 @@ def own(
 class Owned:
     """A place that this process serves."""
 
-    place: Place
+    location: ServiceLocation
     lock: int
     reception: Reception
 

@@ -29,7 +29,7 @@ class _Protocol(H11Protocol):
         super().on_response_complete()
 
 
-def http_protocol(config: Config, state: ServerState) -> Callable[[Connection], asyncio.Protocol]:
+def make_http_protocol(config: Config, state: ServerState) -> Callable[[Connection], asyncio.Protocol]:
     """Return what makes the protocol of a connection; the application finds it in `scope["state"]["connection"]`."""
 
     def make(connection: Connection) -> asyncio.Protocol:

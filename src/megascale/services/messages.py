@@ -62,7 +62,7 @@ class Schema:
         self._encoder = msgspec.msgpack.Encoder()
         self._names = {kind: _names(kind) for kind in kinds}
 
-    def make(self, do: str, fields: dict[str, Any]) -> Message:
+    def build(self, do: str, fields: dict[str, Any]) -> Message:
         """The message of a kind; ValueError if there is none such or its fields do not fit it."""
         if do not in self._kinds:
             raise ValueError(f"there is no message {do!r}; there are {', '.join(sorted(self._kinds))}")

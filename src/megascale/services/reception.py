@@ -16,7 +16,7 @@ from megascale.services.conversation import Conversation
 log = logging.getLogger("megascale.services")
 
 STRANGERS = 64  # connections that have not yet shown who they are
-PROOF_SECONDS = 5.0  # that each has for it
+AUTHENTICATION_TIMEOUT = 5.0  # that each has for it
 _LOOK = 0.2  # seconds between questions whether all is done while nobody is here
 _BREATH = 0.02  # seconds after an accept that failed: descriptors come free meanwhile
 
@@ -42,20 +42,20 @@ class Reception:
         listener: socket.socket,
         meet: Callable[[socket.socket], Conversation],
         talk: Callable[[Conversation], None],
-        strangers: int = STRANGERS,
+        max_unauthenticated: int = STRANGERS,
     ) -> None:
         listener.setblocking(False)
-        self._listener, self._meet, self._talk, self._most = listener, meet, talk, strangers
+        self._listener, self._meet, self._talk, self._most = listener, meet, talk, max_unauthenticated
         self._strangers: dict[int, socket.socket] = {}
         self._inside: set[Conversation] = set()
         self._lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._number = 0
         self._ended = False
-        self.came, self.left_at = False, time.monotonic()
+        self.has_had_clients, self.left_at = False, time.monotonic()
 
     @property
-    def here(self) -> int:
+    def client_count(self) -> int:
         """Connections that have shown who they are."""
         return len(self._inside)
 
@@ -64,7 +64,7 @@ class Reception:
         with self._lock:
             return not self._inside and time.monotonic() - self.left_at > seconds
 
-    def touch(self) -> None:
+    def record_activity(self) -> None:
         """Something was done here: count from now on."""
         with self._lock:
             self.left_at = time.monotonic()
@@ -75,7 +75,7 @@ class Reception:
         poll.register(self._listener, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while not done():
-            for handle, _ in poll.poll(None if self.here else 1000 * _LOOK):
+            for handle, _ in poll.poll(None if self.client_count else 1000 * _LOOK):
                 if handle == self._wake:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
@@ -137,7 +137,7 @@ class Reception:
                 if not known or self._ended:
                     return
                 self._inside.add(conversation)
-                self.came = True
+                self.has_had_clients = True
             try:
                 self._talk(conversation)
             except (OSError, EOFError) as error:

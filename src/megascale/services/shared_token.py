@@ -59,7 +59,7 @@ def derive(token: bytes, purpose: str) -> str:
     return hmac.digest(token, f"token of {purpose}".encode(), "sha256").hex()
 
 
-def same(given: bytes, expected: bytes) -> bool:
+def secrets_equal(given: bytes, expected: bytes) -> bool:
     """Whether two secrets are equal, in a time that does not tell how much of them is."""
     return hmac.compare_digest(given, expected)
 
@@ -84,7 +84,7 @@ class TokenProof:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._both = b""
 
-    def answer(self, theirs: bytes) -> bytes:
+    def answer_nonce(self, theirs: bytes) -> bytes:
         """PROOF_BYTES that show the token, for the other side's nonce."""
         self._both = self.nonce + theirs if self._server else theirs + self.nonce
         return self._digest(b"server" if self._server else b"client")
@@ -92,9 +92,9 @@ class TokenProof:
     def accepts(self, answer: bytes) -> bool:
         """Whether the other side's answer shows that it knows the token; after `answer`."""
         assert self._both, "no nonce of the other side yet"
-        return same(answer, self._digest(b"client" if self._server else b"server"))
+        return secrets_equal(answer, self._digest(b"client" if self._server else b"server"))
 
-    def key(self) -> bytes:
+    def connection_key(self) -> bytes:
         """A key for this connection only, the same on both sides; after `answer`."""
         assert self._both, "no nonce of the other side yet"
         return self._digest(b"key")

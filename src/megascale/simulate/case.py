@@ -85,7 +85,7 @@ class Case:
     expert_parallel: Any = 1
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         model: ModelConfig,
         software: Software,

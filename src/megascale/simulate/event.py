@@ -101,7 +101,7 @@ def simulate(
     reduced = _reduced(graph, timeline, case, times, stage_shares)
     makespan = timeline.makespan
     last = int(makespan.argmax())
-    one = Timeline(graph, timeline.start[:, last], timeline.end[:, last], timeline.moving[:, last])
+    one = Timeline(graph, timeline.start[:, last], timeline.end[:, last], timeline.transfer_start[:, last])
     tail = float(times.optimizer) + (0.0 if case.dp_overlap else float(times.gather))
     seconds = float(reduced.max()) + tail + float(times.tied) + float(late_seconds(cluster, case, constants))
     return SimulatedEvent(seconds, one, makespan[which], reduced, times, slow)
@@ -117,7 +117,7 @@ def _durations(
     shares: np.ndarray,
 ) -> np.ndarray:
     """Seconds of each action of a replica of healthy hosts; shares: [stages] of collectives' times."""
-    p, v = graph.schedule.stages, graph.schedule.virtual
+    p, v = graph.schedule.stages, graph.schedule.virtual_stages
     if layers is None:
         layers = np.full((p, v), float(case.middle) / v)
         layers[-1] = float(case.last) / v
@@ -178,7 +178,7 @@ def blocking_waits(graph: Graph) -> np.ndarray:
     """
     extra = np.full((graph.actions, 2), -1)
     sends = np.full(graph.actions, -1)
-    m, v = graph.schedule.microbatches, graph.schedule.virtual
+    m, v = graph.schedule.microbatches, graph.schedule.virtual_stages
     key = (graph.stage * v + graph.chunk) * m + graph.microbatch
     for kind, send in ((ActionKind.FORWARD, ActionKind.SEND_FORWARD), (ActionKind.BACKWARD, ActionKind.SEND_BACKWARD)):
         sent = np.flatnonzero(graph.kind == send)
@@ -242,7 +242,7 @@ def _reduced(graph: Graph, timeline: Timeline, case: Case, times: StageTimes, sh
         return done + float(times.scatter) * shares
     reduces = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)
     launched = timeline.end[graph.before[reduces, 0]].max(axis=1)
-    lengths = (timeline.end - timeline.moving)[reduces].max(axis=1)
+    lengths = (timeline.end - timeline.transfer_start)[reduces].max(axis=1)
     early = 0.0 if case.virtual > 1 else _rest(case)
     for n, ready, length in zip(reduces.tolist(), launched, lengths, strict=True):
         stage = graph.stage[n]

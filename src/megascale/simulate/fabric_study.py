@@ -19,7 +19,7 @@ from megascale.errors import ConfigError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.fabric.fabric_spec import FabricSpec, load_fabric
-from megascale.simulate.fabric.placement import place
+from megascale.simulate.fabric.placement import make_placement
 from megascale.simulate.fabric.step_traffic import StepTraffic, step_traffic
 from megascale.simulate.fabric.topology import GIGABIT, Floats, build
 from megascale.simulate.fabric.transfer_times import FabricTimes, Outage
@@ -42,7 +42,7 @@ class Variant:
     draws: int = 1
     seed: int = 0
     outages: tuple[Outage, ...] = ()
-    at: float = 0.0
+    offset: float = 0.0
     alone: bool = False
 
     @property
@@ -107,7 +107,7 @@ def measure(config: Config, gpus: int, variant: Variant) -> AxisTimes:
     sent = step_traffic(config, gpus)
     grid = sent.grid
     topology = build(load_fabric(variant.fabric, variant.changes))
-    laid = place(grid, topology, variant.placement, variant.seed)
+    laid = make_placement(grid, topology, variant.placement, variant.seed)
     times = FabricTimes(
         topology, laid, variant.queue_pairs, variant.draws, variant.polarised, variant.algorithm,
         outages=variant.outages,
@@ -116,7 +116,7 @@ def measure(config: Config, gpus: int, variant: Variant) -> AxisTimes:
     ranks = (0,) if variant.alone else None
 
     def of_stages(concurrent: Sequence[tuple[str, float]] = ()) -> Floats:
-        found = times.slowdown("data", ranks, concurrent, variant.at).of_all(grid.pipeline * grid.tensor)
+        found = times.slowdown("data", ranks, concurrent, variant.offset).of_all(grid.pipeline * grid.tensor)
         slowest: Floats = found.reshape(-1, grid.pipeline, grid.tensor).max(axis=2)
         return slowest
 
@@ -124,7 +124,7 @@ def measure(config: Config, gpus: int, variant: Variant) -> AxisTimes:
     busy, pipeline = data, np.ones((variant.draws, grid.data))
     if sent.pipeline:
         busy = of_stages((("pipeline", sent.pipeline / max(sent.reduce + sent.gather, 1.0)),))
-        between = times.slowdown("pipeline", ranks, at=variant.at).of_all(grid.data * grid.tensor)
+        between = times.slowdown("pipeline", ranks, offset=variant.offset).of_all(grid.data * grid.tensor)
         pipeline = between.reshape(-1, grid.data, grid.tensor).max(axis=2)
     return AxisTimes(data, busy, pipeline, topology.spec.nic_gbps * GIGABIT, sent, time.perf_counter() - start)
 

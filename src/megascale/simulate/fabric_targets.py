@@ -33,8 +33,8 @@ class TargetRow:
     """A target's name, what was found, what is wanted and by whom, and what finding it cost."""
 
     name: str
-    found: str
-    wanted: str
+    result: str
+    target: str
     passed: bool
     wall: float
     cpu: float
@@ -107,11 +107,11 @@ def run_incast(
     topology: Topology, senders: int, each: int, size: float, settings: PacketSettings, until: float
 ) -> tuple[PacketResult, int]:
     """`each` flows from each of `senders` hosts to host 0, watched at its port every 10 us; (result, link)."""
-    flows = Flows.of(np.repeat(np.arange(1, senders + 1), each), 0, size)
+    flows = Flows.from_arrays(np.repeat(np.arange(1, senders + 1), each), 0, size)
     paths = np.full((len(flows), 6), -1)
     paths[:, 0], paths[:, 5] = flows.source, topology.down_nic
     link = topology.down_nic
-    found = simulate_packets(topology, flows, paths, settings, until=until, sample_every=until / 800, watch=link)
+    found = simulate_packets(topology, flows, paths, settings, horizon=until, sample_every=until / 800, watch=link)
     return found, link
 
 
@@ -144,13 +144,20 @@ def swift_large_incast() -> Finding:
     topology = one_switch(51, 50.0)
     swift = SwiftSettings(base_us=25.0, hop_us=0.0, ai=0.3, first=0.05)
     settings = PacketSettings(control="swift", swift=swift, pfc=False, timeout=9)
-    flows = Flows.of(np.repeat(np.arange(1, 51), 100), 0, 1e9)
+    flows = Flows.from_arrays(np.repeat(np.arange(1, 51), 100), 0, 1e9)
     paths = np.full((5000, 6), -1)
     paths[:, 0], paths[:, 5] = flows.source, topology.down_nic
     starts, until = np.random.default_rng(0).uniform(0, 5e-3, 5000), 60e-3
     runs = [
         simulate_packets(
-            topology, flows, paths, settings, starts=starts, until=end, sample_every=end / 800, watch=topology.down_nic
+            topology,
+            flows,
+            paths,
+            settings,
+            starts=starts,
+            horizon=end,
+            sample_every=end / 800,
+            watch=topology.down_nic,
         )
         for end in (until / 2, until)
     ]
@@ -187,13 +194,13 @@ def dcqcn_incast() -> Finding:
 def flap_table() -> Finding:
     """Recovery from flaps by packets against the closed form, time-outs 14, 18, 20, 22 and adaptive."""
     topology = one_switch(4, 200.0)
-    flows = Flows.of([1], [0], 40e6)
+    flows = Flows.from_arrays([1], [0], 40e6)
     paths = np.array([[1, -1, -1, -1, -1, topology.down_nic]])
     worst, wrong = 0.0, 0
     for timeout, adaptive in ((14, 0.0), (18, 0.0), (20, 0.0), (22, 0.0), (20, 16.0)):
         for lasts in (0.01, 0.5, 2.0, 5.0, 10.0):
             settings = PacketSettings(control="none", timeout=timeout, adaptive_us=adaptive, pfc=False)
-            found = simulate_packets(topology, flows, paths, settings, flaps=(Flap(1, 1e-3, lasts),), until=200.0)
+            found = simulate_packets(topology, flows, paths, settings, flaps=(Flap(1, 1e-3, lasts),), horizon=200.0)
             expected, _ = stall(np.array([lasts]), timeout, 7, adaptive)
             if np.isinf(expected[0]) != np.isnan(found.finish[0]):
                 wrong += 1
@@ -214,7 +221,7 @@ def fairness() -> Finding:
     topology = one_switch(17, 200.0)
     texts, passed = [], True
     for control in ("dcqcn", "swift", "hybrid-both", "hybrid-cut"):
-        flows = Flows.of(np.arange(1, 17), 0, 4e6)
+        flows = Flows.from_arrays(np.arange(1, 17), 0, 4e6)
         paths = np.full((16, 6), -1)
         paths[:, 0], paths[:, 5] = flows.source, topology.down_nic
         found = simulate_packets(topology, flows, paths, PacketSettings(control=control))
@@ -227,16 +234,16 @@ def fairness() -> Finding:
 def built_fast() -> Finding:
     """Topology and placement of 1,536 hosts."""
     from megascale.core.grid import Grid
-    from megascale.simulate.fabric.placement import STRATEGIES, bytes_by_tier, place, step_flows
+    from megascale.simulate.fabric.placement import STRATEGIES, bytes_by_tier, make_placement, step_flows
 
     start = time.process_time()
     topology = build(load_fabric("megascale"))
-    laid = place(Grid(8, 192, 8), topology, "data")
+    laid = make_placement(Grid(8, 192, 8), topology, "data")
     bytes_by_tier(topology, step_flows(laid, "data", 1e9))
     first = time.process_time() - start
     shares = {}
     for kind in STRATEGIES:
-        tiers = bytes_by_tier(topology, step_flows(place(Grid(8, 192, 8), topology, kind), "data", 1.0))
+        tiers = bytes_by_tier(topology, step_flows(make_placement(Grid(8, 192, 8), topology, kind), "data", 1.0))
         shares[kind] = tiers[1] / tiers.sum()
     return (
         f"{first:.2f} s; data-parallel bytes under one leaf switch: "
@@ -269,12 +276,12 @@ def packet_speed() -> Finding:
 def whole_step() -> Finding:
     """A gpt-175b step on 12,288 GPUs, all data-parallel and pipeline groups at once, four queue pairs."""
     from megascale.core.grid import Grid
-    from megascale.simulate.fabric.placement import place
+    from megascale.simulate.fabric.placement import make_placement
     from megascale.simulate.fabric.transfer_times import FabricTimes
 
     start = time.process_time()
     topology = build(load_fabric("megascale"))
-    times = FabricTimes(topology, place(Grid(8, 192, 8), topology, "data"), queue_pairs=4, draws=1)
+    times = FabricTimes(topology, make_placement(Grid(8, 192, 8), topology, "data"), queue_pairs=4, draws=1)
     slow = times.slowdown("data", concurrent=(("pipeline", 0.15),)).worst
     spent = time.process_time() - start
     return f"{spent:.1f} s CPU; slowest ring x{slow:.2f}", "< 60 s", spent < 60

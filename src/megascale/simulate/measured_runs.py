@@ -18,7 +18,7 @@ from megascale.config import Config
 from megascale.config.text_files import read_toml
 from megascale.core.bounded_lines import RecordReader
 from megascale.core.calls import MOST_RANKS
-from megascale.core.strict_json import number
+from megascale.core.strict_json import to_float
 from megascale.core.untrusted_files import is_small_file
 from megascale.errors import ConfigError, DataError
 from megascale.simulate.cluster import ClusterSpec
@@ -181,7 +181,7 @@ def refuse_other_device(run: MeasuredRun, cluster: ClusterSpec) -> None:
 def _step_seconds(metrics: Path) -> Iterator[tuple[int, float, bool]]:
     """Yield (step, seconds, whether its MFU is known) of each sound record. OSError if the file cannot be read."""
     for record in RecordReader(metrics):
-        step, seconds = number(record.get("step")), number(record.get("seconds"))
+        step, seconds = to_float(record.get("step")), to_float(record.get("seconds"))
         if 0 <= step < 1 << 53 and 0 < seconds < _LONGEST:
             yield int(step), seconds, "mfu" in record
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale.core.chrome_trace import Record, named, write_events
+from megascale.core.chrome_trace import Record, name_tracks, write_events
 from megascale.core.replay import STREAMS
 from megascale.core.schedule import ActionKind
 from megascale.simulate.step import StepEstimate
@@ -21,9 +21,9 @@ def write(result: StepEstimate, path: Path) -> int:
     graph = timeline.graph
     records: list[Record] = []
     for stage in range(graph.schedule.stages):
-        records += named(stage, f"stage {stage}", dict(enumerate(STREAMS)))
+        records += name_tracks(stage, f"stage {stage}", dict(enumerate(STREAMS)))
     receives = np.isin(graph.kind, (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD))
-    lengths = timeline.end - timeline.moving
+    lengths = timeline.end - timeline.transfer_start
     for n in np.flatnonzero(~receives & (lengths > 0)).tolist():
         kind = ActionKind(int(graph.kind[n]))
         records.append(
@@ -32,7 +32,7 @@ def write(result: StepEstimate, path: Path) -> int:
                 "pid": int(graph.stage[n]),
                 "tid": int(graph.stream[n]),
                 "name": kind.label,
-                "ts": float(timeline.moving[n]) * _MICRO,
+                "ts": float(timeline.transfer_start[n]) * _MICRO,
                 "dur": float(lengths[n]) * _MICRO,
                 "args": {"chunk": int(graph.chunk[n]), "microbatch": int(graph.microbatch[n])},
             }

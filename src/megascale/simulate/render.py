@@ -199,7 +199,7 @@ def checks(results: Sequence[AnchorCheck], console: Console, rows: bool) -> None
     words = {True: "[green]pass[/green]", False: "[red]miss[/red]", None: "[yellow]skipped[/yellow]"}
     for check in results:
         console.print(
-            f"\n[bold]{check.key}[/bold] {words[check.passed]}  {check.what}", soft_wrap=True, highlight=False
+            f"\n[bold]{check.key}[/bold] {words[check.passed]}  {check.title}", soft_wrap=True, highlight=False
         )
         if check.skipped:
             console.print(f"   {check.skipped}", soft_wrap=True, highlight=False)

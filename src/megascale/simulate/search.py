@@ -125,7 +125,9 @@ def search(
     def case_of(part: slice) -> Case:
         chosen = {k: v[part] for k, v in arrays.items()}
         kind = chosen.pop("recompute")
-        return replace(Case.of(config.model, software, batch=config.train.global_batch, **chosen), recompute=kind)
+        return replace(
+            Case.from_model(config.model, software, batch=config.train.global_batch, **chosen), recompute=kind
+        )
 
     everything = case_of(slice(0, count))
     fits = np.asarray(everything.fits()) & np.ones(count, dtype=bool)

@@ -75,7 +75,7 @@ class Scenario:
         layout, parallel = self.layout, self.config.parallel
         p, v = parallel.pipeline, parallel.virtual_stages
         counts = self.chunk_layers().sum(axis=1)
-        return Case.of(
+        return Case.from_model(
             self.config.model,
             self.software,
             tensor=parallel.tensor,

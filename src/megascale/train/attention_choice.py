@@ -66,21 +66,21 @@ def agree(
         return kept or {}, {}
     if (named := config.kernels.attention) != "auto":
         for shape in shapes(config, tensor, dtype):
-            if why := chooser.refusal(named, shape, device):
+            if why := chooser.explain_refusal(named, shape, device):
                 remedy = "" if "--kernels.attention=" in why else "; set --kernels.attention=auto"
                 raise ConfigError(f"attention {shape} cannot be computed by {named!r} on {device.type}: {why}{remedy}")
         return kept or {}, {}
     peers = Peers()
-    kept = peers.share(kept or {}, Choices)
+    kept = peers.broadcast(kept or {}, Choices)
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     wanted = shapes(config, tensor, dtype)
     refusals = {
-        str(shape): chooser.refusal(name, shape, device)
+        str(shape): chooser.explain_refusal(name, shape, device)
         for shape in wanted
         if (name := kept.get(kind, {}).get(str(shape))) is not None
     }
     told = peers.gather((kind, refusals), tuple[str, dict[str, str | None]])
-    lost = peers.share(_lost(told), Choices)
+    lost = peers.broadcast(_lost(told), Choices)
     measured = {}
     for shape in wanted:
         if str(shape) not in kept.get(kind, {}) or str(shape) in lost.get(kind, {}):
@@ -89,7 +89,7 @@ def agree(
     if measured and device.type == "cuda":
         torch.cuda.empty_cache()  # what was measured with must not lie between the engine's buffers
     offers = peers.gather((kind, measured), Offer)
-    decisions: Decisions = peers.share(_decide(offers, kept, lost), Decisions)
+    decisions: Decisions = peers.broadcast(_decide(offers, kept, lost), Decisions)
     for shape in wanted:
         chooser.adopt(shape, *decisions[kind][str(shape)])
     names = {

@@ -44,7 +44,7 @@ class RunView:
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's parameters, whole only where nothing is on its way: (name, tensor)."""
-        self.engine.whole()
+        self.engine.gather_parameters()
         for chunk in self.engine.chunks:
             yield from chunk.named_parameters()
 

@@ -34,7 +34,7 @@ class CheckpointPolicy:
     def due(self, step: int) -> bool | None:
         """Whether the state after `step`, which is not the last, is saved to storage (True) or to memory alone (False);
         None: not at all."""
-        due = self.checkpointer.due(step)
+        due = self.checkpointer.save_target(step)
         return None if due is None else due == "storage"
 
     def due_at_end(self, step: int) -> bool:
@@ -62,12 +62,12 @@ class CheckpointPolicy:
     def finish(self, step: int) -> None:
         """Wait for what is being written. Raises TrainingError where the last state, of `step`, was lost: training must
         not end as if its result were kept."""
-        outcomes = self.checkpointer.finish(over=self.config.at_end)
+        outcomes = self.checkpointer.finish(run_ended=self.config.at_end)
         self._tell(outcomes)
-        failed = next((o for o in outcomes if o.why and o.step == step), None)
+        failed = next((o for o in outcomes if o.reason and o.step == step), None)
         if failed is not None:
             lost = TrainingError(
-                f"the checkpoint of the last step, {failed.step}, failed: {failed.why}; {self.kept()}. "
+                f"the checkpoint of the last step, {failed.step}, failed: {failed.reason}; {self.kept()}. "
                 "Remove the cause and start the same command again"
             )
             if failed.record.kind is ExitKind.DISK_FULL:
@@ -85,7 +85,7 @@ class CheckpointPolicy:
     def _tell(self, outcomes: Sequence[checkpoint.SaveOutcome]) -> None:
         """A save in the background that failed is told and training goes on."""
         for outcome in outcomes:
-            if self.config.memory_interval and not outcome.why and not outcome.replica:
+            if self.config.memory_interval and not outcome.reason and not outcome.replica:
                 self._snapshots += 1
                 if self._snapshots == 1:
                     about = {"seconds": outcome.seconds, "bytes": outcome.bytes}
@@ -93,9 +93,9 @@ class CheckpointPolicy:
             if outcome.committed:
                 took = {"seconds": outcome.seconds, "stall": outcome.stall, "bytes": outcome.bytes}
                 self._reporter.event(Event.CHECKPOINT_SAVED, step=outcome.step, path=f"step-{outcome.step}", **took)
-            if outcome.why:
-                self._reporter.event(Event.CHECKPOINT_FAILED, step=outcome.step, message=outcome.why)
-                self._reporter.say(f"the checkpoint of step {outcome.step} failed: {outcome.why}; {self.kept()}")
+            if outcome.reason:
+                self._reporter.event(Event.CHECKPOINT_FAILED, step=outcome.step, message=outcome.reason)
+                self._reporter.say(f"the checkpoint of step {outcome.step} failed: {outcome.reason}; {self.kept()}")
             if outcome.replica:
                 self._reporter.event(Event.REPLICA_FAILED, step=outcome.step, message=outcome.replica)
 

@@ -17,7 +17,7 @@ from megascale.errors import MegascaleError
 from megascale.train.run_folder import RunFolder
 
 
-def claim(config: Config) -> list[RunLock]:
+def take_run_locks(config: Config) -> list[RunLock]:
     """The locks of one training: of its run folder, and of a folder of checkpoints that several runs might name.
 
     Raises as `run_lock.take`, with nothing held.
@@ -32,7 +32,9 @@ def claim(config: Config) -> list[RunLock]:
         # A node with a run folder of its own: what it shares with the others, cut off ones too, is this.
         places.append(shared.resolve())
     with contextlib.ExitStack() as undo:
-        locks = [undo.enter_context(run_lock.take(path, "megascale train", grace_period)) for path in places]
+        locks = [
+            undo.enter_context(run_lock.acquire_trainer_lock(path, "megascale train", grace_period)) for path in places
+        ]
         undo.pop_all()
     for lock in locks:
         if lock.warning:
@@ -40,7 +42,9 @@ def claim(config: Config) -> list[RunLock]:
     return locks
 
 
-def tell_status(folder: RunFolder, rank: int, mine: bool, message: str, exit_record: ExitRecord | None = None) -> None:
+def write_failed_status(
+    folder: RunFolder, rank: int, mine: bool, message: str, exit_record: ExitRecord | None = None
+) -> None:
     """Why a rank ended that had not come to its own status file yet. `mine`: nobody else trains in the folder;
     without that nothing is made, and the status of a rank that lives on this host is left alone."""
     path = folder.status / f"rank-{rank}.status"
@@ -71,12 +75,14 @@ def tell_refusal(config: Config, message: str, error: BaseException | None = Non
     if not folder.path.is_dir() or not rank.isdecimal():
         return
     try:
-        lock = run_lock.take(folder.path, "a start that failed", 0.0) if rank == "0" else None
+        lock = run_lock.acquire_trainer_lock(folder.path, "a start that failed", 0.0) if rank == "0" else None
     except MegascaleError:
         return
     with contextlib.suppress(OSError):
-        tell_status(folder, int(rank), lock is not None, message, record_of(error) if error is not None else None)
+        write_failed_status(
+            folder, int(rank), lock is not None, message, record_of(error) if error is not None else None
+        )
         if lock is not None:
-            folder.event(Event.RUN_FAILED, step=0, message=message)
+            folder.append_event(Event.RUN_FAILED, step=0, message=message)
     if lock is not None:
         lock.release()

@@ -83,7 +83,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     except OSError as error:
         raise ConfigError(f"--out={run} cannot be made: {error.strerror}") from None
     notes = list(found.notes)
-    tokenizer, told = convert_tokenizer.take(folder, run, end_ids(found.generation))
+    tokenizer, told = convert_tokenizer.import_tokenizer(folder, run, end_ids(found.generation))
     notes += told
     if tokenizer is not None and tokenizer.vocab_size > model.vocab:
         notes.append(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {model.vocab}")
@@ -105,7 +105,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
         "config": config.model_dump(exclude_none=True),
     }
     checkpoint.save(place.checkpoints, 0, shards, state, keep=1)
-    place.event(Event.IMPORTED, family=found.family.name, source=str(folder), notes=notes)
+    place.append_event(Event.IMPORTED, family=found.family.name, source=str(folder), notes=notes)
     # Last, because a folder with it counts as a run.
     place.accept(config, identity)
     return Converted(run, found.family.name, parameters(model), tokenizer is not None, notes)
@@ -176,7 +176,7 @@ def export_model(
             if generation:
                 write_generation_config(made, generation)
             if found is not None:
-                convert_tokenizer.give(found[1], found[0], made, model.sequence_length)
+                convert_tokenizer.export_tokenizer(found[1], found[0], made, model.sequence_length)
 
     begun, done = time.monotonic(), False
     while not done:

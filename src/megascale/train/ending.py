@@ -10,13 +10,13 @@ from typing import Any
 from megascale.config import Config
 from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind, attach_record, record_of
-from megascale.core.failure import NO_ROOM
+from megascale.core.failure import DISK_FULL_ERRNOS
 from megascale.core.status import FAILED_IN_STEP, StatusFile
-from megascale.core.terminal import end_signals
+from megascale.core.terminal import termination_signals
 from megascale.errors import MegascaleError, TrainingError
-from megascale.rendezvous.groups import lost_peer
+from megascale.rendezvous.groups import describe_lost_peer
 from megascale.train.checkpoint_policy import kept
-from megascale.train.claim import tell_status
+from megascale.train.claim import write_failed_status
 from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
 
@@ -32,7 +32,7 @@ class Interrupts:
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        for number in end_signals():
+        for number in termination_signals():
             try:
                 self._handlers[number] = signal.signal(number, self._request_stop)
             except ValueError:  # Only the main thread may set handlers; elsewhere the caller handles signals.
@@ -93,7 +93,7 @@ class Ending:
     def _explain(self, error: BaseException) -> BaseException:
         """Return an error with a message for people in place of a library's error."""
         rank = self._rank_info.rank
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
+        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
             full = TrainingError(
                 f"rank {rank}: the disk is full ({error}); free space there and start the same command again"
             )
@@ -101,7 +101,7 @@ class Ending:
             return attach_record(full, ExitKind.DISK_FULL, step=self._current_step(), subject=error.filename or "")
         if not isinstance(error, RuntimeError):
             return error
-        reason = lost_peer(error)
+        reason = describe_lost_peer(error)
         if reason is None:
             return error
         moment = f"in step {self.step + 1}"
@@ -134,10 +134,10 @@ class Ending:
             if self.owns_folder:
                 self._folder.create()
             if self.status is None:
-                tell_status(self._folder, self._rank_info.rank, self.owns_folder, message, record)
+                write_failed_status(self._folder, self._rank_info.rank, self.owns_folder, message, record)
             elif self.in_step:
                 self.status.update(FAILED_IN_STEP, self.step + 1, message=message, exit_record=record)
             else:
                 self.status.update("failed", self.step, message=message, exit_record=record)
             if self.owns_folder and self._rank_info.rank == 0:
-                self._folder.event(event, step=self.step, message=message[:2000])
+                self._folder.append_event(event, step=self.step, message=message[:2000])

@@ -129,7 +129,7 @@ class Engine:
         tensor = engine_axes.make_axis(runtime, groups, "tensor", grid.tensor, at.tensor)
         self.tensor, said = engine_axes.overlapped(tensor, config, DTYPES[config.train.precision], device)
         self.active |= said | engine_axes.other_overlaps(layout, device)
-        self.world = engine_axes.make_axis(runtime, groups, "world", grid.world, rank)
+        self.world = engine_axes.make_axis(runtime, groups, "world", grid.world_size, rank)
         stage, stages = at.pipeline, grid.pipeline
         self.first, self.last = stage == 0, stage == stages - 1
         axes = engine_axes.make_axes(runtime, groups, layout, rank, self.tensor)
@@ -139,7 +139,7 @@ class Engine:
         self.chunks: list[Chunk] = []
         self.flats: list[FlatChunk] = []
         self._make_chunks(stage, axes)
-        self.data = DataParallel(self.flats, config.overlap.data, reduce_dtype, float8)
+        self.data_parallel = DataParallel(self.flats, config.overlap.data, reduce_dtype, float8)
         self.optimizer = ShardedOptimizer(
             config.optimizer,
             self.flats,
@@ -237,12 +237,12 @@ class Engine:
     def use_graphs(self, on: bool) -> None:
         """From the next step on, replay CUDA graphs of the chunks, or launch each operator."""
         if self.graphs is not None:
-            self.graphs.use(on)
+            self.graphs.set_enabled(on)
 
     def run_gemms_on_side_stream(self, on: bool) -> None:
         """From the next step on, run independent GEMMs on two streams, or one after another."""
         if self.graphs is not None:
-            self.graphs.forget()
+            self.graphs.clear()
         self.runtime.use_side_stream(on, self.device)
         if self.tensor.exchange is not None:
             self.tensor.exchange.on_side_stream = on
@@ -250,7 +250,7 @@ class Engine:
     def recompute(self, what: str) -> None:
         """From the next step on, let backward recompute what parallel.recompute=`what` names."""
         if self.graphs is not None:
-            self.graphs.forget()
+            self.graphs.clear()
         for chunk in self.chunks:
             chunk.recompute = what
             for block in chunk.blocks:
@@ -275,13 +275,13 @@ class Engine:
             y = chunk(x, tokens if chunk.last else None, where)
             if chunk.last:
                 y = (y * (1 / self.tokens)).sum()
-            if self.data.pool is not None:
-                self.data.arm(number)  # a buffer of the pool is reduced before its next use
-            self.data.begin_backward(number)
+            if self.data_parallel.pool is not None:
+                self.data_parallel.arm(number)  # a buffer of the pool is reduced before its next use
+            self.data_parallel.begin_backward(number)
             torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
-            self.data.end_backward(number)
-        self.data.finish_reductions()
-        self.data.finish_tied()
+            self.data_parallel.end_backward(number)
+        self.data_parallel.finish_reductions()
+        self.data_parallel.finish_tied()
 
     def _make_token_grad(self) -> torch.Tensor | None:
         """The gradient of each token's loss, known before it: every token counts the same, so the loss can make its
@@ -296,9 +296,9 @@ class Engine:
     @with_own_kernels
     def start_gather(self) -> None:
         """Begin the schedule's first gather: called before the batch is read, so that both go on together."""
-        self.runtime.recorder.begin(SpanKind.GATHER_PARAMS, self.pipeline.first_gather)
-        self.data.gather(self.pipeline.first_gather)
-        self.runtime.recorder.end()
+        self.runtime.recorder.begin_action(SpanKind.GATHER_PARAMS, self.pipeline.first_gather)
+        self.data_parallel.start_gather(self.pipeline.first_gather)
+        self.runtime.recorder.end_action()
 
     @with_own_kernels
     def step(
@@ -348,22 +348,22 @@ class Engine:
         self._weights_changed()
         for chunk in self.chunks:
             chunk.linears.count_casts(count_casts)
-        self.data.begin_step()
+        self.data_parallel.begin_step()
         chunks = EagerChunks(forward)
         if self.graphs is not None:
             chunks = self.graphs.begin_step(forward, inputs, eagerly=count_casts or self.backward_apart)
         with torch.autograd.set_multithreading_enabled(self.backward_apart):
-            loss = self.pipeline.run(chunks, self.data)
+            loss = self.pipeline.run(chunks, self.data_parallel)
         if self.graphs is not None:
             self.graphs.end_step()
         recorder = self.runtime.recorder
         self.runtime.calls.at(b"reduce")
-        recorder.begin(SpanKind.FINISH_REDUCTIONS)
-        self.data.finish_reductions()
-        recorder.end()
+        recorder.begin_action(SpanKind.FINISH_REDUCTIONS)
+        self.data_parallel.finish_reductions()
+        recorder.end_action()
         self.runtime.calls.at(b"optimizer")
         if self.before_update:
-            self.data.finish_tied()
+            self.data_parallel.finish_tied()
         for look in tuple(self.before_update):
             look(step)
         # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
@@ -374,22 +374,24 @@ class Engine:
         if loss is not None and self.tensor.rank == 0:
             piggybacked_scalars[0] += loss
         for chunk in self.chunks:
-            if (counted := chunk.linears.counted()) is not None:
+            if (counted := chunk.linears.cast_counts()) is not None:
                 piggybacked_scalars[2:5] += counted
         for index, number in enumerate(read_checksum, 5):
             if number:  # ranks between the first and the last stage have read nothing
                 piggybacked_scalars[index].fill_(number)
-        recorder.begin(SpanKind.CHECKPOINT_STALL)
+        recorder.begin_action(SpanKind.CHECKPOINT_STALL)
         before_update()
-        recorder.end()
+        recorder.end_action()
         self._weights_changed()  # what was made of them need not be there beside what the update needs
-        self.data.parameters_change()
+        self.data_parallel.parameters_change()
         # The next step's list begins with a gather: it is armed now, and its buckets leave as they are updated.
-        updated = self.data.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
-        recorder.begin(SpanKind.OPTIMIZER)
-        norm, summed = self.optimizer.step(learning_rate, step, piggybacked_scalars, updated, self.data.finish_tied)
-        self.data.end_update()
-        recorder.end()
+        updated = self.data_parallel.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
+        recorder.begin_action(SpanKind.OPTIMIZER)
+        norm, summed = self.optimizer.step(
+            learning_rate, step, piggybacked_scalars, updated, self.data_parallel.finish_tied
+        )
+        self.data_parallel.end_update()
+        recorder.end_action()
         assert summed is not None
         for look in self.after_update:
             look(step)
@@ -408,34 +410,34 @@ class Engine:
 
     def synchronize(self) -> None:
         """Leave nothing under way: before the groups are shut down."""
-        self.data.finish_gathers()
+        self.data_parallel.finish_gathers()
 
     # everything else --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     @contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading_weights(self) -> Iterator[None]:
         """Around whatever fills the master weights (a checkpoint, say); afterwards the weights in use are theirs.
 
         A gather under way would end while they are filled, and where master weights and weights in use are one memory
         (float64, float32) gloo writes this rank's own part once more: the old one. So none is when the body begins.
         """
-        self.data.parameters_change()
+        self.data_parallel.parameters_change()
         yield
         self.optimizer.copy_to_params()
         self._weights_changed()
 
     def _weights_changed(self) -> None:
         for chunk in self.chunks:
-            chunk.linears.weights_changed()
+            chunk.linears.invalidate_weights()
 
-    def whole(self) -> None:
+    def gather_parameters(self) -> None:
         """Make all parameters whole on this rank, before anything but a training step uses them."""
-        self.data.complete()
+        self.data_parallel.gather_full_parameters()
 
     @torch.no_grad()
     @with_own_kernels
-    def losses(self, inputs_SB: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:
+    def sum_losses(self, inputs_SB: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:
         """Sum of the losses of all tokens, a float64 scalar on every rank of this pipeline's world.
 
         inputs_SB, targets_SB: this data-parallel rank's [s, b]; targets of -100 count nothing. Collective: every

@@ -61,7 +61,7 @@ def overlapped(axis: Axis, config: Config, dtype: torch.dtype, device: torch.dev
     model, train = config.model, config.train
     element = torch.empty(0, dtype=dtype).element_size()
     part = model.sequence_length // axis.size * train.micro_batch * model.hidden * element
-    found = symmetric.prepare(axis, part, device, config.gemms_on_side_stream)
+    found = symmetric.make_exchange(axis, part, device, config.gemms_on_side_stream)
     if isinstance(found, symmetric.Exchange):
         return replace(axis, overlap="fused", exchange=found), {"tensor overlap": "fused"}
     if wanted == "fused":
@@ -81,7 +81,7 @@ def other_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
     if grid.data > 1:
         said["data overlap"] = "on" if config.overlap.data else "off"
     for name, size in (("pipeline", grid.pipeline), ("data", grid.data)):
-        channels = config.overlap.channels(name)
+        channels = config.overlap.max_channels(name)
         if size > 1 and channels is not None and device.type == "cuda":
             said[f"{name} channels"] = f"at most {channels}"
         elif size > 1 and f"{name}_channels" in config.overlap.model_fields_set:

@@ -29,7 +29,7 @@ class Evaluation:
     tokens: int
     bits_per_byte: float | None
     compressed: Compressed | None
-    whole: bool = True
+    complete: bool = True
 
 
 def evaluate_file(
@@ -38,7 +38,7 @@ def evaluate_file(
     prefix: str,
     samples: int | None = None,
     stride: int | None = None,
-    named: str = "data.valid",
+    option: str = "data.valid",
 ) -> Evaluation:
     """Run the model over a token file, every token a target once.
 
@@ -47,16 +47,16 @@ def evaluate_file(
     data-parallel ranks share the windows. DataError for a token that the vocabulary does not have.
     """
     length, size = config.model.sequence_length, config.train.micro_batch
-    held_out = HeldOut(prefix, length, config.model.vocab_size, stride, named)
-    chosen = held_out.spread(samples)
+    held_out = HeldOut(prefix, length, config.model.vocab_size, stride, option)
+    chosen = held_out.spread_windows(samples)
     count = len(chosen)
-    engine.whole()
+    engine.gather_parameters()
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for start in range(engine.data_rank * size, count + engine.data_rank * size, size * engine.layout.grid.data):
-        rows = held_out.rows(chosen[start : start + size], size)
+        rows = held_out.read_windows(chosen[start : start + size], size)
         columns = [torch.from_numpy(x).t().contiguous().to(engine.device) for x in rows]
-        total += engine.losses(columns[0], columns[1])
-    tokens = held_out.targets(chosen)
+        total += engine.sum_losses(columns[0], columns[1])
+    tokens = held_out.count_targets(chosen)
     loss = float(total) / tokens
     whole = count == held_out.windows
     part = part_of(prefix) if whole else None

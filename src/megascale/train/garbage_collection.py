@@ -26,7 +26,7 @@ class Garbage:
         """Whether `after` will collect."""
         return bool(self.interval) and (not self._frozen or step % self.interval == 0)
 
-    def after(self, step: int) -> None:
+    def collect(self, step: int) -> None:
         """Step number `step` has been begun on the device."""
         if not self.interval:
             return

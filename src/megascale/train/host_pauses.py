@@ -62,16 +62,16 @@ class HostPauses:
         """A step's first operation comes next."""
         self._queued = self._waited()
 
-    def tell(self, recorder: Recorder) -> None:
+    def record(self, recorder: Recorder) -> None:
         """Tell of what there was since the last call, as of the step that ends."""
         if queued := self._waited() - self._queued:
-            recorder.counted(SpanKind.PROCESSOR_WAIT, 1, queued, queued)
+            recorder.record_count(SpanKind.PROCESSOR_WAIT, 1, queued, queued)
         if self._count:
-            recorder.counted(SpanKind.GARBAGE_PAUSE, self._count, self._total, self._longest)
+            recorder.record_count(SpanKind.GARBAGE_PAUSE, self._count, self._total, self._longest)
             self._count = self._total = self._longest = 0
         retries = self._retried()
         if retries > self._retries:
-            recorder.counted(SpanKind.ALLOCATOR_RETRY, retries - self._retries)
+            recorder.record_count(SpanKind.ALLOCATOR_RETRY, retries - self._retries)
         self._retries = retries
 
     def close(self) -> None:

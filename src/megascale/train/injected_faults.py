@@ -108,7 +108,7 @@ class FaultInjector:
         """The highest mantissa bit of one weight: of the master weights at rest, or of the copy in use."""
         engine = self.trainer.engine
         if fault.get("copy"):
-            self._before_update(lambda: _flip(next(engine.data.weights_in_use())))
+            self._before_update(lambda: _flip(next(engine.data_parallel.weights_in_use())))
         else:
             _flip(engine.optimizer.states[0].master)
 
@@ -148,7 +148,7 @@ class FaultInjector:
         for chunk in engine.chunks:
             chunk.register_forward_hook(more)
         if engine.graphs is not None:
-            engine.graphs.forget()  # what was captured before does not do it
+            engine.graphs.clear()  # what was captured before does not do it
 
     def _half_checkpoint(self, fault: dict[str, Any]) -> None:
         """Die in the middle of the next save: when the first file is to be made lasting."""

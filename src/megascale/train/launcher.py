@@ -17,9 +17,9 @@ from types import FrameType
 from megascale.config import Config
 from megascale.core import run_lock
 from megascale.core.ports import LISTENER
-from megascale.core.preflight import CAME, CHECKED, Share, preflight, wave
+from megascale.core.preflight import CAME, CHECKED, Share, check_host, max_concurrent_imports
 from megascale.core.python_command import module_command
-from megascale.core.terminal import end_signals
+from megascale.core.terminal import termination_signals
 from megascale.core.untrusted_files import read_end
 from megascale.data.loader import host_loader
 from megascale.errors import (
@@ -75,7 +75,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def check(config: Config, world: int, *, model: bool = True, keeps: bool = False) -> None:
+def check_host_fits(config: Config, world: int, *, model: bool = True, keeps: bool = False) -> None:
     """Refuse what this host cannot run: FitError unless it holds `world` ranks of the run of `config` (resolved),
     ConfigError for train.device=cuda without a GPU.
 
@@ -88,7 +88,7 @@ def check(config: Config, world: int, *, model: bool = True, keeps: bool = False
         gpus = torch.cuda.device_count() > 0
         if config.train.device == "cuda" and not gpus:
             raise ConfigError("train.device=cuda but this host has no CUDA device; use --train.device=cpu or auto")
-    preflight(config, Share(world, 0, world, gpus=gpus, model=model, keeps=keeps))
+    check_host(config, Share(world, 0, world, gpus=gpus, model=model, keeps=keeps))
 
 
 def launch(
@@ -96,8 +96,8 @@ def launch(
     world: int,
     config: Config,
     *,
-    model: bool = True,
-    keeps: bool = False,
+    holds_model: bool = True,
+    saves_checkpoints: bool = False,
     program: str = "megascale.cli.main",
 ) -> int:
     """Run `python -m PROGRAM WORDS` as `world` ranks; rank 0 talks to the terminal, the others to `logs/rank-N.log`.
@@ -112,8 +112,8 @@ def launch(
     Nothing starts that does not fit this host (see `check`: FitError), and no more than a wave of ranks imports at a
     time: many that start together on few cores each take as long as all of them.
     """
-    check(config, world, model=model, keeps=keeps)
-    run_lock.check(config.run_folder)  # said once, before any process starts
+    check_host_fits(config, world, model=holds_model, keeps=saves_checkpoints)
+    run_lock.check_available(config.run_folder)  # said once, before any process starts
     logs = config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     command = module_command(program, *words)
@@ -134,9 +134,9 @@ def launch(
         interruptions.append(now)
         _tell(ranks, number if len(interruptions) > 1 else signal.SIGTERM)
 
-    old = {number: signal.signal(number, pass_on) for number in end_signals()}
+    old = {number: signal.signal(number, pass_on) for number in termination_signals()}
     try:
-        loader = host_loader.start(config, world=world, first_rank=0, ranks=world)
+        loader = host_loader.start_loader(config, world=world, first_rank=0, ranks=world)
         if loader is not None:
             common |= loader.environment
         waves = _Waves(ranks, interruptions)
@@ -172,7 +172,7 @@ def launch(
         return _watch(ranks, logs, interruptions)
     finally:
         listener.close()
-        end(ranks, END_SECONDS)
+        end_processes(ranks, END_SECONDS)
         if waves is not None:
             waves.close()
         if loader is not None:
@@ -190,7 +190,7 @@ class _Waves:
 
     def __init__(self, ranks: Sequence[subprocess.Popen[bytes]], interruptions: Sequence[float]) -> None:
         self._ranks, self._interruptions = ranks, interruptions
-        self._size, self._come = wave(os.cpu_count() or 1), 0
+        self._size, self._come = max_concurrent_imports(os.cpu_count() or 1), 0
         self._mine, theirs = os.pipe()
         self.environment, self.handles = {CAME: str(theirs)}, (theirs,)
 
@@ -268,7 +268,7 @@ def _named(code: int) -> str:
     return f"signal {signal.Signals(-code).name}{hint}"
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]], grace_period: float) -> None:
+def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_period: float) -> None:
     """Tell processes to end, and kill those that are there after so many seconds."""
     for process in processes:
         if process.poll() is None:

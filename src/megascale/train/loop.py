@@ -21,14 +21,14 @@ from megascale.core.layout import lay_out
 from megascale.core.spans import SpanKind
 from megascale.data.dataset.read_checksum import ReadTotals, sums_of_step
 from megascale.data.loader.feed import open_feed
-from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, kind_of, named
+from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, kind_of, make_error
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, rank_log, resume
 from megascale.train.callbacks import Callbacks, RunView
 from megascale.train.checkpoint_policy import CheckpointPolicy
-from megascale.train.claim import claim
+from megascale.train.claim import take_run_locks
 from megascale.train.clock import StepClock
 from megascale.train.ending import Ending, Interrupts
 from megascale.train.engine import Engine, StepResult
@@ -127,7 +127,7 @@ class Trainer:
         refusal: MegascaleError | None = None
         if self.leader:
             try:
-                for lock in claim(self.config):
+                for lock in take_run_locks(self.config):
                     life.callback(lock.release)
             except MegascaleError as error:
                 refusal = error
@@ -139,8 +139,8 @@ class Trainer:
             )
             life.callback(self._leave)
             mine = (self.attempt, self.config.train.precision, refusal and (kind_of(refusal), str(refusal)))
-            self.attempt, precision, told = Peers().share(mine, tuple[int, str, tuple[str, str] | None])
-            refusal = refusal or (named(*told) if told else self._other_precision(precision))
+            self.attempt, precision, told = Peers().broadcast(mine, tuple[int, str, tuple[str, str] | None])
+            refusal = refusal or (make_error(*told) if told else self._other_precision(precision))
         if refusal is not None:
             self.ending.is_reported = True  # whoever trains there has the word
             raise refusal
@@ -268,10 +268,10 @@ class Trainer:
             before_update=lambda: self.checkpointer.before_update(step),
             more=step < train.steps,
             count_casts=bool(counts := self.config.observe.float8_interval) and step % counts == 0,
-            take_read=self.feed.read.take,
+            take_read=self.feed.checksum.take,
         )
         self.clock.stop()
-        self.pauses.tell(recorder)
+        self.pauses.record(recorder)
         recorder.step_ended()
         self.telemetry.step_ended()
         self.ending.in_step = False
@@ -281,15 +281,15 @@ class Trainer:
             # After the first step it is known which overlaps and kernels run.
             self._told_active = True
             self.reporter.active(self.engine.active | self.engine.runtime.kernels.active())
-        if (graphs := self.engine.graphs) is not None and graphs.failed and not self._told_graphs:
+        if (graphs := self.engine.graphs) is not None and graphs.failure and not self._told_graphs:
             self._told_graphs = True
-            self.reporter.say(f"CUDA graphs are off from here on: {graphs.failed}; --kernels.graphs=off does not try")
+            self.reporter.say(f"CUDA graphs are off from here on: {graphs.failure}; --kernels.graphs=off does not try")
         if self.garbage.due(step):
-            recorder.begin(SpanKind.GARBAGE)
+            recorder.begin_action(SpanKind.GARBAGE)
             self.pauses.planned = True
-            self.garbage.after(step)
+            self.garbage.collect(step)
             self.pauses.planned = False
-            recorder.end()
+            recorder.end_action()
         self.step = self.ending.step = step
         self.consumed = first + train.global_batch
         self.tokens += train.global_batch * self.tokens_per_sample
@@ -315,7 +315,7 @@ class Trainer:
             calls.reads()
             since = recorder.mark()
             found = read(i)
-            recorder.waited(since, SpanKind.DATA_WAIT)
+            recorder.record_wait(since, SpanKind.DATA_WAIT)
             calls.has_read()
             return found
 
@@ -394,9 +394,9 @@ class Trainer:
             "attention": self.engine.attention,
         }
         recorder = self.engine.runtime.recorder
-        recorder.begin(SpanKind.CHECKPOINT_SAVE)
+        recorder.begin_action(SpanKind.CHECKPOINT_SAVE)
         self.saves.save(self.step, state, persist, last)
-        recorder.end()
+        recorder.end_action()
         if not self.config.checkpoint.background:
             self.clock.pause()
 
@@ -410,13 +410,13 @@ class Trainer:
         # Before the first step the optimizer's moments are zero: an imported model comes without them.
         weights = self._weights()
         begun, report = time.monotonic(), checkpoint.LoadReport()
-        with self.engine.loading():
+        with self.engine.loading_weights():
             state = self.checkpointer.load(initial=weights, accept=self.origin.check, report=report)
         took = round(time.monotonic() - begun, 3)
         if report.zeroed:
             names = ", ".join(sorted(report.zeroed))
             self.origin.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} begins at zero")
-        self._load = {"load_seconds": took, "read_bytes": report.read, "sent_bytes": report.sent}
+        self._load = {"load_seconds": took, "read_bytes": report.read_bytes, "sent_bytes": report.sent_bytes}
         if state is None:
             self.origin.check_nothing()
             self._begin_imported()
@@ -426,7 +426,7 @@ class Trainer:
         self.tokens = resume.trained_tokens(state, self.tokens_per_sample)
         # Where samples have other tokens than before, the totals begin anew. Rank 0 knows, and writes them.
         known = None if self.origin.has_other_samples else ReadTotals.from_record(state.get("read"))
-        self._read = known or ReadTotals(since=self.consumed)
+        self._read = known or ReadTotals(first=self.consumed)
 
     def _weights(self) -> list[checkpoint.TensorShard]:
         return [shard for shard in self.checkpointer.shards if shard.name.startswith("model.")]
@@ -435,7 +435,7 @@ class Trainer:
         """Load the weights of the imported model that this run begins with, if it has one."""
         folder = self.config.checkpoint.imported
         if folder is not None:
-            with self.engine.loading():
+            with self.engine.loading_weights():
                 load_imported(folder, self._weights(), self.origin)
 
     def _begin(self, feed: bool) -> None:
@@ -446,10 +446,10 @@ class Trainer:
                 self._data_notes = self.feed.start(self.consumed)
             except DataError as error:
                 problem = str(error)
-        if problem := next(filter(None, self.checkpointer.peers.exchange(problem, str | None)), None):
+        if problem := next(filter(None, self.checkpointer.peers.all_gather(problem, str | None)), None):
             raise DataError(problem)
         self.origin.accept()
-        self.checkpointer.accept()
+        self.checkpointer.confirm_load()
         if not self.leader:
             return
         attention_choice.write(self.folder.path, self.engine.attention)
@@ -478,7 +478,7 @@ class Trainer:
         for note in (*self.origin.notes, *self._data_notes):
             self.reporter.say(note)
         if self.origin.changes:
-            self.reporter.say(setting_changes.line(self.origin.changes, self.step))
+            self.reporter.say(setting_changes.format_changes(self.origin.changes, self.step))
 
     def _evaluate(self, last: bool = False) -> Evaluation | None:
         """Evaluate the held-out file and record the loss of the same train.eval_samples of it each time.
@@ -492,7 +492,7 @@ class Trainer:
         self._flush()
         self.status.update("evaluate", self.step)
         recorder = self.engine.runtime.recorder
-        recorder.begin(SpanKind.EVALUATE)
+        recorder.begin_action(SpanKind.EVALUATE)
         found = evaluate_file(self.engine, self.config, prefix, self.config.train.eval_samples)
         record = {
             "step": self.step,
@@ -502,11 +502,11 @@ class Trainer:
             "valid_tokens": found.tokens,
         }
         if last:
-            if not found.whole:
+            if not found.complete:
                 self.callbacks.evaluated(found)
                 found = evaluate_file(self.engine, self.config, prefix)
             record |= {"valid_whole_loss": found.loss, "valid_whole_tokens": found.tokens}
-        recorder.end()
+        recorder.end_action()
         if found.bits_per_byte is not None:
             record["valid_bits_per_byte"] = found.bits_per_byte
         self.reporter.record(record)

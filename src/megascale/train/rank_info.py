@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megascale.config import Config
-from megascale.core.preflight import CAME, CHECKED, Share, preflight
+from megascale.core.preflight import CAME, CHECKED, Share, check_host
 from megascale.errors import ConfigError
 
 
@@ -78,7 +78,7 @@ def _say_come() -> None:
             os.close(int(channel))
 
 
-def check_place(config: Config, place: RankInfo, *, keeps: bool) -> None:
+def check_place(config: Config, place: RankInfo, *, saves_checkpoints: bool) -> None:
     """Whether this host holds what its ranks of the run of `config` (resolved) will take; asked by the first of them.
 
     Nothing is asked where whoever started them (`megascale train` of several ranks, a driver) has. FitError if not.
@@ -87,7 +87,7 @@ def check_place(config: Config, place: RankInfo, *, keeps: bool) -> None:
         return
     gpus = place.device.type == "cuda"
     first = place.rank - place.local_rank
-    preflight(config, Share(place.world, first, place.local_world, gpus=gpus, keeps=keeps, running=True))
+    check_host(config, Share(place.world, first, place.local_world, gpus=gpus, keeps=saves_checkpoints, running=True))
 
 
 def _threads(local_world: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from megascale.config import Config
 from megascale.core.events import Event
 from megascale.core.json_lines import append_record
-from megascale.errors import remedy
+from megascale.errors import describe_install
 from megascale.observe.metrics import JsonLines, MetricSink, SinkRequest, Terminal, has_tensorboard, open_sinks
 from megascale.train.run_folder import RunFolder
 
@@ -36,7 +36,7 @@ class Reporter:
         for sink in open_sinks(SinkRequest(self.folder.path, config, step)):
             self._sinks.append(sink)  # one by one: those that are open are closed where the next cannot be had
         if observe.tensorboard and not has_tensorboard():
-            self.say(f"no TensorBoard files: the package is not installed; {remedy('tensorboard')}")
+            self.say(f"no TensorBoard files: the package is not installed; {describe_install('tensorboard')}")
 
     def close(self) -> None:
         """Let go of the sinks."""
@@ -57,12 +57,12 @@ class Reporter:
     def event(self, event: Event, **details: Any) -> None:
         """A line of events.jsonl, on disk before returning."""
         if self.leader:
-            self.folder.event(event, **details)
+            self.folder.append_event(event, **details)
 
     def say(self, text: str) -> None:
         """A line on the terminal, once sinks are open."""
         if self._terminal is not None:
-            self._terminal.say(text)
+            self._terminal.print_line(text)
 
     def active(self, choices: dict[str, str]) -> None:
         """Which overlaps and kernels run, why not those that do not, and what NCCL was told by its environment: nothing

@@ -22,7 +22,7 @@ from megascale.train.resume import trained_config
 from megascale.train.run_folder import checkpoint_folder
 
 
-def restore(
+def restore_engine(
     run: Path, *, step: int | None = None, device: str = "auto", linear_precision: str | None = None
 ) -> tuple[Engine, Config]:
     """The engine with the weights of a committed checkpoint (default: the newest), and the configuration it was
@@ -37,7 +37,7 @@ def restore(
     update: dict[str, object] = {"global_batch": config.train.micro_batch}
     if linear_precision is not None:
         try:
-            update["linear_precision"] = LINEAR_PRECISIONS.check(linear_precision)
+            update["linear_precision"] = LINEAR_PRECISIONS.validate_name(linear_precision)
         except ValueError as error:
             raise ConfigError(str(error)) from None
     train = config.train.model_copy(update=update)
@@ -45,7 +45,7 @@ def restore(
     config = config.model_copy(update={"parallel": parallel, "train": train, "optimizer": OptimizerConfig()})
     engine = Engine(lay_out(config, 1), None, chosen)
     shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical() if parts[0].startswith("model.")]
-    with engine.loading():
+    with engine.loading_weights():
         checkpoint.load(checkpoint_folder(run, config), shards, step=step, accept=same)
     return engine, config
 

@@ -104,7 +104,7 @@ class Origin:
         self._identity = self._identity or secrets.token_hex(8)
         if self.config.checkpoint.location is None:
             return None
-        if step_folders.claim(self._storage, self._identity, self._location_owner):
+        if step_folders.claim_folder(self._storage, self._identity, self._location_owner):
             return None
         return _of_another(self._storage.url, "started at the same moment", self.config)
 
@@ -115,7 +115,7 @@ class Origin:
                 problem = judge()
             except (ConfigError, DataError) as error:  # the others wait for an answer
                 problem = str(error)
-        if problem := self.peers.share(problem, str | None):
+        if problem := self.peers.broadcast(problem, str | None):
             raise DataError(problem)
 
     @property
@@ -181,11 +181,11 @@ class Origin:
         text = any(map(is_text, self.config.data.train))
         self.changes = setting_changes.find_changes(saved, self.config, begun=begun, text=text)
         return (
-            setting_changes.explain(name, [c for c in self.changes if c.kind == "refused"], self.accepted)
+            setting_changes.explain_changes(name, [c for c in self.changes if c.kind == "refused"], self.accepted)
             or self._wrong_tokenizer(state, saved, name)
             or problem
             or (self._other_files(saved, name) if begun and "data" not in state else None)
-            or setting_changes.explain(name, self.changes, self.accepted)
+            or setting_changes.explain_changes(name, self.changes, self.accepted)
         )
 
     def _wrong_data(self, state: Mapping[str, Any], name: str) -> str | None:
@@ -195,7 +195,7 @@ class Origin:
         if state["data"] == data_hash(map(even_part, present.values())):
             return None  # an older version's checkpoint knows fewer places of the files
         # The run folder's record, where there is one, names the files; it is a DataError of its own.
-        fingerprint.compare(self.run.samples.parent / fingerprint.NAME, present)
+        fingerprint.compare_fingerprints(self.run.samples.parent / fingerprint.NAME, present)
         return (
             f"data.train={','.join(self.config.data.train)} has other contents than the checkpoint {name!r} was "
             "trained with: samples would be repeated or skipped. Put the files back, begin anew with another "
@@ -310,7 +310,7 @@ def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
         other = state.get("config")
         if isinstance(other, Mapping):
             found = setting_changes.find_changes(setting_changes.read_saved(other)[0], config, begun=False)
-            if problem := setting_changes.explain(name, [c for c in found if c.kind == "refused"], ()):
+            if problem := setting_changes.explain_changes(name, [c for c in found if c.kind == "refused"], ()):
                 raise DataError(f"{problem} (--step chooses a checkpoint)")
         return False
 
@@ -332,7 +332,7 @@ def trained_tokenizer_hash(run: Path, config: Config, step: int | None = None) -
     saved = commit.state.get("tokenizer") if commit is not None else None
     if saved is not None:
         return str(saved)
-    begun_with = tokenizer_agreement.remembered(run)
+    begun_with = tokenizer_agreement.read_identity(run)
     return begun_with.sha256 if begun_with is not None else None
 
 

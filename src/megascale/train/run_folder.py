@@ -11,7 +11,7 @@ from typing import Any
 from megascale.config import Config, load
 from megascale.core import json_lines, strict_json
 from megascale.core.bounded_lines import RecordReader, parse_record, read_bounded_lines
-from megascale.core.events import Event, date_of
+from megascale.core.events import Event, format_time
 from megascale.core.untrusted_files import is_small_file, read_small_text
 from megascale.errors import DataError
 
@@ -39,17 +39,24 @@ class RunFolder:
         for folder in (self.path, self.samples.parent, self.checkpoints, self.status, self.logs, self.plots):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def event(self, name: Event, **details: Any) -> None:
+    def append_event(self, name: Event, **details: Any) -> None:
         """Append a line to events.jsonl, on disk before returning."""
         now = time.time()
-        record = {"time": now, "date": date_of(now), "event": name.value, "attempt": self.started, "rank": 0, **details}
+        record = {
+            "time": now,
+            "date": format_time(now),
+            "event": name.value,
+            "attempt": self.started,
+            "rank": 0,
+            **details,
+        }
         # Messages and evidence are for this user, as the driver's journal is.
         handle = os.open(self.events, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             about = os.fstat(handle)
             if about.st_mode & 0o077 and about.st_uid == os.geteuid():
                 os.fchmod(handle, 0o600)  # of an older version
-            json_lines.append(handle, strict_json.dumps(record).encode() + b"\n")
+            json_lines.append_lines(handle, strict_json.dumps(record).encode() + b"\n")
             os.fsync(handle)
         finally:
             os.close(handle)
@@ -114,7 +121,7 @@ class RunFolder:
         for file in (self.metrics, self.samples):
             if not file.exists():
                 continue
-            kept = [line for line in read_lines(file) if strict_json.number(line.get("step", 0)) <= step]
+            kept = [line for line in read_lines(file) if strict_json.to_float(line.get("step", 0)) <= step]
             temporary = file.with_suffix(".tmp")
             temporary.write_text("".join(strict_json.dumps(line) + "\n" for line in kept))
             os.replace(temporary, file)

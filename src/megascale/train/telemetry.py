@@ -46,9 +46,9 @@ class Telemetry:
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=False)
         if not faulthandler.is_enabled():
             faulthandler.enable()  # a crash in native code leaves its stack on stderr
-        self._calls = calls.Calls(status, rank, world)
+        self._calls = calls.CallLog(status, rank, world)
         for name, size in _groups(groups):
-            self._calls.register(name, size)
+            self._calls.register_group(name, size)
         self._runtime = runtime
         runtime.calls = self._calls
         self._pipe = status / f"rank-{rank}.ask"
@@ -64,7 +64,7 @@ class Telemetry:
     def step_begins(self, step: int) -> None:
         """A step's first operation comes next."""
         self.status.update("train", step)
-        self._calls.step(step)
+        self._calls.begin_step(step)
         self._begun, self._waited = time.perf_counter(), self._calls.waited_seconds
 
     def step_ended(self) -> None:
@@ -108,7 +108,7 @@ def _groups(groups: Groups | None) -> list[tuple[str, int]]:
     """Names and sizes of a rank's groups."""
     if groups is None:
         return []
-    found = [("world", groups.grid.world)]
+    found = [("world", groups.grid.world_size)]
     for name in ("tensor", "data_gather", "data_reduce", "model", "stage", "embedding"):
         group = getattr(groups, name)
         if group is not None:

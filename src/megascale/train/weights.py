@@ -57,7 +57,7 @@ class WeightWatch:
         if self._after is not None:
             self._changed = (bit_sums(self._masters()) != self._after).any()
         if (step - 1) % self.interval == 0:
-            self._whole = (step - 1, bit_sums(self.engine.data.weights_in_use()))
+            self._whole = (step - 1, bit_sums(self.engine.data_parallel.weights_in_use()))
 
     def _after_update(self, step: int) -> None:
         self._after = bit_sums(self._masters())

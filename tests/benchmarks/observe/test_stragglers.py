@@ -92,5 +92,5 @@ def test_the_cost_is_of_the_fast_layout_where_it_fits(monkeypatch, devices, gib,
     config = load_shape([f"--model.preset={words[0]}", "--train.precision=bfloat16", *settings])
     assert config.model.layers == layers
     assert lay_out(config, devices).grid.data == replicas
-    assert config.microbatches(replicas) == 4
+    assert config.count_microbatches(replicas) == 4
     assert make_plan(config, devices, gib).fits

@@ -190,7 +190,7 @@ def _train(run: Path, reports: Any, scale: int) -> None:
         checkpointer.save(step, {"step": step})
         time.sleep(0.002)
         for outcome in checkpointer.poll():
-            reports.send(("committed" if outcome.committed else "failed", outcome.step, outcome.why))
+            reports.send(("committed" if outcome.committed else "failed", outcome.step, outcome.reason))
 
 
 class ChaosRun:
@@ -236,9 +236,9 @@ class ChaosRun:
 
     @contextmanager
     def _service(self) -> Iterator[int]:
-        sock = service.connect(service_protocol.private_folder(self.folder), 10.0)
+        sock = service.connect_checkpoint_service(service_protocol.private_folder(self.folder), 10.0)
         try:
-            yield sock.ask(Register()).pid
+            yield sock.request(Register()).pid
         finally:
             sock.close()
 
@@ -286,8 +286,8 @@ class ChaosRun:
         if self.child is not None and self.child.is_alive():
             os.kill(self.child.pid, signal.SIGKILL)
             self.child.join()
-        sock = service.connect(service_protocol.private_folder(self.folder), 10.0)
-        sock.ask(Goodbye())
+        sock = service.connect_checkpoint_service(service_protocol.private_folder(self.folder), 10.0)
+        sock.request(Goodbye())
         sock.close()
         deadline = time.monotonic() + 30
         while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:

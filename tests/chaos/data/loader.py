@@ -60,7 +60,7 @@ def run_chaos(folder: Path, kills: int, seed: int, console: Any, steps: int = 30
         rounds, attempts, restarts = rounds + 1, attempts + run.attempts, restarts + run.restarts()
         training += run.in_training
         console.print(f"round {rounds}: {run.dealt} in {run.attempts} starts; {'equal' if not faults else faults[-1]}")
-    left = [str(path) for path in ring.MOUNT.glob(f"{ring.prefix()}*") if str(folder).encode() in _head(path)]
+    left = [str(path) for path in ring.MOUNT.glob(f"{ring.name_prefix()}*") if str(folder).encode() in _head(path)]
     if left:
         faults.append(f"segments are left: {', '.join(left)}")
     console.print(
@@ -147,7 +147,7 @@ class _Run:
         """Start it again and again until it is finished; at most `kills` kills."""
         while True:
             self.attempts += 1
-            loader = host_loader.start(self.config, world=_RANKS, first_rank=0, ranks=_RANKS)
+            loader = host_loader.start_loader(self.config, world=_RANKS, first_rank=0, ranks=_RANKS)
             assert loader is not None
             ranks = self._start(loader.environment)
             killed = False

@@ -32,11 +32,11 @@ def write_model(folder: Path, family: str) -> None:
     from megascale.model.huggingface.settings import Keys
 
     settings = {"model_type": family, **SETTINGS[family]}
-    model = from_tree({"model": FAMILIES[family].read(Keys(settings, "config.json"))}).model
+    model = from_tree({"model": FAMILIES[family].read_config(Keys(settings, "config.json"))}).model
     shapes = logical_shapes(model)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))
-    tensors = {weight.name: torch.zeros(weight.shape(shapes)) for weight in FAMILIES[family].weights(model)}
+    tensors = {weight.name: torch.zeros(weight.shape(shapes)) for weight in FAMILIES[family].list_weights(model)}
     save_file(tensors, folder / "model.safetensors")
 
 

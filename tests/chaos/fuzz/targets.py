@@ -170,7 +170,7 @@ def _checkpoint(folder: Path) -> Feed:
         with contextlib.suppress(MegascaleError):
             whole = open_whole(run)
             for name in whole.tensors:
-                whole.tensor(name)
+                whole.read_tensor(name)
         target = torch.zeros(3, 4)
         with contextlib.suppress(MegascaleError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -297,18 +297,18 @@ def _frames(folder: Path) -> Feed:
     from megascale.data.loader import loader_messages
     from megascale.resilience.protocol import agent_messages, fork_messages
     from megascale.services import host_service
-    from megascale.services.framing import HEAD, ProtocolError, greeting, head, read_greeting, read_head
+    from megascale.services.framing import HEAD, ProtocolError, make_greeting, make_head, read_greeting, read_head
     from megascale.services.messages import Schema
 
     modules = (agent_messages, fork_messages, loader_messages, service_protocol, host_service)
     schemas = [value for module in modules for value in vars(module).values() if isinstance(value, Schema)]
-    whole = greeting(bytes(32))
+    whole = make_greeting(bytes(32))
     kinds = [(schema, do, kind) for schema in schemas for do, kind in schema._kinds.items()]
     values = (*(value for value in _ODD if value not in (2**64, 10**30, 10**400, "\ud800", -(2**63))), b"", b"a" * 64)
 
     def feed(rng: random.Random) -> None:
         with contextlib.suppress(ProtocolError):
-            read_head(odd_bytes(rng, head(100, 5, 1))[: HEAD.size].ljust(HEAD.size, b"\0"), 1000, 50)
+            read_head(odd_bytes(rng, make_head(100, 5, 1))[: HEAD.size].ljust(HEAD.size, b"\0"), 1000, 50)
         with contextlib.suppress(ProtocolError):
             read_greeting(odd_bytes(rng, whole)[: len(whole)].ljust(len(whole), b"\0"))
         schema, do, kind = rng.choice(kinds)

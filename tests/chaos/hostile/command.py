@@ -283,10 +283,10 @@ def _api_port(job: Launched) -> int:
 @contextmanager
 def _planted() -> Iterator[int]:
     """Files of another user where the loaders of this one have theirs, under such names; how many."""
-    from megascale.data.loader.ring import MOUNT, prefix
+    from megascale.data.loader.ring import MOUNT, name_prefix
     from tests.chaos.hostile.attacks import plant
 
-    names = [f"{prefix()}{number:016x}" for number in range(20)]
+    names = [f"{name_prefix()}{number:016x}" for number in range(20)]
     made = plant(str(MOUNT), names, _NOBODY) if not os.geteuid() else 0
     try:
         yield made

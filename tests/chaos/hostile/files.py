@@ -108,7 +108,7 @@ def _checkpoint(folder: Path, sound: Path, craft: Callable[[Path], None] | None)
     try:
         whole = open_whole(run)
         for name in whole.tensors:
-            whole.tensor(name)
+            whole.read_tensor(name)
         if craft is not None:
             wrong.append("it was opened")
     except MegascaleError as error:

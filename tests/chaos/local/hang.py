@@ -146,14 +146,14 @@ def run_case(
         for _ in range(_LOOKS):
             _until(lambda: _stands(run, world), "the run did not come to a stop", folder)
             started = time.perf_counter()
-            scene, hang = hang_report.examine(run)
+            scene, hang = hang_report.examine_run(run)
             seconds = time.perf_counter() - started
             if not scene.moving:
                 break
         record = scene.ranks[rank].record
         named = hang.group in (record.groups if record else ()) and bool(hang.op)
         right = hang.kind == _KINDS[case] and hang.ranks == (rank,) and named
-        found = hang_report.headline(hang)
+        found = hang_report.format_headline(hang)
         return HangOutcome(case, _name(layout, graphs), rank, step, right, found, seconds, hang.evidence)
     finally:
         _end(run, process)

@@ -269,7 +269,7 @@ def _prepared(config: Config, parallel: dict[str, Any], steps: int, memory: bool
 def compare(calm: Path, killed: Path) -> Comparison:
     """Two finished run folders, the second against the first."""
     from benchmarks.training.layouts import relative
-    from megascale.train.restore import restore
+    from megascale.train.restore import restore_engine
 
     def lines(file: Path) -> list[dict[str, Any]]:
         return [strict_json.loads(line) for line in file.read_text().splitlines()]
@@ -280,7 +280,7 @@ def compare(calm: Path, killed: Path) -> Comparison:
     apart = max((relative(theirs[s], ours[s]) for s in ours if s in theirs), default=float("inf"))
     sets = []
     for run in (calm, killed):
-        engine, _ = restore(run, device="cpu")
+        engine, _ = restore_engine(run, device="cpu")
         sets.append({name: t for name, _, _, t in engine.optimizer.logical() if name.startswith("model.")})
     weights = max(float((sets[1][n] - t).norm() / t.norm().clamp(min=1e-12)) for n, t in sets[0].items())
     steps = len(theirs) if len(records) == len(theirs) else -1  # a step on record twice is an error

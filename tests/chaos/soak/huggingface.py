@@ -14,7 +14,7 @@ import torch
 
 from megascale.config import ModelConfig, from_tree
 from megascale.core.inventory import logical_shapes
-from megascale.errors import ConfigError, DataError, remedy
+from megascale.errors import ConfigError, DataError, describe_install
 from megascale.model.huggingface.export import write_folder
 from megascale.model.huggingface.families import family_for
 from megascale.model.huggingface.import_model import Imported, read_folder
@@ -45,7 +45,7 @@ def quiet_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ConfigError(f"the part huggingface needs the package transformers; {remedy('dev')}") from None
+        raise ConfigError(f"the part huggingface needs the package transformers; {describe_install('dev')}") from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

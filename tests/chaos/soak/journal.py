@@ -222,7 +222,7 @@ def _weights(job: Launched, file: Path, code: int, words: list[str]) -> SoakCase
 
 
 def _state(run: Path) -> dict[str, Any]:
-    from megascale.train.restore import restore
+    from megascale.train.restore import restore_engine
 
-    engine, _ = restore(run, device="cpu")
+    engine, _ = restore_engine(run, device="cpu")
     return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}

@@ -140,13 +140,13 @@ def _short(error: Exception) -> str:
 
 def _faults(config: Config, key: str, base: Path, hashed: dict[str, str], said: str, started: bool) -> list[str]:
     """What is wrong with a start that was accepted."""
-    from megascale.data.dataset.ledger import check
+    from megascale.data.dataset.ledger import check_ledger
     from megascale.data.dataset.samples import SampleSource
     from megascale.train.run_folder import RunFolder, read_lines
 
     run = RunFolder(config.run_folder)
     lines = read_lines(run.samples)
-    faults = check(lines, SampleSource(config)).faults
+    faults = check_ledger(lines, SampleSource(config)).faults
     steps = max(config.train.steps, 0 if started or key == "checkpoint.resume" else _STOPPED)
     if len(lines) != steps:
         faults.append(f"{steps} steps wanted, the ledger has {len(lines)}")

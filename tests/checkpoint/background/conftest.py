@@ -30,8 +30,8 @@ def await_other(condition: Any, seconds: float = 20.0) -> Any:
 
 
 def service_pid(run: Path) -> int:
-    sock = service.connect(service_protocol.private_folder(run))
-    pid = sock.ask(Register()).pid
+    sock = service.connect_checkpoint_service(service_protocol.private_folder(run))
+    pid = sock.request(Register()).pid
     sock.close()
     return pid
 
@@ -47,5 +47,5 @@ def run(tmp_path: Path) -> Any:
     folder.mkdir()
     yield folder
     for host in (folder, *folder.glob("host-*")):
-        if pid := service_protocol.place(service_protocol.private_folder(host)).owner():
+        if pid := service_protocol.locate_service(service_protocol.private_folder(host)).owner():
             os.kill(pid, signal.SIGKILL)

@@ -31,16 +31,16 @@ from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
 from megascale.core.exit_record import ExitKind
-from megascale.core.failure import errno_of
+from megascale.core.failure import find_errno
 from megascale.errors import DataError, FitError
-from megascale.services.host_service import Place
+from megascale.services.host_service import ServiceLocation
 from tests.checkpoint.background.conftest import await_other, background, large_state, service_pid
-from tests.checkpoint.conftest import assert_same, blank, context, cut, logical_state, run_group, whole
+from tests.checkpoint.conftest import assert_same, blank, context, cut, full_shards, logical_state, run_group
 
 
 def test_saves_what_was_there_when_it_began(run: Path) -> None:
     tensors = logical_state(1)
-    checkpointer = Checkpointer(background(), run, whole(tensors))
+    checkpointer = Checkpointer(background(), run, full_shards(tensors))
     assert checkpointer.load() is None
     for step in (1, 2, 3):
         assert checkpointer.save(step, {"step": step}, wait=True)
@@ -48,10 +48,10 @@ def test_saves_what_was_there_when_it_began(run: Path) -> None:
         for t in tensors.values():
             t.copy_(logical_state(step + 1)[next(n for n, u in tensors.items() if u is t)])
     outcomes = checkpointer.finish()
-    assert [(o.step, o.committed, o.why) for o in outcomes] == [(1, True, ""), (2, True, ""), (3, True, "")]
+    assert [(o.step, o.committed, o.reason) for o in outcomes] == [(1, True, ""), (2, True, ""), (3, True, "")]
     assert steps(run / "checkpoints") == [2, 3]
     got = blank(tensors)
-    assert load(run / "checkpoints", whole(got)) == {"step": 3}
+    assert load(run / "checkpoints", full_shards(got)) == {"step": 3}
     assert_same(got, logical_state(3))
     # Nothing but what the commit names is left beside it.
     place = run / "checkpoints" / "step-3"
@@ -65,13 +65,13 @@ def test_saves_what_was_there_when_it_began(run: Path) -> None:
 
 def _die_when_staged(run: str, step: int) -> None:
     """Save and be killed as soon as the service has the whole image, while it is still being written."""
-    checkpointer = Checkpointer(background(), Path(run), whole(large_state(step)))
+    checkpointer = Checkpointer(background(), Path(run), full_shards(large_state(step)))
     checkpointer.load()
     torch.set_num_threads(1)
-    checkpointer.shards = whole(large_state(step))
+    checkpointer.shards = full_shards(large_state(step))
     checkpointer.save(step, {"step": step})
-    sock = service.connect(service_protocol.private_folder(run))
-    while not any(h.step == step for h in sock.ask(ListHeld()).held):
+    sock = service.connect_checkpoint_service(service_protocol.private_folder(run))
+    while not any(h.step == step for h in sock.request(ListHeld()).held):
         pass
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -84,10 +84,10 @@ def test_staged_state_is_saved_and_found_after_the_trainer_was_killed(run: Path)
         assert trainer.exitcode == -signal.SIGKILL
         await_other(lambda step=step: latest(run / "checkpoints") == step)
         got = blank(large_state(0))
-        assert load(run / "checkpoints", whole(got)) == {"step": step}
+        assert load(run / "checkpoints", full_shards(got)) == {"step": step}
         assert_same(got, large_state(step))
     got = blank(large_state(0))
-    checkpointer = Checkpointer(background(), run, whole(got))
+    checkpointer = Checkpointer(background(), run, full_shards(got))
     assert checkpointer.load() == {"step": 2}
     assert checkpointer.loaded_from == "memory"
     assert_same(got, large_state(2))
@@ -101,7 +101,7 @@ def _several(step: int) -> dict[str, torch.Tensor]:
 def _die_while_staging(run: str) -> None:
     """Save, then be killed when the service has heard of half of the next save's chunks and begun its file."""
     tensors = _several(1)
-    checkpointer = Checkpointer(background(), Path(run), whole(tensors))
+    checkpointer = Checkpointer(background(), Path(run), full_shards(tensors))
     checkpointer.save(1, {"step": 1})
     checkpointer.before_update()
     await_other(lambda: any(o.committed for o in checkpointer.poll()))
@@ -126,7 +126,7 @@ def test_a_half_staged_state_leaves_nothing(run: Path) -> None:
     assert trainer.exitcode == -signal.SIGKILL
     await_other(lambda: not (run / "checkpoints" / "step-2").exists())
     got = blank(_several(0))
-    checkpointer = Checkpointer(background(), run, whole(got))
+    checkpointer = Checkpointer(background(), run, full_shards(got))
     assert checkpointer.load() == {"step": 1}
     assert_same(got, _several(1))
     assert checkpointer.save(3, {"step": 3}, wait=True)
@@ -138,7 +138,7 @@ def _save_in_memory(rank: int, size: int, run: Path, how: str) -> None:
     checkpointer.load()
     assert checkpointer.save(5, {"step": 5})
     checkpointer.before_update()
-    checkpointer.finish(over=False)
+    checkpointer.finish(run_ended=False)
 
 
 def _load_from_memory(rank: int, size: int, run: Path, how: str) -> tuple[str, dict]:
@@ -159,12 +159,12 @@ def test_memory_loads_on_another_layout(run: Path) -> None:
             path.rmdir()
         else:
             path.unlink()
-    assert Checkpointer(background(), run, whole(blank(logical_state()))).load() is None
+    assert Checkpointer(background(), run, full_shards(blank(logical_state()))).load() is None
 
 
 def test_a_dead_service_is_reported_and_replaced(run: Path) -> None:
     tensors = logical_state(1)
-    checkpointer = Checkpointer(background(), run, whole(tensors))
+    checkpointer = Checkpointer(background(), run, full_shards(tensors))
     checkpointer.save(1, {})
     checkpointer.before_update()
     await_other(lambda: any(o.committed for o in checkpointer.poll()))
@@ -179,26 +179,26 @@ def test_a_dead_service_is_reported_and_replaced(run: Path) -> None:
 
 def test_full_disk_is_an_outcome_and_costs_nothing(run: Path, small_disk: Path) -> None:
     tensors = {"w": torch.zeros(100_000)}
-    checkpointer = Checkpointer(background(location=str(small_disk / "c")), run, whole(tensors))
+    checkpointer = Checkpointer(background(location=str(small_disk / "c")), run, full_shards(tensors))
     checkpointer.save(1, {"step": 1})
-    big = Checkpointer(background(location=str(small_disk / "c")), run, whole({"w": torch.zeros(1 << 20)}))
-    assert [o.committed for o in checkpointer.finish(over=False)] == [True]
+    big = Checkpointer(background(location=str(small_disk / "c")), run, full_shards({"w": torch.zeros(1 << 20)}))
+    assert [o.committed for o in checkpointer.finish(run_ended=False)] == [True]
     big.save(2, {})
     (outcome,) = big.finish()
     assert not outcome.committed
-    assert "is full: a checkpoint needs 4,198,400 bytes" in outcome.why
+    assert "is full: a checkpoint needs 4,198,400 bytes" in outcome.reason
     assert sorted(p.name for p in (small_disk / "c").iterdir()) == ["ID", "step-1"]
 
 
 def test_a_commit_that_finds_the_disk_full_says_so(run: Path, small_disk: Path) -> None:
     """There is room for the state, and none for the index."""
     tensors = {"w": torch.zeros(1 << 18)}
-    checkpointer = Checkpointer(background(location=str(small_disk / "c")), run, whole(tensors))
+    checkpointer = Checkpointer(background(location=str(small_disk / "c")), run, full_shards(tensors))
     needed = checkpointer.shards[0].tensor.nbytes
     (small_disk / "filler").write_bytes(b"0" * ((2 << 20) - needed - (48 << 10)))
     checkpointer.save(2, {"text": "x" * 20_000})
     (outcome,) = checkpointer.finish()
-    assert "c' is full: a checkpoint needs" in outcome.why
+    assert "c' is full: a checkpoint needs" in outcome.reason
     assert (outcome.record.kind, outcome.record.subject) == (ExitKind.DISK_FULL, str(small_disk / "c"))
     assert sorted(p.name for p in (small_disk / "c").iterdir()) == ["ID"]
 
@@ -222,11 +222,11 @@ def _save_after_the_first_failed(rank: int, size: int, run: Path, disk: Path, ho
         checkpointer.save(2, {})
         if rank:
             checkpointer.before_update()
-            checkpointer.finish(over=False)
+            checkpointer.finish(run_ended=False)
             return ""
         (outcome,) = await_other(checkpointer.poll)
         failed.touch()
-    checkpointer.finish(over=False)
+    checkpointer.finish(run_ended=False)
     return outcome.why
 
 
@@ -277,7 +277,7 @@ def _fail_on_a_full_disk(rank: int, size: int, run: Path, disk: Path, filler: Pa
             (outcome,) = await_other(checkpointer.poll)
             assert "is full" in outcome.why
             failed.touch()
-    checkpointer.finish(over=False)
+    checkpointer.finish(run_ended=False)
 
 
 def _without_memory(rank: int, size: int, run: Path) -> tuple[str, int]:
@@ -289,7 +289,7 @@ def _without_memory(rank: int, size: int, run: Path) -> tuple[str, int]:
         try:
             checkpointer.save(3, {})
         except FitError as error:
-            return str(error), errno_of(error)
+            return str(error), find_errno(error)
     raise AssertionError("it fits")
 
 
@@ -307,7 +307,7 @@ def _parts_only(rank: int, size: int, run: Path) -> None:
     (run / f"host-{rank}").mkdir(exist_ok=True)
     checkpointer.folder = run / "checkpoints"
     checkpointer.save(3, {"step": 3})
-    checkpointer.finish(over=False)
+    checkpointer.finish(run_ended=False)
 
 
 def test_whole_save_without_commit_is_finished_at_the_next_start(run: Path) -> None:
@@ -317,7 +317,7 @@ def test_whole_save_without_commit_is_finished_at_the_next_start(run: Path) -> N
     _uncommit(storage)
     assert latest(storage) is None
     got = blank(logical_state())
-    checkpointer = Checkpointer(background(background=False), run, whole(got))
+    checkpointer = Checkpointer(background(background=False), run, full_shards(got))
     assert checkpointer.load() == {"step": 3}
     assert_same(got, logical_state(3))
     assert finish_pending(storage) == []
@@ -351,7 +351,7 @@ def test_two_may_commit_a_save_at_once(run: Path) -> None:
     assert done[0] is not None
     folders.withdraw(storages[0], 3, generation)  # one that believes it has failed takes nothing from the other
     got = blank(logical_state())
-    assert load(run / "checkpoints", whole(got)) == {"step": 3}
+    assert load(run / "checkpoints", full_shards(got)) == {"step": 3}
     assert_same(got, logical_state(3))
 
 
@@ -367,7 +367,7 @@ def _saved_not_committed(run: Path) -> tuple[LocalStorage, str]:
 def test_a_first_save_that_died_is_as_none(run: Path) -> None:
     storage = LocalStorage(run / "checkpoints")
     storage.write("step-3/00000001-abcdabcd-00000.distcp", b"half")
-    checkpointer = Checkpointer(background(background=False), run, whole(logical_state(1)))
+    checkpointer = Checkpointer(background(background=False), run, full_shards(logical_state(1)))
     assert checkpointer.load() is None
     checkpointer.save(3, {})
     assert [o.committed for o in checkpointer.poll()] == [True]
@@ -385,8 +385,10 @@ def _uncommit(storage: LocalStorage) -> None:
     storage.remove("step-3/COMMIT")
     generation = commit.generation
     plan = type(index)(index.tensors, [f.removeprefix(f"{generation}-") for f in index.files], index.columns)
-    metadata = torch_metadata(plan.committed(pending_saves.BLANK, index.columns["crc"]))
-    pending_saves.begin(storage, 3, generation, 2, 2, json.loads(json.dumps(commit.state)), plan.to_bytes(), metadata)
+    metadata = torch_metadata(plan.with_generation(pending_saves.BLANK, index.columns["crc"]))
+    pending_saves.begin_save(
+        storage, 3, generation, 2, 2, json.loads(json.dumps(commit.state)), plan.to_bytes(), metadata
+    )
     for rank, name in enumerate(plan.files):
         size, crc = commit.files[f"{generation}-{name}"]
         crcs = index.columns["crc"][index.columns["in_file"] == rank].tolist()
@@ -400,9 +402,9 @@ def test_what_killed_services_left_is_swept_and_what_runs_is_not(
     monkeypatch.setattr(service, "_COME_UP", 240.0)  # however busy the machine is
     dead, alive, mine = (tmp_path / name for name in ("dead", "alive", "mine"))
     # A service whose visitor stays does not end, however long the rest takes.
-    with contextlib.closing(service.connect(alive)) as visitor:
-        with contextlib.closing(service.connect(dead)) as sock:
-            os.kill(sock.ask(Register()).pid, signal.SIGKILL)
+    with contextlib.closing(service.connect_checkpoint_service(alive)) as visitor:
+        with contextlib.closing(service.connect_checkpoint_service(dead)) as sock:
+            os.kill(sock.request(Register()).pid, signal.SIGKILL)
             assert sock.sock.recv(1) == b""
         with open(dead / "checkpoint.lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # which the kernel lets go of after its sockets, or before
@@ -410,18 +412,18 @@ def test_what_killed_services_left_is_swept_and_what_runs_is_not(
         assert not mine.exists()
         assert not dead.exists()
         assert (alive / "checkpoint.sock").exists()
-        os.kill(visitor.ask(Register()).pid, signal.SIGKILL)
+        os.kill(visitor.request(Register()).pid, signal.SIGKILL)
 
 
 def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:
     """Many start while others end and remove the folder: never two at once."""
-    place, inside, most = Place(tmp_path / "place", "checkpoint"), 0, 0
+    place, inside, most = ServiceLocation(tmp_path / "place", "checkpoint"), 0, 0
     guard = threading.Lock()
 
     def come_and_go() -> None:
         nonlocal inside, most
         for _ in range(50):
-            lock = place.take(make_folder=True)
+            lock = place.acquire_lock(make_folder=True)
             if lock is None:
                 continue
             with guard:
@@ -429,7 +431,7 @@ def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:
                 most = max(most, inside)
             with guard:
                 inside -= 1
-            place.leave(lock)
+            place.release(lock)
 
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(come_and_go) for _ in range(8)]:
@@ -440,8 +442,8 @@ def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:
 
 def test_a_service_that_is_not_to_linger_waits_for_its_first_visitor(tmp_path):
     place = service_protocol.private_folder(tmp_path / "run")
-    with contextlib.closing(service.connect(place, linger=0.0)) as first:
-        with contextlib.closing(service.connect(place, linger=0.0)):
+    with contextlib.closing(service.connect_checkpoint_service(place, linger=0.0)) as first:
+        with contextlib.closing(service.connect_checkpoint_service(place, linger=0.0)):
             pass  # the same one: it is not alone yet
         assert first is not None
 
@@ -449,7 +451,7 @@ def test_a_service_that_is_not_to_linger_waits_for_its_first_visitor(tmp_path):
 def test_a_copy_that_fails_in_any_way_holds_up_no_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update of the next step waits for the copy, so a thread that ended without a word stopped the training."""
     tensors = logical_state(1)
-    checkpointer = Checkpointer(background(), run, whole(tensors))
+    checkpointer = Checkpointer(background(), run, full_shards(tensors))
     copy, failures = Staging.copy, iter([ValueError("of no kind that was expected")])
 
     def fail_once(staging: Staging) -> Iterator[int]:
@@ -462,14 +464,14 @@ def test_a_copy_that_fails_in_any_way_holds_up_no_step(run: Path, monkeypatch: p
     checkpointer.before_update()
     outcomes: list[snapshot.SaveOutcome] = []
     await_other(lambda: outcomes.extend(checkpointer.poll()) or outcomes)
-    assert "of no kind that was expected" in outcomes[0].why
+    assert "of no kind that was expected" in outcomes[0].reason
     assert checkpointer.save(2, {"step": 2}, wait=True)
     assert [(o.step, o.committed) for o in checkpointer.finish()] == [(2, True)]
 
 
 def test_a_watcher_that_cannot_reach_the_service_reports_the_save(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpointer = Checkpointer(background(), run, whole(logical_state(1)))
-    connect, failures = service.connect, iter([OSError("no descriptor left")])
+    checkpointer = Checkpointer(background(), run, full_shards(logical_state(1)))
+    connect, failures = service.connect_checkpoint_service, iter([OSError("no descriptor left")])
 
     def fail_once(*words: object) -> object:
         if sys._getframe(1).f_code.co_name == "_watch" and (error := next(failures, None)):
@@ -481,6 +483,6 @@ def test_a_watcher_that_cannot_reach_the_service_reports_the_save(run: Path, mon
     checkpointer.before_update()
     outcomes: list[snapshot.SaveOutcome] = []
     await_other(lambda: outcomes.extend(checkpointer.poll()) or outcomes)
-    assert [(o.step, o.committed, o.why) for o in outcomes] == [(1, False, "no descriptor left")]
+    assert [(o.step, o.committed, o.reason) for o in outcomes] == [(1, False, "no descriptor left")]
     assert checkpointer.save(2, {"step": 2}, wait=True)
     assert [(o.step, o.committed) for o in checkpointer.finish()] == [(2, True)]

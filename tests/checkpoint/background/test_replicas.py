@@ -26,16 +26,16 @@ from megascale.checkpoint.background.service_protocol import (
     ListHeld,
     Staged,
 )
-from megascale.checkpoint.background.staging import Copy, SaveOutcome, own_index
+from megascale.checkpoint.background.staging import SaveOutcome, SnapshotCopy, own_index
 from megascale.checkpoint.format.chunks import TensorShard
-from megascale.checkpoint.format.staged_file import Progress, frame, make_slots
+from megascale.checkpoint.format.staged_file import Progress, frame_chunks, make_slots
 from megascale.checkpoint.format.write_plan import make_offer, make_plan
 from megascale.checkpoint.saver import dtype_name
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.errors import TrainingError
-from megascale.services.conversation import Conversation, prove
+from megascale.services.conversation import Conversation, authenticate
 from tests.checkpoint.background.conftest import await_other, background, service_pid
-from tests.checkpoint.conftest import blank, cut, logical_state, run_group, whole
+from tests.checkpoint.conftest import blank, cut, full_shards, logical_state, run_group
 
 
 def _on_two_hosts(rank: int, size: int, run: Path, save_it: bool) -> Any:
@@ -49,8 +49,8 @@ def _on_two_hosts(rank: int, size: int, run: Path, save_it: bool) -> Any:
     if save_it:
         checkpointer.save(4, {"step": 4})
         checkpointer.save(5, {"step": 5}, persist=False, wait=True)
-        outcomes = checkpointer.finish(over=False)
-        return sorted((o.step, o.committed, o.why, o.replica) for o in outcomes)
+        outcomes = checkpointer.finish(run_ended=False)
+        return sorted((o.step, o.committed, o.reason, o.replica) for o in outcomes)
     for a, b in zip(cut(tensors, "flat", rank, size), cut(logical_state(5), "flat", rank, size), strict=True):
         assert torch.equal(a.tensor, b.tensor)
     return checkpointer.loaded_from, state
@@ -67,7 +67,7 @@ def test_a_lost_host_is_replaced_by_its_peers_copies(run: Path) -> None:
         os.kill(service_pid(run / host), signal.SIGKILL)
     # Both gone: only step 4 was written.
     got = blank(logical_state())
-    checkpointer = Checkpointer(background(location=str(run / "checkpoints")), run / "host-0", whole(got))
+    checkpointer = Checkpointer(background(location=str(run / "checkpoints")), run / "host-0", full_shards(got))
     assert checkpointer.load() == {"step": 4}
     assert checkpointer.loaded_from == "storage"
 
@@ -79,16 +79,16 @@ def _kept_at_each_update(rank: int, size: int, run: Path) -> list[bool]:
     checkpointer = Checkpointer(config, run / f"host-{rank}", cut(tensors, "flat", rank, size))
     checkpointer.prepare()
     assert checkpointer.snapshots is not None
-    checkpointer.snapshots._last = LastSnapshot(60.0)  # a busy machine is no reason to go on without
-    peer = service.connect(service_protocol.private_folder(run / f"host-{1 - rank}"))
+    checkpointer.snapshots._replica_barrier = LastSnapshot(60.0)  # a busy machine is no reason to go on without
+    peer = service.connect_checkpoint_service(service_protocol.private_folder(run / f"host-{1 - rank}"))
     kept = []
     for step in range(1, 13):
         assert checkpointer.save(step, {"step": step}, persist=False, wait=True)
         checkpointer.before_update(step + 1)
-        held = peer.ask(ListHeld()).held
+        held = peer.request(ListHeld()).held
         kept.append(any(each.replica and each.rank == rank and each.step == step for each in held))
     peer.close()
-    checkpointer.finish(over=False)
+    checkpointer.finish(run_ended=False)
     return kept
 
 
@@ -98,19 +98,19 @@ def test_an_update_waits_for_the_last_snapshot_at_the_peer(run: Path) -> None:
 
 
 def test_a_peer_that_does_not_answer_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
-    def copy(step: int) -> Copy:
-        return Copy(SaveOutcome(step), _staged(step), 0.0)
+    def copy(step: int) -> SnapshotCopy:
+        return SnapshotCopy(SaveOutcome(step), _staged(step), 0.0)
 
-    last = LastSnapshot(most=0.01)
+    last = LastSnapshot(timeout=0.01)
     last.wait()  # there is none
     late = copy(1)
-    last.begins(late)
+    last.track(late)
     last.wait()
     assert "the snapshot of step 1 is not at the peer" in caplog.text
-    last.begins(copy(2))
+    last.track(copy(2))
     last.wait()
     assert "step 2" not in caplog.text
-    late.kept.set()
+    late.replicated.set()
     last.wait()
     assert "the snapshot of step 2 is not at the peer" in caplog.text
 
@@ -148,7 +148,7 @@ def test_the_replicas_token_is_never_sent_and_must_be_the_same(run: Path) -> Non
     for host in ("host-0", "host-1"):
         (run / host).mkdir()
     told = run_group(2, _spoken, run, "")
-    file = run / "checkpoints" / replica_token.FILE
+    file = run / "checkpoints" / replica_token.TOKEN_FILE
     token = file.read_text()
     assert file.stat().st_mode & 0o777 == 0o600
     assert [error for error, _ in told] == ["", ""]
@@ -179,7 +179,7 @@ def test_the_token_is_asked_for() -> None:
 
     def other(token: bytes) -> None:
         try:
-            prove(Conversation(there, COPIES, COPIES), token, "replicas", "server")
+            authenticate(Conversation(there, COPIES, COPIES), token, "replicas", "server")
         except ConnectionError as error:
             errors.append(error)
 
@@ -187,10 +187,10 @@ def test_the_token_is_asked_for() -> None:
         thread = threading.Thread(target=other, args=(token,))
         thread.start()
         if good:
-            prove(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
+            authenticate(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
         else:
             with pytest.raises(ConnectionError, match="token"):
-                prove(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
+                authenticate(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
         thread.join()
     assert len(errors) == 1
 
@@ -242,7 +242,7 @@ def test_a_copy_is_sent_while_its_snapshot_is_completed(snapshot: Any) -> None:
         assert not copies.held()
         yield 4
 
-    crcs, _ = frame(view[: staged.size], slot.index, rows(), progress)
+    crcs, _ = frame_chunks(view[: staged.size], slot.index, rows(), progress)
     assert copying.finish(crcs.tolist()) is None
     assert copying.finish(None) is None  # as a service says it in any case
     ((rank, copy),) = copies.held()
@@ -255,19 +255,19 @@ def test_a_snapshot_that_is_never_completed_leaves_no_copy(snapshot: Any) -> Non
     progress = Progress()
     copying = Copying(staged, 2, slot, progress)
     await_other(lambda: copies._slots.get(0))
-    progress.reach(int(slot.index.columns["start"][2]))
+    progress.advance(int(slot.index.columns["start"][2]))
     assert "ended before its state was copied" in str(copying.finish(None))
     await_other(lambda: not copies._slots[0][0].busy.locked())
     assert not copies.held()
     # The memory is free for the next.
-    crcs, _ = frame(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
+    crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
     assert Copying(staged, 2, slot, progress).finish(crcs.tolist()) is None
     assert len(copies.held()) == 1
 
 
 def test_a_copy_that_is_not_as_its_checksums_say_does_not_count(snapshot: Any) -> None:
     slot, staged, copies = snapshot
-    crcs, _ = frame(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
+    crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
     wrong = [*crcs.tolist()[:-1], 1]
     for said in (wrong, crcs.tolist()[:-1]):
         assert "arrived damaged" in str(Copying(staged, 2, slot, progress).finish(said))
@@ -278,7 +278,7 @@ def test_a_copy_that_is_not_as_its_checksums_say_does_not_count(snapshot: Any) -
 def test_a_copy_that_cannot_be_sent_is_a_problem_whatever_the_reason(snapshot: Any, token: str) -> None:
     """Never taken for one that is there: a peer that hangs up at once, or what nobody foresaw."""
     slot, staged, _ = snapshot
-    crcs, _ = frame(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
+    crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
     with socket.create_server(("127.0.0.1", 0)) as server:
         peer = ("127.0.0.1", server.getsockname()[1])
         copying = Copying(msgspec.structs.replace(staged, peer=peer, token=token), 2, slot, progress)
@@ -298,7 +298,7 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_a_snapshot_that_is_given_up(
 
     copies._room = room
     progress = Progress()
-    progress.reach(staged.size)
+    progress.advance(staged.size)
     copying = Copying(staged, 2, slot, progress)
     assert begun.wait(30)
     before = time.monotonic()

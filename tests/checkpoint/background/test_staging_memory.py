@@ -20,11 +20,11 @@ from megascale.checkpoint.background.service_protocol import (
 from megascale.checkpoint.background.staging import Staging
 from megascale.services.conversation import Conversation
 from tests.checkpoint.background.conftest import background, large_state
-from tests.checkpoint.conftest import logical_state, whole
+from tests.checkpoint.conftest import full_shards, logical_state
 
 
 def test_a_save_is_skipped_while_memory_is_in_use(run: Path) -> None:
-    checkpointer = Checkpointer(background(), run, whole(large_state(1)))
+    checkpointer = Checkpointer(background(), run, full_shards(large_state(1)))
     begun = [checkpointer.save(step, {}) for step in range(1, 6)]
     outcomes = checkpointer.finish()
     assert begun[0]
@@ -45,7 +45,7 @@ def test_memory_comes_into_place_under_the_first_steps(run: Path, monkeypatch: p
     monkeypatch.setattr(Staging, "prepare", prepare)
     monkeypatch.setattr("megascale.checkpoint.background.snapshot._AT_ONCE", 0)
     config = background(memory_interval=1)
-    checkpointer = Checkpointer(config, run, whole(logical_state(1)))
+    checkpointer = Checkpointer(config, run, full_shards(logical_state(1)))
     assert not checkpointer.save(1, {"step": 1}, persist=False)
     timer = threading.Timer(0.1, there.set)
     timer.start()
@@ -53,9 +53,9 @@ def test_memory_comes_into_place_under_the_first_steps(run: Path, monkeypatch: p
     assert there.is_set()
     checkpointer.before_update()
     assert checkpointer.save(3, {"step": 3}, persist=False, wait=True)
-    assert [o.why for o in checkpointer.finish(over=False)] == [""] * 2
+    assert [o.reason for o in checkpointer.finish(run_ended=False)] == [""] * 2
     there.clear()
-    again = Checkpointer(config, run, whole(logical_state(2)))
+    again = Checkpointer(config, run, full_shards(logical_state(2)))
     assert again.load() == {"step": 3}
     again.prepare()
     assert not again.finish()  # at once, with nothing in place
@@ -69,7 +69,7 @@ def test_memory_that_does_not_come_into_place_is_asked_for_again(run: Path, monk
 
     for at_once in (1 << 30, 0):
         monkeypatch.setattr("megascale.checkpoint.background.snapshot._AT_ONCE", at_once)
-        checkpointer = Checkpointer(background(), run, whole(logical_state(1)))
+        checkpointer = Checkpointer(background(), run, full_shards(logical_state(1)))
         with monkeypatch.context() as patched:
             patched.setattr(Staging, "prepare", prepare)
             checkpointer.prepare()
@@ -77,7 +77,7 @@ def test_memory_that_does_not_come_into_place_is_asked_for_again(run: Path, monk
             assert not checkpointer.snapshots.wait_for_memory()
             assert checkpointer.snapshots._choose(wait=True) is None
         assert checkpointer.save(1, {"step": 1})
-        assert [(o.committed, o.why) for o in checkpointer.finish(over=False)] == [(True, "")]
+        assert [(o.committed, o.reason) for o in checkpointer.finish(run_ended=False)] == [(True, "")]
 
 
 def test_memory_that_did_not_come_into_place_is_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,16 +100,16 @@ def test_memory_that_did_not_come_into_place_is_not_given_again(monkeypatch: pyt
 
 
 def test_an_image_that_is_not_whole_everywhere_is_overwritten_first(run: Path) -> None:
-    checkpointer = Checkpointer(background(memory_interval=1), run, whole(logical_state(1)))
+    checkpointer = Checkpointer(background(memory_interval=1), run, full_shards(logical_state(1)))
     for step in (1, 2):
         assert checkpointer.save(step, {"step": step}, persist=False, wait=True)
-    checkpointer.finish(over=False)
+    checkpointer.finish(run_ended=False)
     # Killed while step 3 came into the first slot: a new trainer must not touch the second, which has step 2.
-    sock = service.connect(service_protocol.private_folder(run))
-    sock.ask(Fill(0, 0))
-    again = Checkpointer(background(memory_interval=1), run, whole(logical_state(2)))
+    sock = service.connect_checkpoint_service(service_protocol.private_folder(run))
+    sock.request(Fill(0, 0))
+    again = Checkpointer(background(memory_interval=1), run, full_shards(logical_state(2)))
     assert again.load() == {"step": 2}
     again.prepare()
     assert again.snapshots is not None
     assert again.snapshots._choose(wait=False) == 0
-    again.finish(over=False)
+    again.finish(run_ended=False)

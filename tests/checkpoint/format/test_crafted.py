@@ -19,7 +19,7 @@ from megascale.checkpoint.storage.opening import open_storage
 from megascale.cli.main import app
 from megascale.errors import DataError
 from tests.chaos.fuzz.crafted_checkpoints import CRAFTED, _rename, bomb, edit_commit, edit_index
-from tests.checkpoint.conftest import blank, logical_state, whole
+from tests.checkpoint.conftest import blank, full_shards, logical_state
 
 ROOM = 64 << 20  # bytes that reading a crafted checkpoint may take
 
@@ -28,7 +28,7 @@ ROOM = 64 << 20  # bytes that reading a crafted checkpoint may take
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint of step 1 that nobody has touched."""
     run = tmp_path_factory.mktemp("run")
-    save(run / "checkpoints", 1, whole(logical_state()), {"step": 1}, keep=1)
+    save(run / "checkpoints", 1, full_shards(logical_state()), {"step": 1}, keep=1)
     return run
 
 
@@ -41,7 +41,7 @@ def test_a_crafted_checkpoint_is_refused_by_all(how: str, sound: Path, tmp_path:
         assert not inspect(run).committed
         assert verify(open_storage(run / "checkpoints"), 1).problems
         for read in (
-            lambda: load(run / "checkpoints", whole(blank(logical_state()))),
+            lambda: load(run / "checkpoints", full_shards(blank(logical_state()))),
             lambda: export_torch(open_whole(run), tmp_path / "out.pt", {"optimizer.step": "step"}),
         ):
             with pytest.raises(DataError) as caught:
@@ -60,7 +60,7 @@ def test_the_sound_one_is_read_by_all(sound: Path, tmp_path: Path) -> None:
     assert inspect(sound).committed
     assert not verify(open_storage(sound / "checkpoints"), 1).problems
     got = blank(logical_state())
-    assert load(sound / "checkpoints", whole(got)) == {"step": 1}
+    assert load(sound / "checkpoints", full_shards(got)) == {"step": 1}
     export_torch(open_whole(sound), tmp_path / "out.pt", {"optimizer.step": "step"})
     assert torch.load(tmp_path / "out.pt")["step"] == 7
     assert steps(sound / "checkpoints") == [1]

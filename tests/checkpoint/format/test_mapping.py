@@ -46,7 +46,7 @@ def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
     told: list[int] = []
     if writable:
         mapped = mmap.mmap(handle, size)
-        fill_pages(mapped, new=True, told=told.append)
+        fill_pages(mapped, new=True, on_progress=told.append)
         assert sum(told) == size
     else:
         mapped = map_shared(handle, size, writable=False)
@@ -88,7 +88,7 @@ def test_pages_that_cannot_be_had_are_told_of(handle):
     filling = Filling(whole)
     with pytest.raises(OSError, match="Bad address"):
         filling.wait(30.0)
-    assert not filling.left
+    assert not filling.remaining_bytes
 
 
 def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
@@ -109,7 +109,7 @@ def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
     for _ in range(4):
         begun.acquire()
     assert not filling.wait(0.0)
-    assert filling.left == 61 * mmap.PAGESIZE
+    assert filling.remaining_bytes == 61 * mmap.PAGESIZE
     mapped[-1:] = b"x"
     with pytest.raises(BufferError):
         mapped.close()
@@ -120,7 +120,7 @@ def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
         goes_on.release()
         stopper.join(0.01)
     assert filling.wait(0.0)
-    assert not filling.left
+    assert not filling.remaining_bytes
     mapped.close()
     assert os.pread(handle, 1, 64 * mmap.PAGESIZE - 1) == b"x"
 

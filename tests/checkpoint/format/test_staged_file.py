@@ -84,7 +84,7 @@ class Hosts:
     def images(self) -> tuple[list[set[str]], list[set[str]]]:
         """Of each rank what is whole, of its own and of its copies."""
         own = [{g for g in of_rank if g} for of_rank in self.own]
-        held = self.copies.held()
+        held = self.copies.list_complete()
         return own, [{s.generation for r, s in held if r == rank} for rank in range(len(own))]
 
     def play(self, moves: list[int], check: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from megascale.checkpoint import Checkpointer, TensorShard, inspect, latest, load, save, steps
 from megascale.checkpoint.format import step_folders
-from megascale.checkpoint.format.step_folders import claim, owner
+from megascale.checkpoint.format.step_folders import claim_folder, owner
 from megascale.checkpoint.format.verify import verify
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.local_disk import _BLOCK, Disk, LocalStorage
@@ -26,7 +26,7 @@ from megascale.checkpoint.storage.object_store import FsspecStorage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError, TrainingError
-from tests.checkpoint.conftest import assert_same, blank, logical_state, run_group, whole
+from tests.checkpoint.conftest import assert_same, blank, full_shards, logical_state, run_group
 from tests.forked import Forked
 
 
@@ -126,21 +126,21 @@ def test_storage_keeps_its_promises(place: str) -> None:
 
 def test_checkpoints_on_any_storage(place: str) -> None:
     for step in (1, 2, 3):
-        save(place, step, whole(logical_state(step)), {"step": step}, keep=2)
+        save(place, step, full_shards(logical_state(step)), {"step": step}, keep=2)
     assert (steps(place), latest(place)) == ([2, 3], 3)
     assert inspect(place).committed
     got = blank(logical_state())
-    assert load(place, whole(got)) == {"step": 3}
+    assert load(place, full_shards(got)) == {"step": 3}
     assert_same(got, logical_state(3))
     storage = open_storage(place)
     assert verify(storage, 3).problems == []
     file = next(name for name in storage.list("step-3") if name.endswith(".distcp"))
     storage.write(f"step-3/{file}", bytes(storage.read(f"step-3/{file}"))[:-1000])
     with pytest.warns(UserWarning, match=r"step-3.*damaged"):
-        assert load(place, whole(got)) == {"step": 2}
+        assert load(place, full_shards(got)) == {"step": 2}
     storage.remove("step-2/COMMIT")
     with pytest.raises(DataError, match="No other"):
-        load(place, whole(got))
+        load(place, full_shards(got))
 
 
 def _save_and_load(rank: int, size: int, place: str) -> int:
@@ -159,12 +159,12 @@ def test_several_processes_on_s3(s3: str, tmp_path: Path) -> None:
 
 def test_the_service_writes_to_s3(s3: str, tmp_path: Path) -> None:
     config = CheckpointConfig(background=True, linger=1.0, location=f"{s3}/{tmp_path.name}")
-    checkpointer = Checkpointer(config, tmp_path / "run", whole(logical_state(4)))
+    checkpointer = Checkpointer(config, tmp_path / "run", full_shards(logical_state(4)))
     assert checkpointer.load() is None
     checkpointer.save(4, {"step": 4})
-    assert [(o.committed, o.why) for o in checkpointer.finish()] == [(True, "")]
+    assert [(o.committed, o.reason) for o in checkpointer.finish()] == [(True, "")]
     got = blank(logical_state())
-    assert load(config.location, whole(got)) == {"step": 4}
+    assert load(config.location, full_shards(got)) == {"step": 4}
     assert_same(got, logical_state(4))
 
 
@@ -172,13 +172,13 @@ def test_of_two_runs_that_start_at_the_same_moment_one_gets_the_location(place: 
     """Both have seen that it belongs to none."""
     storage = open_storage(place)
     assert owner(storage) == ""
-    assert claim(storage, "first", previous="")
-    assert not claim(storage, "second", previous="")
+    assert claim_folder(storage, "first", previous="")
+    assert not claim_folder(storage, "second", previous="")
     assert owner(storage) == "first"
-    assert claim(storage, "first", previous="first")
+    assert claim_folder(storage, "first", previous="first")
     # Taken over on purpose, by the one of two that comes first.
-    assert claim(storage, "third", previous="first")
-    assert not claim(storage, "fourth", previous="first")
+    assert claim_folder(storage, "third", previous="first")
+    assert not claim_folder(storage, "fourth", previous="first")
     assert owner(storage) == "third"
 
 
@@ -193,20 +193,20 @@ class LastWins(FsspecStorage):
 def test_where_storage_does_not_keep_two_apart_each_reads_whose_it_is(tmp_path: Path) -> None:
     storage = LastWins(f"memory://{tmp_path.name}")
     storage.write("RUN", b"")  # what both have seen
-    claims = {name: claim(storage, name, previous="") for name in ("first", "second")}
+    claims = {name: claim_folder(storage, name, previous="") for name in ("first", "second")}
     assert claims == {"first": True, "second": False}
     with mock.patch(f"{step_folders.__name__}.owner", side_effect=["", "second"]):
-        assert not claim(storage, "first", previous="")
+        assert not claim_folder(storage, "first", previous="")
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_run_whose_location_was_given_to_another_saves_no_more(tmp_path: Path, background: bool) -> None:
     location = tmp_path / "shared"
     config = CheckpointConfig(background=background, linger=1.0, location=str(location), keep=1)
-    tensors = whole(logical_state(1))
+    tensors = full_shards(logical_state(1))
     first = Checkpointer(config, tmp_path / "first", tensors)
     first.save(1, {"run": {"id": "first"}}, wait=True)
-    assert [(o.committed, o.why) for o in first.finish(over=False)] == [(True, "")]
+    assert [(o.committed, o.reason) for o in first.finish(run_ended=False)] == [(True, "")]
     storage = open_storage(location)
     storage.write("RUN", b"second")
     save(location, 2, tensors, {"run": {"id": "second"}}, keep=2)
@@ -215,7 +215,7 @@ def test_a_run_whose_location_was_given_to_another_saves_no_more(tmp_path: Path,
     if background:
         first.save(3, {"run": {"id": "first"}}, wait=True)
         (outcome,) = first.finish()
-        assert re.search(says, outcome.why)
+        assert re.search(says, outcome.reason)
     else:
         with pytest.raises(TrainingError, match=says):
             first.save(3, {"run": {"id": "first"}})

@@ -98,7 +98,7 @@ def test_blended_samples_read_each_file_epoch_by_epoch(tmp_path: Path) -> None:
         mine = ids[ids[:, 1] == file]
         for epoch in range(100 // windows):
             assert sorted(mine[mine[:, 0] == epoch][:, 2].tolist()) == list(range(windows))
-    assert samples.passes(400) == [15, 100 / 7]
+    assert samples.count_passes(400) == [15, 100 / 7]
     assert samples.epochs(400) == 15
     assert np.array_equal(samples.ids(123, 50), ids[123:173])
 

@@ -13,7 +13,7 @@ import pytest
 from megascale import config as configuration
 from megascale.config import Config
 from megascale.data.dataset.file_hash import even_part, fingerprint
-from megascale.data.dataset.fingerprint import check_tokenizers, watch
+from megascale.data.dataset.fingerprint import check_run_data, check_tokenizers
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.tokenizer import load_tokenizer
@@ -78,22 +78,22 @@ def damage(kind: str, shards: list[Path]) -> None:
 )
 def test_token_files_between_stop_and_start(tmp_path: Path, shards: list[Path], kind: str, says: str) -> None:
     config = configured(tmp_path / "runs", *shards)
-    watch(config, 0, leader=True)
-    watch(config, 8, leader=False)
+    check_run_data(config, 0, leader=True)
+    check_run_data(config, 8, leader=False)
     damage(kind, shards)
     with pytest.raises(DataError, match=says):
-        watch(config, 8, leader=False)
+        check_run_data(config, 8, leader=False)
 
 
 def test_order_counts_and_place_does_not(tmp_path: Path, shards: list[Path]) -> None:
-    watch(configured(tmp_path / "runs", *shards), 0, leader=True)
+    check_run_data(configured(tmp_path / "runs", *shards), 0, leader=True)
     with pytest.raises(DataError, match="the order of files differs"):
-        watch(configured(tmp_path / "runs", *shards[::-1]), 8, leader=True)
+        check_run_data(configured(tmp_path / "runs", *shards[::-1]), 8, leader=True)
     (tmp_path / "data").rename(tmp_path / "moved")
     moved = [tmp_path / "moved" / shard.name for shard in shards]
-    watch(configured(tmp_path / "runs", *moved), 8, leader=True)
+    check_run_data(configured(tmp_path / "runs", *moved), 8, leader=True)
     with pytest.raises(DataError, match=r"two\.bin is missing"):
-        watch(configured(tmp_path / "runs", moved[0]), 8, leader=True)
+        check_run_data(configured(tmp_path / "runs", moved[0]), 8, leader=True)
 
 
 def test_every_size_has_a_fingerprint(tmp_path: Path) -> None:
@@ -130,13 +130,13 @@ def test_a_part_of_a_file_that_changed_shows(tmp_path: Path, size: int) -> None:
 
 def test_a_record_of_an_older_version_is_compared_as_far_as_it_goes(tmp_path: Path, shards: list[Path]) -> None:
     config = configured(tmp_path / "runs", *shards)
-    watch(config, 0, leader=True)
+    check_run_data(config, 0, leader=True)
     record = config.run_folder / "samples" / "sources.json"
     record.write_text(json.dumps({path: even_part(value) for path, value in json.loads(record.read_text()).items()}))
-    watch(config, 8, leader=True)
+    check_run_data(config, 8, leader=True)
     damage("another", shards)
     with pytest.raises(DataError, match=r"two\.bin was changed"):
-        watch(config, 8, leader=True)
+        check_run_data(config, 8, leader=True)
 
 
 def test_shards_of_another_tokenizer(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_shards_of_another_tokenizer(tmp_path: Path) -> None:
     a, b, c = (tmp_path / name / "train" for name in "abc")
     check_tokenizers(configured(tmp_path, a, c))
     with pytest.raises(DataError, match=r"a/train and .*b/train belong to different tokenizers.*data build"):
-        watch(configured(tmp_path, a, b), 0, leader=True)
+        check_run_data(configured(tmp_path, a, b), 0, leader=True)
     # Text tokenised on the fly counts, and what data.tokenizer names, wherever it lies.
     elsewhere = [tmp_path / f"{name}.json" for name in "ab"]
     for path in elsewhere:

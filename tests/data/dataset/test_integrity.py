@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from megascale import api
 from megascale.cli.main import app
 from megascale.config import Config, from_tree
-from megascale.data.dataset.description import describe
-from megascale.data.dataset.fingerprint import watch
+from megascale.data.dataset.description import describe_token_file
+from megascale.data.dataset.fingerprint import check_run_data
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.prepare.builder import build
 from megascale.errors import DataError
@@ -71,13 +71,13 @@ def damage(path: Path, kind: str) -> None:
 )
 def test_a_damaged_file_is_refused_at_the_first_start(data: Path, tmp_path: Path, name: str, kind: str) -> None:
     config = configured(data, tmp_path / "runs")
-    watch(config, 0, leader=False)
-    assert describe(data / name).compared == "sample"
+    check_run_data(config, 0, leader=False)
+    assert describe_token_file(data / name).compared == "sample"
     damage(data / f"{name}.bin", kind)
     with pytest.raises(DataError, match=rf"data\.{name}: .*" + DAMAGED.format(name=name)):
-        watch(config, 0, leader=False)
+        check_run_data(config, 0, leader=False)
     with pytest.raises(DataError, match=DAMAGED.format(name=name)):
-        describe(data / name)
+        describe_token_file(data / name)
 
 
 def test_training_and_evaluation_refuse_it(data: Path, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_all_of_a_file_is_compared_on_request(data: Path) -> None:
     for place in range(len(contents) // 2, len(contents)):
         path.write_bytes(contents[:place] + bytes([contents[place] ^ 1]) + contents[place + 1 :])
         try:
-            assert describe(data / "train").compared == "sample"
+            assert describe_token_file(data / "train").compared == "sample"
             break
         except DataError:
             continue
@@ -121,7 +121,7 @@ def test_a_build_that_is_asked_for_again_replaces_what_is_damaged(built: Path, t
     data = Path(shutil.copytree(built / "ds", tmp_path / "ds"))
     damage(data / "train.bin", "all but both ends")
     build_text(data, built / "in.jsonl")
-    assert describe(data / "train", full=True).compared == "all"
+    assert describe_token_file(data / "train", full=True).compared == "all"
 
 
 def test_files_without_a_checksum_are_said_to_be_so(data: Path, tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_files_without_a_checksum_are_said_to_be_so(data: Path, tmp_path: Path) 
         del part["bin_sha256"], part["bin_fingerprint"]
     (data / "dataset.json").write_text(json.dumps(record))
     damage(data / "train.bin", "all but both ends")
-    watch(configured(data, tmp_path / "runs"), 0, leader=False)
-    facts = describe(data / "train", full=True)
+    check_run_data(configured(data, tmp_path / "runs"), 0, leader=False)
+    facts = describe_token_file(data / "train", full=True)
     assert facts.compared == "none"
     assert facts.longest_run is not None
     length, first, token = facts.longest_run
@@ -149,4 +149,4 @@ def test_the_longest_run_is_found_across_what_is_read_at_a_time(tmp_path: Path, 
     monkeypatch.setattr("megascale.data.dataset.description._READ", read)
     with IndexedWriter(tmp_path / "a", "uint16") as writer:
         writer.add([1, 2, 2, 3, 3, 3, 3, 3, 4, 4, 1])
-    assert describe(tmp_path / "a", full=True).longest_run == (5, 3, 3)
+    assert describe_token_file(tmp_path / "a", full=True).longest_run == (5, 3, 3)

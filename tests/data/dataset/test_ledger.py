@@ -9,7 +9,7 @@ import pytest
 
 from megascale.config import from_tree
 from megascale.data.dataset.indexed import IndexedWriter
-from megascale.data.dataset.ledger import check, of_step
+from megascale.data.dataset.ledger import check_ledger, find_step_samples
 from megascale.data.dataset.samples import SampleSource, hash_ids
 
 BATCH = 4
@@ -39,29 +39,29 @@ def ledger(source: SampleSource, steps: int) -> list[dict[str, Any]]:
 
 
 def test_a_sound_ledger(source: SampleSource) -> None:
-    checked = check(ledger(source, 5), source)
+    checked = check_ledger(ledger(source, 5), source)
     assert (checked.steps, checked.samples, checked.distinct, checked.epochs) == (5, 20, 20, 2.0)
     assert checked.faults == []
-    assert check([], source).faults == []
-    plain = check(ledger(source, 5), None)
+    assert check_ledger([], source).faults == []
+    plain = check_ledger(ledger(source, 5), None)
     assert (plain.steps, plain.samples, plain.distinct, plain.faults) == (5, 20, 0, [])
 
 
 def test_each_fault_is_said(source: SampleSource) -> None:
     lines = ledger(source, 4)
-    cut = check([lines[0], lines[2]], None)
+    cut = check_ledger([lines[0], lines[2]], None)
     assert cut.missing == ["step 2 has no line; samples 4 to 7 are accounted for nowhere"]
     assert (cut.faults, cut.unknown) == ([], 4)
-    assert check([lines[0], lines[1] | {"first": 8}], None).faults == [
+    assert check_ledger([lines[0], lines[1] | {"first": 8}], None).faults == [
         "step 2 begins at sample 8 where 4 is due: it skips some"
     ]
-    assert check([*lines[:2], lines[2] | {"first": 4}], None).faults == [
+    assert check_ledger([*lines[:2], lines[2] | {"first": 4}], None).faults == [
         "step 3 begins at sample 4 where 8 is due: it repeats some"
     ]
-    assert check([lines[0], lines[1] | {"ids": lines[0]["ids"]}], source).faults == [
+    assert check_ledger([lines[0], lines[1] | {"ids": lines[0]["ids"]}], source).faults == [
         "step 2 trained other samples than the seed and the files give"
     ]
-    again = check([*lines[:2], lines[1] | {"step": 3}], source)
+    again = check_ledger([*lines[:2], lines[1] | {"step": 3}], source)
     assert again.faults[0] == "step 3 begins at sample 4 where 8 is due: it repeats some"
     assert [fault.endswith(" was trained 2 times") for fault in again.faults[1:]] == [True] * BATCH
     assert (again.samples, again.distinct) == (12, 8)
@@ -70,13 +70,13 @@ def test_each_fault_is_said(source: SampleSource) -> None:
 def test_of_many_faults_the_first_are_told() -> None:
     lines = [{"step": 2 * step, "first": 0, "count": 0, "ids": ""} for step in range(1, 7)]
     # A line of step 2 follows step 0, that of step 4 follows step 2, and so on.
-    assert check(lines, None, shown=6).faults == [f"step {2 * n} follows step {2 * n - 2}" for n in range(1, 7)]
-    faults = check(lines, None, shown=4).faults
+    assert check_ledger(lines, None, shown=6).faults == [f"step {2 * n} follows step {2 * n - 2}" for n in range(1, 7)]
+    faults = check_ledger(lines, None, shown=4).faults
     assert faults[4:] == ["and 2 more"]
 
 
 def test_the_samples_of_a_step() -> None:
     """Steps that the ledger lacks follow the last one before them, at the batch of today."""
     lines = [{"step": 1, "first": 0, "count": 4}, {"step": 2, "first": 4, "count": 8}]
-    assert [of_step(lines, step, 16) for step in (1, 2, 3, 5)] == [(0, 4), (4, 8), (12, 16), (44, 16)]
-    assert of_step([], 3, 16) == (32, 16)
+    assert [find_step_samples(lines, step, 16) for step in (1, 2, 3, 5)] == [(0, 4), (4, 8), (12, 16), (44, 16)]
+    assert find_step_samples([], 3, 16) == (32, 16)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.data.dataset.permutation import key, permute
+from megascale.data.dataset.permutation import derive_key, permute
 
 FIRST_TEN = [4, 5, 0, 1, 7, 2, 9, 8, 6, 3]
 KEY_1234_0 = 11391823781456656621
@@ -39,8 +39,8 @@ def test_positions_in_parts_equal_the_whole() -> None:
 def test_values_are_the_same_on_every_machine() -> None:
     """A changed order would make old runs train samples twice after a resume: never change these."""
     assert permute(np.arange(10), 10, 1234).tolist() == FIRST_TEN
-    assert key(1, 2) != key(2, 1)
-    assert key(1234, 0) == KEY_1234_0
+    assert derive_key(1, 2) != derive_key(2, 1)
+    assert derive_key(1234, 0) == KEY_1234_0
 
 
 def test_positions_outside_are_refused() -> None:
@@ -60,14 +60,14 @@ def test_small_orders_come_about_equally_often(n: int) -> None:
     trials = (60 if n < 5 else 20) * len(orders)
     counts = np.zeros(len(orders))
     for seed in range(trials):
-        counts[orders[tuple(permute(np.arange(n), n, key(seed, 0)).tolist())]] += 1
+        counts[orders[tuple(permute(np.arange(n), n, derive_key(seed, 0)).tolist())]] += 1
     freedom = len(orders) - 1
     assert chi_square(counts, trials / len(orders)) < freedom + 10 * (2 * freedom) ** 0.5
 
 
 def test_every_place_gets_every_value_and_neighbours_part() -> None:
     n, trials = 50, 2000
-    rows = np.stack([permute(np.arange(n), n, key(seed, 3)) for seed in range(trials)])
+    rows = np.stack([permute(np.arange(n), n, derive_key(seed, 3)) for seed in range(trials)])
     counts = np.stack([np.bincount(rows[:, place], minlength=n) for place in range(n)])
     freedom = (n - 1) ** 2
     assert chi_square(counts, trials / n) < freedom + 6 * (2 * freedom) ** 0.5

@@ -102,7 +102,7 @@ def test_held_out_targets_are_every_token_once(tmp_path: Path, tokens: int, leng
     assert targets[real].tolist() == list(range(tokens))
     assert (inputs[real][1:] == targets[real][1:] - 1).all()
     assert inputs[0, 0] == tokens - 1  # the file's last token, an end of document in files built here
-    some = held.rows([len(held) - 1, 0])
+    some = held.read_windows([len(held) - 1, 0])
     assert np.array_equal(some[1], targets[[-1, 0]])
 
 
@@ -150,7 +150,7 @@ def test_a_bad_id_before_a_window_is_named_with_its_place(tmp_path: Path, place:
     """The first token is predicted from the last one of the file."""
     held = HeldOut(write(tmp_path / "v", [8 if i == place else i for i in range(8)]), 4, vocab_size=8)
     with pytest.raises(DataError, match=rf"token id 8 and model\.vocab_size=8 \(token {place} of"):
-        held.rows([window])
+        held.read_windows([window])
 
 
 def test_bits_per_byte() -> None:

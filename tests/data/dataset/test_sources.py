@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from megascale.data.dataset import compressed_files, sources
 from megascale.data.dataset.formats import is_text
-from megascale.data.dataset.sources import clean, cut, find_files, read
+from megascale.data.dataset.sources import clean, cut_pieces, find_files, read_documents
 from megascale.errors import DataError
 
 TEXTS = [f"text {i} " + "größer ✓\n" * (i % 7) for i in range(200)]
 
 
 def documents(path: Path, size: int = 1 << 20, key: str = "text") -> list[str]:
-    return [item.text for piece in cut(find_files([path]), size) for item in read(piece, key) if item.text]
+    return [
+        item.text for piece in cut_pieces(find_files([path]), size) for item in read_documents(piece, key) if item.text
+    ]
 
 
 def jsonl(texts: list[str], ending: str = "\n") -> bytes:
@@ -38,8 +40,8 @@ def test_jsonl_cut_anywhere(tmp_path: Path, texts: list[str], size: int, last: b
     data = jsonl(texts, ending)
     (tmp_path / "a.jsonl").write_bytes(data if last else data.rstrip())
     files = find_files([tmp_path / "a.jsonl"])
-    pieces = cut(files, size)
-    items = [item for piece in pieces for item in read(piece, "text")]
+    pieces = cut_pieces(files, size)
+    items = [item for piece in pieces for item in read_documents(piece, "text")]
     assert [item.text for item in items if item.text] == [t for t in texts if t.strip()]
     assert sum(item.size for item in items) == files[0].size
 
@@ -54,8 +56,8 @@ def test_compressed_files_of_several_members(tmp_path: Path) -> None:
     assert documents(tmp_path / "g.jsonl.gz") == documents(tmp_path / "z.jsonl.zst") == TEXTS
     assert documents(tmp_path / "t.txt.gz") == ["one document"]
     for name in ("g.jsonl.gz", "z.jsonl.zst"):
-        (piece,) = cut(find_files([tmp_path / name]), 10)
-        assert sum(item.size for item in read(piece, "text")) == piece.size
+        (piece,) = cut_pieces(find_files([tmp_path / name]), 10)
+        assert sum(item.size for item in read_documents(piece, "text")) == piece.size
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
@@ -82,7 +84,7 @@ def test_parquet_row_groups(tmp_path: Path) -> None:
     pq.write_table(pa.table({"n": range(202), "body": [*TEXTS, None, " "]}), path, row_group_size=30)
     for size in (1, 500, 1 << 20):
         assert documents(path, size, "body") == TEXTS
-    assert len(cut(find_files([path]), 1)) == 7
+    assert len(cut_pieces(find_files([path]), 1)) == 7
     with pytest.raises(DataError, match=r"no column 'text'.*'body'.*--text-key"):
         documents(path)
     with pytest.raises(DataError, match=r"row 1 of groups 0 on has a number under 'n', not text; .*--text-key"):
@@ -113,7 +115,7 @@ def test_bad_lines_are_named(tmp_path: Path, line: bytes, says: str) -> None:
 
 
 def left_out(path: Path, key: str = "text") -> Counter[str]:
-    items = [item for piece in cut(find_files([path]), 1 << 20) for item in read(piece, key)]
+    items = [item for piece in cut_pieces(find_files([path]), 1 << 20) for item in read_documents(piece, key)]
     assert sum(item.size for item in items) == path.stat().st_size
     return Counter(item.skipped for item in items if item.skipped)
 
@@ -208,7 +210,9 @@ def test_null_and_empty_texts_are_left_out_and_counted(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.jsonl.gz", "a.json"):
         assert documents(tmp_path / name) == ["a"]
         assert left_out(tmp_path / name) == {sources.NULL_TEXT: 2, sources.EMPTY_TEXT: 1}
-    items = [item for piece in cut(find_files([tmp_path / "a.parquet"]), 1) for item in read(piece, "text")]
+    items = [
+        item for piece in cut_pieces(find_files([tmp_path / "a.parquet"]), 1) for item in read_documents(piece, "text")
+    ]
     assert Counter(item.skipped for item in items) == {"": 1, sources.NULL_TEXT: 2, sources.EMPTY_TEXT: 1}
 
 
@@ -224,8 +228,8 @@ def test_parquet_text_as_bytes(tmp_path: Path, kind: str) -> None:
         pa.table({"text": column.dictionary_encode() if kind == "dictionary" else column}), tmp_path / "a.PARQUET"
     )
     assert documents(tmp_path / "a.PARQUET") == TEXTS
-    (piece,) = cut(find_files([tmp_path / "a.PARQUET"]), 1 << 20)
-    reasons = Counter(item.skipped for item in read(piece, "text"))
+    (piece,) = cut_pieces(find_files([tmp_path / "a.PARQUET"]), 1 << 20)
+    reasons = Counter(item.skipped for item in read_documents(piece, "text"))
     assert reasons == {"": len(TEXTS), sources.NULL_TEXT: 1, sources.RECORD_NOT_UTF8: 1}
 
 

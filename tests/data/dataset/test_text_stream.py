@@ -16,11 +16,11 @@ from megascale import config as configuration
 from megascale.config import Config
 from megascale.data.dataset import text_stream as streams
 from megascale.data.dataset.file_hash import fingerprint
-from megascale.data.dataset.fingerprint import watch
+from megascale.data.dataset.fingerprint import check_run_data
 from megascale.data.dataset.formats import is_text
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.samples import SampleSource
-from megascale.data.loader.data_watch import cause
+from megascale.data.loader.data_watch import find_cause
 from megascale.data.loader.ring import MEASURES
 from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
@@ -171,28 +171,28 @@ def test_files_are_those_of_the_first_start(words: Path, tmp_path: Path) -> None
     tree = configured(words, tmp_path / "text").model_dump()
     tree["train"]["runs"] = str(tmp_path / "runs")
     config = configuration.from_tree(tree)
-    watch(config, 0, leader=True)
-    watch(config, 8, leader=True)
+    check_run_data(config, 0, leader=True)
+    check_run_data(config, 8, leader=True)
     file = tmp_path / "text" / "a.jsonl"
     before = file.read_bytes()
     file.write_bytes(before[:-30])
     with pytest.raises(DataError, match=r"a\.jsonl was changed.*--train\.name"):
-        watch(config, 8, leader=False)
+        check_run_data(config, 8, leader=False)
     file.unlink()
     with pytest.raises(DataError, match=r"a\.jsonl is missing"):
-        watch(config, 8, leader=True)
+        check_run_data(config, 8, leader=True)
     file.write_bytes(before)
     (tmp_path / "text" / "d.jsonl").write_text(lines(TEXTS))
     with pytest.raises(DataError, match=r"d\.jsonl is new"):
-        watch(config, 8, leader=True)
+        check_run_data(config, 8, leader=True)
     (tmp_path / "text" / "d.jsonl").unlink()
-    watch(config, 8, leader=True)
-    watch(config, 0, leader=True)
+    check_run_data(config, 8, leader=True)
+    check_run_data(config, 0, leader=True)
     words_now = tmp_path / "tokenizer.json"
     train_tokenizer(TEXTS[:60], 290).save(words_now)
     tree["data"]["tokenizer"] = str(words_now)
     with pytest.raises(DataError, match=r"tokenizer\.json"):
-        watch(configuration.from_tree(tree), 8, leader=True)
+        check_run_data(configuration.from_tree(tree), 8, leader=True)
 
 
 def test_bad_text_is_named(words: Path, tmp_path: Path) -> None:
@@ -243,5 +243,5 @@ def test_counters_tell_what_reading_is_made_of(words: Path, tmp_path: Path, kind
     source.close()
     meter = source.meter
     assert meter.bytes_read >= (file.stat().st_size if packed else 1)
-    told = cause(dict.fromkeys(MEASURES, 0.0), {name: getattr(meter, name, 0.0) for name in MEASURES})
+    told = find_cause(dict.fromkeys(MEASURES, 0.0), {name: getattr(meter, name, 0.0) for name in MEASURES})
     assert told.endswith(kind)  # "CPU", or "other processes on the CPU"

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from megascale import api
 from megascale.config import from_tree
-from megascale.data.dataset.description import describe
+from megascale.data.dataset.description import describe_token_file
 from megascale.data.dataset.fingerprint import check_tokenizers
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.samples import HeldOut, SampleSource
-from megascale.data.dataset.tokenizer_agreement import RECORD, remembered
+from megascale.data.dataset.tokenizer_agreement import RECORD, read_identity
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import ConfigError, DataError
@@ -112,7 +112,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_when_another_takes_its_place(made:
     assert "".join(api.generate(run, "word", tokens=3, device="cpu")) == text
     assert api.evaluate(run, device="cpu").tokens
     assert api.export_model(run, tmp_path / "one", family="gpt2").tokenizer
-    assert load_tokenizer(tmp_path / "one" / "tokenizer.json").sha256 == remembered(run).sha256
+    assert load_tokenizer(tmp_path / "one" / "tokenizer.json").sha256 == read_identity(run).sha256
     shutil.copy(made / "b" / "tokenizer.json", run / "tokenizer.json")
     lost = r"three/tokenizer\.json is not the tokenizer that .*three was trained with"
     with pytest.raises(DataError, match=lost):
@@ -142,7 +142,7 @@ def test_a_tokenizer_replaced_next_to_its_data_set_is_refused(made: Path, tmp_pa
         lambda: api.resolve(config),
         lambda: api.train(config),
         lambda: check_tokenizers(config),
-        lambda: describe(tmp_path / "a" / "train"),
+        lambda: describe_token_file(tmp_path / "a" / "train"),
     ):
         with pytest.raises(DataError, match=refused):
             use()
@@ -183,7 +183,7 @@ def test_another_end_of_a_document_is_another_tokenizer(made: Path, tmp_path: Pa
 
 def test_a_run_of_an_older_version_is_read(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "runs" / "one", tmp_path / "old")
-    assert remembered(tmp_path / "old") is not None
+    assert read_identity(tmp_path / "old") is not None
     (tmp_path / "old" / RECORD).unlink()
     assert api.evaluate(tmp_path / "old", device="cpu").tokens
     with pytest.raises(DataError, match=NAMES_BOTH):

@@ -59,7 +59,7 @@ class Host:
 
     def __init__(self, config: Config, world: int, base: int = 0, hang: float = 60.0) -> None:
         self.plan = plan_host(config, world, 0, world)
-        self.folder = host_loader.prepare(self.plan)
+        self.folder = host_loader.prepare_folder(self.plan)
         self.base, self.hang = base, hang
         self.readers: dict[int, LoaderReader] = {}
 
@@ -68,13 +68,13 @@ class Host:
         if rank not in self.readers:
             self.readers[rank] = LoaderReader(self.folder, rank, self.base, self.hang)
         reader = self.readers[rank]
-        tokens = reader.take().tokens.T.astype(np.int64)
+        tokens = reader.read().tokens.T.astype(np.int64)
         reader.let_go()
         return tokens
 
     def pid(self) -> int:
         """Of the loader, which is started if it is not there."""
-        host_loader.connect(self.folder).close()
+        host_loader.connect_loader(self.folder).close()
         pid = host_loader.owner(self.folder)
         assert pid is not None
         return pid
@@ -82,7 +82,7 @@ class Host:
     def close(self) -> None:
         for reader in self.readers.values():
             reader.close()
-        host_loader.end(self.folder)
+        host_loader.kill_loader(self.folder)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def hosts() -> Iterator[list[Host]]:
 
 def expected(plan: HostPlan, rank: int, base: int, number: int) -> np.ndarray:
     """What rank must get as its micro-batch `number`, from the definition."""
-    stream, _ = plan.shape.place(rank)
+    stream, _ = plan.shape.find_reader(rank)
     first = plan.first_sample(base, stream, number)
     return SampleSource(plan.config).batch(first, plan.config.train.micro_batch)
 
@@ -108,13 +108,13 @@ def test_each_rank_reads_its_samples(
 ) -> None:
     host = Host(configured(prefix, tmp_path, tensor, pipeline), world, base)
     hosts.append(host)
-    reading = [rank for rank in range(world) if host.plan.reads(rank)]
+    reading = [rank for rank in range(world) if host.plan.reads_tokens(rank)]
     assert (reading == [0, 2]) == (pipeline == 3)  # the middle stage needs no tokens
     assert not np.array_equal(expected(host.plan, 0, base, 0), expected(host.plan, 0, base, 1))
     for number in range(3 * host.plan.microbatches + 1):
         for rank in reading:
             assert np.array_equal(host.read(rank), expected(host.plan, rank, base, number))
-    streams = {host.plan.shape.place(rank)[0] for rank in reading}
+    streams = {host.plan.shape.find_reader(rank)[0] for rank in reading}
     assert len(streams) == len(host.plan.streams) == world // tensor // pipeline  # one copy, however many readers
 
 
@@ -142,7 +142,7 @@ def test_auto_chooses_it_where_it_pays(prefix: str, tmp_path: Path) -> None:
 
     def wanted(entry: str, loader: str, tensor: int = 1, gpus: bool = False, ranks: int = 2) -> bool:
         config = configured(entry, tmp_path, tensor, train=[entry], loader=loader)
-        return plan_host(config, ranks, 0, ranks).wanted(gpus)
+        return plan_host(config, ranks, 0, ranks).needs_loader(gpus)
 
     assert not wanted(prefix, "auto")
     assert wanted(prefix, "auto", tensor=2)
@@ -151,7 +151,7 @@ def test_auto_chooses_it_where_it_pays(prefix: str, tmp_path: Path) -> None:
     assert wanted(prefix, "host")
     assert not wanted(prefix, "local", tensor=2, gpus=True)
     middle = plan_host(configured(prefix, tmp_path, pipeline=3), 3, 1, 1)
-    assert not middle.wanted(gpus=True)  # a host of middle stages reads nothing
+    assert not middle.needs_loader(gpus=True)  # a host of middle stages reads nothing
 
 
 def test_rank_0_is_told_the_ids_of_whole_steps(prefix: str, tmp_path: Path, hosts: list[Host]) -> None:
@@ -161,7 +161,7 @@ def test_rank_0_is_told_the_ids_of_whole_steps(prefix: str, tmp_path: Path, host
     LoaderReader(host.folder, 1, 8).close()  # its stream is its own: rank 0 does not wait for it
     source = SampleSource(host.plan.config)
     for number in range(6):
-        taken = reader.take()
+        taken = reader.read()
         step = number // host.plan.microbatches
         assert taken.ids == hash_ids(source.ids(8 + 8 * step, 8))
         assert taken.epochs == source.epochs(16 + 8 * step)
@@ -177,7 +177,7 @@ def test_nothing_unread_is_overwritten(prefix: str, tmp_path: Path, hosts: list[
     for number in range(depth):
         assert np.array_equal(host.read(0), expected(host.plan, 0, 0, number))
     assert not host.readers[0]._ready(depth)
-    first = slow.take()
+    first = slow.read()
     assert np.array_equal(first.tokens.T, expected(host.plan, 1, 0, 0))
     slow.let_go()
     assert np.array_equal(host.read(0), expected(host.plan, 0, 0, depth))
@@ -261,13 +261,13 @@ def test_two_jobs_on_one_host(prefix: str, tmp_path: Path, hosts: list[Host]) ->
 
 
 def test_ends_with_its_readers_and_leaves_nothing(prefix: str, tmp_path: Path) -> None:
-    started = host_loader.start(configured(prefix, tmp_path, tensor=2), world=2, first_rank=0, ranks=2)
+    started = host_loader.start_loader(configured(prefix, tmp_path, tensor=2), world=2, first_rank=0, ranks=2)
     assert started is not None
     assert list(started.environment) == ["MEGASCALE_LOADER"]
     segment = Path((started.folder / "segment").read_text())
     readers = [LoaderReader(started.folder, rank, 0) for rank in range(2)]
     for reader in readers:
-        reader.take()
+        reader.read()
     assert segment.exists()
     for reader in readers:
         reader.close()
@@ -349,16 +349,16 @@ def test_full_mount_is_refused(prefix: str, tmp_path: Path, small_mount: Path) -
     """Too small from the start, or filled by somebody else before the loader has its memory."""
     large = plan_host(configured(prefix, tmp_path, ring_steps=1000), 1, 0, 1)
     with pytest.raises(FitError, match=r"131,072 free of 131,072.*shm-size"):
-        host_loader.prepare(large, small_mount)
-    folder = host_loader.prepare(plan_host(configured(prefix, tmp_path), 1, 0, 1), small_mount)
+        host_loader.prepare_folder(large, small_mount)
+    folder = host_loader.prepare_folder(plan_host(configured(prefix, tmp_path), 1, 0, 1), small_mount)
     (small_mount / "other").write_bytes(bytes(120 << 10))
     with pytest.raises(FitError, match=r"8,192 free of 131,072.*remove what fills it"):
         LoaderReader(folder, 0, 0)
     (small_mount / "other").unlink()
     reader = LoaderReader(folder, 0, 0)
-    assert reader.take().first == 0
+    assert reader.read().first == 0
     reader.close()
-    host_loader.end(folder)
+    host_loader.kill_loader(folder)
 
 
 def test_small_mount_is_refused(prefix: str, tmp_path: Path) -> None:
@@ -366,22 +366,22 @@ def test_small_mount_is_refused(prefix: str, tmp_path: Path) -> None:
         ring.check_room(1 << 60)
     with pytest.raises(FitError, match="mount a tmpfs"):
         ring.check_room(1, tmp_path / "nothing")
-    path = ring.MOUNT / f"{ring.prefix()}test-{os.getpid()}"
+    path = ring.MOUNT / f"{ring.name_prefix()}test-{os.getpid()}"
     with pytest.raises(FitError, match="free of"):
-        ring.create(path, RingShape(((0,),), 1 << 20, 1 << 13, 1 << 6), 1, "too large")
+        ring.create_segment(path, RingShape(((0,),), 1 << 20, 1 << 13, 1 << 6), 1, "too large")
     assert not path.exists()
     plan = plan_host(
         configured(prefix, tmp_path, ring_steps=10_000, micro_batch=1 << 14, global_batch=1 << 22), 1, 0, 1
     )
     with pytest.raises(FitError, match=r"data\.ring_steps"):
-        host_loader.prepare(plan)
+        host_loader.prepare_folder(plan)
 
 
 def test_stale_segments_are_reaped_and_living_ones_kept() -> None:
     shape = RingShape(((0,),), 4, 9, 2)
-    names = [ring.MOUNT / f"{ring.prefix()}test-{os.getpid()}-{kind}" for kind in ("dead", "alive", "empty")]
-    ring.create(names[0], shape, 1, "runs/dead")[0].close()
-    alive, there = ring.create(names[1], shape, 1, "runs/alive")
+    names = [ring.MOUNT / f"{ring.name_prefix()}test-{os.getpid()}-{kind}" for kind in ("dead", "alive", "empty")]
+    ring.create_segment(names[0], shape, 1, "runs/dead")[0].close()
+    alive, there = ring.create_segment(names[1], shape, 1, "runs/alive")
     assert not there
     names[2].touch()
     try:
@@ -389,11 +389,11 @@ def test_stale_segments_are_reaped_and_living_ones_kept() -> None:
         assert len(told) == 2
         assert "runs/dead" in told[0]
         assert [name.exists() for name in names] == [False, True, False]
-        again, there = ring.create(names[1], shape, 1, "runs/alive")
+        again, there = ring.create_segment(names[1], shape, 1, "runs/alive")
         assert there
         assert int(again.header["generation"]) == 2
         again.close()
-        other, there = ring.create(names[1], shape, 2, "runs/other")
+        other, there = ring.create_segment(names[1], shape, 2, "runs/other")
         assert not there  # of another plan: nothing in it counts
         other.close()
     finally:
@@ -477,7 +477,7 @@ def test_a_loader_killed_anywhere_in_writing(number: int, depth: int, ahead: boo
             assert ring.slot(0, number)[1:3] == (7 * number, number)
             if ahead:
                 ring.let_go(0, 0, number + 1)
-        for n in range(ring.taken(0, 0), number):
+        for n in range(ring.released(0, 0), number):
             assert ring.ready(0, n)
             assert (ring.slot(0, n)[0] == n).all()
         if ring.produced(0) == number:
@@ -505,7 +505,7 @@ def test_readers_wait_without_polling(prefix: str, tmp_path: Path, hosts: list[H
 
     def waiting() -> None:
         before = time.thread_time()
-        host.readers[0].take()
+        host.readers[0].read()
         used.append(time.thread_time() - before)
 
     thread = threading.Thread(target=waiting)
@@ -526,7 +526,8 @@ def test_what_others_put_into_shared_memory_under_our_names_stops_nothing(
 ) -> None:
     """A file, a link, a pipe and a folder under names like ours, and one in place of a segment that was lost."""
     names = [
-        ring.MOUNT / f"{ring.prefix()}test-{os.getpid()}-{kind}" for kind in ("file", "link", "pipe", "folder", "open")
+        ring.MOUNT / f"{ring.name_prefix()}test-{os.getpid()}-{kind}"
+        for kind in ("file", "link", "pipe", "folder", "open")
     ]
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")

@@ -15,10 +15,10 @@ from benchmarks.data import loader as bench
 from megascale.api import load_config, train
 from megascale.cli.main import app
 from megascale.core.events import Event
-from megascale.data.dataset.ledger import check
+from megascale.data.dataset.ledger import check_ledger
 from megascale.data.dataset.read_checksum import ReadChecksum, sum_of_numbers, sums_of, sums_of_step
 from megascale.data.dataset.samples import SampleSource, hash_ids
-from megascale.data.loader.data_watch import DataWatch, cause
+from megascale.data.loader.data_watch import DataWatch, find_cause
 from megascale.data.loader.ring import MEASURES
 from megascale.errors import DataError
 from tests.chaos.data.loader import run_chaos
@@ -127,23 +127,23 @@ def test_after_a_change_of_the_data_that_was_accepted_the_totals_begin_anew(run:
 def test_what_ranks_have_read_is_compared_and_not_what_was_due(run: Path) -> None:
     ledger = lines(run / "samples" / "ledger.jsonl")
     source = SampleSource(load_config(run / "config.toml"))
-    assert check(ledger, source).faults == []
+    assert check_ledger(ledger, source).faults == []
     for field, fault in (("numbers", "the numbers that ranks read"), ("tokens", "the tokens that ranks read")):
         # As if a sample of step 3 had come twice, in another one's place.
         changed = [dict(line) for line in ledger]
         for line in changed[2:]:
             other = (int(line["read"][field], 16) + 1) % 2**64
             line["read"] = line["read"] | {field: f"{other:016x}"}
-        found = check(changed, source, full=True)
+        found = check_ledger(changed, source, full=True)
         assert [text[: text.index(":")] for text in found.faults] == ["samples 8 to 11 (up to step 3)"]
         assert fault in found.faults[0]
     older = [{name: value for name, value in line.items() if name != "read"} for line in ledger]
-    assert (check(older, source).recorded, check(older, source).faults) == (0, [])
-    assert check(older[:2] + older[3:], source).missing == [
+    assert (check_ledger(older, source).recorded, check_ledger(older, source).faults) == (0, [])
+    assert check_ledger(older[:2] + older[3:], source).missing == [
         "step 3 has no line; samples 8 to 11 are accounted for nowhere"
     ]
-    assert check(older[:3] + ledger[3:], source).recorded == 3
-    assert check(older[:2] + older[3:], source).unknown == 4
+    assert check_ledger(older[:3] + ledger[3:], source).recorded == 3
+    assert check_ledger(older[:2] + older[3:], source).unknown == 4
 
 
 # Python that gives both loaders of two data-parallel ranks with two micro-batches a fault: attributes of LocalFeed and
@@ -230,14 +230,14 @@ def test_ledger_faults_are_told(tmp_path: Path, tokens: Path) -> None:
         return {"step": step, "first": first, "count": 4, "ids": f"{hash_ids(source.ids(first, 4)):016x}"}
 
     good = [line(step, 4 * step - 4) for step in range(1, 6)]
-    found = check(good, source)
+    found = check_ledger(good, source)
     assert (found.steps, found.samples, found.distinct, found.faults) == (5, 20, 20, [])
-    assert "repeats" in check([*good, line(6, 16)], source).faults[0]
-    assert "(0, 0," in check([*good, line(6, 16)], source).faults[1]
-    assert "skips" in check([*good, line(6, 24)], None).faults[0]
-    assert "follows step" in check([*good[:2], line(2, 8)], None).faults[0]
-    assert "follows step" in check([*good[:2], line(4, 8)], None).faults[0]
-    assert "other samples" in check([good[0] | {"ids": "0" * 16}], source).faults[0]
+    assert "repeats" in check_ledger([*good, line(6, 16)], source).faults[0]
+    assert "(0, 0," in check_ledger([*good, line(6, 16)], source).faults[1]
+    assert "skips" in check_ledger([*good, line(6, 24)], None).faults[0]
+    assert "follows step" in check_ledger([*good[:2], line(2, 8)], None).faults[0]
+    assert "follows step" in check_ledger([*good[:2], line(4, 8)], None).faults[0]
+    assert "other samples" in check_ledger([good[0] | {"ids": "0" * 16}], source).faults[0]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_ledger_faults_are_told(tmp_path: Path, tokens: Path) -> None:
 )
 def test_a_slow_loader_is_named_with_its_cause(counter: dict[str, float], why: str) -> None:
     nothing = dict.fromkeys(MEASURES, 0.0)
-    assert cause(nothing, nothing | counter) == why
+    assert find_cause(nothing, nothing | counter) == why
     watch, told = DataWatch(), []
     for step in range(1, 40):
         watch.note(0.5 if step == 1 or step > 20 else 0.0001, {k: v * step for k, v in (nothing | counter).items()})

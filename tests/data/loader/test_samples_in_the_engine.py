@@ -14,7 +14,7 @@ import pytest
 
 from megascale.api import load_config
 from megascale.core.layout import lay_out
-from megascale.data.dataset.ledger import check
+from megascale.data.dataset.ledger import check_ledger
 from megascale.data.dataset.samples import SampleSource
 from tests.conftest import lines
 from tests.exact.processes import Start, end, ranks
@@ -96,5 +96,5 @@ def test_the_engine_gets_each_sample_once(tiny: Path, tmp_path: Path, loader: st
                 for rows in by_tensor_rank.values():
                     assert sorted(rows) == sorted(due.tolist()), (file, step, what)
     ledger = lines(tmp_path / "runs" / "tiny" / "samples" / "ledger.jsonl")
-    proof = check(ledger, source, full=True)
+    proof = check_ledger(ledger, source, full=True)
     assert (proof.faults, proof.missing, proof.recorded) == ([], [], 4)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from megascale.cli.main import app
 from megascale.config import DataConfig
-from megascale.data.dataset.description import describe
+from megascale.data.dataset.description import describe_token_file
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.dataset.manifest import part_of, read_manifest
 from megascale.data.prepare import stdlib
@@ -58,7 +58,7 @@ def test_folder_becomes_a_data_set(tmp_path: Path) -> None:
     assert part.compressed.zlib == len(zlib.compress(joined, 9))
     assert part.compressed.xz == len(lzma.compress(joined, preset=9 | lzma.PRESET_EXTREME))
     assert part.tokens == IndexedDataset(tmp_path / "out/valid").tokens
-    assert describe(tmp_path / "out/train").documents == len(train)
+    assert describe_token_file(tmp_path / "out/train").documents == len(train)
 
 
 def test_second_build_does_nothing_and_another_is_refused(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_second_build_does_nothing_and_another_is_refused(tmp_path: Path) -> Non
         build(tmp_path / "out", inputs=[tmp_path / "in"], vocab_size=301, progress=False)
     (tmp_path / "out" / "train.bin").write_bytes(b"")
     assert build(tmp_path / "out", **ask).fresh
-    assert describe(tmp_path / "out/train").tokens
+    assert describe_token_file(tmp_path / "out/train").tokens
 
 
 def test_builds_are_equal_byte_for_byte(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, corpus: Path, sma
     before = finished()
     assert len(before) >= 6
     ran: list[int] = []
-    real = worker_pool.run
+    real = worker_pool.encode_pieces
     monkeypatch.setattr(
         worker_pool, "run", lambda pieces, *rest: (ran.extend(p.number for p in pieces), real(pieces, *rest))
     )

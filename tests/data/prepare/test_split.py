@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megascale.data.dataset.manifest import Manifest
 from megascale.data.dataset.sources import TextRecord
 from megascale.data.prepare import builder
-from megascale.data.prepare.split import Split, place
+from megascale.data.prepare.split import Split, hash_text
 
 TEXTS = [f"text {i} " + "größer ✓\n" * (i % 7) for i in range(200)]
 
@@ -20,7 +20,7 @@ def sides(split: Split, texts: list[str]) -> dict[str, int]:
     """Return the bytes on each side."""
     size = {"train": 0, "valid": 0}
     for text in texts:
-        parts = split.parts(TextRecord(text, 0))
+        parts = split.split_document(TextRecord(text, 0))
         assert "".join(part for _, part in parts) == text
         for side, part in parts:
             size[side] += len(part.encode())
@@ -28,7 +28,7 @@ def sides(split: Split, texts: list[str]) -> dict[str, int]:
 
 
 def of(texts: list[str], share: float) -> Split:
-    return Split.of([(place(text), len(text.encode())) for text in texts], share)
+    return Split.for_documents([(hash_text(text), len(text.encode())) for text in texts], share)
 
 
 @given(
@@ -63,7 +63,7 @@ def test_a_document_that_is_repeated_too_often_is_trained_on() -> None:
     for often in texts:
         repeated = texts + [often] * 600
         split = of(repeated, 0.05)
-        assert split.parts(TextRecord(often, 0)) == [("train", often)]
+        assert split.split_document(TextRecord(often, 0)) == [("train", often)]
         assert 0 < sides(split, repeated)["valid"] < 0.06 * sum(map(len, repeated))
 
 
@@ -71,7 +71,9 @@ def test_a_document_that_is_repeated_too_often_is_trained_on() -> None:
 def test_of_documents_that_are_all_repeated_too_often_the_rarest_is_held_out(distinct: int) -> None:
     texts = [f"text {i} " + "word " * 10 for i in range(distinct) for _ in range(20 + i)]
     split = of(texts, 0.05)
-    assert [split.parts(TextRecord(text, 0))[0][0] for text in texts] == ["valid"] * 20 + ["train"] * (len(texts) - 20)
+    assert [split.split_document(TextRecord(text, 0))[0][0] for text in texts] == ["valid"] * 20 + ["train"] * (
+        len(texts) - 20
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_of_documents_that_are_all_repeated_too_often_the_rarest_is_held_out(dis
     ],
 )
 def test_an_end_is_cut_where_a_line_or_word_ends_if_one_is_near(text: str, ends: str) -> None:
-    (_, train), (_, valid) = Split.by_ends(0.05).parts(TextRecord(text, 0))
+    (_, train), (_, valid) = Split.by_ends(0.05).split_document(TextRecord(text, 0))
     assert train + valid == text
     assert train.endswith(ends)
     assert 0.025 < len(valid) / len(text) < 0.075
@@ -94,8 +96,8 @@ def test_an_end_is_cut_where_a_line_or_word_ends_if_one_is_near(text: str, ends:
 def test_equal_documents_stand_on_one_side() -> None:
     split = Split.by_share(0.3, 1 << 30)
     for text in TEXTS:
-        assert split.parts(TextRecord(text, 0)) == split.parts(TextRecord(text, 99))
-    dealt = [split.parts(TextRecord(text, 0))[0][0] for text in TEXTS]
+        assert split.split_document(TextRecord(text, 0)) == split.split_document(TextRecord(text, 99))
+    dealt = [split.split_document(TextRecord(text, 0))[0][0] for text in TEXTS]
     assert 0.2 < dealt.count("valid") / len(dealt) < 0.4
 
 

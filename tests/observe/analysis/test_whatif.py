@@ -83,7 +83,7 @@ def test_steps_that_differ_are_replayed_apart_and_broken_ones_left_out():
     assert sorted(graph.steps for graph in graphs) == [(0, 1), (10, 11)]
     assert not left_out
     lost = ~((both.step == 1) & (both.replica == 2) & (both.kind == "forward-send") & (both.sequence == 3))
-    graphs, left_out = graphs_of(both.rows(lost))
+    graphs, left_out = graphs_of(both.select_rows(lost))
     assert sorted(graph.steps for graph in graphs) == [(0,), (10, 11)]
     assert left_out == {1: "its replicas do different numbers of operations"}
 
@@ -91,11 +91,11 @@ def test_steps_that_differ_are_replayed_apart_and_broken_ones_left_out():
 def test_what_cannot_be_replayed_is_said():
     trace = Job(2, 1, 4, steps=1).trace
     with pytest.raises(DataError, match=r"stage 0 has 3 forward-send for 4 forward-compute|no send|no receive"):
-        what_if(trace.rows(~((trace.kind == "forward-send") & (trace.sequence == 3))))
+        what_if(trace.select_rows(~((trace.kind == "forward-send") & (trace.sequence == 3))))
     with pytest.raises(DataError, match="recorded twice"):
-        what_if(trace.rows(np.r_[np.arange(len(trace)), 0]))
+        what_if(trace.select_rows(np.r_[np.arange(len(trace)), 0]))
     with pytest.raises(DataError, match="no operations of stage 1 in data-parallel replica 2"):
-        what_if(trace.rows(~((trace.stage == 1) & (trace.replica == 2))))
+        what_if(trace.select_rows(~((trace.stage == 1) & (trace.replica == 2))))
     with pytest.raises(ConfigError, match="--rank=6 is none of the trace's ranks; they are 0 to 5"):
         what_if(trace, ranks=(6,))
 

@@ -71,7 +71,7 @@ def write_spans(run: Path, job: Job = JOB) -> None:
         for rank, step, records in made(job, steps, full):
             ring.rank = rank
             ring.write(kind, step, records, 1000)
-            ingest.take(ring)
+            ingest.take_frames(ring)
     ingest.close()
     write_ranks(run, job)
 

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megascale.cli.main import app
-from megascale.core.calls import Calls
+from megascale.core.calls import CallLog
 from megascale.core.status import StatusFile
 from megascale.errors import MegascaleError
 from megascale.observe.dashboard import hang_answer
 from megascale.observe.dashboard.questions import Questions, Sources
-from megascale.observe.store.frames import COUNTER, COUNTERS, ROLLUP, ROLLUPS, SPANS, FrameHead, pack
-from megascale.observe.store.spool import leave, read_segment, segment_head
+from megascale.observe.store.frames import COUNTER, COUNTERS, ROLLUP, ROLLUPS, SPANS, FrameHead, pack_frame
+from megascale.observe.store.spool import read_segment, save_orphan, segment_head
 from megascale.observe.store.tables import SpanTables
 from megascale.resilience.driver.api import client as job_view
 from megascale.resilience.driver.state.journal import Journal
@@ -72,13 +72,13 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run / "config.toml").write_text("[model]\nvocab_size = 64\n[train]\nsteps = 500\nglobal_batch = 64\n")
     write_spans(run, SMALL)
     shutil.copytree(run / "spans" / "host=0", run / "spans" / "host=1")
-    leave(run / "spans" / "host=1", {"ranks": [{"rank": 0, "attempt": 0}], "clock_ns": 5}, 7, b"")
+    save_orphan(run / "spans" / "host=1", {"ranks": [{"rank": 0, "attempt": 0}], "clock_ns": 5}, 7, b"")
     (run / "spans" / "host=1" / "state.json").write_text('{"network": [], "steps": {"0": 12}}')
     for rank in range(WORLD):
-        status, calls = StatusFile(run / "status", rank), Calls(run / "status", rank, WORLD)
-        calls.register("world", WORLD)
+        status, calls = StatusFile(run / "status", rank), CallLog(run / "status", rank, WORLD)
+        calls.register_group("world", WORLD)
         status.update("train", 3)
-        calls.wait(calls.begin("world", "all_reduce", 4))
+        calls.begin_wait(calls.begin_call("world", "all_reduce", 4))
         calls.close()
         status.close()
     Journal.take(run, 1.0)[0].close()
@@ -179,7 +179,7 @@ def test_views_of_damaged_spans(copied, sound, seed, ranks, value):
     if draw.random() < 0.5:
         facts.write_bytes(ranks.draw(damaged_lines(lines(facts))))
     (run / "spans" / "host=1" / "state.json").write_text(json.dumps({"network": value, "steps": value}))
-    leave(run / "spans" / "host=1", {"ranks": value, "clock_ns": value, "rings": value}, 7, b"MSpn" * 20)
+    save_orphan(run / "spans" / "host=1", {"ranks": value, "clock_ns": value, "rings": value}, 7, b"MSpn" * 20)
     files = sorted(file for file in (run / "spans").rglob("*") if file.suffix in (".parquet", ".bin"))
     for file in draw.sample(files, 2):
         damage(file, draw)
@@ -216,11 +216,11 @@ def test_views_of_spans_with_extreme_values(copied, seed):
         for rank, step, records in made(SMALL, steps, full):
             records = wrecked(records, draw) if draw.random() < 0.05 else records
             if draw.random() > 0.01:
-                frames.append(pack(FrameHead(kind, 1, len(frames) + 1, rank, 0, step), records))
+                frames.append(pack_frame(FrameHead(kind, 1, len(frames) + 1, rank, 0, step), records))
     counters = np.zeros(2, COUNTER)
     counters["name"], counters["device"] = [b"nic_rate_limit", b"nic_rx_rate"], b"eth0"
     counters["value"] = [draw.choice((0.0, np.nan, 1e9)), draw.choice((np.inf, 1.0))]
-    frames.append(pack(FrameHead(COUNTERS, 1, len(frames) + 1, 0, 0, 0), counters))
+    frames.append(pack_frame(FrameHead(COUNTERS, 1, len(frames) + 1, 0, 0, 0), counters))
     (host / "spool-000000.bin").write_bytes(segment_head({"clock_ns": draw.choice((0, 10**18))}, {}) + b"".join(frames))
     assert not read_segment(host / "spool-000000.bin").torn
     look(run, OF_SPANS)
@@ -231,7 +231,7 @@ def test_views_of_spans_with_extreme_values(copied, seed):
 def test_numbers_beyond_any_job_end_a_segment(tmp_path):
     """Views make a row for each rank: one of a damaged frame would take all memory."""
     for rank, attempt, step in ((1 << 31, 0, 0), (0, 1 << 31, 0), (0, 0, 1 << 63)):
-        frame = pack(FrameHead(ROLLUPS, 1, 1, rank, attempt, step), np.zeros(1, ROLLUP))
+        frame = pack_frame(FrameHead(ROLLUPS, 1, 1, rank, attempt, step), np.zeros(1, ROLLUP))
         (tmp_path / "spool-000000.bin").write_bytes(segment_head({}, {}) + frame)
         assert (
             f"a frame of rank {rank}, attempt {attempt} and step {step}"

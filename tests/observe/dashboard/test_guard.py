@@ -27,8 +27,8 @@ from megascale.observe.dashboard.serve import (
     _announce,
     _open_in_browser,
     _reading_token,
-    check,
-    names,
+    list_host_names,
+    make_tls_context,
 )
 from tests.forked import Forked
 
@@ -60,7 +60,7 @@ def ask(guard: Guard, method: str = "GET", path: str = "/api/runs", **headers: s
 
 @pytest.fixture
 def guard() -> Guard:
-    return Guard(inside, names("127.0.0.1"), "http", None)
+    return Guard(inside, list_host_names("127.0.0.1"), "http", None)
 
 
 def test_every_answer_carries_the_policy(guard):
@@ -102,7 +102,7 @@ def test_orders_come_from_the_page_as_json_of_known_length(guard):
 
 
 def test_reading_over_a_network_needs_the_token():
-    guard = Guard(inside, names("127.0.0.1"), "http", TOKEN)
+    guard = Guard(inside, list_host_names("127.0.0.1"), "http", TOKEN)
     assert ask(guard)[0] == 401
     assert ask(guard, authorization="Bearer " + "x" * 64)[0] == 401
     assert ask(guard, authorization=TOKEN.decode())[0] == 401
@@ -120,10 +120,10 @@ def test_listening_beyond_this_machine_needs_token_and_tls(tmp_path: Path):
         Listening("127.0.0.1", certificate=tmp_path / "c", key=tmp_path / "k"),
     ):
         with pytest.raises(ConfigError, match=r"--(host|certificate)"):
-            check(at)
+            make_tls_context(at)
     with pytest.raises(ConfigError, match="exclude each other"):
-        check(Listening(token_file=tmp_path / "t", no_token=True))
-    assert check(Listening()) is None
+        make_tls_context(Listening(token_file=tmp_path / "t", no_token=True))
+    assert make_tls_context(Listening()) is None
 
 
 def get(url: str, **headers: str) -> tuple[int, dict]:

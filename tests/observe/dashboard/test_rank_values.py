@@ -13,7 +13,7 @@ from megascale.cli import spans
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.errors import ConfigError
 from megascale.observe.dashboard import rank_values
-from megascale.observe.dashboard.straggler_answer import slow_machines
+from megascale.observe.dashboard.straggler_answer import answer_stragglers
 from megascale.observe.store.asking import arrived
 from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
 from megascale.observe.store.ingest import Ingest
@@ -72,30 +72,30 @@ def test_what_is_no_figure_is_refused(tables):
 def test_a_rank_far_off_is_found_whatever_the_spread(seed, ranks, spread):
     values = 1 + spread * np.random.default_rng(seed).standard_normal(ranks).clip(-3, 3)
     values[ranks // 2] = 1 + 40 * spread
-    found = rank_values.judge(values, np.zeros(ranks, int))
+    found = rank_values.find_outliers(values, np.zeros(ranks, int))
     assert found.outliers[0] == ranks // 2
 
 
 def test_stages_are_compared_each_for_itself():
     stage = np.repeat([0, 1], 16)
     values = np.where(stage == 0, 1.0, 2.0) + np.tile(np.linspace(0, 0.01, 16), 2)
-    assert rank_values.judge(values, stage).outliers == []
+    assert rank_values.find_outliers(values, stage).outliers == []
     values[3] = 1.5  # between the stages, and far from its own
-    assert rank_values.judge(values, stage).outliers == [3]
-    assert rank_values.judge(values, stage, "job").outliers == []
-    few = rank_values.judge(np.array([1.0, 1.0, 9.0]), np.zeros(3, int))
+    assert rank_values.find_outliers(values, stage).outliers == [3]
+    assert rank_values.find_outliers(values, stage, "job").outliers == []
+    few = rank_values.find_outliers(np.array([1.0, 1.0, 9.0]), np.zeros(3, int))
     assert few.outliers == []
     assert np.isnan(few.z).all()
-    same = rank_values.judge(np.array([1.0] * 7 + [1.2]), np.zeros(8, int))
+    same = rank_values.find_outliers(np.array([1.0] * 7 + [1.2]), np.zeros(8, int))
     assert same.outliers == [7]
 
 
 def test_slow_machines_are_judged_in_the_same_window(tables):
-    found = slow_machines(tables, None, None)
+    found = answer_stragglers(tables, None, None)
     assert [one["rank"] for one in found["ranks"]] == [SLOW]
     assert found["ranks"][0]["slower"] == pytest.approx(0.1, abs=0.04)
     assert found["ranks"][0]["evidence"]
-    assert slow_machines(tables, 2, 9)["steps"] == {"first": 2, "last": 9}
+    assert answer_stragglers(tables, 2, 9)["steps"] == {"first": 2, "last": 9}
 
 
 def write_attempt(out: Path, attempt: int, steps: range, ranks: int, total_ns: int, wait_ns: int = 0) -> None:
@@ -114,7 +114,7 @@ def write_attempt(out: Path, attempt: int, steps: range, ranks: int, total_ns: i
             spans = np.zeros(1, SPAN)
             spans["kind"], spans["start_ns"], spans["end_ns"] = SpanKind.STEP, 1, 2
             ring.write(SPANS, step, spans, 0)
-        ingest.take(ring)
+        ingest.take_frames(ring)
         ring.close()
     ingest.close()
 

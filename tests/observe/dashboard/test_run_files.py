@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.core.calls import Calls
+from megascale.core.calls import CallLog
 from megascale.core.json_lines import append_record
 from megascale.core.status import StatusFile
 from megascale.errors import DataError
@@ -32,23 +32,23 @@ def add(file, *records):
 def test_each_whole_line_is_read_once_and_damage_is_counted(tmp_path):
     file = tmp_path / "metrics.jsonl"
     tail = RecordTail(file)
-    assert tail.read() == (False, [])
+    assert tail.read_new_records() == (False, [])
     assert tail.missing
     file.write_bytes(b'{"a": 1}\n{"a": 2}\n{"a"')
-    assert tail.read()[1] == [{"a": 1}, {"a": 2}]
-    assert tail.read() == (False, [])
+    assert tail.read_new_records()[1] == [{"a": 1}, {"a": 2}]
+    assert tail.read_new_records() == (False, [])
     with open(file, "ab") as out:
         out.write(b": 3}\n\xff\xff\n[1]\n" + b"[" * 5000 + b"\n" + b"x" * (3 << 20) + b'\n{"a": "NaN"}\n')
-    (found,) = [record for record in tail.read()[1] if record["a"] != 3]
+    (found,) = [record for record in tail.read_new_records()[1] if record["a"] != 3]
     assert math.isnan(found["a"])
     assert tail.damaged == 4
     file.write_text('{"a": 9}\n')  # written anew
-    assert tail.read() == (True, [{"a": 9}])
+    assert tail.read_new_records() == (True, [{"a": 9}])
     os.unlink(file)
-    assert tail.read() == (True, [])
+    assert tail.read_new_records() == (True, [])
     assert tail.missing
     os.mkfifo(file)  # which would hold its reader for ever
-    assert tail.read() == (False, [])
+    assert tail.read_new_records() == (False, [])
     assert tail.error
 
 
@@ -58,9 +58,9 @@ def test_a_cut_line_that_the_next_writer_removes_costs_no_other_record(tmp_path)
     with open(file, "a") as out:
         out.write('{"a": 2, "text": "cu')
     tail = RecordTail(file)
-    assert tail.read() == (True, [{"a": 1}])
+    assert tail.read_new_records() == (True, [{"a": 1}])
     append_record(file, {"a": 3, "text": "longer than what was cut"})
-    assert [record["a"] for record in tail.read()[1]] == [3]
+    assert [record["a"] for record in tail.read_new_records()[1]] == [3]
     assert tail.damaged == 0
 
 
@@ -70,10 +70,10 @@ def test_a_step_that_was_done_again_counts_once(tmp_path):
     add(file, {"step": 4, "valid_loss": 9.0, "time": 4.5})
     metrics = MetricColumns(file)
     metrics.refresh()
-    assert not metrics.columns()["redone"].any()
+    assert not metrics.read_columns()["redone"].any()
     add(file, *({"step": n, "loss": 10 * n, "seconds": 1, "time": 10 + n} for n in (3, 4, 5)))
     metrics.refresh()
-    series = metrics.series(["loss", "valid_loss", "none"], "step", 100)
+    series = metrics.make_series(["loss", "valid_loss", "none"], "step", 100)
     assert series["loss"]["x"] == [1, 2, 3, 4, 5]
     assert series["loss"]["mean"] == [1, 2, 30, 40, 50]
     assert "none" not in series
@@ -86,7 +86,7 @@ def test_values_that_are_none_make_gaps_and_are_named(tmp_path):
     add(file, {"step": "x"}, {"step": -1}, {"step": 3, "loss": 10**400, "text": "words", "seconds": 1}, "{}")
     metrics = MetricColumns(file)
     metrics.refresh()
-    assert metrics.series(["loss"], "step", 10)["loss"]["mean"] == [2.0]
+    assert metrics.make_series(["loss"], "step", 10)["loss"]["mean"] == [2.0]
     assert metrics.nonfinite("loss") == [2, 3]
     assert metrics.rows == 3
     assert metrics.tail.damaged == 3
@@ -118,7 +118,7 @@ def test_the_time_of_a_run_is_told_by_cause(tmp_path):
         {"event": "process_exit", "time": 130.0}, {"event": "hang", "time": 130.0},
         {"event": "attempt_started", "time": 142.0}, {"event": "resumed", "time": 144.0}, {"event": "x", "time": "NaN"},
     ]  # fmt: skip
-    found = effective_time(metrics.columns(), events)
+    found = effective_time(metrics.read_columns(), events)
     assert found.total == pytest.approx(60.0)
     assert sum(found.seconds.values()) == pytest.approx(60.0)
     assert found.seconds == pytest.approx(
@@ -133,11 +133,11 @@ def test_the_time_of_a_run_is_told_by_cause(tmp_path):
         {"event": "hang", "time": 130.0, "action": "alert"}, {"event": "driver_ended", "time": 115.0},
         {"event": "driver_started", "time": 135.0},
     ]  # fmt: skip
-    again = effective_time(metrics.columns(), sorted(events, key=lambda one: float(one["time"])))
+    again = effective_time(metrics.read_columns(), sorted(events, key=lambda one: float(one["time"])))
     assert again.total == pytest.approx(60.0)
     assert again.seconds["not running"] == pytest.approx(20.0)
     assert again.seconds["stopped: process ended"] == pytest.approx(10.0)
-    later = effective_time(metrics.columns(), events, now=170.0)
+    later = effective_time(metrics.read_columns(), events, now=170.0)
     assert later.total == pytest.approx(80.0)
     assert math.isnan(effective_time({}, []).share)
 
@@ -162,18 +162,20 @@ def test_what_a_person_asked_for_is_the_cause_though_steps_followed(tmp_path, as
         {"event": "checkpoint_saved", "time": 105.5}, {"event": "interrupted", "time": 106.0},
         {"event": "attempt_started", "time": 126.0}, {"event": "resumed", "time": 129.0},
     ]  # fmt: skip
-    found = effective_time(metrics.columns(), events)
+    found = effective_time(metrics.read_columns(), events)
     assert found.seconds == pytest.approx(
         {TRAINING: 7.0, cause: 21.0, "starting and loading": 5.0, "waiting for nodes": 1.0}
     )
     # Without a driver nobody is at work meanwhile.
-    alone = effective_time(metrics.columns(), [one for one in events if one["event"] in ("interrupted", "resumed")])
+    alone = effective_time(
+        metrics.read_columns(), [one for one in events if one["event"] in ("interrupted", "resumed")]
+    )
     assert alone.seconds == pytest.approx(
         {TRAINING: 7.0, "not running": 23.0, "stopped: interrupted": 1.0, "starting and loading": 1.0}
     )
     # Launched again, and its ranks not started yet.
     ended = [*events[:-2], {"event": "driver_ended", "time": 107.0}, {"event": "driver_started", "time": 120.0}]
-    waiting = effective_time({key: column[:5] for key, column in metrics.columns().items()}, ended, now=124.0)
+    waiting = effective_time({key: column[:5] for key, column in metrics.read_columns().items()}, ended, now=124.0)
     assert waiting.seconds == pytest.approx({TRAINING: 5.0, "not running": 13.0, cause: 6.0, "waiting for nodes": 1.0,
                                              "starting and loading": 1.0})  # fmt: skip
 
@@ -199,18 +201,18 @@ def test_a_checkpoint_and_the_evaluation_after_it_are_told_apart(tmp_path):
     metrics.refresh()
     saved = [{"event": "run_started", "time": 100.0}, {"event": "checkpoint_saved", "time": 107.0}]
     ended = [*saved, {"event": "evaluated", "time": 113.0}, {"event": "run_finished", "time": 113.5}]
-    found = effective_time(metrics.columns(), ended)
+    found = effective_time(metrics.read_columns(), ended)
     parts = {TRAINING: 5.0, "evaluation": 6.0, "saving checkpoints": 2.0}
     assert found.seconds == pytest.approx(parts | {"between steps": 0.5})
-    alive = effective_time(metrics.columns(), saved, now=113.0, doing="evaluation")
+    alive = effective_time(metrics.read_columns(), saved, now=113.0, doing="evaluation")
     assert alive.seconds == pytest.approx(parts)
-    assert effective_time(metrics.columns(), [], now=113.0, doing="evaluation").seconds == pytest.approx(
+    assert effective_time(metrics.read_columns(), [], now=113.0, doing="evaluation").seconds == pytest.approx(
         {TRAINING: 5.0, "evaluation": 8.0}
     )
     # Between two steps, what follows the checkpoint up to the next step belongs to it.
     add(file, {"step": 6, "loss": 1.0, "time": 115.0, "seconds": 1.0})
     metrics.refresh()
-    assert effective_time(metrics.columns(), saved).seconds["saving checkpoints"] == pytest.approx(9.0)
+    assert effective_time(metrics.read_columns(), saved).seconds["saving checkpoints"] == pytest.approx(9.0)
 
 
 def test_what_a_run_does_now_is_its_status(tmp_path):
@@ -219,7 +221,7 @@ def test_what_a_run_does_now_is_its_status(tmp_path):
     add(tmp_path / "metrics.jsonl", {"step": 5, "loss": 1.0, "time": now - 3600.0, "seconds": 1.0})
     add(tmp_path / "events.jsonl", {"event": "run_started", "time": now - 3601.0, "attempt": 0})
     add(tmp_path / "events.jsonl", {"event": "checkpoint_saved", "time": now - 3599.0, "attempt": 0})
-    calls, status = Calls(tmp_path / "status", 0, 1), StatusFile(tmp_path / "status", 0)
+    calls, status = CallLog(tmp_path / "status", 0, 1), StatusFile(tmp_path / "status", 0)
     status.update("evaluate", 5)
     found = RunReader(tmp_path, lambda run: None).overview()
     assert (found["now"]["phase"], found["now"]["alive"]) == ("running", True)
@@ -242,9 +244,9 @@ def test_only_runs_of_the_folder_can_be_asked_for(tmp_path):
     add(tmp_path / "runs" / "a" / "metrics.jsonl", {"step": 1})
     add(tmp_path / "metrics.jsonl", {"step": 1})
     runs = RunList(tmp_path / "runs")
-    assert runs.names() == ["a"]
-    assert runs.path("a") == tmp_path / "runs" / "a"
+    assert runs.list_names() == ["a"]
+    assert runs.find_folder("a") == tmp_path / "runs" / "a"
     for name in ("b", "..", ".", "", "../runs/a", "a/../a", "/etc"):
         with pytest.raises(DataError, match="there is no run"):
-            runs.path(name)
-    assert RunList(tmp_path / "runs" / "a").path("a").samefile(tmp_path / "runs" / "a")
+            runs.find_folder(name)
+    assert RunList(tmp_path / "runs" / "a").find_folder("a").samefile(tmp_path / "runs" / "a")

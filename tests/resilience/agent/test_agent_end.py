@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from megascale.config import ResilienceConfig
-from megascale.core.calls import Calls
+from megascale.core.calls import CallLog
 from megascale.resilience.agent.agent import Agent
 from megascale.resilience.agent.trainers import TrainerProcess
 from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import Hello, StartFailed
-from megascale.resilience.protocol.given import JobDescription, give
+from megascale.resilience.protocol.given import JobDescription, write_job
 from megascale.resilience.protocol.heartbeat import Heartbeat
 
 TOKEN = b"0" * 64
@@ -72,7 +72,7 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, scene: Scene, lease: flo
         server = AgentServer("job", TOKEN, driver, driver)
         place = await server.open("127.0.0.1", 0)
         limits = ResilienceConfig(interval=10.0, window=30.0, agent_lease=lease)
-        give(folder, JobDescription("job", 1, place, limits, str(folder / "run"), shared=True), TOKEN)
+        write_job(folder, JobDescription("job", 1, place, limits, str(folder / "run"), shared=True), TOKEN)
         agent = Agent("n0", folder, "127.0.0.1", "")
         rank = agent.trainers.trainers[0] = TrainerProcess(0, folder / "log", 0)
         life = asyncio.create_task(agent.run())
@@ -95,11 +95,11 @@ def test_a_driver_hears_that_ranks_have_ended_which_ended_just_now(tmp_path, mon
         agent.trainers._server = object()  # type: ignore[assignment]
         os.kill(os.getpid(), signal.SIGTERM)
         await until(lambda: driver.beats[-1].leaving)
-        assert not driver.beats[-1].over
+        assert not driver.beats[-1].is_finished
         agent.trainers._server = None
         rank.end(130 << 8)
         await life
-        await until(lambda: driver.beats[-1].over)
+        await until(lambda: driver.beats[-1].is_finished)
 
     play(tmp_path, monkeypatch, scene)
 
@@ -112,7 +112,7 @@ def test_a_driver_that_hung_up_is_told_when_it_is_back(tmp_path, monkeypatch):
         agent.ended.set()
         await life
         assert len(driver.channels) == 2
-        assert driver.beats[-1].over
+        assert driver.beats[-1].is_finished
 
     play(tmp_path, monkeypatch, scene)
 
@@ -124,7 +124,7 @@ def test_an_agent_that_ends_starts_no_ranks(tmp_path, monkeypatch):
         driver.answers = False
         rank.end(130 << 8)
         agent.ended.set()
-        await until(lambda: driver.beats[-1].over)
+        await until(lambda: driver.beats[-1].is_finished)
         start = {"attempt": 2, "job": "job", "ranks": [0], "world": 1, "master": ["127.0.0.1", 1], "settings": ""}
         driver.channels[0].send_message(do="start", epoch=1, **start)
         await until(lambda: driver.messages)
@@ -133,7 +133,7 @@ def test_an_agent_that_ends_starts_no_ranks(tmp_path, monkeypatch):
 
     (failed,) = play(tmp_path, monkeypatch, scene).messages
     assert isinstance(failed, StartFailed)
-    assert "told to end" in failed.why
+    assert "told to end" in failed.reason
 
 
 def test_without_a_lease_it_waits_for_no_answer(tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_without_a_lease_it_waits_for_no_answer(tmp_path, monkeypatch):
 
 def garble(folder: Path, pid: int) -> None:
     """Write a status record whose time is no number, beside a sound record of calls of the same process."""
-    Calls(folder, 0, 1).close()
+    CallLog(folder, 0, 1).close()
     body = json.dumps({"rank": 0, "pid": pid, "phase": "train", "step": 1, "time_ns": "now"}).encode()
     (folder / "rank-0.status").write_bytes(struct.pack("<QI", 2, len(body)) + body)
 

@@ -190,16 +190,16 @@ def test_a_driver_that_does_not_answer_holds_no_heartbeat_up_and_is_told(nvml, m
         health.take()
         assert asked.wait(10)
         now[0] += 4.0
-        assert [(g.temperature, g.unanswered) for g in health.take()] == [(50, 0.0)] * 2
+        assert [(g.temperature, g.silent_seconds) for g in health.take()] == [(50, 0.0)] * 2
         now[0] += 26.0
         nvml.happens(("handle 1", 13))
         found = health.take()
-        assert [(g.temperature, g.unanswered, g.xid) for g in found] == [(50, 30.0, 0), (50, 30.0, 13)]
+        assert [(g.temperature, g.silent_seconds, g.xid) for g in found] == [(50, 30.0, 0), (50, 30.0, 13)]
         beat = heartbeat(0, 1, [worker(0)], gpus=found[:1])
         verdict = one(rules.judge(view({0: [beat]})), "device_warning")
         assert (verdict.action, "has not answered for 30 s" in verdict.evidence[0]) == ("alert", True)
         answers.set()
-        assert [g.unanswered for g in taken(health)] == [0.0, 0.0]
+        assert [g.silent_seconds for g in taken(health)] == [0.0, 0.0]
     finally:
         answers.set()
         health.close()

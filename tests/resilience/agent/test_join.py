@@ -14,7 +14,7 @@ import pytest
 from megascale.core.secrets import JOB_SECRET_VARIABLE
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.resilience.agent import join as joining
-from megascale.resilience.agent.join import join, parse_place, read_secret
+from megascale.resilience.agent.join import join_job, parse_place, read_secret
 
 SECRET = "5" * 64
 
@@ -69,7 +69,7 @@ def test_addresses():
 
 def attempt(place, tmp_path, said, **changes):
     words = {"node": "n0", "folder": tmp_path, "address": "", "interface": "", "wait": 0.0}
-    join([place], "job", SECRET.encode(), **words | changes, say=said.append)
+    join_job([place], "job", SECRET.encode(), **words | changes, report=said.append)
 
 
 def test_a_name_that_does_not_resolve_and_a_port_where_nobody_listens_are_told(tmp_path, monkeypatch):

@@ -31,25 +31,25 @@ def line(step: int, loss: float = 1.0) -> str:
 def test_metrics_are_followed_through_cut_lines_and_rewrites(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
     tail = MetricsTail(tmp_path)
-    assert tail.look().anew  # what a driver knew before counts no more
+    assert tail.read_new_steps().replaces_earlier  # what a driver knew before counts no more
     whole = line(3)
     file.write_text(line(1) + '{"step": 1, "valid_loss": 2.0}\n' + line(2) + whole[:9])
-    assert [s.step for s in tail.look().steps] == [1, 2]
+    assert [s.step for s in tail.read_new_steps().steps] == [1, 2]
     with open(file, "a") as out:
         out.write(whole[9:] + line(4, float("nan")))
-    found = tail.look()
-    assert not found.anew
+    found = tail.read_new_steps()
+    assert not found.replaces_earlier
     third, fourth = FROM_AGENT.decode(FROM_AGENT.encode(found)).steps
     assert (third.step, third.loss, third.grad_norm, third.seconds) == (3, 1.0, 0.5, 0.1)
     assert fourth.loss != fourth.loss
-    assert tail.look() is None
+    assert tail.read_new_steps() is None
     # A resumed run puts another file in its place.
     (tmp_path / "new").write_text(line(1) + line(2))
     os.replace(tmp_path / "new", file)
-    found = tail.look()
-    assert (found.anew, [s.step for s in found.steps]) == (True, [1, 2])
+    found = tail.read_new_steps()
+    assert (found.replaces_earlier, [s.step for s in found.steps]) == (True, [1, 2])
     tail.begin_session()  # another driver knows nothing yet
-    assert [s.step for s in tail.look().steps] == [1, 2]
+    assert [s.step for s in tail.read_new_steps().steps] == [1, 2]
 
 
 class Link:
@@ -255,7 +255,7 @@ def record(run: Path, host: int, rank: int, steps: int) -> Ingest:
     for step in range(1, steps + 1):
         ring.write(ROLLUPS, step, np.ones(4, ROLLUP), 0)
         ring.write(SPANS, step, np.random.default_rng(step).integers(0, 99, 4000).astype("i8").view(SPAN)[:500], 0)
-        ingest.take(ring)
+        ingest.take_frames(ring)
     return ingest
 
 
@@ -286,7 +286,7 @@ def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
     ingest.tick(1e9)  # the segment has become tables: a driver has a piece of them, does not confirm it and is gone
     driver = ReceivedFiles(link.there, lambda: "")
     pieces = link.agent.take()
-    assert [piece.more for piece in pieces if "spans-000000" in piece.name] == [True]
+    assert [piece.has_more for piece in pieces if "spans-000000" in piece.name] == [True]
     for piece in pieces:
         assert driver.take(piece, lambda *kept: None, "n0")
     driver.close()
@@ -306,12 +306,12 @@ def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
     assert spans_of(link.there) == {(0, 7): (40, 35_000)}
     ingest.tick(1e9)
     link.carry()
-    ingest.note(COUNTERS, np.ones(1, COUNTER))
+    ingest.add_records(COUNTERS, np.ones(1, COUNTER))
     ring = SpanRing(rank=7, attempt=1)
     for step in (41, 42):
         ring.write(SPANS, step, np.ones(5, SPAN), 0)
         ring.write(ROLLUPS, step, np.ones(1, ROLLUP), 0)
-        ingest.take(ring)
+        ingest.take_frames(ring)
         ingest.tick(1e9 * step)
     assert (link.here / "spans/host=0/spans-000000-000001.parquet").exists()
     link.carry()
@@ -326,7 +326,7 @@ def test_a_piece_of_a_table_that_is_missing_is_asked_for_again(tmp_path):
     name = "spans/host=0/spans-000001.parquet"
     for piece in (
         FileData(name, 8, b"rest PAR1"),
-        FileData(name, 0, b"PAR1 is ", more=True),
+        FileData(name, 0, b"PAR1 is ", has_more=True),
         FileData(name, 8, b"rest PAR1"),
         FileData("spans/host=0/../x", 0, b"x"),
         FileData("spans/host=0@n1/spans-000001.parquet", 0, b"x"),
@@ -346,7 +346,7 @@ def test_a_piece_that_cannot_be_taken_in_keeps_no_later_one_out(tmp_path: Path, 
     (tmp_path / "metrics.jsonl").write_text(line(1))
     for data in (b'{"step": Infinity}\n', b'{"step": ' + b"[" * 100_000 + b"\n"):
         assert files.take(FileData("metrics.jsonl", 0, data, first=True), lambda *told: confirmed.append(told))
-    assert files.take(FileData("identity", 0, b"a\n", whole=True), lambda *told: confirmed.append(told))
+    assert files.take(FileData("identity", 0, b"a\n", replaces_file=True), lambda *told: confirmed.append(told))
     assert files.take(FileData("logs/rank-0.log", 0, b"words\n"), lambda *told: confirmed.append(told))
     assert files.flush(30.0)
     files.close()
@@ -363,7 +363,7 @@ def test_figures_of_damaged_records_can_be_sent(tmp_path_factory, data) -> None:
     run.mkdir(exist_ok=True)
     sound = [json.loads(line(step)) for step in range(4)]
     (run / "metrics.jsonl").write_bytes(data.draw(damaged_lines(sound)))
-    steps = MetricsTail(run).look()
+    steps = MetricsTail(run).read_new_steps()
     assert steps is not None
     for figures in FROM_AGENT.decode(FROM_AGENT.encode(steps)).steps:
         assert 0 <= figures.step < 1 << 53
@@ -374,12 +374,12 @@ def test_a_line_without_end_and_a_pipe_hold_nothing_up(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     tail, files = MetricsTail(tmp_path), SentFiles(tmp_path)
     file.write_text(line(1))
-    assert [s.step for s in tail.look().steps] == [1]
+    assert [s.step for s in tail.read_new_steps().steps] == [1]
     with open(file, "a") as out:
         out.write("x" * (3 << 20) + "\n" + line(2))
     found: list[int] = []
     for _ in range(5):
-        steps = tail.look()
+        steps = tail.read_new_steps()
         found += [s.step for s in steps.steps] if steps is not None else []
     assert found == [2]
     files.follow([0])
@@ -390,5 +390,5 @@ def test_a_line_without_end_and_a_pipe_hold_nothing_up(tmp_path: Path) -> None:
     assert sent == file.read_bytes()
     file.unlink()
     os.mkfifo(file)
-    assert tail.look() is None
+    assert tail.read_new_steps() is None
     assert not [piece for piece in files.take() if piece.name == "metrics.jsonl"]

@@ -76,7 +76,7 @@ def test_pods_are_given_each_on_a_machine_of_its_own(site):
         ]
         assert (cluster.switch("k0"), cluster.switch("k1"), cluster.switch("k2")) == ("r0", "r1", "r0")
         await cluster.fence("k1")
-        assert cluster.gone("k1")
+        assert cluster.has_stopped("k1")
         assert await cluster.start_agent("k1")
         assert {info.name for info in cluster.nodes() if info.running} == {"k0", "k1", "k2"}
 
@@ -97,10 +97,10 @@ def test_quota_and_admission_are_verdicts(site):
 
     async def work(cluster: KubernetesCluster) -> None:
         assert await cluster.request() is None
-        (verdict,) = cluster.reports()
+        (verdict,) = cluster.take_verdicts()
         assert (verdict.kind, verdict.person) == ("quota_reached", True)
         assert "exceeded quota: team" in verdict.evidence[0]
-        assert not cluster.reports()
+        assert not cluster.take_verdicts()
 
     site.run(work)
 
@@ -110,7 +110,7 @@ def test_an_image_that_cannot_be_pulled_is_a_verdict_and_the_pod_goes(site):
 
     async def work(cluster: KubernetesCluster) -> None:
         assert await cluster.request() is None
-        assert [verdict.kind for verdict in cluster.reports()] == ["image_pull_failed"]
+        assert [verdict.kind for verdict in cluster.take_verdicts()] == ["image_pull_failed"]
 
     site.run(work)
     assert not [p for p in site.store.all("pods") if not p["metadata"].get("deletionTimestamp")]
@@ -146,7 +146,7 @@ def test_a_pod_that_is_stuck_is_removed_by_force_and_proves_nothing(site, monkey
         assert not await cluster.fence(name)
         await until(lambda: not cluster.view.table.of(name))
         assert not site.store.all("pods")
-        assert not cluster.gone(name)
+        assert not cluster.has_stopped(name)
         others = await asyncio.gather(cluster.request(), cluster.request())
         assert name not in others  # what runs there may run on
 
@@ -212,7 +212,7 @@ def test_drained_machines_and_deleted_pods_are_seen(site):
         site.store.delete("pods", pod, 30)
         await until(lambda: name in cluster.ending)
         assert not cluster.view.info(name).running
-        assert not cluster.gone(name)
+        assert not cluster.has_stopped(name)
         site.store.delete("pods", pod, 0)  # by force: what ran may run on, and its agent is still to end
         await until(lambda: not cluster.view.table.pods)
         assert name in cluster.ending

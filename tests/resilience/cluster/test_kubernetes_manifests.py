@@ -15,7 +15,7 @@ import pytest
 from megascale.config import from_tree
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.kubernetes_manifests import manifests, to_yaml
-from megascale.resilience.cluster.kubernetes_pod import merge, pod, read_patch
+from megascale.resilience.cluster.kubernetes_pod import make_pod, merge, read_patch
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[3]
@@ -33,7 +33,7 @@ def container(thing: dict) -> dict:
 
 
 def test_a_pod_asks_for_what_its_node_needs():
-    found = pod(
+    found = make_pod(
         config(resources=["cpu=90", "rdma/hca=8"], shm="64Gi", tolerations=["gpu=yes:NoSchedule", "b:NoExecute"]),
         "job-1",
         8,
@@ -62,7 +62,7 @@ def test_a_pod_asks_for_what_its_node_needs():
 @pytest.mark.parametrize("required", [False, True])
 def test_pods_go_under_one_switch_and_a_node_that_is_wanted_again_where_it_was(required):
     settings = config(switch_label="topology.example/switch", switch_required=required)
-    near = pod(settings, "job-1", 0)["spec"]["affinity"]["podAffinity"]
+    near = make_pod(settings, "job-1", 0)["spec"]["affinity"]["podAffinity"]
     if required:
         (term,) = near["requiredDuringSchedulingIgnoredDuringExecution"]
     else:
@@ -70,7 +70,7 @@ def test_pods_go_under_one_switch_and_a_node_that_is_wanted_again_where_it_was(r
         term = preferred["podAffinityTerm"]
     assert term["topologyKey"] == "topology.example/switch"
     assert term["labelSelector"]["matchLabels"] == {"megascale.dev/job": "job", "megascale.dev/role": "agent"}
-    again = pod(settings, "job-1", 0, machine="k3")["spec"]["affinity"]
+    again = make_pod(settings, "job-1", 0, machine="k3")["spec"]["affinity"]
     assert "podAffinity" not in again
     (chosen,) = again["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert chosen["matchFields"] == [{"key": "metadata.name", "operator": "In", "values": ["k3"]}]
@@ -84,21 +84,21 @@ def test_only_the_job_s_own_pods_reach_them_but_for_metrics():
     inside, metrics = policy["spec"]["ingress"]
     assert inside == {"from": [{"podSelector": own}]}
     assert metrics == {"ports": [{"port": "metrics", "protocol": "TCP"}]}
-    assert {"name": "metrics", "containerPort": 9100} in container(pod(config(), "job-1", 8))["ports"]
+    assert {"name": "metrics", "containerPort": 9100} in container(make_pod(config(), "job-1", 8))["ports"]
 
 
 def test_no_secret_stands_in_a_pod(monkeypatch):
     monkeypatch.setenv("MEGASCALE_REDIS_PASSWORD", "hunter2-hunter2")
     from megascale.resilience.cluster.kubernetes_objects import own_secrets, taken_over
 
-    text = str(pod(config(), "job-1", 8, environment=taken_over(), secrets=own_secrets()))
+    text = str(make_pod(config(), "job-1", 8, environment=taken_over(), secrets=own_secrets()))
     assert "hunter2" not in text
 
 
 @pytest.mark.parametrize("given", ["gpu yes", "=a:NoSchedule", "a:Never"])
 def test_tolerations_that_are_none_are_refused(given):
     with pytest.raises(ConfigError, match=r"kubernetes\.tolerations"):
-        pod(config(tolerations=[given]), "job-1", 0)
+        make_pod(config(tolerations=[given]), "job-1", 0)
 
 
 def test_names_that_kubernetes_does_not_take_are_refused():

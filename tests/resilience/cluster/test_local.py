@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.checkpoint.background.service import connect
+from megascale.checkpoint.background.service import connect_checkpoint_service
 from megascale.checkpoint.background.service_protocol import ListHeld, private_folder
 from megascale.config import Config
 from megascale.resilience.agent.services import end_services
@@ -62,16 +62,20 @@ def test_an_evicted_node_gives_its_memory_back(tmp_path: Path, apart: bool) -> N
     for name in ("n0", "n1"):
         (cluster.folder / name).mkdir()
     run = tmp_path / "run.apart/n1/runs/run" if apart else tmp_path / "run"
-    talks = {name: connect(private_folder(run, name), log_file=tmp_path / "log") for name in ("n0", "n1")}
+    talks = {
+        name: connect_checkpoint_service(private_folder(run, name), log_file=tmp_path / "log") for name in ("n0", "n1")
+    }
     try:
         assert asyncio.run(cluster.fence("n1"))
-        assert talks["n1"].ask(ListHeld()).held == ()  # its agent may be started again, and goes on from what it holds
+        assert (
+            talks["n1"].request(ListHeld()).held == ()
+        )  # its agent may be started again, and goes on from what it holds
         cluster.block("n1", "it is broken")
         assert asyncio.run(cluster.fence("n1"))
         with pytest.raises(OSError, match=r"."):
-            talks["n1"].ask(ListHeld())
+            talks["n1"].request(ListHeld())
         assert end_services(run, "n1") == []
-        assert talks["n0"].ask(ListHeld()).held == ()
+        assert talks["n0"].request(ListHeld()).held == ()
     finally:
         for talk in talks.values():
             talk.close()

@@ -16,7 +16,7 @@ from megascale.resilience.agent.node_folder import PROCESS, agent_process, end_a
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.hosts_file import Host
 from megascale.resilience.cluster.remote import RemoteCluster
-from megascale.resilience.protocol.given import JobDescription, given, given_token
+from megascale.resilience.protocol.given import JobDescription, given_token, read_job
 
 TOKEN = b"t" * 64
 
@@ -74,7 +74,7 @@ def test_an_agent_is_started_outlives_its_driver_is_found_by_the_next_and_ended(
         pid = agent_process(tmp_path / "n0")
         assert pid
         assert state(first) == {"n0": (True, True)}
-        job = given(tmp_path / "n0")
+        job = read_job(tmp_path / "n0")
         assert (job.epoch, job.shared, job.run) == (1, False, str(tmp_path / "n0" / "runs" / "job"))
         assert given_token(tmp_path / "n0") == TOKEN
         words = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
@@ -82,7 +82,7 @@ def test_an_agent_is_started_outlives_its_driver_is_found_by_the_next_and_ended(
 
         second = make(["n0"], epoch=2)
         assert state(second) == {"n0": (True, True)}  # before it has answered: nothing is decided on a guess
-        await until(lambda: given(tmp_path / "n0").epoch == 2)
+        await until(lambda: read_job(tmp_path / "n0").epoch == 2)
         assert agent_process(tmp_path / "n0") == pid
         (tmp_path / "n0" / "epoch").write_text("2")
         assert not await first.start_agent("n0")  # it would have ended what the newer driver runs

@@ -154,14 +154,14 @@ def test_the_driver_that_was_replaced_waits_for_the_jobs_end(slurm, monkeypatch)
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     config = Config(resilience=ResilienceConfig(cluster="slurm", nodes=2, spares=1))
     cluster = SlurmCluster(ClusterRequest(slurm.run, config, (), lambda who, text: None))
-    assert cluster.outlast() is None  # the node is the job's: somebody else has the run
+    assert cluster.wait_for_job_end() is None  # the node is the job's: somebody else has the run
     slurm.has("n2,n3")
     verdict = {"job": "17", "starts": 0, "code": 4}
     (slurm.run / "driver" / slurm_standby.VERDICT).write_text(json.dumps(verdict))
-    assert cluster.outlast() == 4
+    assert cluster.wait_for_job_end() == 4
     (slurm.run / "driver" / slurm_standby.VERDICT).unlink()
     slurm.has("n2,n3", "CANCELLED")
-    assert cluster.outlast() == 130
+    assert cluster.wait_for_job_end() == 130
 
 
 def test_what_slurm_says_is_read(slurm, monkeypatch):

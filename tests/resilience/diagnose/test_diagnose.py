@@ -123,7 +123,7 @@ def inquire(world: int, works) -> tuple[Inquiry, int]:
     while pairs := inquiry.next_round():
         assert len({n for pair in pairs for n in pair}) == 2 * len(pairs), "a node is in two pairs of a round"
         assert not inquiry.tried & set(pairs), "a pair is tested twice"
-        inquiry.receive((pair, works(*pair)) for pair in pairs)
+        inquiry.record_results((pair, works(*pair)) for pair in pairs)
         rounds += 1
     return inquiry, rounds
 
@@ -187,9 +187,9 @@ def test_nodes_find_the_bad_one_together(how):
 
 
 def test_three_real_nodes_all_reduce(tmp_path):
-    from megascale.core.ports import free_port
+    from megascale.core.ports import find_free_port
 
-    port = free_port()
+    port = find_free_port()
     command = ["diagnose", "--pairs", f"127.0.0.1:{port}", "--world", 3]
     nodes = [Forked([*command, "--node", n, "--json"], split=True) for n in range(3)]
     results = [node.communicate(timeout=120) for node in nodes]

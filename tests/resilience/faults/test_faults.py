@@ -55,7 +55,7 @@ import time; time.sleep(60)
 
 
 def test_every_fault_from_inside_is_one_that_trainers_know():
-    assert {kind for kind, fault in FAULTS.items() if fault.inside} == set(KINDS)
+    assert {kind for kind, fault in FAULTS.items() if fault.is_in_trainer} == set(KINDS)
 
 
 @pytest.mark.parametrize(("word", "persistent"), [("--persistent", True), (None, False)])

@@ -14,7 +14,16 @@ from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Hello, Refuse, Stopped, Welcome
 from megascale.resilience.protocol.heartbeat import MAX_BYTES, Heartbeat
-from megascale.services.framing import FORM, GREETING_BYTES, HEAD, SEAL_BYTES, ProtocolError, Seal, greeting, head
+from megascale.services.framing import (
+    FORM,
+    GREETING_BYTES,
+    HEAD,
+    SEAL_BYTES,
+    ProtocolError,
+    Seal,
+    make_greeting,
+    make_head,
+)
 from megascale.services.shared_token import PROOF_BYTES, TokenProof
 
 TOKEN = b"t" * 64
@@ -156,7 +165,7 @@ def test_a_changed_bit_is_refused():
         await until(lambda: heard.beats)
         frame = bytearray(tapped.frames[-1])
         body = FROM_AGENT.encode(beat(2))
-        frame[:] = head(len(body)) + secrets.token_bytes(SEAL_BYTES) + body
+        frame[:] = make_head(len(body)) + secrets.token_bytes(SEAL_BYTES) + body
         tapped.inner.write(bytes(frame))
         await until(lambda: heard.refusals)
 
@@ -169,7 +178,7 @@ def test_a_changed_bit_is_refused():
 def test_an_enormous_or_empty_frame_is_refused_before_it_is_read(size):
     async def play(connect, heard, _):
         _, tapped, _ = await connect()
-        tapped.inner.write(head(size))
+        tapped.inner.write(make_head(size))
         await until(lambda: heard.refusals)
 
     assert f"{size} bytes" in scene(play).refusals[0]
@@ -201,7 +210,7 @@ def test_malformed_messages_end_the_connection_and_only_it():
         for body in (b"\x80", b"\x91" * 50_000, b"not msgpack", b"\x91\x01", b"\xdd" + b"\xff" * 50_000):
             channel, tapped, _ = await connect()
             before = len(heard.refusals)
-            tapped.inner.write(head(len(body)) + channel._seal.make(body) + body)
+            tapped.inner.write(make_head(len(body)) + channel._seal.make(body) + body)
             await until(lambda n=before: len(heard.refusals) > n)
         other.send(beat(1, node="n1"))
         await until(lambda: heard.beats)
@@ -213,7 +222,7 @@ def test_another_jobs_agent_and_a_bad_greeting_are_turned_away():
     async def play(connect, heard, _):
         _, _, answer = await connect(job="other")
         assert isinstance(answer, Refuse)
-        assert "other" in answer.why
+        assert "other" in answer.reason
         for wrong in ({"node": 5}, {"attempt": "x"}, {"node": "n" * 300}, {"hardware": []}):
             with pytest.raises(ValueError):  # not even sent
                 await connect(**wrong)
@@ -225,7 +234,7 @@ def test_an_agent_of_another_version_is_refused_by_name():
     async def play(connect, heard, address):
         _, _, answer = await connect(node="n7", version="0.0.9 (form 2)")
         assert isinstance(answer, Refuse)
-        assert "node n7" in answer.why
+        assert "node n7" in answer.reason
         await until(lambda: heard.refusals)
 
     heard = scene(play)
@@ -242,7 +251,7 @@ def test_an_agent_of_another_version_is_refused_by_name():
             f"speaks form {FORM + 1} of the protocol, this one form {FORM}",
         ),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n", "no frame of MegaScale's protocol"),
-        (head(31) + bytes(32), "no greeting"),
+        (make_head(31) + bytes(32), "no greeting"),
     ],
     ids=["an older release", "a newer release", "a browser", "a short greeting"],
 )
@@ -261,11 +270,11 @@ def test_nothing_but_a_greeting_is_taken_as_one():
     async def play(connect, heard, place):
         reader, writer = await asyncio.open_connection(*place)
         proof = TokenProof(TOKEN, "agents", "client")
-        writer.write(greeting(proof.nonce))
-        writer.write(proof.answer((await reader.readexactly(GREETING_BYTES))[HEAD.size :]))
+        writer.write(make_greeting(proof.nonce))
+        writer.write(proof.answer_nonce((await reader.readexactly(GREETING_BYTES))[HEAD.size :]))
         await reader.readexactly(PROOF_BYTES)
         body = FROM_AGENT.encode(beat(1))
-        writer.write(head(len(body)) + Seal(proof.key(), server=False).make(body) + body)
+        writer.write(make_head(len(body)) + Seal(proof.connection_key(), server=False).make(body) + body)
         await until(lambda: heard.refusals)
         writer.close()
 
@@ -295,7 +304,7 @@ def test_a_flood_of_silent_strangers_is_bounded_and_keeps_no_agent_out(monkeypat
     async def play(connect, heard, place):
         silent = [await asyncio.open_connection(*place) for _ in range(40)]
         for _, writer in silent:
-            writer.write(greeting(bytes(32))[:-1])
+            writer.write(make_greeting(bytes(32))[:-1])
         channel, _, _ = await connect()
         channel.send(beat(1))
         await until(lambda: heard.beats and len(heard.refusals) >= 32)
@@ -307,7 +316,7 @@ def test_a_flood_of_silent_strangers_is_bounded_and_keeps_no_agent_out(monkeypat
 
 def test_what_strangers_send_is_not_heaped_up():
     """40 with a quarter of a megabyte each, all there before the driver looks."""
-    sent = greeting(bytes(32)) + bytes(1 << 18)
+    sent = make_greeting(bytes(32)) + bytes(1 << 18)
     peaks = []
 
     async def play(connect, heard, place):

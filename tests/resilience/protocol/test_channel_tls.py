@@ -14,7 +14,7 @@ from megascale.resilience.driver.api.tls import create_agents_tls
 from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_channel import DriverTls
-from megascale.resilience.protocol.agent_messages import Described, Refuse
+from megascale.resilience.protocol.agent_messages import JobOffer, Refuse
 from megascale.services.framing import ProtocolError
 from tests.resilience.protocol.test_agent_channel import HELLO, TOKEN, Heard, beat, until
 
@@ -25,7 +25,7 @@ class Asked(Heard):
     """A driver that also describes its job."""
 
     def handle_join(self, join):
-        return f"node {join.node} is too old" if join.node == "old" else Described(7, agent_channel.VERSION, "{}")
+        return f"node {join.node} is too old" if join.node == "old" else JobOffer(7, agent_channel.VERSION, "{}")
 
 
 class Relay:
@@ -146,7 +146,7 @@ def test_the_fingerprint_is_the_certificates_own(tmp_path):
 
 def test_a_node_that_asks_in_is_told_the_job_or_why_not():
     async def play(heard, port):
-        assert (await enter(port, "join"))[1] == Described(7, agent_channel.VERSION, "{}")
+        assert (await enter(port, "join"))[1] == JobOffer(7, agent_channel.VERSION, "{}")
         for changes, why in (
             ({"node": "old"}, "node old is too old"),
             ({"job": "theirs"}, "an agent of job 'theirs'; this driver runs 'job'"),
@@ -154,7 +154,7 @@ def test_a_node_that_asks_in_is_told_the_job_or_why_not():
         ):
             answer = (await enter(port, "join", **changes))[1]
             assert isinstance(answer, Refuse)
-            assert why in answer.why
+            assert why in answer.reason
 
     heard = scene(play, create_agents_tls(OPEN, None, None))
     assert len(heard.refusals) == 3

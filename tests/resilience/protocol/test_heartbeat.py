@@ -12,7 +12,7 @@ from msgspec.structs import fields
 
 from megascale.core.exit_record import ExitKind, ExitRecord
 from megascale.resilience.protocol.agent_messages import FROM_AGENT
-from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, LogMatch, NetworkTraffic, Worker, fit
+from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, LogMatch, NetworkTraffic, Worker, truncate
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Finite
 
@@ -157,5 +157,7 @@ def test_names_are_kept_once():
 
 def test_text_that_is_none_is_fitted():
     """Names of files, and so words of errors, may hold bytes that are no UTF-8."""
-    worker = Worker(0, 1, "exited", 1, error=fit("OSError: no such file " + b"\xff".decode(errors="surrogateescape")))
+    worker = Worker(
+        0, 1, "exited", 1, error=truncate("OSError: no such file " + b"\xff".decode(errors="surrogateescape"))
+    )
     assert FROM_AGENT.decode(FROM_AGENT.encode(Heartbeat("job", 1, "n0", 1, 0, workers=(worker,)))).workers == (worker,)

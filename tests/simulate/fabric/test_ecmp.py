@@ -53,7 +53,7 @@ def test_more_queue_pairs_help_unless_all_share_a_port():
 
 def test_one_seed_everywhere_polarises():
     built = fabric(hosts=128)
-    far = ecmp.Flows.of(np.arange(built.nics), (np.arange(built.nics) + built.nics // 2) % built.nics, 1.0)
+    far = ecmp.Flows.from_arrays(np.arange(built.nics), (np.arange(built.nics) + built.nics // 2) % built.nics, 1.0)
     keys = ecmp.five_tuple_keys(far, 0)
     used = [len(np.unique(ecmp.route(built, far, keys, 0, polarised)[:, 2])) for polarised in (False, True)]
     assert used[1] < 0.6 * used[0]
@@ -61,12 +61,12 @@ def test_one_seed_everywhere_polarises():
 
 def test_bad_flows_are_refused():
     with pytest.raises(ConfigError, match="bytes"):
-        ecmp.Flows.of([0], [1], -1)
-    flows = ecmp.Flows.of([0], [9999], 1)
+        ecmp.Flows.from_arrays([0], [1], -1)
+    flows = ecmp.Flows.from_arrays([0], [9999], 1)
     with pytest.raises(ConfigError, match="NIC 9999"):
         ecmp.route(fabric(), flows, ecmp.five_tuple_keys(flows, 0))
     with pytest.raises(ConfigError, match="queue pairs"):
-        ecmp.Flows.of([0], [1], 1).split(0)
+        ecmp.Flows.from_arrays([0], [1], 1).split(0)
     with pytest.raises(ConfigError, match="positive"):
         ecmp.expected_conflicts(0, 4, 1)
     with pytest.raises(ConfigError, match="no uplinks"):

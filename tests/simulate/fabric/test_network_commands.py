@@ -11,7 +11,7 @@ from megascale.config import load_command_line
 from megascale.core import strict_json
 from megascale.core.grid import Grid
 from megascale.errors import ConfigError, DataError, FitError, MegascaleError
-from megascale.simulate.fabric.placement import place
+from megascale.simulate.fabric.placement import make_placement
 from megascale.simulate.fabric.step_traffic import step_traffic
 from megascale.simulate.fabric.transfer_times import FabricTimes, Outage
 from megascale.simulate.fabric_study import Variant
@@ -118,7 +118,7 @@ def test_traffic_is_the_models():
 
 def test_the_hook_tabulates_and_knows_what_is_concurrent_and_down():
     built = fabric()
-    times = FabricTimes(built, place(Grid(2, 16, 4, ranks_per_host=2), built, "adversarial"), draws=3)
+    times = FabricTimes(built, make_placement(Grid(2, 16, 4, ranks_per_host=2), built, "adversarial"), draws=3)
     alone = times.slowdown("data", ranks=[0, 1])
     together = times.slowdown("data")
     busy = times.slowdown("data", concurrent=(("pipeline", 1.0),))
@@ -130,8 +130,8 @@ def test_the_hook_tabulates_and_knows_what_is_concurrent_and_down():
     assert times.slowdown("data") is together
     agg = f"agg{built.uplinks[0, 0]}"
     broken = FabricTimes(built, times.placement, draws=3, outages=(Outage(agg, 10.0, 20.0),))
-    assert np.array_equal(broken.slowdown("data", at=25.0).values, together.values)
-    assert broken.slowdown("data", at=15.0).mean > together.mean
+    assert np.array_equal(broken.slowdown("data", offset=25.0).values, together.values)
+    assert broken.slowdown("data", offset=15.0).mean > together.mean
     with pytest.raises(ConfigError, match="--axis"):
         times.slowdown("tensor")
     with pytest.raises(ConfigError, match="outage"):

@@ -43,7 +43,7 @@ def balanced(found) -> bool:
 )  # fmt: skip
 def test_packets_are_conserved_and_all_flows_finish(small, control, pfc, seed, wanted):
     wanted = [w for w in wanted if w[0] != w[1]] or [(0, 1, 5000)]
-    flows = Flows.of(*zip(*wanted, strict=True))
+    flows = Flows.from_arrays(*zip(*wanted, strict=True))
     paths = route(small, flows, five_tuple_keys(flows, seed), seed)
     found = simulate_packets(small, flows, paths, PacketSettings(control=control, pfc=pfc, seed=seed))
     assert balanced(found)
@@ -104,10 +104,10 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(small):
 
 @pytest.mark.parametrize(("timeout", "adaptive", "lasts"), [(14, 0.0, 0.1), (14, 0.0, 1.0), (18, 16.0, 0.3)])
 def test_a_flap_takes_what_the_closed_form_says(small, timeout, adaptive, lasts):
-    flows = Flows.of([1], [0], 4e6)
+    flows = Flows.from_arrays([1], [0], 4e6)
     paths = route(small, flows, five_tuple_keys(flows, 0), 0)
     chosen = PacketSettings(control="none", timeout=timeout, adaptive_us=adaptive)
-    found = simulate_packets(small, flows, paths, chosen, flaps=(Flap(1, 50e-6, lasts),), until=60)
+    found = simulate_packets(small, flows, paths, chosen, flaps=(Flap(1, 50e-6, lasts),), horizon=60)
     wanted, end = stall(np.array([lasts]), timeout, 7, adaptive)
     if np.isinf(wanted[0]):
         assert np.isnan(found.finish[0])
@@ -119,17 +119,17 @@ def test_a_flap_takes_what_the_closed_form_says(small, timeout, adaptive, lasts)
 
 
 def test_later_starts_and_an_end_before_the_last(small):
-    flows = Flows.of([1, 9], [0, 8], 400e3)
+    flows = Flows.from_arrays([1, 9], [0, 8], 400e3)
     paths = route(small, flows, five_tuple_keys(flows, 0), 0)
     found = simulate_packets(small, flows, paths, PacketSettings(), starts=np.array([0.0, 1e-3]))
     assert found.finish[1] - found.finish[0] == pytest.approx(1e-3, rel=0.01)
-    cut = simulate_packets(small, flows, paths, PacketSettings(), starts=np.array([0.0, 1e-3]), until=5e-4)
+    cut = simulate_packets(small, flows, paths, PacketSettings(), starts=np.array([0.0, 1e-3]), horizon=5e-4)
     assert np.isnan(cut.finish[1])
     assert balanced(cut)
 
 
 def test_bad_input_is_refused(small):
-    flows = Flows.of([1], [0], 1e4)
+    flows = Flows.from_arrays([1], [0], 1e4)
     paths = route(small, flows, five_tuple_keys(flows, 0), 0)
     for changes, said in (
         ({"control": "cubic"}, "--control"), ({"mtu": 0}, "mtu"), ({"timeout": 40}, "timeout"),
@@ -144,7 +144,7 @@ def test_bad_input_is_refused(small):
     with pytest.raises(ConfigError, match="negative"):
         SwiftSettings(base_us=-1)
     with pytest.raises(ConfigError, match="0 bytes"):
-        simulate_packets(small, Flows.of([1], [0], 0), paths)
+        simulate_packets(small, Flows.from_arrays([1], [0], 0), paths)
     with pytest.raises(ConfigError, match="delays"):
         simulate_packets(small, flows, paths, starts=np.array([-1.0]))
     with pytest.raises(ConfigError, match="flap"):

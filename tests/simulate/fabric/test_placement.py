@@ -18,16 +18,16 @@ GRID = Grid(2, 16, 4, ranks_per_host=2)
 @pytest.mark.parametrize("strategy", p.STRATEGIES)
 def test_each_host_is_used_once_and_bytes_are_all_there(strategy):
     built = fabric()
-    laid = p.place(GRID, built, strategy, seed=3)
-    assert len(set(laid.hosts.tolist())) == GRID.hosts
+    laid = p.make_placement(GRID, built, strategy, seed=3)
+    assert len(set(laid.hosts.tolist())) == GRID.host_count
     sent = p.step_flows(laid, "data", 16e6)
     # A ring of 16 sends 15/16 of the tensor from each of 16 members, in 8 groups.
     assert p.bytes_by_tier(built, sent).sum() == pytest.approx(8 * 15 * 16e6)
-    assert (p.step_flows(laid, "pipeline", 1.0).size.sum()) == 2 * GRID.world
+    assert (p.step_flows(laid, "pipeline", 1.0).size.sum()) == 2 * GRID.world_size
 
 
 def test_groups_are_the_grids():
-    laid = p.place(GRID, fabric(), "data")
+    laid = p.make_placement(GRID, fabric(), "data")
     for axis in ("data", "pipeline", "tensor"):
         wanted = [[int(laid.nic(np.array([r]))[0]) for r in group] for group in GRID.groups(axis)]
         assert sorted(map(list, (g.tolist() for g in laid.groups(axis)))) == sorted(wanted)
@@ -36,43 +36,44 @@ def test_groups_are_the_grids():
 def test_near_is_better_than_random_is_better_than_adversarial():
     built = fabric()
     over_core = {
-        s: p.bytes_by_tier(built, p.step_flows(p.place(GRID, built, s, 1), "data", 1.0))[2:].sum() for s in p.STRATEGIES
+        s: p.bytes_by_tier(built, p.step_flows(p.make_placement(GRID, built, s, 1), "data", 1.0))[2:].sum()
+        for s in p.STRATEGIES
     }
     assert over_core["data"] < over_core["random"] < over_core["adversarial"]
 
 
 def test_a_file_gives_the_placement_back(tmp_path):
     built = fabric()
-    laid = p.place(GRID, built, "random", seed=5)
+    laid = p.make_placement(GRID, built, "random", seed=5)
     file = tmp_path / "placement.json"
     p.write(laid, file, [f"node{i}" for i in range(64)])
-    assert (p.place(GRID, built, str(file)).hosts == laid.hosts).all()
+    assert (p.make_placement(GRID, built, str(file)).hosts == laid.hosts).all()
     assert strict_json.loads(file.read_text())["nodes"][0] == f"node{laid.hosts[0]}"
     with pytest.raises(DataError, match="grid"):
-        p.place(Grid(2, 8, 8, ranks_per_host=2), built, str(file))
+        p.make_placement(Grid(2, 8, 8, ranks_per_host=2), built, str(file))
     tree = strict_json.loads(file.read_text())
     tree["hosts"][1] = tree["hosts"][0]
     file.write_text(strict_json.dumps(tree))
     with pytest.raises(DataError, match="twice"):
-        p.place(GRID, built, str(file))
+        p.make_placement(GRID, built, str(file))
     tree["hosts"][1] = 64
     file.write_text(strict_json.dumps(tree))
     with pytest.raises(DataError, match="machine 64"):
-        p.place(GRID, built, str(file))
+        p.make_placement(GRID, built, str(file))
     file.write_text("{}")
     with pytest.raises(DataError, match="not a placement file"):
-        p.place(GRID, built, str(file))
+        p.make_placement(GRID, built, str(file))
 
 
 def test_what_does_not_fit_is_said(tmp_path):
     with pytest.raises(FitError, match="hosts=64"):
-        p.place(Grid(2, 256, 4, ranks_per_host=2), fabric(), "data")
+        p.make_placement(Grid(2, 256, 4, ranks_per_host=2), fabric(), "data")
     with pytest.raises(FitError, match="nics=2"):
-        p.place(Grid(8, 4, 1), fabric(), "data")
+        p.make_placement(Grid(8, 4, 1), fabric(), "data")
     with pytest.raises(ConfigError, match="--placement"):
-        p.place(GRID, fabric(), "nearby")
+        p.make_placement(GRID, fabric(), "nearby")
     with pytest.raises(ConfigError, match="No such file"):
-        p.place(GRID, fabric(), str(tmp_path / "none.json"))
+        p.make_placement(GRID, fabric(), str(tmp_path / "none.json"))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -54,7 +54,7 @@ def test_under_subscribed_leaves_have_more_up_than_down():
 def test_planes_change_no_time_but_the_parts():
     """Two planes of half the ports and leaf switches twice as wide are one network of the same speed."""
     one, two = fabric(tiers=2, hosts=16), fabric(tiers=2, hosts=16, planes=2, leaf_split=4)
-    flows = Flows.of(np.arange(16), np.arange(16, 32), 1e6)
+    flows = Flows.from_arrays(np.arange(16), np.arange(16, 32), 1e6)
     times = []
     for built, share in ((one, 1.0), (two, 0.5)):
         paths = route(built, flows, five_tuple_keys(flows, 3), 3)
@@ -91,7 +91,7 @@ def test_every_pair_has_a_path(changes):
     built = fabric(**changes)
     pairs = np.random.default_rng(0).integers(0, built.nics, (2, 300))
     pairs = pairs[:, pairs[0] != pairs[1]]
-    flows = Flows.of(pairs[0], pairs[1], 1.0)
+    flows = Flows.from_arrays(pairs[0], pairs[1], 1.0)
     check_paths(built, flows, route(built, flows, five_tuple_keys(flows, 1), 1))
 
 
@@ -103,7 +103,7 @@ def test_failed_links_and_switches_are_gone_round(leaves, cores):
         built = fabric(failed=tuple(down))
     except ConfigError:
         return  # a leaf switch of another pod
-    flows = Flows.of(np.arange(64), (np.arange(64) + 50) % built.nics, 1.0)
+    flows = Flows.from_arrays(np.arange(64), (np.arange(64) + 50) % built.nics, 1.0)
     check_paths(built, flows, route(built, flows, five_tuple_keys(flows, 2), 2))
 
 
@@ -111,7 +111,7 @@ def test_a_failed_link_is_not_used():
     whole = fabric()
     agg = int(whole.uplinks[0, 0])
     broken = fabric(failed=(f"leaf0-agg{agg}",))
-    flows = Flows.of(np.arange(0, 16, 2), np.arange(100, 116, 2), 1.0)
+    flows = Flows.from_arrays(np.arange(0, 16, 2), np.arange(100, 116, 2), 1.0)
     link = whole.up_leaf
     assert (route(whole, flows, five_tuple_keys(flows, 0), 0)[:, 1] == link).any()
     assert not (route(broken, flows, five_tuple_keys(flows, 0), 0)[:, 1] == link).any()

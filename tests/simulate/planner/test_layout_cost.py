@@ -323,7 +323,7 @@ def test_a_step_of_too_many_forward_passes_is_refused_before_its_schedule_is_mad
 def test_the_deepest_model_and_the_longest_pipeline_are_planned_at_once():
     words = ["--model.vocab_size=1000", "--model.layers=10000", "--train.global_batch=4", "--train.micro_batch=1"]
     layout = lay_out(load(None, [*words, "--parallel.pipeline=1000", "--parallel.virtual_stages=10"]), 1000)
-    assert [chunk.count for chunk in layout.layers] == [1] * 10_000
+    assert [chunk.layer_count for chunk in layout.layers] == [1] * 10_000
     # Near sizes of a tensor-parallel width that divides nothing: by roots, not by counting to a billion.
     sizes = ["--model.sequence_length=1000000000", "--model.heads=1000000", "--model.hidden=1000000"]
     sizes += ["--model.ffn_hidden=100000000", "--model.vocab_multiple=1000000", "--model.vocab_size=1000000000"]

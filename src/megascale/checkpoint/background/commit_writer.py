@@ -138,7 +138,7 @@ class Writer:
         state = json.loads(message.state)
         folders.check_owner(storage, state)
         plan, metadata = self.plans[message.plan]
-        pending_saves.begin(
+        pending_saves.begin_save(
             storage,
             message.step,
             message.generation,

@@ -17,7 +17,7 @@ from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex, join
 from megascale.checkpoint.format.mapping import map_shared
 from megascale.checkpoint.format.write_plan import data_file
-from megascale.checkpoint.loader import Accept, LoadReport, fill
+from megascale.checkpoint.loader import Accept, LoadReport, fill_shards
 from megascale.checkpoint.object_collectives import Peers
 from megascale.services.conversation import Conversation
 
@@ -48,11 +48,11 @@ def find_held(sock: Conversation | None, peers: Peers, identity: str) -> Held | 
     mine = []
     if sock is not None:
         with contextlib.suppress(OSError):
-            answer = sock.ask(ListHeld())
+            answer = sock.request(ListHeld())
             mine = [(h.rank, h.replica, h.generation, h.ranks, h.step) for h in answer.held if h.identity == identity]
     saves: dict[str, dict[int, tuple[list[int], list[int]]]] = {}
     ranks: dict[str, tuple[int, int]] = {}
-    for member, held in enumerate(peers.exchange(mine, list[tuple[int, bool, str, int, int]])):
+    for member, held in enumerate(peers.all_gather(mine, list[tuple[int, bool, str, int, int]])):
         for rank, replica, generation, count, step in held:
             own, copies = saves.setdefault(generation, {}).setdefault(rank, ([], []))
             (copies if replica else own).append(member)
@@ -87,7 +87,7 @@ def load_held(
         with opening:
             if rank not in snapshots:
                 assert sock is not None, "a process without a service holds no snapshot"
-                message = sock.ask(Open(rank, held.generation))
+                message = sock.request(Open(rank, held.generation))
                 (handle,), index = sock.files, bytes(sock.body)
                 view = memoryview(map_shared(handle, message.size, writable=False))
                 os.close(handle)
@@ -99,11 +99,11 @@ def load_held(
         for rank, members in enumerate(held.holders):
             if members[0] == peers.rank:
                 _, message, table = open_image(rank)
-                index = CheckpointIndex.from_bytes(table).committed("", np.array(message.crcs, np.uint32))
+                index = CheckpointIndex.from_bytes(table).with_generation("", np.array(message.crcs, np.uint32))
                 parts[rank] = (index.to_bytes(), message.state if rank == 0 else "")
     except OSError as error:
         problem = str(error)
-    answers = peers.exchange((problem, parts), tuple[str | None, dict[int, tuple[bytes, str]]])
+    answers = peers.all_gather((problem, parts), tuple[str | None, dict[int, tuple[bytes, str]]])
     wrong = next((p for p, _ in answers if p), None)
     if wrong:
         return wrong
@@ -120,7 +120,7 @@ def load_held(
     record = json.loads(state)
     new_optimizer = accept(record, name) if accept is not None else False
     holders = {name: members for name, members in holders.items() if name in whole.files}
-    damage = fill(
+    damage = fill_shards(
         whole,
         shards,
         peers,

@@ -39,7 +39,7 @@ class Written:
     chunks: list[int]
 
 
-def begin(
+def begin_save(
     storage: Storage,
     step: int,
     generation: str,
@@ -141,7 +141,7 @@ def try_commit(storage: Storage, step: int, generation: str) -> tuple[Commit, in
         return None
     plan = CheckpointIndex.from_bytes(bytes(storage.read(f"{place}/{generation}-plan.npz")))
     chunks = [w.chunks for _, w in sorted(written.items())]
-    index = plan.committed(generation, np.array([crc for part in chunks for crc in part], np.uint32))
+    index = plan.with_generation(generation, np.array([crc for part in chunks for crc in part], np.uint32))
     files = {f"{generation}-{data_file(rank)}": (w.size, w.crc) for rank, w in sorted(written.items()) if w.size}
     template = bytes(storage.read(f"{place}/{generation}-metadata"))
     metadata = template.replace(BLANK.encode(), generation.encode())

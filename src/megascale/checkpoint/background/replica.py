@@ -21,8 +21,8 @@ from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.staged_file import Progress, Slot, make_slots
 from megascale.core.background import PAUSE, FailureLog
-from megascale.services.conversation import Conversation, prove
-from megascale.services.reception import PROOF_SECONDS, Reception
+from megascale.services.conversation import Conversation, authenticate
+from megascale.services.reception import AUTHENTICATION_TIMEOUT, Reception
 from megascale.services.silence import notice_silence
 
 log = logging.getLogger("megascale.checkpoint.background.replica")
@@ -65,7 +65,7 @@ class Replicas:
         self._listener: socket.socket | None = None
         self._token = b""
 
-    def held(self) -> list[tuple[int, Slot]]:
+    def list_complete(self) -> list[tuple[int, Slot]]:
         """(process, snapshot) of all copies that are complete."""
         with self._lock:
             return [(rank, slot) for rank, slots in self._slots.items() for slot in slots if slot.generation]
@@ -94,8 +94,8 @@ class Replicas:
     def _meet(self, sock: socket.socket) -> Conversation:
         notice_silence(sock, _SILENCE)
         sender = Conversation(sock, COPIES, COPIES)
-        with sender.within(PROOF_SECONDS):
-            prove(sender, self._token, "replicas", "server")
+        with sender.time_limit(AUTHENTICATION_TIMEOUT):
+            authenticate(sender, self._token, "replicas", "server")
         sender.timeout = _TIMEOUT
         return sender
 
@@ -151,7 +151,7 @@ def _receive(sender: Conversation, slot: Slot, size: int) -> list[int]:
         try:
             for start in range(0, size, _RUN):
                 sender.receive_into(slot.memory.view[start : min(start + _RUN, size)])
-                arrived.reach(min(start + _RUN, size))
+                arrived.advance(min(start + _RUN, size))
         finally:
             arrived.fail()
         return checking.result()
@@ -223,7 +223,7 @@ class Copying:
         notice_silence(peer.sock, _SILENCE)
         peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.timeout = _TIMEOUT
-        prove(peer, bytes.fromhex(staged.token), "replicas", "client")
+        authenticate(peer, bytes.fromhex(staged.token), "replicas", "client")
         message = Replicate(
             staged.rank,
             staged.slot,
@@ -246,6 +246,6 @@ class Copying:
         if self._crcs is None:
             raise OSError(_ENDED)
         peer.send(Checksums(self._crcs))
-        answer = peer.answer(attached=0)
+        answer = peer.receive_reply(attached=0)
         if not isinstance(answer, Replicated) or not answer.whole:
             raise ConnectionError("the copy arrived damaged")

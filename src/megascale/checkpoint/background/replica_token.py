@@ -15,7 +15,7 @@ from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.errors import DataError
 from megascale.services.shared_token import make_token, read_token
 
-FILE = "replica.token"
+TOKEN_FILE = "replica.token"
 _LEAST = 32  # characters
 
 
@@ -29,12 +29,12 @@ def agree(peers: Peers, place: str, identity: str) -> tuple[str, str | None]:
     token, problem = b"", ""
     if peers.rank == 0:
         token, problem = _own(place, make=True)
-    problem = peers.share(problem, str)
+    problem = peers.broadcast(problem, str)
     if not problem and peers.rank != 0:
         token, problem = _own(place, make=False)
     # What a token of 256 random bits makes of a name tells nothing of the token.
     mark = hmac.digest(token, f"replicas of {identity}".encode(), "sha256").hex() if token else ""
-    told = peers.exchange((problem, mark), tuple[str, str])
+    told = peers.all_gather((problem, mark), tuple[str, str])
     wrong = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text), None)
     if wrong is None and len({mark for _, mark in told}) > 1:
         others = [rank for rank, (_, mark) in enumerate(told) if mark != told[0][1]]
@@ -56,7 +56,7 @@ def _own(place: str, make: bool) -> tuple[bytes, str]:
         return given.encode(), problem
     if "://" in place:
         return b"", f"{place} is no folder that keeps a secret, and {REPLICA_VARIABLE} is not set"
-    path = Path(place) / FILE
+    path = Path(place) / TOKEN_FILE
     try:
         return (make_token(path) if make else read_token(path)), ""
     except (DataError, OSError) as error:

@@ -46,7 +46,7 @@ from megascale.checkpoint.background.service_protocol import (
     Wait,
 )
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.staged_file import Progress, Slot, frame, make_slots
+from megascale.checkpoint.format.staged_file import Progress, Slot, frame_chunks, make_slots
 from megascale.core.exit_record import record_of
 from megascale.errors import TrainingError
 from megascale.services import host_service
@@ -79,13 +79,13 @@ class CheckpointService:
     def done(self) -> bool:
         """Whether to end: nobody connected for a while (or all said goodbye) and nothing left to do."""
         with self.changed:
-            idle = not self.reception.here and not self.working
+            idle = not self.reception.client_count and not self.working
             return idle and (self.goodbye or self._deserted())
 
     def _deserted(self) -> bool:
         """Whether no trainer has been here for longer than the service waits for one."""
         # Whoever started it may take a while to come for the first time, however short it is to wait later.
-        known = self.reception.came or self.linger < 0
+        known = self.reception.has_had_clients or self.linger < 0
         return self.reception.deserted(self.linger if known else max(self.linger, _COME_UP))
 
     def talk(self, sock: Conversation) -> None:
@@ -163,7 +163,7 @@ class CheckpointService:
             crc = problem = None
             try:
                 try:
-                    crcs, crc = frame(slot.memory.view[: message.size], slot.index, staged, progress)
+                    crcs, crc = frame_chunks(slot.memory.view[: message.size], slot.index, staged, progress)
                 finally:
                     for _ in staged:  # the trainer's next question comes after these
                         pass
@@ -192,7 +192,7 @@ class CheckpointService:
 
     def on_wait(self, sock: Conversation, message: Wait) -> None:
         """Answer when a save is committed or given up."""
-        sock.send(self.writer.wait(message.generation, sock.alive))
+        sock.send(self.writer.wait(message.generation, sock.is_connected))
 
     def on_listheld(self, sock: Conversation, message: ListHeld) -> None:
         """What lies in memory here: own snapshots and replicas of other hosts'."""
@@ -200,7 +200,7 @@ class CheckpointService:
             own = [(rank, slot) for rank, slots in self.slots.items() for slot in slots]
         found = tuple(
             HeldSnapshot(rank, copy, s.step, s.generation, s.identity, s.ranks)
-            for copy, items in ((False, own), (True, self.replicas.held()))
+            for copy, items in ((False, own), (True, self.replicas.list_complete()))
             for rank, s in items
             if s.generation
         )
@@ -210,7 +210,7 @@ class CheckpointService:
         """One snapshot: its memory, its chunks with their checksums, the state saved with it."""
         with self.changed:
             own = list(self.slots.get(message.rank, []))
-        copies = [slot for rank, slot in self.replicas.held() if rank == message.rank]
+        copies = [slot for rank, slot in self.replicas.list_complete() if rank == message.rank]
         for slot in own + copies:
             if slot.generation == message.generation:
                 opened = Opened(slot.state, tuple(slot.crcs), slot.step, slot.memory.size)
@@ -227,7 +227,7 @@ class CheckpointService:
         finally:
             with self.changed:
                 self.working -= 1
-            self.reception.touch()
+            self.reception.record_activity()
 
 
 def _staged(sock: Conversation, count: int, follow: bool) -> Iterator[int]:
@@ -243,27 +243,27 @@ def _staged(sock: Conversation, count: int, follow: bool) -> Iterator[int]:
 def serve(folder: Path, linger: float, ready: Ready | None = None) -> None:
     """Serve until there is nothing left to do. Returns at once if another service already has the folder."""
     service = CheckpointService(linger)
-    place = service_protocol.place(folder)
+    place = service_protocol.locate_service(folder)
     schemas, ready = (FROM_SERVICE, TO_SERVICE), ready or Ready(None, None)
-    owned = host_service.own(place, lambda: service.talk, schemas, ready, make_folder=True)
+    owned = host_service.claim_service(place, lambda: service.talk, schemas, ready, make_folder=True)
     if owned is None:
         return
     service.reception = owned.reception
     owned.reception.serve(service.done)
-    place.leave(owned.lock)
+    place.release(owned.lock)
     owned.reception.stop()
     place.sweep()
 
 
-def connect(folder: Path, linger: float = 60.0, log_file: Path | None = None) -> Conversation:
+def connect_checkpoint_service(folder: Path, linger: float = 60.0, log_file: Path | None = None) -> Conversation:
     """A conversation with the service of `folder` (see service_protocol.private_folder), started if none runs.
 
     Raises TrainingError if it does not come up.
     """
-    place = service_protocol.place(folder)
+    place = service_protocol.locate_service(folder)
     launch = Launch("megascale.checkpoint.background.service", [str(folder), "--linger", str(linger)], log_file)
     try:
-        return host_service.connect(place, launch, TO_SERVICE, FROM_SERVICE, seconds=_COME_UP, make_folder=True)
+        return host_service.connect_service(place, launch, TO_SERVICE, FROM_SERVICE, seconds=_COME_UP, make_folder=True)
     except (OSError, ServiceFailed) as error:
         raise TrainingError(
             f"the checkpoint service does not answer on {str(place.address)!r} ({error}); "

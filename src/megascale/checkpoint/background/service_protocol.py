@@ -17,7 +17,7 @@ from msgspec import Meta
 from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import FORM
-from megascale.services.host_service import Place
+from megascale.services.host_service import ServiceLocation
 from megascale.services.messages import Count, Message, Name, Part, Path, Port, Schema, Text
 from megascale.services.private_folder import make_private, private_base
 
@@ -253,6 +253,6 @@ def private_folder(run: pathlib.Path | str, node: str | None = None) -> pathlib.
     return make_private(private_base() / name)
 
 
-def place(folder: pathlib.Path) -> Place:
+def locate_service(folder: pathlib.Path) -> ServiceLocation:
     """The place of the service in `private_folder`."""
-    return Place(folder, NAME)
+    return ServiceLocation(folder, NAME)

@@ -38,7 +38,7 @@ from megascale.checkpoint.background.service_protocol import (
     Staged,
     Wait,
 )
-from megascale.checkpoint.background.staging import Copy, SaveOutcome, Staging, next_slot, own_index
+from megascale.checkpoint.background.staging import SaveOutcome, SnapshotCopy, Staging, next_slot, own_index
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.torch_index import torch_metadata
@@ -95,26 +95,26 @@ class Snapshots:
         self._linger, self._place = linger, service_protocol.private_folder(run)
         self._log = run / "logs" / "checkpoint-service.log"
         self._outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
-        self._current: Copy | None = None
-        self._last = LastSnapshot()
+        self._current: SnapshotCopy | None = None
+        self._replica_barrier = LastSnapshot()
         self._broken = False
         self.part, plan = agree(peers, shards)
         start = None
         if plan is not None:
             name = folders.identity(self.storage, create=True)
             start = (folders.new_generation(self.storage, above), name, plan.size)
-        self.generation, self.identity, self.needed = peers.share(start, tuple[str, str, int] | None)
+        self.generation, self.identity, self.needed = peers.broadcast(start, tuple[str, str, int] | None)
         chunks = cut(shards)
         self._chunks = [chunks[i] for i in self.part.chunks.tolist()]
         self._index = own_index(shards, self.part, peers.rank)
         self._plan: tuple[bytes, bytes] | None = None
         if plan is not None:
-            blank = plan.index.committed(BLANK, plan.index.columns["crc"])
+            blank = plan.index.with_generation(BLANK, plan.index.columns["crc"])
             self._plan = (plan.index.to_bytes(), torch_metadata(blank))
         self._device = next((s.tensor.device for s in shards if s.tensor.is_cuda), torch.device("cpu"))
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._replicas, self._listen, self._domain = replicas, address, domain
-        self._watches: queue.SimpleQueue[tuple[Copy, str] | None] = queue.SimpleQueue()
+        self._watches: queue.SimpleQueue[tuple[SnapshotCopy, str] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -153,9 +153,9 @@ class Snapshots:
         """
         begun = time.monotonic()
         self.before_update()
-        if not self.peers.all(not self._broken) and (problem := self._reopen()):
+        if not self.peers.all_true(not self._broken) and (problem := self._reopen()):
             self._broken = True
-            self._outcomes.put(SaveOutcome(step, why=problem, stall=time.monotonic() - begun))
+            self._outcomes.put(SaveOutcome(step, reason=problem, stall=time.monotonic() - begun))
             return False
         number = self._choose(wait, persist)
         if number is None:
@@ -164,7 +164,7 @@ class Snapshots:
         slot.page_lock()
         slot.whole = False
         try:
-            self._sock.ask(Fill(self.peers.rank, number))
+            self._sock.request(Fill(self.peers.rank, number))
         except OSError:
             self._broken = True  # found by the slot's thread too, which reports it
         self.generation = folders.next_generation(self.generation)
@@ -188,10 +188,10 @@ class Snapshots:
             peer=self._peer,
             token=self._token,
         )
-        copy = Copy(SaveOutcome(step, bytes=self.needed), message, begun)
+        copy = SnapshotCopy(SaveOutcome(step, bytes=self.needed), message, begun)
         slot.free.clear()
         slot.filled = self.generation
-        self._last.begins(copy)
+        self._replica_barrier.track(copy)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
@@ -225,7 +225,7 @@ class Snapshots:
         the peer's memory too; for a few seconds, since a peer that is gone must not hold up training.
         """
         if kept:
-            self._last.wait()
+            self._replica_barrier.wait()
         copy, self._current = self._current, None
         if copy is None:
             return
@@ -256,7 +256,7 @@ class Snapshots:
             slot.close()
         if goodbye and not self._broken:
             with contextlib.suppress(OSError):  # it has ended already
-                self._sock.ask(Goodbye())
+                self._sock.request(Goodbye())
         self._sock.close()
         return self.poll()
 
@@ -268,13 +268,13 @@ class Snapshots:
             if problem:
                 return problem
         try:
-            self._sock = service.connect(self._place, self._linger, self._log)
+            self._sock = service.connect_checkpoint_service(self._place, self._linger, self._log)
             self._sock.timeout = _GRACE_PERIOD
-            told = self._sock.ask(Register(token, own_address(self._listen)))
+            told = self._sock.request(Register(token, own_address(self._listen)))
             me = (told.service, own_address(self._listen), told.port, self._domain)
         except (OSError, TrainingError) as error:
             problem = f"the checkpoint service of a host cannot be reached: {error}"
-        answers = self.peers.exchange((problem, me), tuple[str | None, tuple[str, str, int, str]])
+        answers = self.peers.all_gather((problem, me), tuple[str | None, tuple[str, str, int, str]])
         if problem := next((p for p, _ in answers if p), None):
             return problem
         everyone = [other for _, other in answers]
@@ -306,9 +306,9 @@ class Snapshots:
         try:
             if self._plan is not None:
                 plan, metadata = self._plan
-                self._sock.ask(Plan(self._plan_name, len(plan)), plan + metadata)
+                self._sock.request(Plan(self._plan_name, len(plan)), plan + metadata)
             self._sock.timeout = _GRACE_PERIOD + _GRACE_PERIOD_PER_GB * self.memory * len(self._local) / 1e9
-            answer = self._sock.ask(Allocate(self.peers.rank, size, self.slots_wanted), self._index.to_bytes())
+            answer = self._sock.request(Allocate(self.peers.rank, size, self.slots_wanted), self._index.to_bytes())
             self._sock.timeout = _GRACE_PERIOD
             self._slots = [
                 Staging(handle, self.part.size, self._index, self._chunks, self._device, held)
@@ -321,7 +321,7 @@ class Snapshots:
                 f"({error}): each process there needs checkpoint.slots x {size:,} bytes of host memory. Lower "
                 f"checkpoint.slots={self.slots_wanted}, or set checkpoint.background=false"
             )
-        problems = self.peers.exchange(problem, str | None)
+        problems = self.peers.all_gather(problem, str | None)
         self._lacking_rank = next((rank for rank, reason in enumerate(problems) if reason), -1)
         return problems[self._lacking_rank] if self._lacking_rank >= 0 else None
 
@@ -355,7 +355,7 @@ class Snapshots:
         """Prepare it; copy (on the CPU), then tell the service and wait until it has done with the slot."""
         sock: Conversation | None = None
         try:
-            sock = service.connect(self._place, self._linger, self._log)
+            sock = service.connect_checkpoint_service(self._place, self._linger, self._log)
             slot.prepare(sock, AwaitPages(self.peers.rank, number), self._closing)
         except Exception as error:
             log.warning("staging memory for checkpoints could not be prepared: %s", error or repr(error))
@@ -364,7 +364,7 @@ class Snapshots:
         while (copy := slot.work.get()) is not None:
             try:
                 if sock is None:
-                    sock = service.connect(self._place, self._linger, self._log)
+                    sock = service.connect_checkpoint_service(self._place, self._linger, self._log)
                 if copy.event is not None:
                     copy.event.synchronize()
                     sock.send(copy.message)
@@ -374,21 +374,21 @@ class Snapshots:
                     for rows in slot.copy():
                         sock.send(Rows(rows))
                 copy.copied.set()
-                sock.answer()
+                sock.receive_reply()
                 slot.whole = True
-                copy.kept.set()
-                copy.outcome.replica = sock.answer().replica
+                copy.replicated.set()
+                copy.outcome.replica = sock.receive_reply().replica
             except Exception as error:  # the update of the next step waits for this copy
-                copy.outcome.why = str(error) or repr(error)
+                copy.outcome.reason = str(error) or repr(error)
                 copy.outcome.record = record_of(error)
                 known = isinstance(error, OSError | TrainingError)
                 if not known:
                     log.exception("the copy of step %d failed", copy.outcome.step)
                 self._broken = self._broken or not known or isinstance(error, ConnectionError | TrainingError)
             copy.copied.set()
-            copy.kept.set()
+            copy.replicated.set()
             slot.free.set()
-            if copy.message.persist and self.peers.rank == 0 and not copy.outcome.why:
+            if copy.message.persist and self.peers.rank == 0 and not copy.outcome.reason:
                 self._watches.put((copy, copy.message.generation))
             else:
                 self._report(copy)
@@ -402,22 +402,22 @@ class Snapshots:
             copy, generation = item
             try:
                 if sock is None:
-                    sock = service.connect(self._place, self._linger, self._log)
-                answer = sock.ask(Wait(generation))
+                    sock = service.connect_checkpoint_service(self._place, self._linger, self._log)
+                answer = sock.request(Wait(generation))
                 copy.outcome.committed = answer.committed
                 copy.outcome.bytes = answer.bytes or copy.outcome.bytes
-                copy.outcome.why = answer.why
+                copy.outcome.reason = answer.why
                 copy.outcome.record = answer.record
             except Exception as error:
-                copy.outcome.why = copy.outcome.why or str(error) or repr(error)
+                copy.outcome.reason = copy.outcome.reason or str(error) or repr(error)
             self._report(copy)
             if sock is not None:
                 with contextlib.suppress(OSError):
-                    sock.ask(Pruned())
+                    sock.request(Pruned())
         if sock is not None:
             sock.close()
 
-    def _report(self, copy: Copy) -> None:
+    def _report(self, copy: SnapshotCopy) -> None:
         if copy.waits is not None:
             try:
                 copy.waits[1].synchronize()

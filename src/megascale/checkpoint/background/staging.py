@@ -49,7 +49,7 @@ class SaveOutcome:
 
     step: int
     committed: bool = False
-    why: str = ""
+    reason: str = ""
     bytes: int = 0
     stall: float = 0.0
     seconds: float = 0.0
@@ -58,7 +58,7 @@ class SaveOutcome:
 
 
 @dataclass
-class Copy:
+class SnapshotCopy:
     """A copy under way.
 
     Attributes:
@@ -69,7 +69,7 @@ class Copy:
     message: Staged
     started: float
     copied: threading.Event = field(default_factory=threading.Event)
-    kept: threading.Event = field(default_factory=threading.Event)
+    replicated: threading.Event = field(default_factory=threading.Event)
     event: torch.cuda.Event | None = None
     waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
@@ -107,12 +107,12 @@ class Staging:
         self.free = threading.Event()
         self.filled = held  # generation of the snapshot
         self.whole = bool(held)  # whether the service has all of it
-        self.work: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self.work: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
 
     def prepare(self, service: Conversation, question: AwaitPages, stop: threading.Event) -> None:
         """Once the service has cleared the pages, map them; of tens of gigabytes this takes many seconds, beside
         training. Raises OSError where memory lacks."""
-        while not stop.is_set() and not service.ask(question).ready:
+        while not stop.is_set() and not service.request(question).ready:
             pass
         fill_pages(self.map, stop=stop)
 

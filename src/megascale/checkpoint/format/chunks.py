@@ -41,7 +41,7 @@ class TensorShard:
         return Box(tuple(self.offsets), tuple(self.tensor.shape))
 
 
-def split(box: Box, item: int, limit: int = CHUNK_BYTES) -> Iterator[Box]:
+def split_box(box: Box, item: int, limit: int = CHUNK_BYTES) -> Iterator[Box]:
     """Cut a box into boxes of at most `limit` bytes, rows first; `item` is the bytes of one element.
 
     The cut depends on the box alone, so replicas of a box are cut alike.
@@ -58,11 +58,11 @@ def split(box: Box, item: int, limit: int = CHUNK_BYTES) -> Iterator[Box]:
             yield Box((box.offsets[0] + first, *box.offsets[1:]), (stop - first, *box.sizes[1:]))
         return
     for row in range(box.sizes[0]):
-        for part in split(Box(box.offsets[1:], box.sizes[1:]), item, limit):
+        for part in split_box(Box(box.offsets[1:], box.sizes[1:]), item, limit):
             yield Box((box.offsets[0] + row, *part.offsets), (1, *part.sizes))
 
 
-def overlap(a: Box, b: Box) -> Box | None:
+def intersect_boxes(a: Box, b: Box) -> Box | None:
     """The part that two boxes of one tensor share, or None."""
     offsets, sizes = [], []
     for a_start, a_size, b_start, b_size in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):

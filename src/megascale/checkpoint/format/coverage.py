@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megascale.checkpoint.format.chunks import overlap
+from megascale.checkpoint.format.chunks import intersect_boxes
 from megascale.checkpoint.format.index import TensorInfo
 from megascale.core.tensors import Box
 
@@ -86,7 +86,7 @@ def _name_clash(name: str, info: TensorInfo, box: np.ndarray) -> None:
     active: list[Box] = []
     for part in sorted((p for p in parts if p.count and dims), key=lambda p: p.offsets):
         active = [other for other in active if other.offsets[0] + other.sizes[0] > part.offsets[0]]
-        clash = next((other for other in active if overlap(other, part)), None)
+        clash = next((other for other in active if intersect_boxes(other, part)), None)
         if clash:
             raise ValueError(f"{name}: boxes at {clash.offsets} of {clash.sizes} and at {part.offsets} overlap")
         active.append(part)

@@ -66,7 +66,7 @@ class CheckpointIndex:
     def __len__(self) -> int:
         return len(self.columns["tensor"])
 
-    def committed(self, generation: str, crc: np.ndarray) -> CheckpointIndex:
+    def with_generation(self, generation: str, crc: np.ndarray) -> CheckpointIndex:
         """The same layout with the file names of a generation and its checksums."""
         return CheckpointIndex(
             self.tensors, [f"{generation}-{name}" for name in self.files], {**self.columns, "crc": crc}

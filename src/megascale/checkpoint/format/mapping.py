@@ -41,7 +41,7 @@ def fill_pages(
     new: bool = False,
     writable: bool = True,
     stop: threading.Event | None = None,
-    told: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> None:
     """Put every page of a shared mapping in place; nothing of what it holds changes.
 
@@ -70,8 +70,8 @@ def fill_pages(
                 failed.append(ctypes.get_errno())
             elif code or madvise is None:  # a kernel before 5.14: a page is in place once it has been read
                 memory[start : start + length : mmap.PAGESIZE].max()
-            if told is not None:
-                told(length)
+            if on_progress is not None:
+                on_progress(length)
 
     # Not a pool's: those are waited for when the process ends.
     count = min(_CLEARING if new else _MAPPING, usable_cores() // 2)
@@ -99,7 +99,7 @@ class Filling:
     _number: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, mapped: mmap.mmap, turn: int = 0) -> None:
-        self.left = len(mapped)
+        self.remaining_bytes = len(mapped)
         self.problem: OSError | None = None
         self._lock, self._stop, self._done = threading.Lock(), threading.Event(), threading.Event()
         self._turn = (turn, next(self._number))
@@ -126,7 +126,7 @@ class Filling:
         with self._next:
             self._next.wait_for(lambda: self._stop.is_set() or min(self._waiting) == self._turn)
         try:
-            fill_pages(mapped, new=True, stop=self._stop, told=self._tell)
+            fill_pages(mapped, new=True, stop=self._stop, on_progress=self._tell)
         except OSError as error:
             self.problem = error
         except Exception as error:
@@ -136,12 +136,12 @@ class Filling:
                 self._waiting.remove(self._turn)
                 self._next.notify_all()
             with self._lock:
-                self.left = 0
+                self.remaining_bytes = 0
             self._done.set()
 
     def _tell(self, length: int) -> None:
         with self._lock:
-            self.left = max(0, self.left - length)
+            self.remaining_bytes = max(0, self.remaining_bytes - length)
 
 
 @cache

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megascale.checkpoint.format.chunks import overlap
+from megascale.checkpoint.format.chunks import intersect_boxes
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
 from megascale.core.tensors import Box
 
@@ -35,7 +35,7 @@ def want(index: CheckpointIndex, boxes: Sequence[tuple[str, Box]]) -> Want:
     found: dict[int, tuple[list[int], list[int]]] = {}
     for name, box in boxes:
         for row in index.overlapping(name, box).tolist():
-            common = overlap(index.box(row), box)
+            common = intersect_boxes(index.box(row), box)
             if common is None:
                 continue
             low, high = list(common.offsets), [o + n for o, n in zip(common.offsets, common.sizes, strict=True)]
@@ -157,7 +157,7 @@ def rounds(
     return result
 
 
-def moves(reader: np.ndarray, wants: Sequence[Want]) -> np.ndarray:
+def find_moved_chunks(reader: np.ndarray, wants: Sequence[Want]) -> np.ndarray:
     """[rows] whether some process needs a chunk that another reads."""
     result = np.zeros(len(reader), bool)
     for rank, w in enumerate(wants):

@@ -103,8 +103,8 @@ def make_slots(count: int, size: int, index: CheckpointIndex) -> list[Slot]:
     """Memory for so many snapshots of `size` bytes. Raises OSError, and keeps none, where it lacks: now, and not by a
     signal when its pages are touched."""
     with _reserving, contextlib.ExitStack() as made:
-        room = Capacity.here()
-        promised = sum(memory.filling.left for memory in _MEMORIES)
+        room = Capacity.measure()
+        promised = sum(memory.filling.remaining_bytes for memory in _MEMORIES)
         if room.memory is not None and count * size > room.memory - promised:
             left = f"{max(0, room.memory - promised):,} of {count * size:,} bytes are free ({room.memory_from})"
             raise OSError(errno.ENOMEM, left)
@@ -124,7 +124,7 @@ class Progress:
         self._failed = False
         self._changed = threading.Condition()
 
-    def reach(self, ready: int) -> None:
+    def advance(self, ready: int) -> None:
         """So many are."""
         with self._changed:
             self._ready = ready
@@ -145,7 +145,7 @@ class Progress:
             return self._ready
 
 
-def frame(
+def frame_chunks(
     memory: memoryview, index: CheckpointIndex, staged: Iterable[int], progress: Progress
 ) -> tuple[np.ndarray, int]:
     """Complete a snapshot while its elements come; CRC-32 of each chunk and of the whole.
@@ -169,7 +169,7 @@ def frame(
             memory[data + count : start + length] = tail
             for piece_crc, size in ((crc32(head), len(head)), (crc, count), (crc32(tail), len(tail))):
                 whole = archive.combine(whole, piece_crc, size)
-            progress.reach(start + length)
+            progress.advance(start + length)
         done = rows
-    progress.reach(len(memory))
+    progress.advance(len(memory))
     return crcs, whole

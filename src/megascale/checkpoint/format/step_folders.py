@@ -197,7 +197,7 @@ def _word(storage: Storage, name: str) -> str:
     raise DataError(f"'{storage.url}/{name}' holds no name, and so is none of this program's; move it away")
 
 
-def claim(storage: Storage, run: str, previous: str) -> bool:
+def claim_folder(storage: Storage, run: str, previous: str) -> bool:
     """Give the folder to a run; return whether it is its own now.
 
     Of several runs that start at the same moment one gets it. False if another run than `previous` has it.
@@ -300,7 +300,7 @@ def linked_steps(storage: Storage) -> list[int]:
 
 
 def prune(
-    folder: Place, keep: int, whole: Callable[[Commit], bool] | None = None, remove_links: bool = False
+    folder: Place, keep: int, is_sound: Callable[[Commit], bool] | None = None, remove_links: bool = False
 ) -> list[int]:
     """Remove all but the newest `keep` commits and the leftovers of saves before the newest; the steps removed.
 
@@ -314,7 +314,7 @@ def prune(
     """
     storage = open_storage(folder)
     sound = (c for c in survey(storage)[0] if _sizes_hold(storage, c) and not marked_damaged(storage, c))
-    good = list(islice((c for c in sound if whole is None or whole(c)), max(keep, 1)))
+    good = list(islice((c for c in sound if is_sound is None or is_sound(c)), max(keep, 1)))
     kept = {commit.step: commit for commit in good}
     if not good:
         return []

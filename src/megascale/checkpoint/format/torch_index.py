@@ -19,7 +19,7 @@ _VERSION = "1.0.0"
 # How an integer is pickled. J: 4 bytes; LONG1 of 8 bytes; LONG_BINGET: 4 bytes.
 _INTEGERS = {"narrow": (b"J", "<i4", "<i"), "wide": (b"\x8a\x08", "<i8", "<q"), "memo": (b"j", "<u4", "<I")}
 # Up to so many records NumPy takes longer to make their type than all else takes.
-FEW = 8
+MAX_SMALL_TABLE = 8
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 # Pieces of a record: constant bytes, or (how an integer is written, its column).
@@ -64,7 +64,7 @@ def _integer(column: np.ndarray) -> Field:
 
 def _records(fields: Sequence[Field], count: int) -> bytes:
     """`count` rows of constant bytes and integers, one after the other."""
-    return _few_records(fields, count) if count <= FEW else _many_records(fields, count)
+    return _few_records(fields, count) if count <= MAX_SMALL_TABLE else _many_records(fields, count)
 
 
 def _few_records(fields: Sequence[Field], count: int) -> bytes:

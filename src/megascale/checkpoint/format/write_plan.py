@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megascale.checkpoint.format.archive import ALIGNMENT, element_size, head_length, tail_length
-from megascale.checkpoint.format.chunks import split
+from megascale.checkpoint.format.chunks import split_box
 from megascale.checkpoint.format.coverage import check_cover, used_dimensions
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
 from megascale.checkpoint.storage.base import PAGE
@@ -80,7 +80,7 @@ def make_offer(boxes: Iterable[tuple[str, tuple[int, ...], str, Box]]) -> Offer:
         known = tensors.setdefault(name, TensorInfo(tuple(shape), dtype))
         if known != TensorInfo(tuple(shape), dtype):
             raise ValueError(f"{name} is handed in as {known.dtype}{list(known.shape)} and as {dtype}{list(shape)}")
-        for part in split(box, element_size(dtype)):
+        for part in split_box(box, element_size(dtype)):
             if part.count or 0 in shape:
                 owner.append(number)
                 parts.append(part)

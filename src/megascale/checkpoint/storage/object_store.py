@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megascale.checkpoint.storage.base import Buffer, StorageWriter
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 
 _OBJECT_PART = 32 << 20  # bytes of one part of a multipart upload
 
@@ -25,7 +25,7 @@ class FsspecStorage:
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except ImportError as error:
-            how = f"; {remedy('s3')}" if url.startswith("s3") else ""
+            how = f"; {describe_install('s3')}" if url.startswith("s3") else ""
             raise ConfigError(f"{url} needs a package that is not installed ({error}){how}") from None
         except ValueError as error:
             known = "a folder, s3://bucket/path or any other URL of fsspec"

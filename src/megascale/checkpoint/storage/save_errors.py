@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megascale.checkpoint.storage.base import Storage
 from megascale.core.exit_record import ExitKind, attach_record
-from megascale.core.failure import NO_ROOM
+from megascale.core.failure import DISK_FULL_ERRNOS
 from megascale.errors import TrainingError
 
 
@@ -14,7 +14,7 @@ class OtherOwner(OSError):
 
 def explain(error: Exception, storage: Storage, needed: int) -> TrainingError:
     """A failed save in one paragraph."""
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
+    if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
         free = storage.free()
         room = f"{free:,} are free" if free is not None else "less is free"
         if free is not None and free >= needed:

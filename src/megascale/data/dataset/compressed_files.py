@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.data.dataset.meter import Meter, open_metered
-from megascale.errors import DataError, remedy
+from megascale.errors import DataError, describe_install
 
 CHUNK = 1 << 20  # bytes read at a time, and the most that one step of gzip yields
 # zstd cannot bound its output, so its input is bounded: one block of at most 128 KiB needs at least 4 bytes.
@@ -94,7 +94,7 @@ class _ZstdMembers:
         try:
             import zstandard
         except ImportError:
-            raise DataError(f"input {path} needs the package zstandard; {remedy('formats')}") from None
+            raise DataError(f"input {path} needs the package zstandard; {describe_install('formats')}") from None
         self.damage: tuple[type[Exception], ...] = (zstandard.ZstdError,)
         # The longest window that zstd knows (`zstd --long=31`); memory for it is used only as far as the text reaches.
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << zstandard.WINDOWLOG_MAX)

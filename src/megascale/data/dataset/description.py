@@ -57,7 +57,7 @@ def prefixes(path: str | Path) -> list[str]:
     return found
 
 
-def describe(
+def describe_token_file(
     prefix: str | Path,
     samples: int = 3,
     tokens_shown: int = 64,

@@ -48,7 +48,7 @@ def keep(record: Path, now: dict[str, str]) -> None:
     os.replace(new, record)
 
 
-def watch(config: Config, consumed: int, leader: bool) -> list[str]:
+def check_run_data(config: Config, consumed: int, leader: bool) -> list[str]:
     """Check the data at a start that goes on after `consumed` samples, and return notes on it.
 
     Files and tokenizer must be those of the run's first start, the files unless checkpoint.accept_changes has
@@ -63,16 +63,16 @@ def watch(config: Config, consumed: int, leader: bool) -> list[str]:
     accepted = "data.train" in config.checkpoint.accept_changes
     if consumed:
         if not accepted:
-            compare(record, now)
+            compare_fingerprints(record, now)
         tokenizer_agreement.check_run(run, config)
     if leader and not (consumed and record.exists() and not accepted):
         keep(record, now)
-    if leader and not (consumed and tokenizer_agreement.remembered(run)):
+    if leader and not (consumed and tokenizer_agreement.read_identity(run)):
         tokenizer_agreement.remember(run, config)
     return notes
 
 
-def compare(record: Path, now: dict[str, str]) -> None:
+def compare_fingerprints(record: Path, now: dict[str, str]) -> None:
     """DataError naming what is missing, changed or new since `record` was kept; nothing without a record.
 
     Paths may differ (a data set may be moved), contents and order may not.
@@ -131,10 +131,10 @@ def check_text(config: Config) -> list[str]:
     words = tokenizer_for(config.data) if entries else None
     if words is None or not words.loses_text:
         return []
-    pieces = sources.cut(sources.find_files(entries), _SAMPLE_PIECE)
+    pieces = sources.cut_pieces(sources.find_files(entries), _SAMPLE_PIECE)
     size = lost = 0
     for piece in pieces[:: max(1, len(pieces) // _SAMPLE_PIECES)]:
-        with closing(sources.read(piece, config.data.text_key)) as records:
+        with closing(sources.read_documents(piece, config.data.text_key)) as records:
             texts = [record.text[:_SAMPLE_PIECE] for record in islice(records, _SAMPLE_RECORDS)]
         size += sum(len(text.encode()) for text in texts)
         lost += words.count_lost_bytes(texts)

@@ -62,7 +62,9 @@ class _Stretch:
     since: int
 
 
-def check(lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: int = 10, full: bool = False) -> Checked:
+def check_ledger(
+    lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: int = 10, full: bool = False
+) -> Checked:
     """Check a ledger's lines; with `source` the ids too, by drawing them again, and the tokens, by reading them again.
 
     Args:
@@ -75,10 +77,10 @@ def check(lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: i
     _check_order(lines, {stretch.step: stretch.begin for stretch in stretches}, result)
     totals = [ReadTotals.from_record(line.get("read")) for line in lines]
     recorded = [each for each in totals if each is not None]
-    since = recorded[-1].since if recorded else 0
+    since = recorded[-1].first if recorded else 0
     # Lines of older versions do not tell of a change of the data, and are compared.
     pairs = zip(lines, totals, strict=True)
-    comparable = [line for line, total in pairs if total is None or total.since == since]
+    comparable = [line for line, total in pairs if total is None or total.first == since]
     result.other_data = len(lines) - len(comparable)
     if source is not None:
         _check_ids(comparable, source, result)
@@ -153,13 +155,13 @@ def _stretches(lines: Sequence[dict[str, Any]]) -> list[_Stretch]:
         first, stop = line["first"], line["first"] + line["count"]
         now = ReadTotals.from_record(line.get("read"))
         if now is None:
-            totals, end = ReadTotals(since=stop), stop
+            totals, end = ReadTotals(first=stop), stop
             continue
-        if now.since != totals.since:  # counted anew, as after a change of the data that was accepted
-            totals, end = ReadTotals(since=now.since), now.since
+        if now.first != totals.first:  # counted anew, as after a change of the data that was accepted
+            totals, end = ReadTotals(first=now.first), now.first
         # Where lines are out of order, which _check_order tells, the totals say nothing of this line alone.
         if end <= first:
-            stretches.append(_Stretch(line["step"], end, stop, now.sums - totals.sums, now.since))
+            stretches.append(_Stretch(line["step"], end, stop, now.sums - totals.sums, now.first))
         totals, end = now, stop
     return stretches
 
@@ -182,7 +184,7 @@ def _named(stretch: _Stretch) -> str:
     return f"samples {stretch.begin} to {stretch.end - 1} (up to step {stretch.step})"
 
 
-def of_step(lines: Sequence[dict[str, Any]], step: int, global_batch: int) -> tuple[int, int]:
+def find_step_samples(lines: Sequence[dict[str, Any]], step: int, global_batch: int) -> tuple[int, int]:
     """(first sample's number, how many) of a step, done or the next to be done.
 
     A step that is not in the ledger follows the last one before it that is, at `global_batch` samples a step.

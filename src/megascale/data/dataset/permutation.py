@@ -22,7 +22,7 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def key(*parts: int) -> int:
+def derive_key(*parts: int) -> int:
     """One 64-bit key of several whole numbers; their order matters."""
     state = 0
     for part in parts:

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale.data.dataset.permutation import key
+from megascale.data.dataset.permutation import derive_key
 
 MASK = (1 << 64) - 1
 _HALF = (1 << 32) - 1
 _ROWS = 256  # samples that are read at a time to be checked
 _NUMBERS = 1 << 20  # sample numbers that are hashed at a time
-_OF_NUMBER, _OF_TOKENS, _OF_SAMPLE = (key(0x5A3B1E5, i) for i in range(3))
+_OF_NUMBER, _OF_TOKENS, _OF_SAMPLE = (derive_key(0x5A3B1E5, i) for i in range(3))
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ def sums_of_step(totals: Sequence[float], count: int) -> ReadSums:
 class ReadTotals:
     """Running totals of all samples from number `since` on, which checkpoints and the ledger keep."""
 
-    since: int = 0
+    first: int = 0
     sums: ReadSums = ReadSums()
 
     def to_record(self) -> dict[str, Any]:
         """Return the totals as JSON holds them."""
-        return {"since": self.since, "numbers": f"{self.sums.numbers:016x}", "tokens": f"{self.sums.tokens:016x}"}
+        return {"since": self.first, "numbers": f"{self.sums.numbers:016x}", "tokens": f"{self.sums.tokens:016x}"}
 
     @staticmethod
     def from_record(record: Any) -> ReadTotals | None:

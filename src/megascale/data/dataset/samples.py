@@ -23,7 +23,7 @@ from megascale.config import Config
 from megascale.data.dataset.blend import SMALLEST, Blend
 from megascale.data.dataset.formats import is_text, open_tokens
 from megascale.data.dataset.meter import Meter
-from megascale.data.dataset.permutation import key, permute
+from megascale.data.dataset.permutation import derive_key, permute
 from megascale.data.dataset.token_file import TokenFile
 from megascale.errors import ConfigError, DataError
 
@@ -113,9 +113,9 @@ class SampleSource:
 
     def epochs(self, samples: int) -> float:
         """How often `samples` samples pass over the data; of a blend, over the file that is read most often."""
-        return max(self.passes(samples))
+        return max(self.count_passes(samples))
 
-    def passes(self, samples: int) -> list[float]:
+    def count_passes(self, samples: int) -> list[float]:
         """How often `samples` samples pass over each file; an estimate for text that was not read to its end yet."""
         sizes = [
             count if isinstance(file, TokenFile) else file.windows_expected
@@ -138,7 +138,7 @@ class SampleSource:
         if self.config.data.shuffle:
             for epoch in np.unique(epochs):
                 now = epochs == epoch
-                places[now] = permute(places[now], self.windows, key(self.config.train.seed, int(epoch)))
+                places[now] = permute(places[now], self.windows, derive_key(self.config.train.seed, int(epoch)))
         files = np.searchsorted(self._stops, places, side="right")
         starts = self._stops - np.diff(self._stops, prepend=0)
         return np.stack([epochs, files, places - starts[files]], axis=1)
@@ -156,7 +156,7 @@ class SampleSource:
                     continue  # text has its own order
                 now = (files == file) & (epochs == epoch)
                 # A file's own order depends on its place in data.train and on nothing else of the blend.
-                places[now] = permute(places[now], self._counts[file], key(self.config.train.seed, file, epoch))
+                places[now] = permute(places[now], self._counts[file], derive_key(self.config.train.seed, file, epoch))
         return np.stack([epochs, files, places], axis=1)
 
     def batch(self, first_sample: int, count: int) -> NDArray[np.int64]:
@@ -255,18 +255,18 @@ class HeldOut:
 
     def batch(self, first_window: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Inputs and targets, int64 [windows, sequence_length]; fewer rows than `count` at the end of the file."""
-        return self.rows(range(first_window, min(first_window + count, self.windows)))
+        return self.read_windows(range(first_window, min(first_window + count, self.windows)))
 
-    def spread(self, samples: int | None) -> list[int]:
+    def spread_windows(self, samples: int | None) -> list[int]:
         """At most so many windows, evenly over the file; None: all."""
         count = self.windows if samples is None else min(samples, self.windows)
         return [i * self.windows // count for i in range(count)]
 
-    def targets(self, windows: Sequence[int]) -> int:
+    def count_targets(self, windows: Sequence[int]) -> int:
         """Number of targets of chosen windows."""
         return sum(min(self.stride, self.tokens - window * self.stride) for window in windows)
 
-    def rows(self, windows: Sequence[int], size: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def read_windows(self, windows: Sequence[int], size: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Inputs and targets of chosen windows, int64 [len(windows), sequence_length]; so that shapes need not change,
         filled up to `size` rows with what counts nothing."""
         length, stream = self.sequence_length, self._file.stream

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from megascale.data.dataset.compressed_files import CHUNK, compression_of, read_chunks
 from megascale.data.dataset.json_values import TooLongError, read_values
 from megascale.data.dataset.meter import Meter, MeteredFile, open_metered
-from megascale.errors import DataError, remedy
+from megascale.errors import DataError, describe_install
 
 _LINES = (".jsonl", ".ndjson", ".jsonlines")
 # Limits of what is held in memory as a whole. A small compressed file may hold gigabytes without a line's end.
@@ -129,7 +129,7 @@ def _json_kind(path: Path) -> str:
             return "json"
 
 
-def cut(files: Iterable[SourceFile], size: int) -> list[InputPiece]:
+def cut_pieces(files: Iterable[SourceFile], size: int) -> list[InputPiece]:
     """Pieces of about `size` bytes of input each, in the order of the files."""
     pieces: list[InputPiece] = []
     group: list[str] = []
@@ -174,7 +174,7 @@ def _named_failures(*paths: str | Path) -> Iterator[None]:
         raise DataError(f"input {names} cannot be read: {error}; check its permissions or leave it out") from None
 
 
-def read(piece: InputPiece, key: str, meter: Meter | None = None) -> Generator[TextRecord, None, None]:
+def read_documents(piece: InputPiece, key: str, meter: Meter | None = None) -> Generator[TextRecord, None, None]:
     """Yield the documents of a piece in order; `meter` counts bytes and the time of reading and decompression.
 
     Raises DataError naming file and place for what cannot be read or is longer than a limit.
@@ -383,7 +383,7 @@ def _arrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f"parquet files need the package pyarrow; {remedy('formats')}") from None
+        raise DataError(f"parquet files need the package pyarrow; {describe_install('formats')}") from None
     return pyarrow
 
 

@@ -32,8 +32,8 @@ from megascale.data.dataset.compressed_files import compression_of
 from megascale.data.dataset.file_hash import fingerprint
 from megascale.data.dataset.indexed import token_dtype
 from megascale.data.dataset.meter import Meter
-from megascale.data.dataset.permutation import key, permute
-from megascale.data.dataset.sources import InputPiece, cut, find_files, read
+from megascale.data.dataset.permutation import derive_key, permute
+from megascale.data.dataset.sources import InputPiece, cut_pieces, find_files, read_documents
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import tokenizer_for
 from megascale.errors import DataError
@@ -123,7 +123,7 @@ class TextStream:
         files = find_files(inputs)
         self._bytes = sum(file.size for file in files)
         size = max(_PIECE, self._bytes // _PIECES)
-        self._pieces = cut(files, size)
+        self._pieces = cut_pieces(files, size)
         for piece in self._pieces:
             if piece.size > _WHOLE and (piece.kind == "json" or compression_of(piece.paths[0])):
                 raise DataError(
@@ -135,7 +135,7 @@ class TextStream:
         self._dtype = token_dtype(self._words.vocab_size)
         self._length, self._key = config.model.sequence_length, config.data.text_key
         self._group = max(1, config.data.shuffle_tokens // self._length)  # windows
-        self._seed = key(config.train.seed, number) if config.data.shuffle else None
+        self._seed = derive_key(config.train.seed, number) if config.data.shuffle else None
         self._index = TextIndex(len(self._pieces), index / f"{self._recipe(size)}.npy" if index else None)
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
         self._cache: OrderedDict[int, NDArray] = OrderedDict()
@@ -209,7 +209,7 @@ class TextStream:
             stop = int(np.searchsorted(numbers, first + size))
             inside = numbers[at:stop] - first
             if self._seed is not None:
-                inside = permute(inside, size, key(self._seed, epoch, 1 + group))
+                inside = permute(inside, size, derive_key(self._seed, epoch, 1 + group))
             epochs[at:stop], windows[at:stop] = epoch, group * self._group + inside
             at = stop
             self._look_ahead(epoch, group)
@@ -228,7 +228,7 @@ class TextStream:
         if epoch not in self._epochs:
             order = np.arange(len(self._pieces))
             if self._seed is not None:
-                order = permute(order, len(order), key(self._seed, epoch, 0))
+                order = permute(order, len(order), derive_key(self._seed, epoch, 0))
             self._epochs[epoch] = _Epoch(order)
             while len(self._epochs) > 2:
                 self._epochs.popitem(last=False)
@@ -319,7 +319,7 @@ class TextStream:
         with meter.encoding():
             texts: list[str] = []
             size = count = 0
-            for item in read(piece, self._key, meter):
+            for item in read_documents(piece, self._key, meter):
                 if item.text:
                     texts.append(item.text)
                     size += len(item.text)

@@ -120,7 +120,7 @@ def remember(run: Path, config: Config) -> None:
     new.replace(record)
 
 
-def remembered(run: Path) -> Identity | None:
+def read_identity(run: Path) -> Identity | None:
     """What a run began with; None for one of an older version, or of which nothing is known."""
     try:
         return Identity(**json.loads(read_small_text(run / RECORD)))
@@ -131,7 +131,7 @@ def remembered(run: Path) -> Identity | None:
 def check_run(run: Path, config: Config) -> Identity | None:
     """The run's tokenizer; DataError if the one there now is not what the run began with."""
     check_replaced(config.data)
-    before = remembered(run)
+    before = read_identity(run)
     try:
         now = of_run(config)
     except DataError:

@@ -46,7 +46,7 @@ class DataWatch:
         self._generation = generation
         waited, took = (sum(column) for column in zip(*self._steps, strict=True)) if self._steps else (0.0, 0.0)
         if len(self._steps) == _STEPS and waited > SHARE * took:
-            why = cause(self._counters[0], self._counters[-1])
+            why = find_cause(self._counters[0], self._counters[-1])
             if why != self._told[0] or self._count - self._told[1] >= _QUIET:
                 self._told = (why, self._count)
                 share = round(waited / took, 4)
@@ -54,7 +54,7 @@ class DataWatch:
         return found
 
 
-def cause(before: dict[str, float], now: dict[str, float]) -> str:
+def find_cause(before: dict[str, float], now: dict[str, float]) -> str:
     """What took most of the loader's time between two states of its counters."""
     spent = {name: now[name] - before[name] for name in now}
     parts = {

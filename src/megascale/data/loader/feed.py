@@ -36,7 +36,7 @@ class LocalFeed:
         self._rank, self._local_rank = rank, local_rank
         self.source = SampleSource(layout.config, index_folder(layout.config))
         self.device, self.config = device, layout.config
-        self.read = ReadChecksum()
+        self.checksum = ReadChecksum()
         train = layout.config.train
         self._share = train.global_batch // layout.grid.data
         self._offset = layout.grid.coordinate(rank).data * self._share
@@ -47,7 +47,7 @@ class LocalFeed:
 
         Raises DataError if files are not what they were.
         """
-        return fingerprint.watch(self.config, first, self._rank == 0) if self._local_rank == 0 else []
+        return fingerprint.check_run_data(self.config, first, self._rank == 0) if self._local_rank == 0 else []
 
     def batches(self, first: int) -> Callable[[int], Batch]:
         """Micro-batch i of this rank's share of the step that begins at sample `first`."""
@@ -58,7 +58,7 @@ class LocalFeed:
             number = first + self._offset + i * size
             rows = self.source.batch(number, size)
             columns = torch.from_numpy(rows).t().contiguous().to(self.device, non_blocking=True)
-            self.read.add(number, rows.T)
+            self.checksum.add(number, rows.T)
             self._seconds += time.perf_counter() - started
             return columns[:-1], columns[1:]
 
@@ -116,8 +116,8 @@ class HostFeed:
         Raises DataError as the loader does.
         """
         self._made = False
-        notes = fingerprint.watch(self.plan.config, first, self.rank == 0) if self._local_rank == 0 else []
-        if self.plan.reads(self.rank):
+        notes = fingerprint.check_run_data(self.plan.config, first, self.rank == 0) if self._local_rank == 0 else []
+        if self.plan.reads_tokens(self.rank):
             self.reader = LoaderReader(self.folder, self.rank, first)
             self._pin()
         return notes
@@ -153,7 +153,7 @@ class HostFeed:
         while len(self._flying) >= self.plan.shape.depth - 1:
             self._flying[0].synchronize()
             self._land(reader)
-        taken = reader.take()
+        taken = reader.read()
         self._ids, self._epochs = taken.ids, taken.epochs
         if self.device.type == "cpu":
             columns = torch.from_numpy(taken.tokens).long()
@@ -207,7 +207,7 @@ class HostFeed:
             self.reader.close()
             self.reader = None
         elif self._made:
-            host_loader.end(self.folder)  # nothing was read: nobody else removes it
+            host_loader.kill_loader(self.folder)  # nothing was read: nobody else removes it
 
 
 Feed = LocalFeed | HostFeed
@@ -222,14 +222,14 @@ def open_feed(
         store: the job's, through which local rank 0 tells the others where the loader is, if nobody started one
             before the ranks.
     """
-    plan = plan_host(layout.config, layout.grid.world, rank - local_rank, local_world)
-    if not plan.wanted(gpus=device.type == "cuda"):
+    plan = plan_host(layout.config, layout.grid.world_size, rank - local_rank, local_world)
+    if not plan.needs_loader(gpus=device.type == "cuda"):
         return LocalFeed(layout, rank, local_rank, device)
     place = os.environ.get(host_loader.VARIABLE)
     if place is None:
         key = f"loader/{rank - local_rank}"
         if local_rank == 0:
-            place = str(host_loader.prepare(plan))
+            place = str(host_loader.prepare_folder(plan))
             if store is not None:
                 store.set(key, place)
         else:

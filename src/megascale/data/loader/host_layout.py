@@ -41,7 +41,7 @@ class HostPlan:
         """Whether any stream has more than one reader."""
         return any(len(ranks) > 1 for ranks in self.shape.readers)
 
-    def wanted(self, gpus: bool) -> bool:
+    def needs_loader(self, gpus: bool) -> bool:
         """Whether this host has a loader of its own under data.loader; `gpus`: its ranks train on them.
 
         A GPU waits while its rank reads, so there `auto` reads ahead even where nothing is shared.
@@ -53,7 +53,7 @@ class HostPlan:
             return False  # it needs eventfd and a mount for shared memory
         return wish == "host" or gpus or self.shared or any(map(is_text, entries))
 
-    def reads(self, rank: int) -> bool:
+    def reads_tokens(self, rank: int) -> bool:
         """Whether a rank needs tokens: those between the first and the last pipeline stage do not."""
         return any(rank in ranks for ranks in self.shape.readers)
 

@@ -30,10 +30,10 @@ from megascale.data.loader.host_layout import HostPlan, plan_host
 from megascale.data.loader.loader_messages import FROM_LOADER, FROM_READER, NAME, Attach, Bye, Seated
 from megascale.data.loader.loader_service import PLAN, SEGMENT
 from megascale.data.loader.ring import Ring
-from megascale.errors import MegascaleError, TrainingError, named
+from megascale.errors import MegascaleError, TrainingError, make_error
 from megascale.services import host_service
-from megascale.services.conversation import Conversation, ErrorReply, peer
-from megascale.services.host_service import Launch, Place, ServiceFailed
+from megascale.services.conversation import Conversation, ErrorReply, peer_credentials
+from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation
 from megascale.services.private_folder import private_base
 
 log = logging.getLogger("megascale.data.loader")
@@ -77,23 +77,23 @@ class Started:
             time.sleep(0.01)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, deadline - time.monotonic()))
-        end(self.folder)
+        kill_loader(self.folder)
         self.process.wait()
 
 
-def start(config: Config, *, world: int, first_rank: int, ranks: int) -> Started | None:
+def start_loader(config: Config, *, world: int, first_rank: int, ranks: int) -> Started | None:
     """Start the loader of the host that runs `ranks` ranks of `world`, from `first_rank` on; None if it needs none.
 
     Raises MegascaleError subclasses for data that cannot be used and for too little shared memory.
     """
     plan = plan_host(config, world, first_rank, ranks)
-    if not plan.wanted(gpus=False):
+    if not plan.needs_loader(gpus=False):
         return None  # or the ranks start one, who know their device
-    folder = prepare(plan)
-    return Started(folder, host_service.start(Place(folder, NAME), _launch(folder)))
+    folder = prepare_folder(plan)
+    return Started(folder, host_service.start_service(ServiceLocation(folder, NAME), _launch(folder)))
 
 
-def prepare(plan: HostPlan, mount: Path = rings.MOUNT) -> Path:
+def prepare_folder(plan: HostPlan, mount: Path = rings.MOUNT) -> Path:
     """Make the folder that a loader of `plan` and its readers share; nothing is started."""
     told = rings.reap(mount)
     rings.check_room(plan.shape.size, mount)
@@ -128,13 +128,13 @@ def _private(token: str) -> Path:
     return folder
 
 
-def connect(folder: Path) -> Conversation:
+def connect_loader(folder: Path) -> Conversation:
     """A conversation with the folder's loader, which is started if none runs. Raises what kept it from starting."""
-    place = Place(folder, NAME)
+    place = ServiceLocation(folder, NAME)
     try:
-        return host_service.connect(place, _launch(folder), FROM_READER, FROM_LOADER, seconds=_COME_UP)
+        return host_service.connect_service(place, _launch(folder), FROM_READER, FROM_LOADER, seconds=_COME_UP)
     except ServiceFailed as error:
-        raise named(error.kind, str(error)) from None
+        raise make_error(error.kind, str(error)) from None
     except OSError as error:
         raise TrainingError(
             f"the data loader of this host does not come up ({error}); its last words in "
@@ -153,10 +153,10 @@ def _launch(folder: Path) -> Launch:
 
 def owner(folder: Path) -> int | None:
     """Process id of the folder's loader, None if none runs."""
-    return Place(folder, NAME).owner()
+    return ServiceLocation(folder, NAME).owner()
 
 
-def end(folder: Path) -> None:
+def kill_loader(folder: Path) -> None:
     """Kill the folder's loader, if one runs, and remove all that it has."""
     pid = owner(folder)
     if pid is not None:
@@ -211,7 +211,7 @@ class LoaderReader:
     def __init__(self, folder: Path, rank: int, base: int, hang_seconds: float = HANG_SECONDS) -> None:
         self.folder, self.rank, self.base = folder, rank, base
         self.plan = HostPlan.from_json((folder / PLAN).read_text())
-        self.stream, self._seat = self.plan.shape.place(rank)
+        self.stream, self._seat = self.plan.shape.find_reader(rank)
         self.wait_seconds = 0.0
         self.generation = 0
         self._hang_seconds = hang_seconds
@@ -233,13 +233,13 @@ class LoaderReader:
     def _join(self) -> Conversation:
         """Connect, map the segment, say how far this rank is. Raises what keeps the loader from serving."""
         for _ in range(_DEATHS):
-            loader = connect(self.folder)
+            loader = connect_loader(self.folder)
             try:
                 loader.send(Attach(self.rank, self.base, self.generation), files=[self._bell])
                 answer = loader.receive()
                 if isinstance(answer, ErrorReply):
                     loader.close()
-                    raise named(answer.kind, answer.error)
+                    raise make_error(answer.kind, answer.error)
                 self._map(loader.files)
                 self.generation = answer.generation
                 loader.send(Seated(self.base))
@@ -274,7 +274,7 @@ class LoaderReader:
                 return
             try:
                 if isinstance(told, ErrorReply):
-                    raise named(told.kind, told.error)
+                    raise make_error(told.kind, told.error)
                 self._loader.close()
                 self._loader = self._join()
                 log.warning("rank %d reads from generation %d of the data loader", self.rank, self.generation)
@@ -289,7 +289,7 @@ class LoaderReader:
 
     # reading ----------------------------------------------------------------------------------------------------
 
-    def take(self) -> Taken:
+    def read(self) -> Taken:
         """The next micro-batch, waiting until it is ready. Raises what the loader failed of."""
         number = self._next
         if not self._ready(number):
@@ -330,14 +330,14 @@ class LoaderReader:
     def _progress(self) -> float:
         """What the loader's process has done so far; -1 if it is not there."""
         try:
-            return _worked(peer(self._loader.sock)[0])
+            return _worked(peer_credentials(self._loader.sock)[0])
         except OSError:  # the watcher is about to start another
             return -1.0
 
     def _replace(self) -> None:
         """Kill a loader that hangs; the watcher starts another."""
         with contextlib.suppress(OSError):
-            pid, _ = peer(self._loader.sock)
+            pid, _ = peer_credentials(self._loader.sock)
             log.warning("the data loader (process %d) did nothing for %g seconds: killed", pid, self._hang_seconds)
             os.kill(pid, signal.SIGKILL)
 

@@ -36,7 +36,7 @@ from megascale.data.loader.loader_messages import (
 from megascale.errors import MegascaleError, kind_of
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply
-from megascale.services.host_service import Place, Ready
+from megascale.services.host_service import Ready, ServiceLocation
 from megascale.services.reception import Reception
 
 log = logging.getLogger("megascale.data.loader")
@@ -69,12 +69,12 @@ class LoaderService:
         shape = self.plan.shape
         job = str(self.plan.config.run_folder.absolute())
         try:
-            self.ring, there = rings.create(self.segment, shape, self.plan.hash, job)
+            self.ring, there = rings.create_segment(self.segment, shape, self.plan.hash, job)
         except OSError as error:  # another user has taken the name since the segment was lost: readers ask for no name
             log.warning("%s; another name is taken", error)
             self.segment = rings.new_name(self.segment.parent)
             (folder / SEGMENT).write_text(str(self.segment))
-            self.ring, there = rings.create(self.segment, shape, self.plan.hash, job)
+            self.ring, there = rings.create_segment(self.segment, shape, self.plan.hash, job)
         generation = int(self.ring.header["generation"])
         log.info("generation %d owns %s: %s bytes, streams %s", generation, self.segment, shape.size, shape.readers)
         if there:
@@ -124,7 +124,7 @@ class LoaderService:
             return None
         ahead = []
         for stream, seats in enumerate(self.seats):
-            taken = [self.ring.taken(stream, j) for j, seat in enumerate(seats) if not seat.gone]
+            taken = [self.ring.released(stream, j) for j, seat in enumerate(seats) if not seat.gone]
             if taken and (left := self.ring.produced(stream) - min(taken)) < self.plan.shape.depth:
                 ahead.append((left, stream))
         return min(ahead)[1] if ahead else None
@@ -171,12 +171,12 @@ class LoaderService:
         if self.filler is not None:
             self.filler.join(5.0)
         self.source.close()
-        if not self.reception.here:
+        if not self.reception.client_count:
             self.segment.unlink(missing_ok=True)
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _done(self) -> bool:
-        if self.reception.here:
+        if self.reception.client_count:
             return False
         if all(seat.gone for seats in self.seats for seat in seats):
             return True
@@ -206,7 +206,7 @@ class LoaderService:
     def _attach(self, reader: Conversation, message: Attach) -> None:
         """A reader sits down: it gets the segment and the loader's bell."""
         (bell,) = reader.files
-        stream, j = self.plan.shape.place(message.rank)
+        stream, j = self.plan.shape.find_reader(message.rank)
         with self.lock:
             header = self.ring.header
             if int(header["base"]) not in (-1, message.base):
@@ -237,7 +237,7 @@ class LoaderService:
             if place is None:
                 raise ValueError("a reader that has no seat")
             stream, j = place
-            taken, produced = self.ring.taken(stream, j), self.ring.produced(stream)
+            taken, produced = self.ring.released(stream, j), self.ring.produced(stream)
             # Only where the segment was lost under a running job: begin where its readers are.
             if (produced < taken and not self.came) or (taken < produced and not self.ring.ready(stream, taken)):
                 self.ring.rewind(stream, taken)
@@ -268,7 +268,7 @@ def serve(folder: Path, parent: int, ready: Ready) -> None:
         made.append(LoaderService(folder, parent))
         return made[0].talk
 
-    owned = host_service.own(Place(folder, NAME), begin, (FROM_LOADER, FROM_READER), ready)
+    owned = host_service.claim_service(ServiceLocation(folder, NAME), begin, (FROM_LOADER, FROM_READER), ready)
     if owned is None:
         return
     (service,) = made
@@ -294,7 +294,7 @@ def main() -> None:
     try:
         serve(arguments.folder, arguments.parent, ready)
     except MegascaleError as error:
-        ready.say(ErrorReply(str(error)[:2000], kind_of(error)))
+        ready.send(ErrorReply(str(error)[:2000], kind_of(error)))
         sys.exit(error.exit_code)
 
 

@@ -97,7 +97,7 @@ class RingShape:
         """Bytes of the segment."""
         return _up(self.data_at + len(self.readers) * self.depth * self.slot_bytes, _PAGE)
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def find_reader(self, rank: int) -> tuple[int, int]:
         """Stream of a rank and its number among the stream's readers; ValueError for one that reads nothing."""
         for stream, ranks in enumerate(self.readers):
             if rank in ranks:
@@ -154,7 +154,7 @@ class Ring:
 
     # a reader's side --------------------------------------------------------------------------------------------
 
-    def taken(self, stream: int, reader: int) -> int:
+    def released(self, stream: int, reader: int) -> int:
         """Micro-batches a reader has let go."""
         return int(self._taken[stream][reader])
 
@@ -192,7 +192,7 @@ class Ring:
         os.close(self.handle)
 
 
-def create(path: Path, shape: RingShape, spec: int, job: str) -> tuple[Ring, bool]:
+def create_segment(path: Path, shape: RingShape, spec: int, job: str) -> tuple[Ring, bool]:
     """The segment at `path`, and whether it was there: a loader before this one made it and its readers go on.
 
     Raises FitError if the mount has too little room, PermissionError if somebody else has put something there.
@@ -263,14 +263,14 @@ def _reserve(handle: int, path: Path, size: int) -> None:
         raise FitError(_no_room(size, path.parent, free, whole)) from None
 
 
-def prefix() -> str:
+def name_prefix() -> str:
     """How this user's segments' names begin."""
     return f"megascale-ring-{os.getuid()}-"
 
 
 def stale(mount: Path = MOUNT) -> Iterator[tuple[Path, int]]:
     """This user's segments that nobody uses any more, and an open file that keeps each locked meanwhile."""
-    for path in sorted(mount.glob(f"{prefix()}*")):
+    for path in sorted(mount.glob(f"{name_prefix()}*")):
         # Anybody may put a file, a link or a pipe there under such a name: it is not ours, and stops nothing.
         with suppress(OSError):
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -293,7 +293,7 @@ def _own(handle: int) -> bool:
 
 def new_name(mount: Path = MOUNT) -> Path:
     """Where a new segment goes; nobody knows the name before it is there."""
-    return mount / f"{prefix()}{secrets.token_hex(16)}"
+    return mount / f"{name_prefix()}{secrets.token_hex(16)}"
 
 
 def reap(mount: Path = MOUNT) -> list[str]:

@@ -33,7 +33,7 @@ from megascale.data.dataset.sources import InputPiece
 from megascale.data.dataset.tokenizer_agreement import has_other_tokenizer
 from megascale.data.prepare import stdlib, worker_pool
 from megascale.data.prepare.encode import SIDES, finished, part_prefix
-from megascale.data.prepare.split import FEW, Split, place
+from megascale.data.prepare.split import FEW, Split, hash_text
 from megascale.data.prepare.worker import EncodeJob
 from megascale.data.tokenizer.base import Tokenizer, check_representation
 from megascale.data.tokenizer.huggingface_file import CONFIG, configured_end
@@ -135,7 +135,7 @@ def build(
             if progress:
                 bars.console.print(f"going on where a build stopped: {before} of {len(plan.pieces)} pieces are done")
         job = EncodeJob(str(parts), str(parts / TOKENIZER), plan.key, plan.split)
-        worker_pool.run(todo, job, workers or usable_cores(), lambda used: bars.advance(task, used))
+        worker_pool.encode_pieces(todo, job, workers or usable_cores(), lambda used: bars.advance(task, used))
         manifest = _join(out, parts, plan, bars)
     return Built(out, manifest, fresh=True)
 
@@ -200,21 +200,21 @@ def _plan_stdlib(recipe: str) -> _Plan:
 
 def _plan(recipe: str, files: Sequence[sources.SourceFile], described: list[str], share: float, key: str) -> _Plan:
     total = sum(f.size for f in files)
-    pieces = sources.cut(files, max(_PIECE, total // _PIECES))
+    pieces = sources.cut_pieces(files, max(_PIECE, total // _PIECES))
     split = Split.by_share(share, total)
     if len(files) < FEW and all(file.kind == "text" for file in files):
         split = Split.by_ends(share)
     if total <= _KNOWN:
         skipped: dict[str, int] = {}
         known: list[tuple[int, int]] = []
-        for item in (item for piece in pieces for item in sources.read(piece, key)):
+        for item in (item for piece in pieces for item in sources.read_documents(piece, key)):
             if item.text:
-                known.append((place(item.text), len(item.text.encode())))
+                known.append((hash_text(item.text), len(item.text.encode())))
             elif item.skipped:
                 skipped[item.skipped] = skipped.get(item.skipped, 0) + 1
         if not known:
             raise _no_text(described, skipped)
-        split = Split.of(known, share)
+        split = Split.for_documents(known, share)
     return _Plan(recipe, described, pieces, split, key)
 
 
@@ -283,8 +283,8 @@ def _training_text(plan: _Plan, most: int) -> Iterator[str]:
         each = most // len(chosen)
     for piece in chosen:
         left = each
-        for item in sources.read(piece, plan.key):
-            for side, text in plan.split.parts(item):
+        for item in sources.read_documents(piece, plan.key):
+            for side, text in plan.split.split_document(item):
                 if side == "train":
                     yield text[:left]
                     left -= len(text)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megascale.data.dataset.compressors import LARGEST
 from megascale.data.dataset.indexed import IndexedWriter, token_dtype
-from megascale.data.dataset.sources import InputPiece, read
+from megascale.data.dataset.sources import InputPiece, read_documents
 from megascale.data.prepare.split import Split
 from megascale.data.tokenizer.base import Tokenizer
 
@@ -77,11 +77,11 @@ def encode(
                     done.lost[side] += words.count_lost_bytes(waiting[side])
                     waiting[side].clear()
 
-        for item in read(piece, key):
+        for item in read_documents(piece, key):
             used += item.size
             if item.skipped:
                 done.skipped[item.skipped] = done.skipped.get(item.skipped, 0) + 1
-            for side, text in split.parts(item):
+            for side, text in split.split_document(item):
                 waiting[side].append(text)
                 characters += len(text)
                 data = text.encode()

@@ -44,7 +44,7 @@ class Split:
         return cls(share, 0, 0)
 
     @classmethod
-    def of(cls, documents: Iterable[tuple[int, int]], share: float) -> Split:
+    def for_documents(cls, documents: Iterable[tuple[int, int]], share: float) -> Split:
         """Return the rule for known documents, (hash, bytes) each: it meets the share as nearly as they allow."""
         sizes: dict[int, int] = {}
         groups: dict[int, int] = {}
@@ -64,7 +64,7 @@ class Split:
         below = _threshold(dealt, whole, share, may_be_none=any_cut, may_be_all=len(dealt) < len(sizes))
         return cls(share, below, cut_above, tuple(sorted(whole.keys() - set(dealt))))
 
-    def parts(self, item: TextRecord) -> list[tuple[str, str]]:
+    def split_document(self, item: TextRecord) -> list[tuple[str, str]]:
         """Return (side, text) of what a document becomes: one part, two if it is cut, none for what was left out."""
         text = item.text
         if not text or item.side:
@@ -72,7 +72,7 @@ class Split:
         if _has_more_bytes(text, self.cut_above):
             cut = _cut_point(text, self.share)
             return [(side, part) for side, part in (("train", text[:cut]), ("valid", text[cut:])) if part.strip()]
-        hash_ = place(text)
+        hash_ = hash_text(text)
         return [("valid" if hash_ < self.below and hash_ not in self.trained else "train", text)]
 
 
@@ -112,6 +112,6 @@ def _cut_point(text: str, share: float) -> int:
     return cut
 
 
-def place(text: str) -> int:
+def hash_text(text: str) -> int:
     """Return a stable 64-bit number of a text's contents."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -29,7 +29,7 @@ WORKER = 30 << 20  # bytes that a process takes at least
 SMALL = 32 << 20
 
 
-def run(pieces: Sequence[InputPiece], job: EncodeJob, workers: int, progress: Callable[[int], None]) -> None:
+def encode_pieces(pieces: Sequence[InputPiece], job: EncodeJob, workers: int, progress: Callable[[int], None]) -> None:
     """Encode all pieces; `progress` is called with input bytes used up, from several threads.
 
     The first failure ends all workers and is raised; finished pieces stay.

@@ -14,7 +14,7 @@ from megascale.data.tokenizer.tokenizer_files import CONFIG, TOKENIZER, copy_com
 from megascale.errors import DataError
 
 
-def take(folder: Path, out: Path, ends: Sequence[int]) -> tuple[Tokenizer | None, list[str]]:
+def import_tokenizer(folder: Path, out: Path, ends: Sequence[int]) -> tuple[Tokenizer | None, list[str]]:
     """Bring a Hugging Face folder's tokenizer, and the files beside it, into `out` as tokenizer.json.
 
     Args:
@@ -51,7 +51,7 @@ def take(folder: Path, out: Path, ends: Sequence[int]) -> tuple[Tokenizer | None
         return None, [*notes, str(error)]
 
 
-def give(tokenizer: Tokenizer, source: Path, out: Path, longest: int) -> None:
+def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path, longest: int) -> None:
     """Write a run's tokenizer, read from `source`, as `transformers.AutoTokenizer` takes it."""
     copy_companions(source.parent, out)
     if isinstance(tokenizer, TiktokenTokenizer):

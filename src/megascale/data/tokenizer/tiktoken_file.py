@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from megascale.data.tokenizer.base import END_OF_DOCUMENT, ENDS, Tokenizer
-from megascale.errors import DataError, remedy
+from megascale.errors import DataError, describe_install
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -51,7 +51,7 @@ class TiktokenTokenizer(Tokenizer):
         try:
             import tiktoken
         except ImportError:
-            raise DataError(f"tokenizer {name} needs the package tiktoken; {remedy('formats')}") from None
+            raise DataError(f"tokenizer {name} needs the package tiktoken; {describe_install('formats')}") from None
         missing = [b for b in range(256) if bytes([b]) not in ranks]
         if missing:
             raise DataError(f"tokenizer {name} has no token for byte {missing[0]}: the rank file is cut off or damaged")

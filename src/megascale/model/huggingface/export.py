@@ -21,7 +21,7 @@ from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, MegascaleError
 from megascale.model.huggingface.import_model import INDEX, SINGLE
 from megascale.model.huggingface.settings import Family
-from megascale.model.huggingface.tensor_names import Weight, join
+from megascale.model.huggingface.tensor_names import Weight, join_weight
 
 # Given logical names, the whole tensors, of any float type.
 Fetch = Callable[[Sequence[str]], Mapping[str, Tensor]]
@@ -116,7 +116,7 @@ def write_folder(
     out.mkdir(parents=True, exist_ok=True)
     shapes = all_shapes(model)
     own = logical_shapes(model)
-    weights = family.weights(model)
+    weights = family.list_weights(model)
     groups = _groups(weights, shapes, dtype.itemsize, file_bytes)
     files: list[Path] = []
     index: dict[str, str] = {}
@@ -125,7 +125,7 @@ def write_folder(
         parts = dict.fromkeys(part for weight in group for part in weight.parts)
         logical = dict(fetch([part for part in parts if part in own]))
         zeros = {part: torch.zeros(shapes[part]) for part in parts if part not in own}
-        tensors = {weight.name: join(weight, logical | zeros).to(dtype) for weight in group}
+        tensors = {weight.name: join_weight(weight, logical | zeros).to(dtype) for weight in group}
         if len({t.data_ptr() for t in tensors.values()}) < len(tensors):
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # the format forbids shared memory
         save_file(tensors, out / name, {"format": "pt"})
@@ -135,13 +135,11 @@ def write_folder(
     if len(groups) > 1:
         total = sum(prod(weight.shape(shapes)) for weight in weights) * dtype.itemsize
         files.append(_write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": index}))
-    files.append(_write_json(out / CONFIG, configuration(family, model, dtype, token_ids or {})))
+    files.append(_write_json(out / CONFIG, make_config(family, model, dtype, token_ids or {})))
     return files
 
 
-def configuration(
-    family: Family, model: ModelConfig, dtype: torch.dtype, token_ids: Mapping[str, Any]
-) -> dict[str, Any]:
+def make_config(family: Family, model: ModelConfig, dtype: torch.dtype, token_ids: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a model."""
     return {
         "architectures": [family.architecture],

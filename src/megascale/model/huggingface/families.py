@@ -25,7 +25,7 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
     if name is None:
         if fits:
             own = logical_shapes(model)
-            lacking = {f.name: sum(part not in own for w in f.weights(model) for part in w.parts) for f in fits}
+            lacking = {f.name: sum(part not in own for w in f.list_weights(model) for part in w.parts) for f in fits}
             return min(fits, key=lambda family: lacking[family.name])
         nearest = min(FAMILIES.values(), key=lambda family: len(family.faults(model)))
         raise ConfigError(

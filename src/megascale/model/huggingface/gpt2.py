@@ -83,9 +83,9 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     prefix="transformer.",
     head="lm_head.weight",
-    read=read,
+    read_config=read,
     write=write,
     faults=faults,
-    weights=weights,
+    list_weights=weights,
     buffers=r"\.attn\.(bias|masked_bias)$",
 )

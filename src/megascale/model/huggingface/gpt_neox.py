@@ -93,9 +93,9 @@ GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
     prefix="gpt_neox.",
     head="embed_out.weight",
-    read=read,
+    read_config=read,
     write=write,
     faults=faults,
-    weights=weights,
+    list_weights=weights,
     buffers=r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$",
 )

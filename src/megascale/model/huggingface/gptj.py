@@ -98,9 +98,9 @@ GPTJ = Family(
     architecture="GPTJForCausalLM",
     prefix="transformer.",
     head="lm_head.weight",
-    read=read,
+    read_config=read,
     write=write,
     faults=faults,
-    weights=weights,
+    list_weights=weights,
     buffers=r"\.attn\.(bias|masked_bias|embed_positions)$",
 )

@@ -19,7 +19,7 @@ from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.families import FAMILIES
 from megascale.model.huggingface.generation_config import import_generation_config
 from megascale.model.huggingface.settings import Family, Keys
-from megascale.model.huggingface.tensor_names import Weight, split
+from megascale.model.huggingface.tensor_names import Weight, split_weight
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -83,7 +83,7 @@ def read_folder(folder: Path) -> Imported:
     if keys.get("auto_map") is not None:
         keys.notes.append("auto_map names code of the model's own; it is left out, as transformers does unless told")
     try:
-        model = from_tree({"model": family.read(keys)}).model
+        model = from_tree({"model": family.read_config(keys)}).model
     except ConfigError as error:
         raise DataError(f"{keys.source} makes no model here: {error}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -92,7 +92,7 @@ def read_folder(folder: Path) -> Imported:
     keys.notes += files.notes
     if model.layers > len(files):
         raise DataError(f"{keys.source} has {model.layers} layers, but the folder holds {len(files)} tensors in all")
-    weights = family.weights(model)
+    weights = family.list_weights(model)
     _check_names(files, family, model, weights)
     shapes = logical_shapes(model)
     tensors: dict[str, Tensor] = {}
@@ -104,7 +104,7 @@ def read_folder(folder: Path) -> Imported:
                 f"{folder}: {weight.name} is {list(stored.shape)}, but by config.json it should be {list(wanted)}; "
                 "the configuration and the weights are not of one model"
             )
-        tensors |= split(weight, stored)
+        tensors |= split_weight(weight, stored)
     generation, notes = import_generation_config(folder, settings)
     return Imported(family, model, tensors, generation, keys.notes + notes)
 

@@ -157,10 +157,10 @@ def _family(name: str, architecture: str) -> Family:
         architecture=architecture,
         prefix="model.",
         head="lm_head.weight",
-        read=partial(read, family=name),
+        read_config=partial(read, family=name),
         write=partial(write, family=name),
         faults=partial(faults, family=name),
-        weights=partial(weights, family=name),
+        list_weights=partial(weights, family=name),
         buffers=r"rotary_emb\.inv_freq$",
     )
 

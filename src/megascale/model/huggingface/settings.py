@@ -47,10 +47,10 @@ class Family:
     architecture: str
     prefix: str
     head: str
-    read: Callable[[Keys], dict[str, Any]]
+    read_config: Callable[[Keys], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
     faults: Callable[[ModelConfig], list[str]]
-    weights: Callable[[ModelConfig], list[Weight]]
+    list_weights: Callable[[ModelConfig], list[Weight]]
     buffers: str
 
 

@@ -43,7 +43,7 @@ def linear(name: str, *parts: str, bias: bool = True, transposed: bool = False, 
     return made
 
 
-def split(weight: Weight, tensor: Tensor) -> dict[str, Tensor]:
+def split_weight(weight: Weight, tensor: Tensor) -> dict[str, Tensor]:
     """The logical tensors that a stored one holds, by name; views where strides allow."""
     tensor = tensor.t() if weight.transposed else tensor
     count = len(weight.parts)
@@ -53,7 +53,7 @@ def split(weight: Weight, tensor: Tensor) -> dict[str, Tensor]:
     return dict(zip(weight.parts, tensor.chunk(count), strict=True))
 
 
-def join(weight: Weight, logical: Mapping[str, Tensor]) -> Tensor:
+def join_weight(weight: Weight, logical: Mapping[str, Tensor]) -> Tensor:
     """The stored tensor of logical ones, contiguous."""
     parts = [logical[name] for name in weight.parts]
     if weight.heads:

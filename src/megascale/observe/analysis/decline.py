@@ -28,11 +28,11 @@ from typing import Any, Literal
 import numpy as np
 
 from megascale.core.bounded_lines import RecordReader
-from megascale.core.strict_json import number
+from megascale.core.strict_json import to_float
 from megascale.errors import ConfigError
 from megascale.observe.analysis import gpu_counters
 from megascale.observe.analysis.rank_parts import PARTS, RankParts
-from megascale.observe.analysis.slow_ranks import median
+from megascale.observe.analysis.slow_ranks import nan_median
 from megascale.observe.store.tables import SpanTables
 
 Array = np.ndarray[Any, Any]
@@ -85,7 +85,7 @@ class Decline:
     growth: float
     mfu: tuple[float, float]
     causes: tuple[Cause, ...]
-    series: tuple[Array, Array]
+    step_seconds: tuple[Array, Array]
 
     @property
     def verdict(self) -> Literal["declined", "uncertain", "unchanged"]:
@@ -106,7 +106,7 @@ class Decline:
         return _CERTAIN * self.error / self.seconds[0]
 
     @property
-    def named(self) -> tuple[Cause, ...]:
+    def main_causes(self) -> tuple[Cause, ...]:
         """The causes that explain most."""
         return tuple(one for one in self.causes if one.share >= NAMED) if self.declined else ()
 
@@ -144,7 +144,7 @@ def decline(
             f"{len(late.ranks)}: they "
             "are of different layouts; compare steps of one"
         )
-    times = [median(parts.seconds, 0) for parts in (early, late)]
+    times = [nan_median(parts.seconds, 0) for parts in (early, late)]
     means = [_trimmed(t) for t in times]
     error = float(np.hypot(_standard_error(times[0]), _standard_error(times[1])))
     growth = means[1] - means[0]
@@ -165,7 +165,7 @@ def step_series(tables: SpanTables, attempt: int) -> tuple[Array, Array]:
     return found["step"], found["seconds"]
 
 
-def windows(tables: SpanTables, attempt: int) -> tuple[tuple[int, int], tuple[int, int], tuple[Array, Array]]:
+def choose_windows(tables: SpanTables, attempt: int) -> tuple[tuple[int, int], tuple[int, int], tuple[Array, Array]]:
     """The first and the last fifth of an attempt's steps (its first three, which warm up, left out), and the median
     seconds of each step."""
     steps, seconds = (values[3:] for values in step_series(tables, attempt))
@@ -184,7 +184,7 @@ def _last_ranks(parts: RankParts) -> _Window:
 
 
 def _causes(early: _Window, late: _Window, growth: float, tables: SpanTables | None) -> tuple[Cause, ...]:
-    usual = {name: median(early.parts.parts[name]) for name in PARTS}
+    usual = {name: nan_median(early.parts.parts[name]) for name in PARTS}
     then, now = _beyond(early, usual), _beyond(late, usual)
     # Rare long steps are what some causes are: means, not medians.
     grown = {name: now[name] - _trimmed(then[name]) for name in PARTS}
@@ -225,7 +225,11 @@ def _garbage(early: RankParts, late: _Window) -> list[str]:
     def told(parts: RankParts) -> tuple[float, float, float]:
         times = parts.parts["garbage"]
         longest = np.nanmax(times, 0)
-        return float(np.nanmean(parts.more["pause_count"])), float(np.nanmean(longest)), float((longest > 0.001).mean())
+        return (
+            float(np.nanmean(parts.details["pause_count"])),
+            float(np.nanmean(longest)),
+            float((longest > 0.001).mean()),
+        )
 
     (count, most, _), (count2, most2, often) = told(early), told(late.parts)
     text = [
@@ -249,14 +253,16 @@ def _samples(early: RankParts, late: RankParts) -> list[str]:
 def _retries(early: _Window, late: _Window, work: Array, growth: float) -> tuple[Array, list[Cause]]:
     """What of the work's growth is retries' of allocations: by how much a last rank that had one was later than the
     last of those that had none; and the rest."""
-    retried, busy = late.parts.more["retries"] > 0, np.nan_to_num(late.parts.busy, nan=0.0)
+    retried, busy = late.parts.details["retries"] > 0, np.nan_to_num(late.parts.busy, nan=0.0)
     hit = late.of_last(retried)
     if not hit.any():
         return work, []
     without = np.where(retried, -np.inf, busy).max(0)
     costs = np.where(hit, np.clip(late.of_last(busy) - without, 0.0, np.maximum(0.0, work)), 0.0)
     seconds = float(np.nanmean(costs))
-    then, now = (float(np.nansum(w.parts.more["retries"]) / w.parts.more["retries"].shape[1]) for w in (early, late))
+    then, now = (
+        float(np.nansum(w.parts.details["retries"]) / w.parts.details["retries"].shape[1]) for w in (early, late)
+    )
     text = [
         f"{now:.2f} allocator retries a step over all ranks, {then:.2f} before; the last rank had one in "
         f"{hit.mean():.0%} "
@@ -299,8 +305,8 @@ def _computes(early: _Window, late: _Window, work: Array, growth: float, tables:
 
 def _of_all(early: RankParts, late: RankParts, name: str) -> float:
     """By how much the median rank takes longer, of the stage in which it is most."""
-    group = early.comparable
-    then, now = median(early.parts[name]), median(late.parts[name])
+    group = early.peer_groups
+    then, now = nan_median(early.parts[name]), nan_median(late.parts[name])
     return max(float(np.nanmedian(now[group == n] - then[group == n])) for n in np.unique(group))
 
 
@@ -334,10 +340,10 @@ def _launch_lag(parts: RankParts) -> float:
     """Seconds by which the last rank of a data-parallel group launches its last reduction after the median one; the
     mean over steps of the group where that is most. From waits, which need no common clock: who comes last waits
     least."""
-    tensor, stage, data = parts.place.T
+    tensor, stage, data = parts.coordinates.T
     if data.max() < 1:
         return float("nan")
-    waits = parts.more["reductions_wait"]
+    waits = parts.details["reductions_wait"]
     lags = []
     for key in set(zip(tensor.tolist(), stage.tolist(), strict=True)):
         mine = waits[(tensor == key[0]) & (stage == key[1])]
@@ -380,7 +386,7 @@ def _mfu(tables: SpanTables, span: tuple[int, int]) -> float:
     found = []
     try:
         for record in RecordReader(tables.folder.parent / "metrics.jsonl"):
-            step, mfu = number(record.get("step")), number(record.get("mfu"))
+            step, mfu = to_float(record.get("step")), to_float(record.get("mfu"))
             if span[0] <= step <= span[1] and 0.0 < mfu < 10.0:
                 found.append(mfu)
     except OSError:

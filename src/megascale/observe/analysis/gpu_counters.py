@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megascale.observe.analysis.rank_parts import RankParts
-from megascale.observe.analysis.slow_ranks import median
+from megascale.observe.analysis.slow_ranks import nan_median
 from megascale.observe.store.tables import SpanTables
 
 Array = np.ndarray[Any, Any]
@@ -31,7 +31,7 @@ _CLOCK = 0.97  # of the others' clocks, below which a GPU's is told
 def between(parts: RankParts, first: int, last: int) -> tuple[int, int]:
     """When steps `first` to `last` ran, nanoseconds on the common clock; (0, 0) if nobody says."""
     mask = (parts.steps >= first) & (parts.steps <= last)
-    begin, end = parts.more["first"][:, mask], parts.more["last"][:, mask]
+    begin, end = parts.details["first"][:, mask], parts.details["last"][:, mask]
     if not np.isfinite(begin).any() or not np.isfinite(end).any():
         return 0, 0
     return int(np.nanmin(begin)), int(np.nanmax(end))
@@ -100,7 +100,7 @@ def newly_throttled(tables: SpanTables, early: RankParts, late: RankParts) -> tu
         before = throttled(then[key])[0] if key in then else 0.0
         if share - before > _NEWLY:
             found[key] = (share, reason)
-    longer = median(late.parts["compute"]) / median(early.parts["compute"]) - 1
+    longer = nan_median(late.parts["compute"]) / nan_median(early.parts["compute"]) - 1
     gpus = {r: gpu_of(late, rank) for r, rank in enumerate(late.ranks.tolist())} if found else {}
     which = [r for r, gpu in gpus.items() if gpu in found and longer[r] > _LONGER]
     if not which:

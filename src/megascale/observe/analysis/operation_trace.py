@@ -82,7 +82,7 @@ class OperationTrace:
     def __len__(self) -> int:
         return len(self.start)
 
-    def rows(self, mask: Array) -> OperationTrace:
+    def select_rows(self, mask: Array) -> OperationTrace:
         """Those rows."""
         return OperationTrace(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
 

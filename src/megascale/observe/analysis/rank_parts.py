@@ -78,14 +78,14 @@ class RankParts:
     ranks: Array
     steps: Array
     attempt: int
-    place: Array
+    coordinates: Array
     host: Array
     device: list[str]
     hostname: list[str]
     seconds: Array
     parts: dict[str, Array]
     waits: dict[str, Array]
-    more: dict[str, Array]
+    details: dict[str, Array]
 
     @property
     def busy(self) -> Array:
@@ -98,26 +98,26 @@ class RankParts:
         return np.asarray(self.busy - self.parts["queued"])
 
     @property
-    def comparable(self) -> Array:
+    def peer_groups(self) -> Array:
         """Ranks of one number do the same work on the same kind of device: [ranks]."""
-        work = np.nan_to_num(np.nanmax(self.more["count"], 1)).astype(np.int64)
-        keys = list(zip(self.place[:, 1].tolist(), self.device, work.tolist(), strict=True))
+        work = np.nan_to_num(np.nanmax(self.details["count"], 1)).astype(np.int64)
+        keys = list(zip(self.coordinates[:, 1].tolist(), self.device, work.tolist(), strict=True))
         numbers = {key: n for n, key in enumerate(sorted(set(keys)))}
         return np.array([numbers[key] for key in keys])
 
     @property
-    def missing(self) -> list[int]:
+    def missing_ranks(self) -> list[int]:
         """Ranks of the job of which nothing is recorded in these steps, by the coordinates of those that are."""
-        known = self.place[(self.place >= 0).all(1)]
+        known = self.coordinates[(self.coordinates >= 0).all(1)]
         world = math.prod((known.max(0) + 1).tolist()) if len(known) else 0
         world = max(world, int(self.ranks.max()) + 1)
         return sorted(set(range(min(world, MOST_RANKS))) - set(self.ranks.tolist()))
 
     @property
-    def silent(self) -> dict[int, int]:
+    def silent_ranks(self) -> dict[int, int]:
         """Ranks that told of no step for _SILENT seconds while others did, and the last step that they told of."""
-        told = self.more["last"] > 0
-        newest = np.where(told, self.more["last"], 0.0).max(1)
+        told = self.details["last"] > 0
+        newest = np.where(told, self.details["last"], 0.0).max(1)
         late = np.flatnonzero(newest < newest.max() - _SILENT)
         return {int(self.ranks[r]): int(self.steps[told[r]].max(initial=0)) for r in late}
 
@@ -128,17 +128,17 @@ class RankParts:
             return {name: values[:, mask] for name, values in found.items()}
 
         return RankParts(
-            self.ranks, self.steps[mask], self.attempt, self.place, self.host, self.device, self.hostname,
-            self.seconds[:, mask], cut(self.parts), cut(self.waits), cut(self.more),
+            self.ranks, self.steps[mask], self.attempt, self.coordinates, self.host, self.device, self.hostname,
+            self.seconds[:, mask], cut(self.parts), cut(self.waits), cut(self.details),
         )  # fmt: skip
 
     def at(self, index: int) -> str:
         """Where a rank is, in words."""
-        tensor, stage, data = self.place[index]
+        tensor, stage, data = self.coordinates[index]
         return f"stage {stage}, tensor {tensor}, data {data}" if stage >= 0 else "place unknown"
 
 
-def window(tables: SpanTables, wanted: str = "", last: int | None = None) -> tuple[int, int, int]:
+def choose_window(tables: SpanTables, wanted: str = "", last: int | None = None) -> tuple[int, int, int]:
     """(attempt, first, last) step: those that --steps names ("7-90"), or the last so many of the newest attempt,
     without its first two, which warm up. By default those of the last minute, and STEPS at least."""
     from megascale.observe.analysis.run_steps import step_range

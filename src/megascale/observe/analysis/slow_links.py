@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megascale.observe.analysis.rank_parts import RankParts
-from megascale.observe.analysis.slow_ranks import ALARMS, against_peers, healthy_spread, median
+from megascale.observe.analysis.slow_ranks import ALARMS, against_peers, healthy_spread, nan_median
 
 Array = np.ndarray[Any, Any]
 
@@ -74,7 +74,7 @@ class _Longer:
 def slow_links(parts: RankParts, slow: set[int], alarms: float = ALARMS) -> list[SlowLink]:
     """Links that stand out; `slow`: ranks that are slow themselves, for which others of their replica wait."""
     step = float(np.nanmedian(parts.seconds))
-    tensor, stage, data = parts.place.T
+    tensor, stage, data = parts.coordinates.T
     found: list[SlowLink] = []
     named: set[int] = set()
     pipeline = _pipeline(parts, step, alarms)
@@ -138,11 +138,11 @@ def _link(
 def _longer(values: Array, group: Array, step: float, alarms: float) -> _Longer | None:
     """Compare waits of units by steps; None where there is nothing to compare with."""
     differs, _ = against_peers(values, group)
-    seconds = median(differs)
+    seconds = nan_median(differs)
     known = np.isfinite(differs).sum(1)
     if np.isfinite(seconds).sum() < 2:
         return None
-    noise = 1.4826 * median(np.abs(differs - seconds[:, None]))
+    noise = 1.4826 * nan_median(np.abs(differs - seconds[:, None]))
     error = 1.2533 * noise / np.sqrt(np.maximum(known, 1))
     spread, z = healthy_spread(seconds, error, alarms)
     spread = 0.0 if np.isnan(spread) else spread
@@ -152,7 +152,7 @@ def _longer(values: Array, group: Array, step: float, alarms: float) -> _Longer 
 
 def _pipeline(parts: RankParts, step: float, alarms: float) -> _Longer | None:
     """What each rank waits for neighbour stages beyond its tensor peers; None without such."""
-    tensor, stage, data = parts.place.T
+    tensor, stage, data = parts.coordinates.T
     if stage.max() < 1 or stage.min() < 0 or tensor.max() < 1:
         return None
     return _longer(parts.waits["pipeline"], data * (stage.max() + 1) + stage, step, alarms)
@@ -164,16 +164,16 @@ def _sources(parts: RankParts, longer: _Longer, late_group: Callable[[int], bool
 
     It may itself wait for nothing, on the stage with most work: its neighbours wait for it then.
     """
-    place = {tuple(one): r for r, one in enumerate(parts.place.tolist())}
-    stages = int(parts.place[:, 1].max()) + 1
+    place = {tuple(one): r for r, one in enumerate(parts.coordinates.tolist())}
+    stages = int(parts.coordinates[:, 1].max()) + 1
     pipelines: dict[tuple[int, int], list[int]] = {}
     for r in np.flatnonzero(longer.found).tolist():
-        tensor, _, data = parts.place[r].tolist()
+        tensor, _, data = parts.coordinates[r].tolist()
         pipelines.setdefault((tensor, data), []).append(r)
     found = []
     for (tensor, data), rows in pipelines.items():
         seen = max(rows, key=lambda r: longer.seconds[r])
-        at = {(int(parts.place[r, 1]) + by) % stages for r in rows for by in (-1, 0, 1)}
+        at = {(int(parts.coordinates[r, 1]) + by) % stages for r in rows for by in (-1, 0, 1)}
         near = [place[tensor, stage, data] for stage in sorted(at) if (tensor, stage, data) in place]
         late = [r for r in near if late_group(r)]
         found.append((max(late, key=lambda r: np.nan_to_num(longer.seconds[r], nan=-np.inf)) if late else seen, seen))
@@ -185,7 +185,7 @@ def _groups(
 ) -> tuple[dict[tuple[int, int], Array], _Longer | None]:
     """The groups of an axis by (its other coordinate, stage), and what the least of their members waits beyond others;
     without the groups of some replicas."""
-    tensor, stage, data = parts.place.T
+    tensor, stage, data = parts.coordinates.T
     other = tensor if axis == "data" else data
     if stage.min() < 0 or (data if axis == "data" else tensor).max() < 1:
         return {}, None

@@ -66,7 +66,7 @@ class SlowRank:
     first: int
     last: int
     slow: Array
-    peers: int
+    peer_count: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Judged:
     lonely: int
 
 
-def judge(busy: Array, group: Array, steps: Array, ranks: Array | None = None, alarms: float = ALARMS) -> Judged:
+def judge_ranks(busy: Array, group: Array, steps: Array, ranks: Array | None = None, alarms: float = ALARMS) -> Judged:
     """Compare ranks.
 
     Args:
@@ -149,10 +149,10 @@ def against_peers(y: Array, group: Array) -> tuple[Array, Array]:
         members = np.flatnonzero(group == number)
         peers[members] = len(members) - 1
         if len(members) >= MANY:
-            found[members] = y[members] - median(y[members], 0)
+            found[members] = y[members] - nan_median(y[members], 0)
         elif len(members) > 1:
             for r in members:
-                found[r] = y[r] - median(y[members[members != r]], 0)
+                found[r] = y[r] - nan_median(y[members[members != r]], 0)
     return found, peers
 
 
@@ -190,7 +190,7 @@ def middle(values: Array) -> Array:
         return np.asarray(np.where(counts, ordered, 0.0).sum(1) / counts.sum(1))
 
 
-def median(values: Array, axis: int = 1) -> Array:
+def nan_median(values: Array, axis: int = 1) -> Array:
     """Medians along an axis, NaN left out, without a warning where nothing is left."""
     if not np.isnan(values).any():
         return np.asarray(np.median(values, axis))
@@ -204,12 +204,12 @@ def median(values: Array, axis: int = 1) -> Array:
 def _noise(ratio: Array, excess: Array) -> tuple[Array, float]:
     """Standard deviation of single steps of each rank, and how many steps stand for one, as slow and quick ones come in
     a row."""
-    level: Array = _MAD * median(np.abs(ratio - excess[:, None]))
+    level: Array = _MAD * nan_median(np.abs(ratio - excess[:, None]))
     rho = _correlation(ratio, excess, level)
     # A rank that became slow in between is as far from its median as it is slower: what differs from step to step is
     # noise alone.
     change: Array = (
-        _MAD * median(np.abs(np.diff(ratio, axis=1))) / np.sqrt(2 * (1 - rho)) if ratio.shape[1] > 2 else level
+        _MAD * nan_median(np.abs(np.diff(ratio, axis=1))) / np.sqrt(2 * (1 - rho)) if ratio.shape[1] > 2 else level
     )
     own = np.fmin(level, change)
     # Few steps may agree by chance: no rank is taken to be quieter than half of what is usual.
@@ -270,7 +270,7 @@ def _passed(
     if count < 2:
         return []
     blocks = ratio[:, len(steps) - count * length :].reshape(len(ratio), count, length)
-    middle = np.stack([median(blocks[:, b]) for b in range(count)], 1)
+    middle = np.stack([nan_median(blocks[:, b]) for b in range(count)], 1)
     z = _NORMAL.inv_cdf(1 - alarms / (judged * count))
     most = limit[:, None] + z * (_MEDIAN * noise / np.sqrt(length))[:, None]
     found = []

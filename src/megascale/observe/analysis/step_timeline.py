@@ -53,8 +53,8 @@ class Wait:
     axis: str
     begin: int
     end: int
-    on: int
-    why: str
+    waited_on: int
+    reason: str
     root: int = -1
 
 
@@ -78,7 +78,7 @@ class Track:
     """
 
     rank: int
-    place: tuple[int, int, int]
+    coordinates: tuple[int, int, int]
     begin: int
     end: int
     acts: list[Act]
@@ -366,7 +366,7 @@ def _before_work(act: Act) -> int:
 def _root(wait: Wait, of_rank: dict[int, list[Wait]]) -> int:
     """The rank with which a wait began: whom the rank that came last was itself waiting for in the same time."""
     seen = {wait.rank}
-    begin, end, on = wait.begin, wait.end, wait.on
+    begin, end, on = wait.begin, wait.end, wait.waited_on
     while wait.kind == "bubble" and on in of_rank and on not in seen:
         seen.add(on)
         most, cause = 0, None
@@ -374,9 +374,9 @@ def _root(wait: Wait, of_rank: dict[int, list[Wait]]) -> int:
             over = min(other.end, end) - max(other.begin, begin)
             if other.kind == "bubble" and over > most:
                 most, cause = over, other
-        if cause is None or 2 * most < end - begin or cause.on in seen:
+        if cause is None or 2 * most < end - begin or cause.waited_on in seen:
             break
-        begin, end, on = max(cause.begin, begin), min(cause.end, end), cause.on
+        begin, end, on = max(cause.begin, begin), min(cause.end, end), cause.waited_on
     return on
 
 

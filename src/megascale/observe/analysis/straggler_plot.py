@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megascale.observe.analysis.slow_ranks import median
+from megascale.observe.analysis.slow_ranks import nan_median
 
 if TYPE_CHECKING:
     from megascale.observe.analysis.stragglers import Stragglers
@@ -18,7 +18,7 @@ _FEW = 9  # healthy ranks that are drawn each
 _CELLS = 1024  # ranks up to which each has a cell
 
 
-def draw(found: Stragglers, path: Path) -> None:
+def draw_stragglers(found: Stragglers, path: Path) -> None:
     """Draw a PNG, SVG or PDF."""
     from matplotlib.figure import Figure
 
@@ -30,7 +30,7 @@ def draw(found: Stragglers, path: Path) -> None:
         _histogram(left, found)
     _by_step(right, found)
     named = ", ".join(
-        f"rank {one.found.rank}: {one.found.excess:.1%} slower, {one.found.state}, {one.cause}"
+        f"rank {one.slow_rank.rank}: {one.slow_rank.excess:.1%} slower, {one.slow_rank.state}, {one.cause}"
         for one in found.ranks[:3]
     )
     steps = found.parts.steps
@@ -55,9 +55,10 @@ def _cells(figure: Any, axes: Any, found: Stragglers) -> None:
     cells = np.full((len(rows), across), np.nan)
     for y, row in enumerate(rows):
         for x, r in enumerate(row):
-            cells[y, x] = 100 * found.judged.excess[r]
+            cells[y, x] = 100 * found.judgement.excess[r]
     most = max(
-        100 * found.judged.limit if np.isfinite(found.judged.limit) else 5.0, float(np.nanmax(np.abs(cells), initial=1))
+        100 * found.judgement.limit if np.isfinite(found.judgement.limit) else 5.0,
+        float(np.nanmax(np.abs(cells), initial=1)),
     )
     image = axes.imshow(cells, cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto")
     if cells.size <= 128:
@@ -73,21 +74,21 @@ def _cells(figure: Any, axes: Any, found: Stragglers) -> None:
 
 
 def _histogram(axes: Any, found: Stragglers) -> None:
-    excess = 100 * found.judged.excess[np.isfinite(found.judged.excess)]
+    excess = 100 * found.judgement.excess[np.isfinite(found.judgement.excess)]
     axes.hist(excess, bins=120, color="#5b9bd5", log=True)
-    axes.axvline(100 * found.judged.limit, color="#333333", linestyle="--", linewidth=1)
-    axes.text(100 * found.judged.limit, 0.98, " limit", transform=axes.get_xaxis_transform(), va="top", fontsize=8)
+    axes.axvline(100 * found.judgement.limit, color="#333333", linestyle="--", linewidth=1)
+    axes.text(100 * found.judgement.limit, 0.98, " limit", transform=axes.get_xaxis_transform(), va="top", fontsize=8)
     for number, one in enumerate(found.persistent[:_SHOWN]):
-        (r,) = np.flatnonzero(found.parts.ranks == one.found.rank)
-        axes.plot([100 * found.judged.excess[r]], [1], "v", color=_COLOURS[number], markersize=8)
+        (r,) = np.flatnonzero(found.parts.ranks == one.slow_rank.rank)
+        axes.plot([100 * found.judgement.excess[r]], [1], "v", color=_COLOURS[number], markersize=8)
     axes.set(xlabel="% slower than comparable ranks", ylabel="ranks", title=f"{len(excess):,} ranks")
     axes.title.set_fontsize(9)
 
 
 def _by_step(axes: Any, found: Stragglers) -> None:
     """Named ranks over the middle nine tenths of the others."""
-    steps, ratio = found.parts.steps, 100 * np.expm1(found.judged.ratio)
-    named = {one.found.rank for one in found.ranks}
+    steps, ratio = found.parts.steps, 100 * np.expm1(found.judgement.ratio)
+    named = {one.slow_rank.rank for one in found.ranks}
     healthy = np.array([rank not in named for rank in found.parts.ranks.tolist()])
     known = ratio[np.isfinite(ratio).any(1) & healthy]
     width = max(1, len(steps) // 150)
@@ -95,7 +96,7 @@ def _by_step(axes: Any, found: Stragglers) -> None:
     at = steps[: count * width].reshape(count, width).mean(1)
 
     def thin(values: Any) -> Any:
-        return median(values[: count * width].reshape(count, width))
+        return nan_median(values[: count * width].reshape(count, width))
 
     if len(known) < _FEW:
         for values in known:
@@ -106,12 +107,12 @@ def _by_step(axes: Any, found: Stragglers) -> None:
             at, thin(low), thin(high), color="#00000018", label="5% to 95% of those not named", linewidth=0
         )
     for number, one in enumerate(found.ranks[:_SHOWN]):
-        (r,) = np.flatnonzero(found.parts.ranks == one.found.rank)
+        (r,) = np.flatnonzero(found.parts.ranks == one.slow_rank.rank)
         axes.plot(
-            at, thin(ratio[r]), color=_COLOURS[number], linewidth=1.4, label=f"rank {one.found.rank}: {one.cause}"
+            at, thin(ratio[r]), color=_COLOURS[number], linewidth=1.4, label=f"rank {one.slow_rank.rank}: {one.cause}"
         )
-    if np.isfinite(found.judged.limit):
-        axes.axhline(100 * found.judged.limit, color="#333333", linestyle="--", linewidth=1, label="limit")
+    if np.isfinite(found.judgement.limit):
+        axes.axhline(100 * found.judgement.limit, color="#333333", linestyle="--", linewidth=1, label="limit")
     axes.set(xlabel="step", ylabel="% slower than comparable ranks")
     axes.grid(color="#00000018")
     axes.legend(fontsize=8, frameon=False, loc="best")

@@ -22,7 +22,7 @@ import numpy as np
 
 from megascale.observe.analysis.rank_parts import PARTS, RankParts
 from megascale.observe.analysis.slow_links import SlowLink, slow_links
-from megascale.observe.analysis.slow_ranks import ALARMS, Judged, SlowRank, judge, median
+from megascale.observe.analysis.slow_ranks import ALARMS, Judged, SlowRank, judge_ranks, nan_median
 from megascale.observe.store.tables import SpanTables
 
 Array = np.ndarray[Any, Any]
@@ -60,14 +60,14 @@ class Straggler:
         evidence: sentences.
     """
 
-    found: SlowRank
+    slow_rank: SlowRank
     cause: str
     shares: dict[str, float]
-    place: str
+    position: str
     host: int
     hostname: str
     device: str
-    costs: float
+    delay_seconds: float
     evidence: tuple[str, ...]
 
 
@@ -76,17 +76,17 @@ class Stragglers:
     """What was found in a window of steps."""
 
     parts: RankParts
-    judged: Judged
+    judgement: Judged
     ranks: tuple[Straggler, ...]
     links: tuple[SlowLink, ...]
 
     @property
     def persistent(self) -> tuple[Straggler, ...]:
         """Those that are slow still, and most of the time."""
-        return tuple(one for one in self.ranks if one.found.state == "persistent")
+        return tuple(one for one in self.ranks if one.slow_rank.state == "persistent")
 
 
-def stragglers(parts: RankParts, tables: SpanTables | None = None, alarms: float = ALARMS) -> Stragglers:
+def find_stragglers(parts: RankParts, tables: SpanTables | None = None, alarms: float = ALARMS) -> Stragglers:
     """Judge a window.
 
     Args:
@@ -94,23 +94,26 @@ def stragglers(parts: RankParts, tables: SpanTables | None = None, alarms: float
         tables: where counters of hosts are looked up; None: nowhere.
         alarms: false alarms a look.
     """
-    busy, group = parts.busy, parts.comparable
-    judged = judge(parts.working, group, parts.steps, parts.ranks, alarms)
+    busy, group = parts.busy, parts.peer_groups
+    judged = judge_ranks(parts.working, group, parts.steps, parts.ranks, alarms)
     index = {rank: r for r, rank in enumerate(parts.ranks.tolist())}
     machine = tuple(name for name in PARTS if name != "queued")
     late = [_explained(parts, one, index[one.rank], group, parts.working, machine) for one in judged.slow]
     if parts.parts["queued"].any():
         # Busy hosts are found by all that keeps a rank up; machines by what is left without that, which is far quieter.
-        known = {one.found.rank for one in late}
-        more = judge(busy, group, parts.steps, parts.ranks, alarms).slow
+        known = {one.slow_rank.rank for one in late}
+        more = judge_ranks(busy, group, parts.steps, parts.ranks, alarms).slow
         kept = [_explained(parts, one, index[one.rank], group, busy, PARTS) for one in more if one.rank not in known]
         late += [one for one in kept if one.cause == _CAUSES["queued"]]
     late = _of_whole_hosts(late, parts)
     if tables is not None:
         late = [_with_counters(one, parts, tables) for one in late]
     links = slow_links(parts, {one.rank for one in judged.slow}, alarms)
-    worst = max((one.costs for one in late if one.found.state == "persistent"), default=0.0)
-    late = [one if one.costs == worst or one.found.state != "persistent" else replace(one, costs=0.0) for one in late]
+    worst = max((one.delay_seconds for one in late if one.slow_rank.state == "persistent"), default=0.0)
+    late = [
+        one if one.delay_seconds == worst or one.slow_rank.state != "persistent" else replace(one, costs=0.0)
+        for one in late
+    ]
     return Stragglers(parts, judged, tuple(late), tuple(links))
 
 
@@ -124,7 +127,7 @@ def _explained(
     more: dict[str, float] = {}
     for name in names:
         mine = parts.parts[name][r, steps]
-        theirs = median(parts.parts[name][np.ix_(peers, steps)], 0)
+        theirs = nan_median(parts.parts[name][np.ix_(peers, steps)], 0)
         middle = np.nanmean if one.state == "irregular" or name in ("garbage", "samples") else np.nanmedian
         more[name] = float(middle(mine - theirs))
     whole = sum(max(0.0, value) for value in more.values()) or 1e-12
@@ -163,21 +166,21 @@ def _ranks(count: int) -> str:
 
 def _share_launched(parts: RankParts, rows: Any, steps: Array) -> float:
     rows = np.asarray(rows)[:256]
-    whole = parts.more["compute_whole"][np.ix_(rows, steps)]
+    whole = parts.details["compute_whole"][np.ix_(rows, steps)]
     with np.errstate(all="ignore"):
-        return float(np.nan_to_num(np.nanmedian(parts.more["host"][np.ix_(rows, steps)] / whole)))
+        return float(np.nan_to_num(np.nanmedian(parts.details["host"][np.ix_(rows, steps)] / whole)))
 
 
 def _all_of_it(parts: RankParts, r: int, peers: Array, steps: Array) -> str:
     """By how much forward, backward and the update are longer each."""
     words = []
     for name, values in (
-        ("forward", parts.more["forward"]),
-        ("backward", parts.more["backward"]),
+        ("forward", parts.details["forward"]),
+        ("backward", parts.details["backward"]),
         ("update", parts.parts["update"]),
     ):
         with np.errstate(all="ignore"):
-            usual = float(np.nanmedian(median(values[np.ix_(peers, steps)], 0)))
+            usual = float(np.nanmedian(nan_median(values[np.ix_(peers, steps)], 0)))
             by = float(np.nanmedian(values[r, steps])) / usual - 1 if usual > 0 else float("nan")
         if np.isfinite(by):
             words.append(f"{name} {by:+.1%}")
@@ -188,7 +191,9 @@ def _of_whole_hosts(late: list[Straggler], parts: RankParts) -> list[Straggler]:
     """Where most ranks of a host are slow by their computes, the cause is the host's: power, cooling, other
     processes."""
     ranks = Counter(parts.host.tolist())
-    slow = Counter(one.host for one in late if one.cause in ("GPU", "processor") and one.found.state == "persistent")
+    slow = Counter(
+        one.host for one in late if one.cause in ("GPU", "processor") and one.slow_rank.state == "persistent"
+    )
     if len(ranks) < 2:
         return late
     found = []
@@ -204,5 +209,5 @@ def _of_whole_hosts(late: list[Straggler], parts: RankParts) -> list[Straggler]:
 def _with_counters(one: Straggler, parts: RankParts, tables: SpanTables) -> Straggler:
     from megascale.observe.analysis.gpu_counters import of_rank
 
-    sentences = of_rank(tables, parts, one.found.rank, one.found.first, one.found.last)
+    sentences = of_rank(tables, parts, one.slow_rank.rank, one.slow_rank.first, one.slow_rank.last)
     return replace(one, evidence=(*one.evidence, *sentences)) if sentences else one

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megascale.core.chrome_trace import Record, named, write_events
+from megascale.core.chrome_trace import Record, name_tracks, write_events
 from megascale.observe.analysis.step_timeline import StepTimeline
 
 _ACTIONS, _WAITS, _PLAN, _TRANSFERS = range(4)
 _MICRO = 1e-3  # nanoseconds to microseconds
 
 
-def write(timeline: StepTimeline, path: Path) -> int:
+def write_trace_events(timeline: StepTimeline, path: Path) -> int:
     """Write the file (.json, or .json.gz); events written.
 
     Waits carry whom they were for and why; arrows lead from a send to the compute that needed it.
@@ -19,9 +19,9 @@ def write(timeline: StepTimeline, path: Path) -> int:
     records: list[Record] = []
     tracks = {_ACTIONS: "actions", _WAITS: "waits", _PLAN: "planned", _TRANSFERS: "transfers"}
     for order, track in enumerate(timeline.tracks):
-        tensor, stage, data = track.place
+        tensor, stage, data = track.coordinates
         name = f"rank {track.rank} (stage {stage}, tensor {tensor}, data {data})"
-        records += named(track.rank, name, tracks, order)
+        records += name_tracks(track.rank, name, tracks, order)
 
         for number, act in enumerate(track.acts):
             begin, end = act.begin - timeline.origin, act.end - timeline.origin
@@ -41,7 +41,7 @@ def write(timeline: StepTimeline, path: Path) -> int:
                 records.append({"ph": "e", "ts": (moved.end - timeline.origin) * _MICRO, **shared})
         for wait in track.waits:
             name = f"{wait.kind} {wait.axis}".strip()
-            cause: Record = {"in": wait.act, "rank": wait.on, "began_with": wait.root, "why": wait.why}
+            cause: Record = {"in": wait.act, "rank": wait.waited_on, "began_with": wait.root, "why": wait.reason}
             records.append(_bar(track.rank, _WAITS, name, wait.begin, wait.end, cause))
         for one in track.planned:
             name = "backward" if one.backward else "forward"

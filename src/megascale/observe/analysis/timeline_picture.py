@@ -25,7 +25,7 @@ _ARROWS = 12  # the longest waits whose message is drawn
 _REAL, _PLAN = 0.52, 0.24  # heights, of a band of 1
 
 
-def draw(timeline: StepTimeline, path: Path) -> None:
+def draw_timeline(timeline: StepTimeline, path: Path) -> None:
     """Draw a PNG, SVG or PDF. ConfigError if too many ranks are shown to be told apart."""
     if len(timeline.tracks) > _MOST_TRACKS:
         raise ConfigError(
@@ -87,7 +87,7 @@ def _title(timeline: StepTimeline) -> str:
 
 
 def _label(timeline: StepTimeline, track: Track) -> str:
-    tensor, stage, data = track.place
+    tensor, stage, data = track.coordinates
     return f"rank {track.rank}\nstage {stage}\ntensor {tensor}, data {data}"
 
 
@@ -154,9 +154,9 @@ def _band(axes: Any, timeline: StepTimeline, track: Track, floor: int, length: f
 def _messages(axes: Any, timeline: StepTimeline, count: int, scale: float) -> None:
     """Arrows for the messages that ended the longest bubbles: from the send to the end of the wait."""
     row = {track.rank: count - 1 - n for n, track in enumerate(timeline.tracks)}
-    waits = [w for track in timeline.tracks for w in track.waits if w.kind == "bubble" and w.on in row]
+    waits = [w for track in timeline.tracks for w in track.waits if w.kind == "bubble" and w.waited_on in row]
     for wait in sorted(waits, key=lambda w: w.begin - w.end)[:_ARROWS]:
-        source, target = row[wait.on], row[wait.rank]
+        source, target = row[wait.waited_on], row[wait.rank]
         up = target > source
         axes.annotate(
             "",

@@ -60,7 +60,7 @@ class WhatIf:
     """
 
     steps: int
-    left_out: dict[int, str]
+    skipped_steps: dict[int, str]
     recorded: float
     replayed: float
     original: float
@@ -183,7 +183,7 @@ class _Questions:
         of_replicas = dict(zip(most, without[ends[1] : ends[2]], strict=True))
         return WhatIf(
             steps=sum(len(graph.steps) for graph in self.graphs),
-            left_out=left_out,
+            skipped_steps=left_out,
             recorded=self._mean([graph.recorded() for graph in self.graphs]),
             replayed=self._mean([graph.replay(gaps=True)[1].max(axis=(0, 2, 3)) for graph in self.graphs]),
             original=original,

@@ -57,7 +57,7 @@ class Outside:
 def build(runs: RunList, outside: Outside) -> FastAPI:
     """The application for one folder of runs. It starts its query processes when it starts and ends them at its end."""
     queries = QueryProcesses(outside.sources)
-    live = Live(lambda name: queries.ask("pulse", runs.path(name)))
+    live = Live(lambda name: queries.ask("pulse", runs.find_folder(name)))
 
     @asynccontextmanager
     async def lasting(app: FastAPI) -> AsyncIterator[None]:
@@ -75,7 +75,7 @@ def build(runs: RunList, outside: Outside) -> FastAPI:
         return JSONResponse({"detail": str(error)[:2000]}, status)
 
     async def answer(question: str, run: str, **given: Any) -> Response:
-        found = await queries.ask(question, runs.path(run), **given)
+        found = await queries.ask(question, runs.find_folder(run), **given)
         return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
 
     _add_questions(app, runs, answer)
@@ -93,7 +93,7 @@ def _add_questions(app: FastAPI, runs: RunList, answer: Answer) -> None:
     @app.get("/api/runs")
     async def list_runs() -> JSONResponse:
         """Names of runs, the newest first."""
-        names = await asyncio.to_thread(runs.names)
+        names = await asyncio.to_thread(runs.list_names)
         place = str(runs.place).encode(errors="replace").decode()
         return JSONResponse({"runs": names, "place": place, "single": runs.single, "version": __version__})
 
@@ -190,7 +190,7 @@ def _add_live_stream(app: FastAPI, runs: RunList, live: Live) -> None:
     async def stream(run: Names) -> StreamingResponse:
         """What changes in these runs, as it does."""
         for name in run:
-            runs.path(name)
+            runs.find_folder(name)
         if live.full:
             raise HTTPException(503, "too many pages are open; close some")
         head = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -204,7 +204,7 @@ def _add_orders(app: FastAPI, runs: RunList, give: Order) -> None:
     async def act(order: Action, request: Request) -> JSONResponse:
         """Hand an order on to the run's driver; the acting token is the text of RUN/driver/token.act."""
         token = bearer(dict(request.scope["headers"]))
-        run = runs.path(order.run)
+        run = runs.find_folder(order.run)
         if order.action in ("cordon", "uncordon", "evict") and not order.node:
             raise HTTPException(400, f"{order.action} needs a node")
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megascale.core.events import Event, is_plausible_time
-from megascale.core.strict_json import number
+from megascale.core.strict_json import to_float
 
 TRAINING = "training"
 _STARTS = (Event.ATTEMPT_STARTED, Event.RUN_STARTED, Event.RESUMED)
@@ -85,7 +85,8 @@ def effective_time(
         doing: what a run that goes on does now, after its last event.
     """
     told = sorted(
-        ((time, one) for one in events if is_plausible_time(time := number(one.get("time")))), key=lambda each: each[0]
+        ((time, one) for one in events if is_plausible_time(time := to_float(one.get("time")))),
+        key=lambda each: each[0],
     )
     rows = _usable_rows(columns)
     if not len(rows) and not told:

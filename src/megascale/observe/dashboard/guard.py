@@ -11,7 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from megascale.services.shared_token import same
+from megascale.services.shared_token import secrets_equal
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -101,7 +101,11 @@ class Guard:
             size = headers.get(b"content-length", b"")
             if not size.isdigit() or int(size) > BODY_BYTES:
                 return 413, f"an order says its length, at most {BODY_BYTES} bytes"
-        elif scope["path"].startswith("/api/") and self._token is not None and not same(bearer(headers), self._token):
+        elif (
+            scope["path"].startswith("/api/")
+            and self._token is not None
+            and not secrets_equal(bearer(headers), self._token)
+        ):
             return 401, "show the token for reading: the text of the file that the dashboard's command named"
         return 0, ""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megascale.errors import DataError
 from megascale.observe.hang import hang_report
-from megascale.observe.hang.verdict import place
+from megascale.observe.hang.verdict import describe_position
 
 _WATCH = 0.5  # seconds to look for movement
 _MOST = 20_000  # ranks told of
@@ -16,14 +16,14 @@ _MOST = 20_000  # ranks told of
 def hang(run: Path) -> dict[str, Any]:
     """The verdict, its evidence, and each rank's place, call and stack; `known` is false where ranks left nothing."""
     try:
-        scene, verdict = hang_report.examine(run, ask=False, watch_seconds=_WATCH)
+        scene, verdict = hang_report.examine_run(run, ask=False, watch_seconds=_WATCH)
     except DataError:
         why = "No rank has left a record of where it stands: the run has not begun, or its status files are elsewhere."
         return {"known": False, "why": why, "kind": "none", "ranks": [], "waits": [], "by_rank": []}
     return {
         "known": True,
         "kind": verdict.kind,
-        "headline": hang_report.headline(verdict),
+        "headline": hang_report.format_headline(verdict),
         "ranks": list(verdict.ranks),
         "group": verdict.group,
         "evidence": list(verdict.evidence)[:20],
@@ -35,7 +35,7 @@ def hang(run: Path) -> dict[str, Any]:
             for w in verdict.waits[:_MOST]
         ],
         "by_rank": [
-            {"rank": rank, "process": what.process, "place": place(what), "answered": what.answered,
+            {"rank": rank, "process": what.process, "place": describe_position(what), "answered": what.answered,
              "moving": what.moving, "stack": list(what.stack)}
             for rank, what in sorted(scene.ranks.items())[:_MOST]
         ],

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.strict_json import number
+from megascale.core.strict_json import to_float
 from megascale.observe.dashboard.record_tail import RecordTail
 
 _MOST_KEYS = 300
@@ -40,17 +40,17 @@ class MetricColumns:
 
     def refresh(self) -> int:
         """Read what is new; how many rows."""
-        anew, records = self.tail.read()
+        anew, records = self.tail.read_new_records()
         if anew:
             self._clear()
         added = 0
         for record in records:
-            step = number(record.get("step"))
+            step = to_float(record.get("step"))
             if not 0 <= step < _MOST_STEP:
                 self.tail.damaged += 1
                 continue
             for key, value in record.items():
-                found = number(value)
+                found = to_float(value)
                 known = self._columns.get(key)
                 # Text that is no number is no metric; a number that is none (nan) is one.
                 if known is None:
@@ -74,7 +74,7 @@ class MetricColumns:
         """Names of metrics."""
         return [key for key in self._columns if key not in ("step", "time")]
 
-    def columns(self) -> dict[str, np.ndarray[Any, Any]]:
+    def read_columns(self) -> dict[str, np.ndarray[Any, Any]]:
         """All columns as arrays, with `redone`: rows whose step was written again later."""
         if self._cache[0] != self.version:
             found = {key: np.array(column) for key, column in self._columns.items()}
@@ -89,7 +89,7 @@ class MetricColumns:
             self._cache = (self.version, found)
         return self._cache[1]
 
-    def series(
+    def make_series(
         self, keys: list[str], x: str, points: int, low: float | None = None, high: float | None = None
     ) -> dict[str, Series]:
         """Each key as at most `points` buckets along `x`: x, mean, low and high of each.
@@ -98,7 +98,7 @@ class MetricColumns:
             x: step, tokens, or time.
             low, high: of x; None: all there is.
         """
-        columns = self.columns()
+        columns = self.read_columns()
         found: dict[str, Series] = {}
         if x not in columns:
             return {key: {"x": [], "mean": [], "low": [], "high": []} for key in keys}
@@ -117,7 +117,7 @@ class MetricColumns:
 
     def nonfinite(self, key: str) -> list[int]:
         """The last steps whose value of `key` was written and was no finite number."""
-        columns = self.columns()
+        columns = self.read_columns()
         if key not in columns or "seconds" not in columns:
             return []
         wrong = ~np.isfinite(columns[key]) & ~np.isnan(columns["seconds"]) & ~columns["redone"]

@@ -131,7 +131,7 @@ class Questions:
             raise ConfigError(f"at most {_MOST_SERIES} keys and 2 to {_MOST_POINTS} points can be asked for at once")
         metrics = self._reader(run).metrics
         metrics.refresh()
-        return {"rows": metrics.rows, "series": metrics.series(keys, x, points, low, high)}
+        return {"rows": metrics.rows, "series": metrics.make_series(keys, x, points, low, high)}
 
     def _on_nodes(self, run: Path) -> dict[str, Any]:
         # However many pages are open, a driver is asked once in a while.
@@ -155,7 +155,7 @@ class Questions:
         except DataError:
             pass
         latest = reader.metrics.latest
-        columns, measured = reader.metrics.columns(), {}
+        columns, measured = reader.metrics.read_columns(), {}
         for key in ("seconds", "tokens_per_second", "mfu", "memory_gib"):
             if key in columns and (good := columns[key][-200:][columns[key][-200:] > 0]).size:
                 measured[key] = float(sorted(good.tolist())[good.size // 2])
@@ -170,7 +170,7 @@ class Questions:
     def _on_spans_stragglers(
         self, tables: SpanTables, run: Path, first: int | None, last: int | None
     ) -> dict[str, Any]:
-        return straggler_answer.slow_machines(tables, first, last)
+        return straggler_answer.answer_stragglers(tables, first, last)
 
     def _on_spans_history(self, tables: SpanTables, run: Path, figure: str, rank: int) -> dict[str, Any]:
         return rank_values.rank_history(tables, figure, rank)

@@ -202,7 +202,7 @@ class Judged:
     outliers: list[int]
 
 
-def judge(values: Array, pipeline: Array, among: str = "") -> Judged:
+def find_outliers(values: Array, pipeline: Array, among: str = "") -> Judged:
     """Args:
     values: [ranks].
     pipeline: [ranks], each rank's stage.
@@ -248,7 +248,7 @@ def heat_map(tables: SpanTables, figure: str, first: int | None, last: int | Non
     first = max(low, first) if first is not None else max(low, last - 19)
     ranks = ranks_of(tables)
     values = values_of(tables, chosen.name, first, last, ranks) if chosen.name else np.full(len(ranks.rank), np.nan)
-    found = judge(values, ranks.pipeline, among)
+    found = find_outliers(values, ranks.pipeline, among)
     return {
         "figure": vars(chosen),
         "figures": [vars(one) for one in known],

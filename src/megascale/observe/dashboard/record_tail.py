@@ -33,7 +33,7 @@ class RecordTail:
         self._at, self._inode, self._skips = 0, -1, False
         self.damaged = 0
 
-    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+    def read_new_records(self) -> tuple[bool, list[dict[str, Any]]]:
         """(whether the file began anew, records since the last call)."""
         try:
             with open(self.file, "rb", opener=open_regular) as file:
@@ -72,7 +72,7 @@ class RecordTail:
             if not line.strip():
                 continue
             try:
-                record = strict_json.loads(line, most=_LINE)
+                record = strict_json.loads(line, max_bytes=_LINE)
             except ValueError:
                 record = None
             if isinstance(record, dict):

@@ -25,12 +25,12 @@ class RunList:
         if not place.is_dir():
             raise DataError(f"{place} is no folder; name a run folder, such as runs/stdlib, or a folder of them")
         self.single = _is_run(place)
-        if not self.single and not self.names():
+        if not self.single and not self.list_names():
             raise DataError(
                 f"{place} holds no run: no folder in it has {', '.join(_MARKS)}; name a run folder or a folder of them"
             )
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Names of runs, the one last written to first."""
         if self.single:
             return [self.place.absolute().name or "run"]
@@ -45,9 +45,9 @@ class RunList:
             return []
         return [name for _, name in sorted(found, reverse=True)[:_MOST]]
 
-    def path(self, name: str) -> Path:
+    def find_folder(self, name: str) -> Path:
         """The folder of a run. DataError if there is none of that name."""
-        if self.single and name == self.names()[0]:
+        if self.single and name == self.list_names()[0]:
             return self.place
         if not self.single and is_plain_name(name) and _is_run(self.place / name):
             return self.place / name

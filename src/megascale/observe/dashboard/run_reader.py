@@ -17,7 +17,7 @@ from megascale.config.text_files import decode_text
 from megascale.core.calls import read_calls
 from megascale.core.events import is_plausible_time
 from megascale.core.status import read_status
-from megascale.core.strict_json import number
+from megascale.core.strict_json import to_float
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import MegascaleError
 from megascale.observe.dashboard.effective_time import EffectiveTime, effective_time
@@ -59,7 +59,7 @@ class RunReader:
     def refresh(self) -> None:
         """Read what was written since the last call."""
         self.metrics.refresh()
-        anew, records = self._tail.read()
+        anew, records = self._tail.read_new_records()
         if anew:
             self.events.clear()
             self.event_count = 0
@@ -88,20 +88,20 @@ class RunReader:
             "rows": self.metrics.rows,
             "events": self.event_count,
             "latest": latest,
-            "event": {"event": newest.get("event", ""), "time": _plain(number(newest.get("time")))},
+            "event": {"event": newest.get("event", ""), "time": _plain(to_float(newest.get("time")))},
             "now": self.now(job),
         }
 
     def now(self, job: dict[str, Any] | None) -> dict[str, Any]:
         """Whether the run is alive, in which phase, attempt and step."""
         kinds = [one["event"] for one in self.events]
-        written = [self.metrics.latest.get("time", math.nan), *(number(one.get("time")) for one in self._newest(1))]
+        written = [self.metrics.latest.get("time", math.nan), *(to_float(one.get("time")) for one in self._newest(1))]
         age = time.time() - max((at for at in written if is_plausible_time(at)), default=-math.inf)
         step = self.metrics.latest.get("step", 0.0)
         if job is not None:
             phase, alive = str(job["phase"]), bool(job["driver"])
             attempt, why = job["attempt"], str(job["why"])
-            step = max(step, number(job["step"]))
+            step = max(step, to_float(job["step"]))
             if not alive and phase not in ("done", "failed", "interrupted"):
                 why = f"no driver is at work; the journal's last word: {why}"
         else:
@@ -113,11 +113,11 @@ class RunReader:
             alive = not ended and (age < max(_QUIET, _STEPS_QUIET * usual) or self._process()[1])
             phase = {"run_finished": "done", "run_failed": "failed", "interrupted": "interrupted"}.get(ended, "")
             phase = phase or ("running" if alive else "silent")
-            numbers = [number(one["attempt"]) for one in self.events if "attempt" in one]
+            numbers = [to_float(one["attempt"]) for one in self.events if "attempt" in one]
             attempt = max((int(each) for each in numbers if 0 <= each < _MOST_ATTEMPTS), default=1)
             why = "" if phase != "silent" else "nothing was written for a while, and no event says that it ended"
         settings = self.settings()[0].get("train", {})
-        steps = number(settings.get("steps")) if isinstance(settings, dict) else math.nan
+        steps = to_float(settings.get("steps")) if isinstance(settings, dict) else math.nan
         return {
             "phase": phase, "alive": alive, "attempt": attempt, "step": _plain(step), "steps": _plain(steps),
             "why": why, "launched": job is not None,
@@ -152,7 +152,9 @@ class RunReader:
         job, why = self.job()
         now = self.now(job)
         doing = _DOING.get(self._process()[0], "between steps") if now["alive"] else "between steps"
-        spent = effective_time(self.metrics.columns(), list(self.events), time.time() if now["alive"] else None, doing)
+        spent = effective_time(
+            self.metrics.read_columns(), list(self.events), time.time() if now["alive"] else None, doing
+        )
         return {
             "now": now,
             "tiles": {key: _plain(self.metrics.latest[key]) for key in TILES if key in self.metrics.latest},
@@ -168,13 +170,13 @@ class RunReader:
 
     def marks(self) -> list[dict[str, Any]]:
         """Starts after the first, by the step at which training went on: lines in the curves."""
-        columns = self.metrics.columns()
+        columns = self.metrics.read_columns()
         times, steps = columns.get("time"), columns.get("step")
         found = []
         if times is None or steps is None or not len(times):
             return []
         for one in self.events:
-            if one["event"] in ("attempt_started", "resumed") and is_plausible_time(at := number(one.get("time"))):
+            if one["event"] in ("attempt_started", "resumed") and is_plausible_time(at := to_float(one.get("time"))):
                 later = int((times < at).sum())
                 if 0 < later < len(steps):
                     found.append({"step": float(steps[later]), "time": at, "event": one["event"]})

@@ -18,19 +18,19 @@ from typing import Any
 import uvicorn
 
 from megascale.core.ports import is_loopback
-from megascale.core.terminal import end_signals
+from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
 from megascale.observe.dashboard.application import Outside, build
 from megascale.observe.dashboard.guard import Guard
 from megascale.observe.dashboard.run_list import RunList
-from megascale.services.door import Door, DoorLimits
-from megascale.services.http_protocol import http_protocol
+from megascale.services.door import ConnectionLimits, LimitedListener
+from megascale.services.http_protocol import make_http_protocol
 from megascale.services.private_folder import private_base
 from megascale.services.shared_token import make_token
 
 PORT = 8265
 _HEAD_BYTES = 16 << 10
-_LIMITS = DoorLimits(connections=256, head_seconds=5.0, backlog=256)
+_LIMITS = ConnectionLimits(connections=256, head_seconds=5.0, backlog=256)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Listening:
     key: Path | None = None
 
 
-def check(at: Listening) -> ssl.SSLContext | None:
+def make_tls_context(at: Listening) -> ssl.SSLContext | None:
     """TLS to listen with, None for plain HTTP on loopback. ConfigError names the option that is missing or wrong."""
     if at.no_token and at.token_file is not None:
         raise ConfigError(f"--no-token and --token-file={at.token_file} exclude each other; give one of them")
@@ -88,7 +88,7 @@ def check(at: Listening) -> ssl.SSLContext | None:
     return context
 
 
-def names(host: str) -> frozenset[str]:
+def list_host_names(host: str) -> frozenset[str]:
     """By which Host headers a server that listens on `host` may be asked."""
     found = {host.lower()}
     if is_loopback(host):
@@ -120,11 +120,13 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._listener, self._context, self._ending = listener, context, ending
-        self._door: Door | None = None
+        self._door: LimitedListener | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        self._door = Door([self._listener], http_protocol(self.config, self.server_state), _LIMITS, self._context)
+        self._door = LimitedListener(
+            [self._listener], make_http_protocol(self.config, self.server_state), _LIMITS, self._context
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._ending()  # streams never end by themselves
@@ -139,7 +141,7 @@ class _Server(uvicorn.Server):
             self.force_exit |= self.should_exit  # the second time
             self.should_exit = True
 
-        before = {number: signal.signal(number, end) for number in end_signals()}
+        before = {number: signal.signal(number, end) for number in termination_signals()}
         try:
             yield
         finally:
@@ -223,7 +225,7 @@ def _announce(place: Path, url: str, access: ReadingToken | None, say: Callable[
 
 def serve(runs: RunList, outside: Outside, at: Listening, say: Callable[[str], None], open_browser: bool) -> None:
     """Listen and answer until Ctrl-C (KeyboardInterrupt), SIGTERM or SIGHUP. ConfigError if it cannot listen there."""
-    context = check(at)
+    context = make_tls_context(at)
     scheme = "https" if context is not None else "http"
     with contextlib.closing(_bind(at)) as listener:
         everywhere = at.host in ("0.0.0.0", "::")  # no address that anybody could open
@@ -232,7 +234,9 @@ def serve(runs: RunList, outside: Outside, at: Listening, say: Callable[[str], N
         url = f"{scheme}://{socket.gethostname() if everywhere else host}:{port}/"
         with _reading_token(at, url, port) as access:
             application = build(runs, outside)
-            app: Any = Guard(application, names(at.host), scheme, access.token if access is not None else None)
+            app: Any = Guard(
+                application, list_host_names(at.host), scheme, access.token if access is not None else None
+            )
             config = uvicorn.Config(
                 app, log_level="error", access_log=False, h11_max_incomplete_event_size=_HEAD_BYTES, lifespan="on",
                 http="h11", server_header=False, timeout_graceful_shutdown=10, ws="none",

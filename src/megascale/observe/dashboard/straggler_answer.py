@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megascale.observe.analysis.rank_parts import rank_parts, window
-from megascale.observe.analysis.stragglers import stragglers
+from megascale.observe.analysis.rank_parts import choose_window, rank_parts
+from megascale.observe.analysis.stragglers import find_stragglers
 from megascale.observe.dashboard.rank_values import finite
 from megascale.observe.store.tables import SpanTables
 
@@ -14,18 +14,18 @@ _MOST_VALUES = 250_000  # ranks x steps that are judged at once, in the memory t
 _FEWEST = 10  # steps
 
 
-def slow_machines(tables: SpanTables, first: int | None, last: int | None) -> dict[str, Any]:
+def answer_stragglers(tables: SpanTables, first: int | None, last: int | None) -> dict[str, Any]:
     """Slow ranks and links with cause, confidence and evidence. DataError where there are no steps to judge.
 
     Args:
         first, last: window of steps; None: the newest that the command would judge.
     """
     wanted = f"{first}-{last}" if first is not None and last is not None else ""
-    attempt, low, high = window(tables, wanted, None)
+    attempt, low, high = choose_window(tables, wanted, None)
     ranks = int(tables.query("SELECT count(DISTINCT rank) AS n FROM ranks")["n"][0])
     low = max(low, high + 1 - max(_FEWEST, _MOST_VALUES // max(1, ranks)))
-    found = stragglers(rank_parts(tables, attempt, low, high), tables)
-    judged, steps = found.judged, found.parts.steps
+    found = find_stragglers(rank_parts(tables, attempt, low, high), tables)
+    judged, steps = found.judgement, found.parts.steps
     return {
         "steps": {"first": int(steps[0]), "last": int(steps[-1])},
         "compared": len(found.parts.ranks) - judged.lonely,
@@ -35,9 +35,9 @@ def slow_machines(tables: SpanTables, first: int | None, last: int | None) -> di
         "count": len(found.ranks) + len(found.links),
         "ranks": [
             {
-                "rank": one.found.rank, "hostname": one.hostname, "slower": finite(one.found.excess),
-                "state": one.found.state, "first": one.found.first, "last": one.found.last, "cause": one.cause,
-                "costs": finite(one.costs), "confidence": finite(one.found.confidence), "evidence": list(one.evidence),
+                "rank": one.slow_rank.rank, "hostname": one.hostname, "slower": finite(one.slow_rank.excess),
+                "state": one.slow_rank.state, "first": one.slow_rank.first, "last": one.slow_rank.last, "cause": one.cause,
+                "costs": finite(one.delay_seconds), "confidence": finite(one.slow_rank.confidence), "evidence": list(one.evidence),
             }
             for one in found.ranks[:_MOST]
         ],

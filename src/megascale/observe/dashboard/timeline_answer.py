@@ -49,7 +49,7 @@ def _as_plain(found: StepTimeline, steps: list[int]) -> dict[str, Any]:
         "tracks": [
             {
                 "rank": track.rank,
-                "place": track.place,
+                "place": track.coordinates,
                 "begin": us(track.begin),
                 "end": us(track.end),
                 "seconds": track.seconds,
@@ -57,7 +57,9 @@ def _as_plain(found: StepTimeline, steps: list[int]) -> dict[str, Any]:
                     [act.action, act.chunk, act.microbatch, us(act.begin - origin), us(act.end - origin)]
                     for act in track.acts
                 ],
-                "waits": [[w.kind, w.axis, us(w.begin), us(w.end), w.on, w.root, w.act, w.why] for w in track.waits],
+                "waits": [
+                    [w.kind, w.axis, us(w.begin), us(w.end), w.waited_on, w.root, w.act, w.reason] for w in track.waits
+                ],
                 "planned": [[int(p.backward), p.chunk, p.microbatch, us(p.begin), us(p.end)] for p in track.planned],
             }
             for track in found.tracks

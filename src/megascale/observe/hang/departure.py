@@ -76,7 +76,7 @@ def _departed_in(records: Mapping[int, CallRecord], layout: Layout | None, steps
 
 def _skipped_transfer(rank: int, record: CallRecord, layout: Layout, steps_ago: int) -> Departure | None:
     step = record.step - steps_ago
-    if layout.grid.pipeline == 1 or not 0 <= rank < layout.grid.world or step < 1:
+    if layout.grid.pipeline == 1 or not 0 <= rank < layout.grid.world_size or step < 1:
         return None
     if not steps_ago and record.action in ("", "kernels", "evaluate"):
         return None
@@ -137,7 +137,7 @@ def _captures(record: CallRecord, step: int) -> bool:
 
 def _reaches_back(record: CallRecord, step: int) -> bool:
     """Whether all calls of `step` are still known."""
-    return record.whole or any(c.step < step for c in record.calls)
+    return record.is_complete or any(c.step < step for c in record.calls)
 
 
 def _first_difference(mine: Sequence[Call], theirs: Sequence[Call]) -> int | None:
@@ -151,7 +151,7 @@ def _against_siblings(
     rank: int, records: Mapping[int, CallRecord], layout: Layout | None, step: int
 ) -> Departure | None:
     """Where most ranks of the same stage agree and this one does not."""
-    if layout is None or rank >= layout.grid.world:
+    if layout is None or rank >= layout.grid.world_size:
         return None
     record = records[rank]
     siblings = [r for r in layout.grid.group(("tensor", "data"), rank) if r != rank and r in records]
@@ -186,7 +186,7 @@ def _one_too_many(record: CallRecord, step: int) -> Departure | None:
     """Where the order may differ from the step before, a call more of a sort than that step made: in a process's second
     step, and in one that captures, where calls may only become fewer."""
     before = step - 1
-    first_step = record.whole and not any(c.step < before for c in record.calls)
+    first_step = record.is_complete and not any(c.step < before for c in record.calls)
     if not (first_step or _captures(record, step)) or not _reaches_back(record, before) or not _of_step(record, before):
         return None
     usual = Counter(_sort(c) for c in _of_step(record, before))

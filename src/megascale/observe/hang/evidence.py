@@ -36,7 +36,9 @@ _STACK_BYTES = 1 << 20  # of a rank's stack that are read
 _MOST_RANK = MOST_RANKS - 1
 
 
-def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5, only: frozenset[int] | None = None) -> Scene:
+def collect_evidence(
+    folder: Path, ask: bool = True, watch_seconds: float = 0.5, ranks: frozenset[int] | None = None
+) -> Scene:
     """Read a run folder (or a folder of `rank-N.calls` files).
 
     Args:
@@ -49,7 +51,7 @@ def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5, only: fr
     """
     status_folder = folder / "status" if (folder / "status").is_dir() else folder
     flight_folder = folder / "flight" if (folder / "flight").is_dir() else folder
-    ranks = [r for r in _ranks(status_folder, flight_folder) if only is None or r in only]
+    ranks = [r for r in _ranks(status_folder, flight_folder) if ranks is None or r in ranks]
     if not ranks:
         raise DataError(
             f"{folder} holds no rank-N.status or rank-N.calls files and no flight-recorder dumps; name a run folder, "

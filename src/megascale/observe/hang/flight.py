@@ -93,7 +93,7 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
     since, oldest = min(pending, key=lambda p: p[0], default=(0, None))
     waiting = None if oldest is None else Waiting(oldest.group, oldest.sequence, since)
     world = max(world, *sizes.values(), 1) if sizes else world
-    record = CallRecord(rank, 0, world, waiting=waiting, groups=groups, calls=tuple(calls), whole=False)
+    record = CallRecord(rank, 0, world, waiting=waiting, groups=groups, calls=tuple(calls), is_complete=False)
     return FlightDump(device, record)
 
 

@@ -11,15 +11,15 @@ from megascale.core.calls import READER
 from megascale.core.layout import Layout, lay_out
 from megascale.core.untrusted_files import is_small_file
 from megascale.errors import MegascaleError
-from megascale.observe.hang.evidence import collect
+from megascale.observe.hang.evidence import collect_evidence
 from megascale.observe.hang.scene import Scene
-from megascale.observe.hang.verdict import KINDS, Hang, explain, place
+from megascale.observe.hang.verdict import KINDS, Hang, describe_position, explain_hang
 
 
-def examine(folder: Path, ask: bool = True, watch_seconds: float = 0.5) -> tuple[Scene, Hang]:
+def examine_run(folder: Path, ask: bool = True, watch_seconds: float = 0.5) -> tuple[Scene, Hang]:
     """Look at a run folder and judge. Raises DataError where nothing of a run lies there."""
-    scene = collect(folder, ask, watch_seconds)
-    return scene, explain(scene, layout_of(folder, scene.world))
+    scene = collect_evidence(folder, ask, watch_seconds)
+    return scene, explain_hang(scene, layout_of(folder, scene.world))
 
 
 def layout_of(folder: Path, world: int) -> Layout | None:
@@ -33,7 +33,7 @@ def layout_of(folder: Path, world: int) -> Layout | None:
         return None
 
 
-def headline(hang: Hang) -> str:
+def format_headline(hang: Hang) -> str:
     """The verdict in one line."""
     who = f" rank{'s' * (len(hang.ranks) > 1)} {', '.join(map(str, hang.ranks))}" if hang.ranks else ""
     if not hang.group:
@@ -58,7 +58,7 @@ def as_json(scene: Scene, hang: Hang) -> dict[str, Any]:
             {
                 "rank": rank,
                 "process": what.process,
-                "place": place(what),
+                "place": describe_position(what),
                 "answered": what.answered,
                 "stack": list(what.stack),
             }

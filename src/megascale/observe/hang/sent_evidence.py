@@ -15,24 +15,24 @@ from megascale.core.untrusted_files import read_bounded
 from megascale.errors import DataError
 from megascale.observe.hang.scene import RankEvidence
 
-MOST = 200 * 1024  # bytes of a rank's evidence, packed
+MAX_EVIDENCE_BYTES = 200 * 1024  # bytes of a rank's evidence, packed
 TOGETHER = 30.0  # seconds within which what was sent counts as seen at one time
 _UNPACKED = 64 << 20  # bytes that it may take, unpacked
 
 
-def pack(what: RankEvidence, history: int) -> bytes:
+def pack_evidence(what: RankEvidence, history: int) -> bytes:
     """What is known of a rank, small enough to send: with fewer calls, then without its flight record."""
     for calls, flight in ((history, what.flight), (history // 8, what.flight), (history // 8, None), (0, None)):
         record = what.record
         if record is not None and len(record.calls) > calls:
             record = replace(record, calls=record.calls[-calls:] if calls else (), whole=False)
         data = zlib.compress(msgspec.msgpack.encode(replace(what, record=record, flight=flight)), 6)
-        if len(data) <= MOST:
+        if len(data) <= MAX_EVIDENCE_BYTES:
             return data
     return b""
 
 
-def unpack(data: bytes) -> RankEvidence:
+def unpack_evidence(data: bytes) -> RankEvidence:
     """What `pack` gave; DataError for anything else."""
     unpacker = zlib.decompressobj()
     try:
@@ -42,7 +42,7 @@ def unpack(data: bytes) -> RankEvidence:
         raise DataError(f"evidence that is none: {error}") from None
 
 
-def file_of(rank: int) -> str:
+def evidence_file(rank: int) -> str:
     """Where a run folder keeps what was sent of a rank."""
     return f"status/rank-{rank}.evidence"
 
@@ -58,7 +58,7 @@ def read_sent(folder: Path, ranks: list[int]) -> tuple[dict[int, RankEvidence], 
     for rank in ranks:
         file = folder / f"rank-{rank}.evidence"
         try:
-            when, what = file.stat().st_mtime, unpack(read_bounded(file, MOST))
+            when, what = file.stat().st_mtime, unpack_evidence(read_bounded(file, MAX_EVIDENCE_BYTES))
         except (OSError, ValueError, DataError):
             continue
         if what.rank == rank:

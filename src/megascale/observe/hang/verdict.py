@@ -74,7 +74,7 @@ class Hang:
     evidence: tuple[str, ...] = ()
 
 
-def explain(scene: Scene, layout: Layout | None = None) -> Hang:
+def explain_hang(scene: Scene, layout: Layout | None = None) -> Hang:
     """The verdict over the evidence; `layout` (if known) says what each rank's schedule lists."""
     records = _records(scene)
     members = _members(records)
@@ -141,7 +141,7 @@ def _waits(scene: Scene, records: Mapping[int, CallRecord], members: Mapping[str
         if waiting.group == READER:
             found.append(Wait(rank, READER, "read", record.step, (), False, seconds))
             continue
-        call = record.call(waiting.group, waiting.sequence)
+        call = record.find_call(waiting.group, waiting.sequence)
         others = [m for m in members[waiting.group] if m != rank]
         behind = [m for m in others if records[m].groups[waiting.group].started < waiting.sequence]
         size = record.groups[waiting.group].size
@@ -321,7 +321,7 @@ class _Judge:
         return texts[:12]
 
     def _places(self, ranks: tuple[int, ...]) -> list[str]:
-        return [f"rank {r} stands at {place(self.scene.ranks[r])}" for r in ranks if r in self.scene.ranks]
+        return [f"rank {r} stands at {describe_position(self.scene.ranks[r])}" for r in ranks if r in self.scene.ranks]
 
     def _stacks(self, ranks: tuple[int, ...]) -> list[str]:
         known = [(r, self.scene.ranks[r].stack) for r in ranks if r in self.scene.ranks]
@@ -340,7 +340,7 @@ def _call(wait: Wait) -> str:
     return f"{wait.op or 'call'} (call {wait.sequence} of {wait.group})"
 
 
-def place(what: RankEvidence) -> str:
+def describe_position(what: RankEvidence) -> str:
     """Where a rank stands, in words."""
     record, status = what.record, what.status
     phase = status.phase if status else "an unknown phase"

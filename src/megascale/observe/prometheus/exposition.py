@@ -28,7 +28,7 @@ class Family:
         return self
 
 
-def expose(families: Iterable[Family]) -> str:
+def format_families(families: Iterable[Family]) -> str:
     """The text; families without samples are left out."""
     lines = []
     for family in families:
@@ -56,6 +56,6 @@ def _number(value: float) -> str:
     return repr(value) if value != int(value) or abs(value) >= 1e15 else str(int(value))
 
 
-def shipped(name: str) -> Path:
+def packaged_file(name: str) -> Path:
     """The path of a file that is shipped: rules.yml, dashboard.json."""
     return Path(__file__).parent / name

@@ -95,13 +95,13 @@ class DeviceTimers(Timers):
         self._stream = torch.cuda.current_stream(self._device)
         super().step_begins(step)
 
-    def begin(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
+    def begin_action(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
         """See Recorder."""
-        super().begin(kind, chunk, microbatch)
+        super().begin_action(kind, chunk, microbatch)
         if self._waiting:
             self._waiting[0].happened()  # the sooner it is seen, the better are the clocks known
 
-    def launched(self, axis: int, nbytes: int) -> Any:
+    def begin_transfer(self, axis: int, nbytes: int) -> Any:
         """See Recorder. Its start is marked in steps whose spans are kept."""
         return self.mark() if self._block.kept else None
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megascale.core.background import FailureLog
-from megascale.core.spans import SCHEMA
-from megascale.observe.store.span_messages import FROM_SPANS, TO_SPANS, Follow, launch, place
+from megascale.core.spans import SPAN_SCHEMA
+from megascale.observe.store.span_messages import FROM_SPANS, TO_SPANS, Follow, launch, service_place
 from megascale.observe.store.span_ring import SpanRing
-from megascale.observe.store.spool import leave
+from megascale.observe.store.spool import save_orphan
 from megascale.services import host_service
 from megascale.services.conversation import Conversation
 from megascale.services.host_service import ServiceFailed
@@ -58,10 +58,15 @@ class SpanLink:
         sinks: Sequence[str] = ("parquet",),
     ) -> None:
         self.ring, self.out, self._wait = ring, out, wait
-        self._about = {"job": job, "host": host, "schema": SCHEMA, "clock_ns": time.time_ns() - time.monotonic_ns()}
+        self._about = {
+            "job": job,
+            "host": host,
+            "schema": SPAN_SCHEMA,
+            "clock_ns": time.time_ns() - time.monotonic_ns(),
+        }
         self._about["ranks"] = [{"attempt": ring.attempt, "rank": ring.rank, **facts}]
         self._follow = Follow(ring.rank, ring.attempt, facts)
-        self._place, self._launch = place(out), launch(out, job, host, hosts, limit_mib, log_file, sinks)
+        self._place, self._launch = service_place(out), launch(out, job, host, hosts, limit_mib, log_file, sinks)
         self._conversation: Conversation | None = None
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -88,10 +93,10 @@ class SpanLink:
 
     def _hand_over(self) -> None:
         """Returns or raises when the service is gone."""
-        conversation = host_service.connect(self._place, self._launch, TO_SPANS, FROM_SPANS, make_folder=True)
+        conversation = host_service.connect_service(self._place, self._launch, TO_SPANS, FROM_SPANS, make_folder=True)
         with conversation:
             conversation.send(self._follow, files=[self.ring.handle])
-            conversation.answer()
+            conversation.receive_reply()
             with self._lock:
                 if self._closing.is_set():
                     self._handed = True
@@ -116,4 +121,4 @@ class SpanLink:
             self._thread.join(_LAST)
         if not self._handed and (frames := self.ring.read()):
             with contextlib.suppress(OSError):
-                leave(self.out, self._about, self.ring.identity, frames)
+                save_orphan(self.out, self._about, self.ring.identity, frames)

@@ -102,12 +102,12 @@ class Timers:
             self.sink.keeps(0)
         self._tell()
 
-    def begin(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
+    def begin_action(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
         """See Recorder."""
         self._open = (kind, chunk, microbatch)
         self._since = self.mark()
 
-    def end(self) -> None:
+    def end_action(self) -> None:
         """See Recorder."""
         if self._open is None:
             return
@@ -117,12 +117,12 @@ class Timers:
         if time.perf_counter_ns() - self._told > PERIOD_NS:
             self._tell()
 
-    def waited(self, since: Any, kind: int, axis: int = 0, waited_on: int = -1) -> None:
+    def record_wait(self, since: Any, kind: int, axis: int = 0, waited_on: int = -1) -> None:
         """See Recorder."""
         parent, chunk, microbatch = self._open or (-1, -1, -1)
         self._row(kind, axis, chunk, microbatch, waited_on, 0, parent, since, self.mark())
 
-    def launched(self, axis: int, nbytes: int) -> Any:
+    def begin_transfer(self, axis: int, nbytes: int) -> Any:
         """See Recorder."""
         return self.mark()
 

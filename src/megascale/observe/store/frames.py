@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megascale.core.calls import MOST_RANKS
-from megascale.core.spans import SCHEMA
+from megascale.core.spans import SPAN_SCHEMA
 
 ROLLUPS, SPANS, CLOCKS, COUNTERS = range(4)
 
@@ -85,7 +85,7 @@ class FrameHead(NamedTuple):
     lost: int = 0
 
 
-def pack(head: FrameHead, records: np.ndarray[Any, Any]) -> bytes:
+def pack_frame(head: FrameHead, records: np.ndarray[Any, Any]) -> bytes:
     """A frame."""
     return pack_bytes(head, records.tobytes())
 
@@ -93,7 +93,7 @@ def pack(head: FrameHead, records: np.ndarray[Any, Any]) -> bytes:
 def pack_bytes(head: FrameHead, data: bytes | memoryview) -> bytes:
     """A frame of records that are bytes already."""
     about = (head.ring, head.number, head.step, head.rank, head.attempt, head.error_ns, head.lost)
-    bare = _HEAD.pack(_MAGIC, SCHEMA, head.kind, len(data), *about, 0)[:_SUM_AT]
+    bare = _HEAD.pack(_MAGIC, SPAN_SCHEMA, head.kind, len(data), *about, 0)[:_SUM_AT]
     return bare + _SUM.pack(zlib.crc32(data, zlib.crc32(bare))) + bytes(data)
 
 
@@ -102,7 +102,7 @@ class TornFrame(ValueError):
 
     def __init__(self, text: str, at: int, short: bool = False) -> None:
         super().__init__(text)
-        self.at, self.short = at, short
+        self.offset, self.is_truncated = at, short
 
 
 def scan(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[FrameHead, memoryview, int]]:
@@ -117,8 +117,8 @@ def scan(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[FrameHe
         magic, schema, kind, size, ring, number, step, rank, attempt, error, lost, crc = _HEAD.unpack_from(view, at)
         if magic != _MAGIC:
             raise TornFrame("this is no frame of spans", at)
-        if schema != SCHEMA:
-            raise TornFrame(f"a frame of schema {schema}; this version reads {SCHEMA}", at)
+        if schema != SPAN_SCHEMA:
+            raise TornFrame(f"a frame of schema {schema}; this version reads {SPAN_SCHEMA}", at)
         if kind not in RECORDS or size > MOST_BYTES or size % RECORDS[kind].itemsize:
             raise TornFrame(f"a frame of kind {kind} with {size} bytes", at)
         end = at + HEAD_BYTES + size

@@ -23,7 +23,7 @@ from megascale.core import strict_json
 from megascale.core.background import FailureLog
 from megascale.core.untrusted_files import read_small_text
 from megascale.observe.clock_bounds import ClockBounds
-from megascale.services.shared_token import new_token, same
+from megascale.services.shared_token import new_token, secrets_equal
 
 log = logging.getLogger("megascale.observe.spans")
 
@@ -80,7 +80,9 @@ class ClockServer:
         while True:
             try:
                 data, asker = self._socket.recvfrom(64)
-                if len(data) == _NONCE + _SUM and same(data[_NONCE:], _sum(self._token, b"ask", data[:_NONCE])):
+                if len(data) == _NONCE + _SUM and secrets_equal(
+                    data[_NONCE:], _sum(self._token, b"ask", data[:_NONCE])
+                ):
                     body = data[:_NONCE] + _TIME.pack(self._clock())
                     self._socket.sendto(body + _sum(self._token, b"say", body), asker)
             except OSError:
@@ -129,7 +131,7 @@ class HostClock:
         data = sock.recv(64)
         after = self._monotonic()
         body, proof = data[: _NONCE + _TIME.size], data[_NONCE + _TIME.size :]
-        if body[:_NONCE] != nonce or not same(proof, _sum(token, b"say", body)):
+        if body[:_NONCE] != nonce or not secrets_equal(proof, _sum(token, b"say", body)):
             return False
         (common,) = _TIME.unpack_from(body, _NONCE)
         common -= self._base  # small numbers: a float64 does not hold nanoseconds since 1970
@@ -137,7 +139,7 @@ class HostClock:
         self.bounds.at_most(before, common - before)
         return True
 
-    def now(self) -> tuple[int, int, int]:
+    def read_offset(self) -> tuple[int, int, int]:
         """(monotonic time, offset, by how much it may be wrong, UNKNOWN before host 0 has answered), in nanoseconds."""
         at = self._monotonic()
         known = self.bounds.estimate(at)

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from megascale.core import strict_json
-from megascale.core.spans import SCHEMA
+from megascale.core.spans import SPAN_SCHEMA
 from megascale.observe.store.columns import TABLES
-from megascale.observe.store.frames import CLOCK, CLOCKS, COUNTERS, RECORDS, FrameHead, TornFrame, pack, scan
+from megascale.observe.store.frames import CLOCK, CLOCKS, COUNTERS, RECORDS, FrameHead, TornFrame, pack_frame, scan
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import SegmentSink
 from megascale.observe.store.spool import (
@@ -78,9 +78,9 @@ class Ingest:
         if clock_ns is None:
             clock_ns = time.time_ns() - time.monotonic_ns()
         self.clock_ns = clock_ns
-        self.about = {"job": job, "host": host, "hostname": hostname, "schema": SCHEMA, "clock_ns": clock_ns}
+        self.about = {"job": job, "host": host, "hostname": hostname, "schema": SPAN_SCHEMA, "clock_ns": clock_ns}
         self.rows: dict[str, int] = {}
-        self.removed = self.failures = self.damaged = self.given_up = 0
+        self.removed_files = self.failures = self.damaged = self.given_up = 0
         self.error = ""
         self._make_sink, self._sink = sink, None  # type: Callable[[Path], SegmentSink], SegmentSink | None
         for left in folder.glob("*.tmp"):
@@ -100,7 +100,7 @@ class Ingest:
 
     # frames --------------------------------------------------------------------------------------------------------
 
-    def take(self, ring: SpanRing) -> int:
+    def take_frames(self, ring: SpanRing) -> int:
         """Take over what a ring has; bytes of it. What cannot be written stays there."""
         try:
             data = memoryview(ring.read())
@@ -114,7 +114,7 @@ class Ingest:
             return 0
         if torn is not None:
             self._damage(ring, len(data), str(torn))
-        ring.taken(len(data))
+        ring.release(len(data))
         return len(data)
 
     def _new_frames(self, data: memoryview) -> tuple[list[tuple[FrameHead, memoryview]], TornFrame | None]:
@@ -144,16 +144,16 @@ class Ingest:
         self.damaged += 1
         log.warning("the ring of rank %d holds what cannot be read and %d bytes are given up: %s", ring.rank, size, why)
 
-    def note(self, kind: int, records: np.ndarray[Any, Any]) -> None:
+    def add_records(self, kind: int, records: np.ndarray[Any, Any]) -> None:
         """Keep clocks or counters of the host itself."""
         assert kind in (CLOCKS, COUNTERS)
         self._own_number += 1
         head = FrameHead(kind, self._own_ring, self._own_number, 0, 0, 0)
-        self._append([(head, memoryview(pack(head, records.astype(RECORDS[kind]))))])
+        self._append([(head, memoryview(pack_frame(head, records.astype(RECORDS[kind]))))])
 
     def note_clock(self, now_ns: int, offset_ns: int, error_ns: int) -> None:
         """From `now_ns` of the monotonic clock on the common clock is so far ahead of it."""
-        self.note(CLOCKS, np.array([(now_ns, offset_ns, error_ns)], CLOCK))
+        self.add_records(CLOCKS, np.array([(now_ns, offset_ns, error_ns)], CLOCK))
 
     # segments ------------------------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class Ingest:
             if total > self.limit:
                 path.unlink(missing_ok=True)
                 total -= size
-                self.removed += 1
+                self.removed_files += 1
         rollups = sorted(tables.pop("rollups"))
         others = sorted(one for found in tables.values() for one in found)
         share = sum(size for _, _, size in rollups)
@@ -249,7 +249,7 @@ class Ingest:
             path.unlink(missing_ok=True)
             total -= size
             share -= size if from_rollups else 0
-            self.removed += 1
+            self.removed_files += 1
 
     def full(self) -> bool:
         """Whether segments that could not be made into tables fill the folder: nothing more is taken over then."""

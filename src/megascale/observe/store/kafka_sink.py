@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config.text_files import read_text
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 from megascale.observe.store.columns import TABLES, by_table, columns
 from megascale.observe.store.folder_identity import folder_identity
 from megascale.observe.store.parquet import SMALL, select, sql_text
@@ -46,7 +46,7 @@ class KafkaSink:
             import confluent_kafka
         except ImportError:
             raise ConfigError(
-                f"observe.span_sinks: kafka needs confluent-kafka; {remedy('kafka')}, or leave it out"
+                f"observe.span_sinks: kafka needs confluent-kafka; {describe_install('kafka')}, or leave it out"
             ) from None
         brokers, _, prefix = address.partition("/")
         if not brokers:

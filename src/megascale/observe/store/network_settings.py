@@ -23,12 +23,12 @@ class Setting:
 
     device: str
     name: str
-    found: str
+    value: str
     advised: str
     good: bool | None
 
 
-def check(environment: Mapping[str, str], system: Path = Path("/sys")) -> list[Setting]:
+def check_network(environment: Mapping[str, str], system: Path = Path("/sys")) -> list[Setting]:
     """All that can be said of this host; nothing where it has no such ports."""
     ports = sorted((system / "class" / "infiniband").glob("*/ports/*"))
     if not ports:

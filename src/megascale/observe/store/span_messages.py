@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import FORM
-from megascale.services.host_service import Launch, Place
+from megascale.services.host_service import Launch, ServiceLocation
 from megascale.services.messages import Count, Facts, Message, Schema
 from megascale.services.private_folder import private_base
 
@@ -34,16 +34,16 @@ def span_folder(run: Path, host: int) -> Path:
     return run / "spans" / f"host={host}"
 
 
-def place(out: Path) -> Place:
+def service_place(out: Path) -> ServiceLocation:
     """Where the span service that writes to `out` lives on this host."""
     identity = f"{out.absolute()}\0{os.environ.get('MEGASCALE_NODE', '')}\0{FORM}"
-    return Place(private_base() / f"spans-{hashlib.sha256(identity.encode()).hexdigest()[:16]}", NAME)
+    return ServiceLocation(private_base() / f"spans-{hashlib.sha256(identity.encode()).hexdigest()[:16]}", NAME)
 
 
 def launch(
     out: Path, job: str, host: int, hosts: int, limit_mib: int, log: Path | None, sinks: Sequence[str]
 ) -> Launch:
     """How it is started, on one of the job's `hosts`."""
-    words = [str(place(out).folder), "--out", str(out.absolute()), "--job", job, "--host", str(host)]
+    words = [str(service_place(out).folder), "--out", str(out.absolute()), "--job", job, "--host", str(host)]
     words += ["--hosts", str(hosts), *(f"--sink={sink}" for sink in sinks)]
     return Launch("megascale.observe.store.span_service", [*words, "--limit-mib", str(limit_mib)], log)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.observe.store.frames import HEAD_BYTES, SPANS, FrameHead, pack
+from megascale.observe.store.frames import HEAD_BYTES, SPANS, FrameHead, pack_frame
 
 BODY = 4 << 20
 _MAGIC = b"MSring1\0"
@@ -73,7 +73,7 @@ class SpanRing:
     def write(self, kind: int, step: int, records: np.ndarray[Any, Any], error_ns: int) -> None:
         """See timers.SpanSink."""
         needed = HEAD_BYTES + records.nbytes
-        room = self.room() - (self._body // _RESERVE if kind == SPANS else 0)
+        room = self.free_bytes() - (self._body // _RESERVE if kind == SPANS else 0)
         if needed > room:
             if kind == SPANS:
                 self._lost += len(records)
@@ -84,7 +84,7 @@ class SpanRing:
             return
         self._number += 1
         head = FrameHead(kind, self.identity, self._number, self.rank, self.attempt, step, error_ns, self._lost)
-        frame = pack(head, records)
+        frame = pack_frame(head, records)
         at = self._head % self._body
         first = min(len(frame), self._body - at)
         self._map[_BODY_AT + at : _BODY_AT + at + first] = frame[:first]
@@ -94,7 +94,7 @@ class SpanRing:
         self._set(_AT_STEP, step)
         self._set(_AT_HEAD, self._head)
 
-    def wants(self, step: int) -> bool:
+    def is_requested(self, step: int) -> bool:
         """See timers.SpanSink."""
         return self._get(_AT_FROM) <= step <= self._get(_AT_UNTIL)
 
@@ -102,7 +102,7 @@ class SpanRing:
         """See timers.SpanSink."""
         self._set(_AT_KEEPING, step)
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes that are free."""
         return self._body - (self._head - self._get(_AT_TAIL))
 
@@ -119,11 +119,11 @@ class SpanRing:
         data = self._map[_BODY_AT + at : _BODY_AT + at + first]
         return data + self._map[_BODY_AT : _BODY_AT + size - first] if first < size else data
 
-    def taken(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """So many bytes of what `read` gave are kept elsewhere now."""
         self._set(_AT_TAIL, self._get(_AT_TAIL) + size)
 
-    def ask(self, first: int, last: int) -> None:
+    def request_spans(self, first: int, last: int) -> None:
         """Have all spans of the steps from `first` to `last` kept."""
         self._set(_AT_UNTIL, 0)
         self._set(_AT_FROM, first)

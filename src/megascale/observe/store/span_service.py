@@ -38,7 +38,7 @@ from megascale.observe.store.span_sinks import open_span_sinks
 from megascale.observe.store.tables import RANKS
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, Done, ErrorReply
-from megascale.services.host_service import Place, Ready
+from megascale.services.host_service import Ready, ServiceLocation
 from megascale.services.reception import Reception
 
 log = logging.getLogger("megascale.observe.spans")
@@ -72,7 +72,7 @@ class SpanService:
         self._lock = threading.Lock()
         self._asked = (0, 0)
         self._lost: dict[int, tuple[int, int]] = {}
-        self._network = network_settings.check(os.environ)  # as the ranks have it, who start this
+        self._network = network_settings.check_network(os.environ)  # as the ranks have it, who start this
         self._ending = threading.Event()
         # A daemon: if this process cannot serve, nothing keeps it alive. `stop` waits for it.
         self._thread = threading.Thread(target=self._pump, name="megascale-spans", daemon=True)
@@ -109,16 +109,16 @@ class SpanService:
         who = {"attempt": message.attempt, "rank": message.rank, "time": time.time(), "hostname": socket.gethostname()}
         with self._lock:
             append_record(self.out / RANKS, who | dict(message.facts))
-            ring.ask(*self._asked)
+            ring.request_spans(*self._asked)
             self._rings[ring] = True
         log.info("following rank %d of attempt %d", message.rank, message.attempt)
         return ring
 
     def done(self) -> bool:
         """Whether nobody needs the service."""
-        if self.reception.here:
+        if self.reception.client_count:
             return False
-        return self.reception.deserted(_LINGER if self.reception.came else _NOBODY_YET)
+        return self.reception.deserted(_LINGER if self.reception.has_had_clients else _NOBODY_YET)
 
     # the thread ------------------------------------------------------------------------------------------------------
 
@@ -146,13 +146,13 @@ class SpanService:
         for setting in self._network:
             if not setting.good:
                 level = logging.WARNING if setting.good is False else logging.INFO
-                log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.found, setting.advised)
+                log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.value, setting.advised)
         self._begin_clock(ingest)
         told = 0.0
         while not self._ending.wait(PERIOD):
             self._take(ingest)
             if len(found := rates.take()):
-                ingest.note(COUNTERS, found)
+                ingest.add_records(COUNTERS, found)
             now = time.monotonic()
             if now - told >= _SECOND:
                 told = now
@@ -191,14 +191,14 @@ class SpanService:
         if time.monotonic() - self._aligned >= _ALIGN:
             self._aligned = time.monotonic()
             self._clock.exchange()
-        ingest.note_clock(*self._clock.now())
+        ingest.note_clock(*self._clock.read_offset())
 
     def _take(self, ingest: Ingest) -> None:
         with self._lock:
             rings = list(self._rings.items())
         full = ingest.full()
         for ring, here in rings:
-            taken = 0 if full else ingest.take(ring)
+            taken = 0 if full else ingest.take_frames(ring)
             self._lost[ring.rank] = (ring.lost, ring.lost_rollups)
             if not here and (not taken or full):
                 with self._lock:
@@ -209,7 +209,7 @@ class SpanService:
         ingest.flush()
         self._note_clock(ingest)
         if len(found := counters.sample(time.monotonic_ns())):
-            ingest.note(COUNTERS, found)
+            ingest.add_records(COUNTERS, found)
         self._look_for_asked()
         self._tell(ingest)
 
@@ -226,7 +226,7 @@ class SpanService:
             self._asked = asked
             with self._lock:
                 for ring in self._rings:
-                    ring.ask(*asked)
+                    ring.request_spans(*asked)
 
     def _tell(self, ingest: Ingest) -> None:
         """Write down how it goes."""
@@ -239,7 +239,7 @@ class SpanService:
             "rows": ingest.rows,
             "lost_spans": {str(rank): lost for rank, (lost, _) in self._lost.items() if lost},
             "lost_rollups": {str(rank): lost for rank, (_, lost) in self._lost.items() if lost},
-            "removed_files": ingest.removed,
+            "removed_files": ingest.removed_files,
             "given_up_segments": ingest.given_up,
             "failures": ingest.failures,
             "damaged": ingest.damaged,
@@ -254,14 +254,14 @@ class SpanService:
 
 def serve(folder: Path, service: SpanService, ready: Ready) -> None:
     """Serve until the ranks have gone. Returns at once if another process serves."""
-    place = Place(folder, NAME)
+    place = ServiceLocation(folder, NAME)
 
     def begin() -> Callable[[Conversation], None]:
         service.out.mkdir(parents=True, exist_ok=True)
         service.start()
         return service.talk
 
-    owned = host_service.own(place, begin, (FROM_SPANS, TO_SPANS), ready, make_folder=True)
+    owned = host_service.claim_service(place, begin, (FROM_SPANS, TO_SPANS), ready, make_folder=True)
     if owned is None:
         return
     service.reception = owned.reception
@@ -270,7 +270,7 @@ def serve(folder: Path, service: SpanService, ready: Ready) -> None:
     finally:
         owned.reception.stop()
         service.stop()
-        place.leave(owned.lock)
+        place.release(owned.lock)
 
 
 def main() -> None:

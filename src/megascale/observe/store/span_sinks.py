@@ -88,7 +88,7 @@ class _Several:
             name, _, address = given.partition("=")
             try:
                 if given not in self._sinks:
-                    SPAN_SINKS.check(name)  # imports what registers it
+                    SPAN_SINKS.validate_name(name)  # imports what registers it
                     self._sinks[given] = KINDS[name](self._folder, address)
                 told = self._sinks[given].write_segment(number, segment)
                 self._have[given] = number

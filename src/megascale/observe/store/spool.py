@@ -89,7 +89,7 @@ def read_segment(file: Path, check: bool = True) -> Segment:
 
 def _read_about(text: bytes) -> tuple[dict[str, Any], dict[int, int]]:
     """Return whose a segment is, and the last frame of each ring before it. An error of any kind if it is damaged."""
-    about = strict_json.loads(text, most=_MOST_HEAD)
+    about = strict_json.loads(text, max_bytes=_MOST_HEAD)
     last = {int(ring): int(number) for ring, number in about.pop("rings", {}).items()}
     about["ranks"] = [dict(rank) for rank in about.get("ranks", ())]
     about["clock_ns"] = int(about.get("clock_ns", 0))
@@ -110,10 +110,10 @@ def _read_frames(data: BinaryIO, segment: Segment, check: bool) -> None:
                 segment.last[head.ring] = head.number  # a ring's frames lie in order
             rest = b""
         except TornFrame as torn:
-            if not torn.short or not block:
+            if not torn.is_truncated or not block:
                 segment.torn = str(torn)
                 return
-            rest = bytes(view[torn.at :])
+            rest = bytes(view[torn.offset :])
         total += len(block)
         if not block or total > _MOST_FRAMES:
             segment.torn = f"it holds more than {_MOST_FRAMES:,} bytes" if block else ""
@@ -126,7 +126,7 @@ def segment_head(about: dict[str, Any], last: dict[int, int]) -> bytes:
     return _MAGIC + _LENGTH.pack(len(text)) + text
 
 
-def leave(folder: Path, about: dict[str, Any], ring: int, frames: bytes) -> None:
+def save_orphan(folder: Path, about: dict[str, Any], ring: int, frames: bytes) -> None:
     """Leave a ring's frames in `folder` for whoever reads it, and for its next service. OSError if there is no room."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{LEFT}{ring:016x}.bin"

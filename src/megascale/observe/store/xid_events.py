@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megascale.core.xid import LOST
+from megascale.core.xid import OFF_BUS_XID
 
 _XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.\d)?\): (?P<xid>\d+)")
 _GONE = re.compile(r"NVRM: The NVIDIA GPU (?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})\.\d")
@@ -25,7 +25,7 @@ def xid_of(line: str) -> tuple[str, int] | None:
     if found := _XID.search(line):
         return found["bus"].lower(), int(found["xid"])
     if found := _GONE.search(line):
-        return found["bus"].lower(), LOST
+        return found["bus"].lower(), OFF_BUS_XID
     return None
 
 

@@ -332,7 +332,7 @@ def cast_by_amax(
     kind: Format,
     amax: Tensor | None = None,
     *,
-    old: Tensor | None = None,
+    previous_scale: Tensor | None = None,
     rows: bool = True,
     columns: bool = True,
     counts: Tensor | None = None,
@@ -347,9 +347,11 @@ def cast_by_amax(
     amax = amax_of(x_MN) if amax is None else amax
     if x.numel() and use_fused("float8 cast", x):
         scale = torch.empty((), dtype=torch.float32, device=x.device)
-        q, q_t = _run_cast(x_MN, kind, _BY_AMAX, amax, old, scale, None, counts, rows, columns, margin, power_of_2)
+        q, q_t = _run_cast(
+            x_MN, kind, _BY_AMAX, amax, previous_scale, scale, None, counts, rows, columns, margin, power_of_2
+        )
         return _one_scale(q, q_t, scale)
-    scale = scale_from_amax(amax, kind, 1.0 if old is None else old, margin, power_of_2)
+    scale = scale_from_amax(amax, kind, 1.0 if previous_scale is None else previous_scale, margin, power_of_2)
     return _both(quantise_reference(x_MN, scale, kind, counts), scale, rows, columns)
 
 

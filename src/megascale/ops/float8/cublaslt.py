@@ -152,7 +152,7 @@ class Plan:
         """types: of a, b and the result. beta: it is read from the device (and alpha is)."""
         lt = library()
         self.about = f", for [{M}, {K}] x [{N}, {K}]^T, {types[0]} x {types[1]} -> {types[2]}"
-        self.device, self.handle, self.used = device, lt.handle(device), 0
+        self.device, self.handle, self.algorithm = device, lt.handle(device), 0
         self.descriptor = c_void_p()
         lt("cublasLtMatmulDescCreate", byref(self.descriptor), _COMPUTE_32F, _SCALE_32F)
         self.set(_TRANSA, c_int32(_OP_T))
@@ -185,9 +185,9 @@ class Plan:
             lt("cublasLtMatmulAlgoGetHeuristic", *asked, CANDIDATES, self.results, byref(found), about=self.about)
         finally:
             lt("cublasLtMatmulPreferenceDestroy", preference)
-        if found.value <= self.used:
+        if found.value <= self.algorithm:
             raise TrainingError(
-                f"cuBLASLt {lt.version} has {found.value} algorithms and number {self.used} is asked for{self.about}"
+                f"cuBLASLt {lt.version} has {found.value} algorithms and number {self.algorithm} is asked for{self.about}"
             )
         self.found = found.value
 
@@ -203,7 +203,7 @@ class Plan:
         lt(
             "cublasLtMatmul",
             *(self.handle, self.descriptor, alpha, b.data_ptr(), self.b, a.data_ptr(), self.a),
-            *(beta, target.data_ptr(), self.d, target.data_ptr(), self.d, byref(self.results[self.used])),
+            *(beta, target.data_ptr(), self.d, target.data_ptr(), self.d, byref(self.results[self.algorithm])),
             *(lt.workspace(self.device, stream), WORKSPACE, stream),
             about=self.about,
         )
@@ -226,7 +226,7 @@ def plan(
         check_operands(M, b.shape[0], K, a.dtype, b.dtype)
         types = (a.dtype, b.dtype, target.dtype)
         made = Plan(a.device.index, M, b.shape[0], K, types, fast, row_wise, device_beta)
-        made.used = _chosen.get(_name(key), 0)
+        made.algorithm = _chosen.get(_name(key), 0)
         _plans[key] = made
     return made
 
@@ -247,7 +247,7 @@ def adopt(chosen: dict[str, int]) -> None:
         _chosen.clear()
         _chosen.update(chosen)
         for key, made in _plans.items():
-            made.used, made.found = _chosen.get(_name(key), 0), 0  # asked for again by the next call
+            made.algorithm, made.found = _chosen.get(_name(key), 0), 0  # asked for again by the next call
 
 
 def _seconds(call: Callable[[], None], calls: int = 4) -> float:
@@ -272,16 +272,16 @@ def tune(target: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor,
         made = plan(target, a, b, fast, row_wise)
         took = [float("inf")] * min(made.found, CONSIDERED)
         for _ in range(3):  # in turn, the best of three: clocks drift
-            for made.used in range(len(took)):
+            for made.algorithm in range(len(took)):
                 mean = _seconds(lambda: matmul_into(target, a, a_scale, b, b_scale, fast=fast))
-                took[made.used] = min(took[made.used], mean)
+                took[made.algorithm] = min(took[made.algorithm], mean)
         best = min(range(len(took)), key=took.__getitem__)
-        made.used = best if took[best] < took[0] * (1 - LEAD) else 0
+        made.algorithm = best if took[best] < took[0] * (1 - LEAD) else 0
         for key in [key for key, kept in _plans.items() if kept is made]:
             _chosen.pop(_name(key), None)
-            if made.used:
-                _chosen[_name(key)] = made.used
-        return made.used
+            if made.algorithm:
+                _chosen[_name(key)] = made.algorithm
+        return made.algorithm
 
 
 def matmul_into(

@@ -100,7 +100,7 @@ def power_of_2_above(scale: Tensor) -> Tensor:
 
 
 def scale_from_amax(
-    amax: Tensor, kind: Format, old: Tensor | float = 1.0, margin: int = 0, power_of_2: bool = False
+    amax: Tensor, kind: Format, previous_scale: Tensor | float = 1.0, margin: int = 0, power_of_2: bool = False
 ) -> Tensor:
     """The float32 scale at which amax falls on the largest number of `kind`, or 2^margin below it.
 
@@ -112,8 +112,8 @@ def scale_from_amax(
     if power_of_2:
         scale = power_of_2_above(scale)
     usable = torch.isfinite(amax) & (amax > 0) & torch.isfinite(scale)
-    old = torch.as_tensor(old, dtype=torch.float32, device=amax.device)
-    return torch.where(usable, scale, old)
+    previous_scale = torch.as_tensor(previous_scale, dtype=torch.float32, device=amax.device)
+    return torch.where(usable, scale, previous_scale)
 
 
 def amax_reference(x: Tensor, dim: int | None = None) -> Tensor:

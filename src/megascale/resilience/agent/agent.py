@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.background import keep_running, log_failure
-from megascale.core.failure import errno_of, keep_no_bytecode
-from megascale.core.ports import free_port
+from megascale.core.failure import disable_bytecode_cache, find_errno
+from megascale.core.ports import find_free_port
 from megascale.core.python_command import module_command
-from megascale.core.terminal import end_signals, keep_working
+from megascale.core.terminal import keep_working, termination_signals
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.metrics_page import MetricsPage
 from megascale.resilience.agent.rank_lease import RankLease
@@ -37,17 +37,17 @@ from megascale.resilience.protocol.agent_messages import (
     Diagnose,
     Explain,
     Heard,
-    HeldTrainers,
     Inject,
     Kept,
     Order,
     Parted,
+    RunningTrainers,
     Start,
     Stop,
 )
-from megascale.resilience.protocol.given import given
-from megascale.resilience.protocol.heartbeat import fit
-from megascale.resilience.protocol.rank_evidence import look_at
+from megascale.resilience.protocol.given import read_job
+from megascale.resilience.protocol.heartbeat import truncate
+from megascale.resilience.protocol.rank_evidence import collect_evidence
 
 log = logging.getLogger("megascale.agent")
 
@@ -57,7 +57,7 @@ class Agent:
 
     def __init__(self, node: str, folder: Path, address: str, pod: str) -> None:
         self.node, self.address, self.pod = node, address, pod
-        job = given(folder)
+        job = read_job(folder)
         self.job, self.config, self.run_folder = job.name, job.limits, Path(job.run)
         self.shared = job.shared
         _make_run_folder(self.run_folder, job.checkpoints)
@@ -78,7 +78,7 @@ class Agent:
         self.trainers.serve()
         self.lease.start()
         loop = asyncio.get_running_loop()
-        for number in end_signals():
+        for number in termination_signals():
             loop.add_signal_handler(number, self.ended.set)
         works = {
             "the link to the driver": self.link.talk,
@@ -126,12 +126,12 @@ class Agent:
             "versions": versions,
         }
 
-    def _held(self) -> HeldTrainers | None:
+    def _held(self) -> RunningTrainers | None:
         if not self.state:
             return None
         stages = self.trainers.stages().values()
         stepped = any(has or phase in ("save", "evaluate", "done") for phase, has in stages)
-        return HeldTrainers(self.state, stepped)
+        return RunningTrainers(self.state, stepped)
 
     def _begun(self) -> None:
         self.telemetry.begin_session()
@@ -176,7 +176,7 @@ class Agent:
             ended = await asyncio.to_thread(end_services, self.run_folder, self.node)
             log.info("memory is not trusted: ended checkpoint services %s", ended)
         codes = {w.rank: w.code for w in self.trainers.workers()}
-        port = free_port(self.address, self._offered)
+        port = find_free_port(self.address, self._offered)
         self._offered.append(port)  # where it was taken by the time of its use, the next is another one
         self.link.say(do="stopped", attempt=self.trainers.attempt, order=order.order, port=port, codes=codes)
 
@@ -199,7 +199,7 @@ class Agent:
             self.trainers.start(order, self.address, self.link.token)
         except OSError as error:
             why = f"could not start the trainers: {error}"
-            self.link.say(do="failed", attempt=order.attempt, why=fit(why), errno=errno_of(error))
+            self.link.say(do="failed", attempt=order.attempt, why=truncate(why), errno=find_errno(error))
             return
         self.state = order.state
         self.telemetry.follow(order)
@@ -224,14 +224,14 @@ class Agent:
                 stderr=asyncio.subprocess.PIPE,
             )
         except OSError as error:
-            reason = fit(f"the self-checks cannot be started: {error}")
+            reason = truncate(f"the self-checks cannot be started: {error}")
             self.link.say(do="diagnosed", order=order.order, code=1, report="", said=reason)
             return
         try:
             async with asyncio.timeout(order.grace_period):
                 out, said = await process.communicate()
             report = {"code": process.returncode, "report": out.decode(errors="replace")[-REPORT:]}
-            report["said"] = fit(said.decode(errors="replace"))
+            report["said"] = truncate(said.decode(errors="replace"))
         except TimeoutError:
             report = {"code": 1, "report": "", "said": f"no result within {order.grace_period:g} seconds"}
         finally:
@@ -243,7 +243,7 @@ class Agent:
     async def _explain(self, order: Explain) -> None:
         """Look at the ranks that stand still, in a thread: it takes up to some seconds."""
         ranks = tuple(self.trainers.trainers)
-        found = await asyncio.to_thread(look_at, self.run_folder, ranks, order, not self.shared)
+        found = await asyncio.to_thread(collect_evidence, self.run_folder, ranks, order, not self.shared)
         for evidence in found:
             await self.link.send_when_free(evidence)
 
@@ -270,7 +270,7 @@ def serve(node: str, folder: Path, address: str, pod: str) -> None:
     """Be the agent of a node, until the driver lets it go or it is told to end (SIGTERM, SIGINT, SIGHUP)."""
     keep_working()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    keep_no_bytecode()
+    disable_bytecode_cache()
     folder.mkdir(parents=True, exist_ok=True)
 
     async def run() -> None:

@@ -18,7 +18,7 @@ from megascale.resilience.agent.node_folder import known_epoch
 from megascale.resilience.agent.rank_lease import RankLease
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import LIMIT, Order, Refuse, Welcome
-from megascale.resilience.protocol.given import given, given_token
+from megascale.resilience.protocol.given import given_token, read_job
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Message
 from megascale.services.silence import notice_silence
@@ -112,7 +112,7 @@ class DriverLink:
         return self.channel is not None and self.channel.backlog <= LIMIT
 
     async def _session(self) -> None:
-        job = given(self._folder)
+        job = read_job(self._folder)
         places = (job.driver, *job.elsewhere)
         host, port = places[self._tried % len(places)]
         async with asyncio.timeout(5.0):
@@ -130,7 +130,7 @@ class DriverLink:
                 raise
         if not isinstance(welcome, Welcome):
             channel.close()
-            why = welcome.why if isinstance(welcome, Refuse) else f"it said {welcome.do!r} first"
+            why = welcome.reason if isinstance(welcome, Refuse) else f"it said {welcome.do!r} first"
             raise ProtocolError(f"the driver refused this node: {why}")
         if welcome.version != agent_channel.VERSION:
             channel.close()
@@ -156,7 +156,7 @@ class DriverLink:
         while True:
             await asyncio.sleep(RETRY)
             with contextlib.suppress(MegascaleError):
-                if given(self._folder).epoch > self.epoch:
+                if read_job(self._folder).epoch > self.epoch:
                     channel.close()
                     return
 

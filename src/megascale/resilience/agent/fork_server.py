@@ -22,7 +22,7 @@ import sys
 
 from megascale.core import terminal
 from megascale.core.exit_record import NO_RECORD, record_of
-from megascale.core.failure import keep_no_bytecode, words_of
+from megascale.core.failure import disable_bytecode_cache, words_of
 from megascale.core.openmp import sleep_at_barriers
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
@@ -128,7 +128,7 @@ def _fork(sock: socket.socket, order: Fork, pipes: tuple[int, ...], reports: int
     code = 1
     try:
         die_with_parent(server)
-        keep_no_bytecode()
+        disable_bytecode_cache()
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

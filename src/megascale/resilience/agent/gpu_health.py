@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from megascale.core.background import FailureLog
-from megascale.core.gpu_names import gpu_names
-from megascale.core.xid import FATAL_XIDS, LOST, RECOVERY
+from megascale.core.gpu_names import visible_gpu_names
+from megascale.core.xid import FATAL_XIDS, OFF_BUS_XID, RECOVERY
 from megascale.resilience.protocol.heartbeat import GpuReport
 
 log = logging.getLogger("megascale.agent")
@@ -127,7 +127,7 @@ class GpuHealth:
         recovery = self._recovery(ask)
         assert self._xids is not None
         if lost:
-            self._xids.note(index, LOST)  # a device that is off the bus may send no event any more
+            self._xids.note(index, OFF_BUS_XID)  # a device that is off the bus may send no event any more
         text = name.decode() if isinstance(name, bytes) else str(name or "unknown")
         return GpuReport(index, text, temperature, power, ecc, self._xids.worst(index), slowed, recovery)
 
@@ -231,7 +231,7 @@ def _visible(nvml: Any) -> dict[int, Any]:
     """Index -> handle of the devices that are this node's: nodes on one machine share its devices out by
     CUDA_VISIBLE_DEVICES, and a neighbour's fault is not theirs."""
     there, found = nvml.nvmlDeviceGetCount(), {}
-    names = gpu_names(there)
+    names = visible_gpu_names(there)
     for index in range(there):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)

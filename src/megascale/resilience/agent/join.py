@@ -21,7 +21,7 @@ from megascale.resilience.agent.agent import serve
 from megascale.resilience.agent.driver_link import RETRY, connect
 from megascale.resilience.agent.node_folder import agent_process, default_folder, prepare, remember
 from megascale.resilience.protocol import agent_channel
-from megascale.resilience.protocol.agent_messages import Described, Refuse
+from megascale.resilience.protocol.agent_messages import JobOffer, Refuse
 from megascale.resilience.protocol.given import JobDescription
 from megascale.services.framing import ProtocolError
 
@@ -70,7 +70,7 @@ def parse_place(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def join(
+def join_job(
     places: Iterable[tuple[str, int]],
     job: str,
     secret: bytes,
@@ -79,7 +79,7 @@ def join(
     address: str,
     interface: str,
     wait: float,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     pod: str = "",
 ) -> None:
     """Ask a driver into its job, then be the agent of this machine until the job ends.
@@ -99,7 +99,7 @@ def join(
     own = address_of(interface) if interface and not address else address
     if own:
         _check_own(own)
-    place, own, told = asyncio.run(_ask(places, job, secret, node, own, wait, say))
+    place, own, told = asyncio.run(_ask(places, job, secret, node, own, wait, report))
     description = JobDescription(
         job,
         told.epoch,
@@ -118,7 +118,7 @@ def join(
     if interface:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface)
-    say(f"node {node} at {own} is in job {job}; trainers write to {home}/runs/{job}")
+    report(f"node {node} at {own} is in job {job}; trainers write to {home}/runs/{job}")
     serve(node, home, own, pod or socket.gethostname())
 
 
@@ -144,7 +144,7 @@ async def _ask(
     address: str,
     wait: float,
     say: Callable[[str], None],
-) -> tuple[tuple[str, int], str, Described]:
+) -> tuple[tuple[str, int], str, JobOffer]:
     """(where the driver is, this machine's address, what it tells of the job)."""
     deadline, said, why = time.monotonic() + wait, "", ""
     hardware, versions = node_health.hardware(), node_health.versions()
@@ -176,7 +176,7 @@ async def _ask(
         await asyncio.sleep(RETRY)
 
 
-async def _described(place: tuple[str, int], secret: bytes, fields: dict[str, Any]) -> Described:
+async def _described(place: tuple[str, int], secret: bytes, fields: dict[str, Any]) -> JobOffer:
     reader, writer = await connect(*place)
     try:
         channel = await agent_channel.open_channel(reader, writer, secret, driver=False)
@@ -185,7 +185,7 @@ async def _described(place: tuple[str, int], secret: bytes, fields: dict[str, An
     finally:
         writer.close()
     if isinstance(answer, Refuse):
-        raise ConfigError(f"the driver refused this node: {answer.why}")
-    if not isinstance(answer, Described):
+        raise ConfigError(f"the driver refused this node: {answer.reason}")
+    if not isinstance(answer, JobOffer):
         raise ProtocolError(f"the driver said {answer.do!r} to a node that asked in")
     return answer

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megascale.core.untrusted_files import open_regular
-from megascale.resilience.protocol.heartbeat import LogMatch, fit
+from megascale.resilience.protocol.heartbeat import LogMatch, truncate
 
 _CHUNK = 256 * 1024  # most bytes of a log read at a time; a rank that writes more is skipped over
 _MATCHES = 64
@@ -74,6 +74,8 @@ class LogFilter:
     def take(self) -> tuple[LogMatch, ...]:
         """Matches since the last call."""
         now = time.monotonic()
-        found = tuple(LogMatch(rank, fit(text, 200), fit(line), now - seen) for seen, rank, text, line in self._found)
+        found = tuple(
+            LogMatch(rank, truncate(text, 200), truncate(line), now - seen) for seen, rank, text, line in self._found
+        )
         self._found.clear()
         return found

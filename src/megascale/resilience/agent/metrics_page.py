@@ -12,13 +12,13 @@ import socket
 import time
 from collections.abc import Callable
 
-from megascale.observe.prometheus.exposition import CONTENT_TYPE, Family, expose
+from megascale.observe.prometheus.exposition import CONTENT_TYPE, Family, format_families
 from megascale.resilience.protocol.heartbeat import Heartbeat
-from megascale.services.door import Connection, Door, DoorLimits
+from megascale.services.door import Connection, ConnectionLimits, LimitedListener
 
 log = logging.getLogger("megascale.agent")
 
-LIMITS = DoorLimits(connections=16, head_seconds=5.0)
+LIMITS = ConnectionLimits(connections=16, head_seconds=5.0)
 _HEAD_BYTES = 8192
 
 
@@ -31,21 +31,21 @@ class MetricsPage:
     def __init__(self, newest: Callable[[], Heartbeat | None], connected: Callable[[], bool]) -> None:
         self._newest, self._connected = newest, connected
 
-    async def serve(self, address: str) -> Door | None:
+    async def serve(self, address: str) -> LimitedListener | None:
         """Begin to answer at "HOST:PORT"; None if it cannot listen there: that ends no agent."""
         try:
             listeners = _bind(address)
         except OSError as error:
             log.warning("nobody can read this node's /metrics at %s: %s", address, error)
             return None
-        return Door(listeners, lambda connection: _Exchange(connection, self._answer), LIMITS)
+        return LimitedListener(listeners, lambda connection: _Exchange(connection, self._answer), LIMITS)
 
     def _answer(self, words: list[bytes]) -> bytes:
         method, path = [*words, b"", b""][:2]
         if method != b"GET":
             return _response(405, "only GET is answered\n")
         if path == b"/metrics":
-            return _response(200, expose(self.families()), CONTENT_TYPE)
+            return _response(200, format_families(self.families()), CONTENT_TYPE)
         if path == b"/health":
             heartbeat = self._newest()
             bad = heartbeat is None or not self._connected()
@@ -110,10 +110,10 @@ class _Exchange(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._connection.made(transport)
+        self._connection.attach(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connection.lost()
+        self._connection.detach()
 
     def data_received(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():

@@ -29,7 +29,7 @@ class MetricsTail:
         """Another driver listens: it is told the last steps again."""
         self._anew = True
 
-    def look(self) -> Steps | None:
+    def read_new_steps(self) -> Steps | None:
         """What is new since the last look, None if nothing is."""
         fresh: list[StepFigures] = []
         try:
@@ -61,8 +61,8 @@ class MetricsTail:
 def _figures(line: bytes) -> StepFigures | None:
     """Return the figures of a training step; None for other lines, damaged ones and pieces of lines."""
     try:
-        record = strict_json.loads(line, most=_CHUNK)
-        step, seconds = strict_json.number(record["step"]), strict_json.number(record["seconds"])
+        record = strict_json.loads(line, max_bytes=_CHUNK)
+        step, seconds = strict_json.to_float(record["step"]), strict_json.to_float(record["seconds"])
         loss, norm = float(record["loss"]), float(record["grad_norm"])
     except (ValueError, KeyError, TypeError, OverflowError):
         return None

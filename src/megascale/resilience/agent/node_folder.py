@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megascale.errors import ConfigError
 from megascale.resilience.process_birth import born
-from megascale.resilience.protocol.given import JobDescription, give
+from megascale.resilience.protocol.given import JobDescription, write_job
 from megascale.services.private_folder import make_private
 
 PROCESS = "agent.json"
@@ -52,7 +52,7 @@ def prepare(folder: Path, job: JobDescription, token: bytes, marker: str) -> Job
             f"a driver of epoch {known} has this node, this one is of epoch {job.epoch}: it has been replaced; end it"
         )
     job = job.on(folder / "runs" / job.name, Path(job.checkpoints) if job.checkpoints else None)
-    give(folder, job, token)
+    write_job(folder, job, token)
     return job
 
 

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megascale.core.gpu_names import gpu_names
+from megascale.core.gpu_names import visible_gpu_names
 from megascale.resilience.protocol.heartbeat import NetworkTraffic
 
 log = logging.getLogger("megascale.agent")
@@ -162,4 +162,4 @@ def _memory_bytes() -> int:
 
 def gpu_count() -> int:
     """NVIDIA devices that this process may use, without torch: CUDA_VISIBLE_DEVICES, else the device files."""
-    return len(gpu_names(len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])))
+    return len(visible_gpu_names(len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])))

@@ -21,8 +21,8 @@ from pathlib import Path
 from megascale.core import terminal
 from megascale.core.background import FailureLog
 from megascale.errors import ConfigError, DataError, MegascaleError
-from megascale.resilience.agent.join import join, parse_place
-from megascale.resilience.protocol.given import give, given, given_token
+from megascale.resilience.agent.join import join_job, parse_place
+from megascale.resilience.protocol.given import given_token, read_job, write_job
 
 log = logging.getLogger("megascale.agent")
 LOOK = 0.25  # seconds between looks at the pod's annotations
@@ -52,14 +52,14 @@ class Places:
 def follow(places: Places, home: Path) -> None:
     """Give the agent in `home` the driver that the annotations name, once it differs from what it was given."""
     try:
-        job = given(home)
+        job = read_job(home)
     except DataError:
         return  # it has not joined yet
     found = list(places)
     if not found or places.epoch < job.epoch or (found[0] == job.driver and places.epoch == job.epoch):
         return
     log.info("the driver of epoch %d is at %s:%d", places.epoch, *found[0])
-    give(home, replace(job, driver=found[0], elsewhere=tuple(found[1:]), epoch=places.epoch), given_token(home))
+    write_job(home, replace(job, driver=found[0], elsewhere=tuple(found[1:]), epoch=places.epoch), given_token(home))
 
 
 def _follow(places: Places, home: Path) -> None:
@@ -85,7 +85,7 @@ def run() -> None:
     folder = Path(environment.get("MEGASCALE_FOLDER", "/var/lib/megascale"))
     secret = Path(environment.get("MEGASCALE_SECRET", "/etc/megascale/secret/token")).read_text().strip().encode()
     threading.Thread(target=_follow, args=(places, folder / node), name="annotations", daemon=True).start()
-    join(
+    join_job(
         places,
         job,
         secret,
@@ -104,7 +104,7 @@ def _be_first_process() -> None:
     child = os.fork()
     if not child:
         return
-    for number in terminal.end_signals():
+    for number in terminal.termination_signals():
         signal.signal(number, lambda number, frame: os.kill(child, number))
     while True:
         pid, status = os.wait()

@@ -119,7 +119,7 @@ class SentFiles:
         for name, more in self._spans.items():
             if name != _HERE and (due or more):
                 piece = self._next(name, self._growing.setdefault(name, _Followed()))
-                self._spans[name] = piece is not None and piece.more
+                self._spans[name] = piece is not None and piece.has_more
                 found += [piece] if piece is not None else []
         if due and not found:
             for name in [name for name in self._spans if name != _HERE and not (self._run / name).exists()]:
@@ -158,7 +158,7 @@ class SentFiles:
         if not data:
             return None
         more = about.st_size > followed.sent + len(data)
-        piece = FileData(name, followed.sent, data, first=followed.first, left_out=left_out, more=more)
+        piece = FileData(name, followed.sent, data, first=followed.first, left_out=left_out, has_more=more)
         followed.sent += len(data)
         followed.first = False
         return piece
@@ -171,6 +171,6 @@ class SentFiles:
                 if seen == self._replaced[name] or about.st_size > PIECE:
                     return None
                 self._replaced[name] = seen
-                return FileData(name, 0, file.read(PIECE), whole=True)
+                return FileData(name, 0, file.read(PIECE), replaces_file=True)
         except OSError:
             return None

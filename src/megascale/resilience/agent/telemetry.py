@@ -20,7 +20,7 @@ from megascale.resilience.agent.sent_files import SentFiles
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol.agent_messages import Kept, Start
 from megascale.resilience.protocol.given import JobDescription
-from megascale.resilience.protocol.heartbeat import Heartbeat, fit
+from megascale.resilience.protocol.heartbeat import Heartbeat, truncate
 
 log = logging.getLogger("megascale.agent")
 LOOK = 0.2  # seconds between looks at logs and status files
@@ -206,14 +206,14 @@ class Telemetry:
     def _pass_lines(self) -> None:
         lines = self._logs.look(self._forward)
         if lines:
-            self._link.say(do="lines", rank=self._forward, lines=[fit(line) for line in lines[-100:]])
+            self._link.say(do="lines", rank=self._forward, lines=[truncate(line) for line in lines[-100:]])
 
     def _pass_files(self, rest: bool = False) -> int:
         """What steps gave, where rank 0 runs; and all that trainers write, where the driver does not see it. Returns
         the number of pieces of files."""
         if self._link.channel is None:
             return 0
-        if 0 in self._trainers.trainers and (steps := self._metrics.look()) is not None:
+        if 0 in self._trainers.trainers and (steps := self._metrics.read_new_steps()) is not None:
             self._link.send(steps)
         pieces = self._files.take(rest) if self._files is not None and self._link.free else []
         for piece in pieces:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from megascale.core.background import FailureLog
 from megascale.core.exit_record import NO_RECORD, ExitRecord
-from megascale.core.failure import room
+from megascale.core.failure import free_bytes
 from megascale.core.interfaces import interface_of
 from megascale.core.ports import is_loopback
 from megascale.core.python_command import module_command
@@ -37,7 +37,7 @@ from megascale.resilience.protocol.fork_messages import (
     Frames,
     framed,
 )
-from megascale.resilience.protocol.heartbeat import TAIL, Worker, fit
+from megascale.resilience.protocol.heartbeat import TAIL, Worker, truncate
 from megascale.services.messages import Message
 from megascale.services.shared_token import derive
 
@@ -333,16 +333,16 @@ class Trainers:
             code=code,
             phase=phase,
             step=step,
-            action=fit(action, 200),
+            action=truncate(action, 200),
             microbatch=microbatch,
             status_age=now - t.changed,
-            message=fit(message),
+            message=truncate(message),
             rss=rss,
             cpu_seconds=cpu,
             stopped=stopped,
             stderr_tail=tail,
             exit=t.record,
-            error=fit(t.error),
+            error=truncate(t.error),
             ended_age=now - t.ended if t.status is not None else 0.0,
             by_agent=t.by_agent,
         )
@@ -351,7 +351,7 @@ class Trainers:
         """Bytes left on the disks that trainers write to, when one of them has ended badly; else nothing."""
         if not any(t.status for t in self.trainers.values()):
             return {}
-        return room([self.run, self.run / "logs", self.run / "checkpoints", tempfile.gettempdir(), "/dev/shm"])
+        return free_bytes([self.run, self.run / "logs", self.run / "checkpoints", tempfile.gettempdir(), "/dev/shm"])
 
     def _tail(self, t: TrainerProcess) -> str:
         """The end of what this attempt wrote into the rank's log."""
@@ -359,7 +359,7 @@ class Trainers:
             with open(t.log, "rb", opener=open_regular) as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(t.log_start, size - TAIL))
-                return fit(file.read(TAIL).decode(errors="replace"), TAIL)
+                return truncate(file.read(TAIL).decode(errors="replace"), TAIL)
         except OSError:
             return ""
 

@@ -30,7 +30,7 @@ from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError, in_pod
 from megascale.resilience.cluster.kubernetes_lease import DriverLease
 from megascale.resilience.cluster.kubernetes_objects import JobObjects, controller_of, own_secrets, taken_over
-from megascale.resilience.cluster.kubernetes_pod import DRIVER, ENDING, EPOCH, labels, object_name, pod, read_patch
+from megascale.resilience.cluster.kubernetes_pod import DRIVER, ENDING, EPOCH, labels, make_pod, object_name, read_patch
 from megascale.resilience.cluster.kubernetes_table import Pod
 from megascale.resilience.cluster.kubernetes_view import STUCK, ClusterView
 from megascale.resilience.cluster.remote import make_marker
@@ -128,7 +128,7 @@ class KubernetesCluster(Cluster):
     def bar(self, names: frozenset[str]) -> None:
         self._barred = names
 
-    def gone(self, name: str) -> bool:
+    def has_stopped(self, name: str) -> bool:
         return self.view.table.certain(name, self._config.resilience.grace_period + ENDING)
 
     def note_end(self, name: str) -> None:
@@ -152,7 +152,7 @@ class KubernetesCluster(Cluster):
         """Nodes whose pod is being deleted, has ended, or was removed while its processes may run on."""
         return self.view.ending()
 
-    def reports(self) -> list[Verdict]:
+    def take_verdicts(self) -> list[Verdict]:
         return self.view.reports()
 
     def block(self, name: str, why: str) -> None:
@@ -181,7 +181,7 @@ class KubernetesCluster(Cluster):
     async def fence(self, name: str) -> bool:
         """True once its kubelet has said that it has ended, or must have ended it."""
         await self._remove(name, END)
-        return self.gone(name)
+        return self.has_stopped(name)
 
     async def request(self) -> str | None:
         """A node with a pod that runs; None if none comes, for which a report says why."""
@@ -272,7 +272,7 @@ class KubernetesCluster(Cluster):
     def _avoid(self) -> frozenset[str]:
         """Machines that get no new pod now: blocked ones, those with a pod, and those where an old one may run on."""
         lost = list(self.view.table.unproven.values())
-        unproven = {each.machine for each in lost if not self.gone(each.node)}
+        unproven = {each.machine for each in lost if not self.has_stopped(each.node)}
         barred = {self.view.machine_of(each) for each in self._barred} if self._config.kubernetes.one_a_node else set()
         return frozenset({*self.objects.blocked, *unproven, *barred} - {""})
 
@@ -284,7 +284,7 @@ class KubernetesCluster(Cluster):
         """Ask for a pod, which `_waiting` has from before it can be there; its name, None if that was refused."""
         name = f"{self._job}-{secrets.token_hex(3)}"
         self._waiting.add(name)
-        manifest = pod(
+        manifest = make_pod(
             self._config,
             name,
             self._gpus,

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megascale.config import KubernetesConfig
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 
 RATE = 40.0  # requests a second, at most
 BURST = 40  # that may come at once
@@ -150,7 +150,7 @@ def _library() -> tuple[Any, Any]:
     try:
         from kubernetes import client, config
     except ImportError:
-        raise ConfigError(f"cluster kubernetes needs the official client: {remedy('kubernetes')}") from None
+        raise ConfigError(f"cluster kubernetes needs the official client: {describe_install('kubernetes')}") from None
     return client, config
 
 

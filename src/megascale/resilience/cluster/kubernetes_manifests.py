@@ -23,9 +23,9 @@ from megascale.resilience.cluster.kubernetes_pod import (
     JOB,
     SECRET_FOLDER,
     labels,
+    make_pod,
     merge,
     object_name,
-    pod,
     read_patch,
 )
 
@@ -47,7 +47,7 @@ def manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json]:
     """
     job = config.train.name
     if form == "nodes":
-        node = pod(
+        node = make_pod(
             config,
             f"{job}-0",
             gpus,
@@ -170,7 +170,7 @@ def settings_objects(config: Config) -> list[Json]:
 def _driver_pod(config: Config, run: str, words: Sequence[str]) -> Json:
     """Template of the driver's pod: it sees what nodes see (mounts, patch), and has no devices."""
     settings, job = config.kubernetes, config.train.name
-    node = merge(pod(config, job, 0), read_patch(settings))
+    node = merge(make_pod(config, job, 0), read_patch(settings))
     container = node["spec"]["containers"][0]
     own = ("secret", "about", "state", "shm")
     fields = (("MEGASCALE_POD", "metadata.name"), ("MEGASCALE_POD_UID", "metadata.uid"))
@@ -234,7 +234,7 @@ def jobset(config: Config, gpus: int, run: str) -> Json:
     folder = shlex.quote(f"{run}/driver")
     begin = f"umask 77; mkdir -p {folder} && cp /etc/megascale/secret/token {folder}/token && exec "
     driver["spec"]["containers"][0]["command"] = ["sh", "-c", begin + shlex.join(command)]
-    node = pod(config, job, gpus, environment=taken_over(), patch=read_patch(settings))
+    node = make_pod(config, job, gpus, environment=taken_over(), patch=read_patch(settings))
     agent, place = node["spec"]["containers"][0], f"{name}-driver-0-0.{name}:{AGENTS_PORT}"
     agent["command"] = module_command("megascale", "agent", place, "--job", job, python=settings.python)
     agent["command"] += ["--node", "$(MEGASCALE_NODE)", "--folder", "/var/lib/megascale", "--secret-file", "-"]

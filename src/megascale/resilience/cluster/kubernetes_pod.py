@@ -55,7 +55,7 @@ def read_patch(settings: KubernetesConfig) -> Json:
     return {key: value for key, value in found.items() if key in ("metadata", "spec")}
 
 
-def pod(
+def make_pod(
     config: Config,
     name: str,
     gpus: int,

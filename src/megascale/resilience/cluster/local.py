@@ -21,7 +21,7 @@ from megascale.core.python_command import module_command
 from megascale.resilience.agent.services import end_services
 from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
 from megascale.resilience.process_birth import born
-from megascale.resilience.protocol.given import JobDescription, give
+from megascale.resilience.protocol.given import JobDescription, write_job
 
 log = logging.getLogger("megascale.driver")
 DOWN = "down"
@@ -59,7 +59,7 @@ class LocalCluster(Cluster):
             folder.mkdir(parents=True, exist_ok=True)
             (self.run / "checkpoints").mkdir(exist_ok=True)
             job = job.on(folder / "runs" / self.run.name, self.run / "checkpoints")
-        give(folder, replace(job, run=job.run or str(self.run)), token)
+        write_job(folder, replace(job, run=job.run or str(self.run)), token)
         return folder
 
     def nodes(self) -> list[NodeInfo]:

@@ -9,7 +9,7 @@ from megascale.core.ports import is_loopback
 from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.remote import make_marker
-from megascale.resilience.protocol.contact import folder
+from megascale.resilience.protocol.contact import driver_folder
 from megascale.resilience.protocol.given import JobDescription
 
 
@@ -39,7 +39,7 @@ class ManualCluster(Cluster):
         everywhere = os.uname().nodename if host in ("0.0.0.0", "::") else host
         shown = self._request.config.resilience.advertise or everywhere
         only = " (only this machine reaches it; --resilience.listen=ADDRESS opens it)" if is_loopback(host) else ""
-        secret = folder(self._request.run) / "token"
+        secret = driver_folder(self._request.run) / "token"
         where = f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
         self._request.say("driver", f"agents join at {where}{only}; on each machine, with the secret from {secret}:")
         self._request.say("driver", f"  megascale agent {where} --job {job.name} --secret-file SECRET")

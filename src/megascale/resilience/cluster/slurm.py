@@ -30,7 +30,7 @@ from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.hosts_file import Host
 from megascale.resilience.cluster.remote import REST, START, RemoteCluster, kill_command
-from megascale.resilience.protocol.contact import folder
+from megascale.resilience.protocol.contact import driver_folder
 from megascale.resilience.protocol.given import JobDescription
 
 log = logging.getLogger("megascale.driver")
@@ -150,7 +150,7 @@ class SlurmCluster(RemoteCluster):
             return
         self._tried, name, number = now, others[-1], secrets.token_hex(4)
         try:
-            file = folder(self.run) / slurm_standby.CURRENT
+            file = driver_folder(self.run) / slurm_standby.CURRENT
             temporary = file.with_suffix(".tmp")
             temporary.write_text(json.dumps({"number": number, "node": name}))
             os.replace(temporary, file)
@@ -180,12 +180,12 @@ class SlurmCluster(RemoteCluster):
 
     def _shows_life(self, now: float) -> bool:
         with contextlib.suppress(OSError):
-            shown = (folder(self.run) / slurm_standby.CURRENT).stat().st_mtime_ns
+            shown = (driver_folder(self.run) / slurm_standby.CURRENT).stat().st_mtime_ns
             if shown != self._shown[0]:
                 self._shown = (shown, now)
         return now - self._shown[1] < _SILENT
 
-    def outlast(self) -> int | None:
+    def wait_for_job_end(self) -> int | None:
         """Where this process ends, its batch script does, and Slurm takes that for the job's end, even on a node that
         it has taken out of the job."""
         while True:

@@ -29,7 +29,7 @@ from pathlib import Path
 from megascale.core.python_command import module_command
 from megascale.errors import DataError
 from megascale.resilience.cluster.slurm_script import BEFORE
-from megascale.resilience.protocol.contact import ENDED_EPOCH, folder, read_contact
+from megascale.resilience.protocol.contact import ENDED_EPOCH, driver_folder, read_contact
 
 CURRENT, VERDICT = "standby.json", "slurm-verdict.json"
 READY = "ready"
@@ -54,7 +54,7 @@ def main(words: Sequence[str]) -> int:
         if nodes and driver not in nodes:
             return take_over(run, job, starts, f"Slurm has taken {driver}, the driver's node: {own} goes on")
         with contextlib.suppress(OSError):
-            os.utime(folder(run) / CURRENT)
+            os.utime(driver_folder(run) / CURRENT)
         time.sleep(_LOOK)
     print(f"standby {number} was followed by {current}", flush=True)
     return 0
@@ -66,7 +66,7 @@ def take_over(run: Path, job: str, starts: int, why: str) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     about = ask_about(job)
     text = subprocess.run(["scontrol", "write", "batch_script", job, "-"], capture_output=True, text=True).stdout
-    script = folder(run) / "standby.sbatch"
+    script = driver_folder(run) / "standby.sbatch"
     script.write_text(text)
     environment = dict(os.environ)
     with contextlib.suppress(DataError):
@@ -96,7 +96,7 @@ def take_over(run: Path, job: str, starts: int, why: str) -> int:
 def _end(run: Path, job: str, starts: int, code: int) -> None:
     """Have Slurm end the job with a script's exit code: by what is left of it on the lost node, else by its library,
     else by scancel."""
-    file = folder(run) / VERDICT
+    file = driver_folder(run) / VERDICT
     temporary = file.with_suffix(".tmp")
     temporary.write_text(json.dumps({"job": job, "starts": starts, "code": code}))
     os.replace(temporary, file)
@@ -113,7 +113,7 @@ def _end(run: Path, job: str, starts: int, code: int) -> None:
 
 def verdict_of(run: Path, job: str, starts: int) -> int | None:
     """The exit code of the script that a standby ran, once it has ended."""
-    found = _read(folder(run) / VERDICT)
+    found = _read(driver_folder(run) / VERDICT)
     if (found.get("job"), found.get("starts")) != (job, starts):
         return None
     code = found.get("code")
@@ -122,7 +122,7 @@ def verdict_of(run: Path, job: str, starts: int) -> int | None:
 
 def read_current(run: Path) -> dict[str, object]:
     """What the newest driver has written of its standby: its number and node."""
-    return _read(folder(run) / CURRENT)
+    return _read(driver_folder(run) / CURRENT)
 
 
 def _read(file: Path) -> dict[str, object]:

@@ -49,7 +49,7 @@ class Findings:
     rounds: int
     rates: dict[str, float | None]
 
-    def check(self, node: int) -> SelfCheck:
+    def to_self_check(self, node: int) -> SelfCheck:
         """What the inquiry says of one node."""
         mine = [rate for pair, rate in self.rates.items() if str(node) in pair.split("-") and rate is not None]
         name, best = "all-reduce with neighbours", max(mine, default=None)
@@ -149,7 +149,7 @@ class _Lead:
         rates |= self.held
         self.held = {}
         self.rates |= {f"{a}-{b}": rate for (a, b), rate in rates.items()}
-        self.inquiry.receive((pair, rate is not None and rate >= least) for pair, rate in rates.items())
+        self.inquiry.record_results((pair, rate is not None and rate >= least) for pair, rate in rates.items())
 
     def _result(self, number: int, node: int, deadline: float) -> float | None:
         key = f"result/{number}/{node}"

@@ -64,7 +64,7 @@ class Inquiry:
                 pairs.append(_key(node, partner))
         return pairs
 
-    def receive(self, results: Iterable[tuple[Pair, bool]]) -> None:
+    def record_results(self, results: Iterable[tuple[Pair, bool]]) -> None:
         """Take in what pairs gave: (pair, whether it passed)."""
         received = [(_key(*pair), passed) for pair, passed in results]
         for (a, b), passed in received:

@@ -28,7 +28,7 @@ CHECKS: dict[str, Callable[[], Iterable[SelfCheck]]] = {
 }
 
 
-def run(names: Iterable[str], expected: Expected) -> Iterator[tuple[SelfCheck, float]]:
+def run_checks(names: Iterable[str], expected: Expected) -> Iterator[tuple[SelfCheck, float]]:
     """Run checks by name, each judged: (check, seconds since the one before). ConfigError for an unknown name."""
     names = list(names) or list(CHECKS)
     for name in names:

@@ -17,7 +17,7 @@ import msgspec
 
 from megascale.config import ResilienceConfig
 from megascale.core.events import Event
-from megascale.core.preflight import wave
+from megascale.core.preflight import max_concurrent_imports
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.state.audit_log import RecordEvent
@@ -32,7 +32,7 @@ log = logging.getLogger("megascale.driver")
 
 # Number of agents that start at the same time: each imports everything for its trainers, and many at once on few cores
 # are all late.
-WAVE = wave(os.cpu_count() or 1)
+WAVE = max_concurrent_imports(os.cpu_count() or 1)
 JOIN = 60.0  # seconds in which an agent that was started must connect
 KILL = 1.0  # seconds that an agent may take to end its ranks once its lease is over
 
@@ -406,11 +406,11 @@ class Nodes:
         """Answer a heartbeat, so that the ranks of the node may run on."""
         if heartbeat.leaving and node.state is NodeState.UP:
             self.change(node.name, NodeEvent.ENDING)
-        if heartbeat.over:
+        if heartbeat.is_finished:
             self.leases.holders.discard(node.name)
             self.cluster.note_end(node.name)
         # An abandoned agent hears no more than that its end was noticed, or its ranks could run forever.
-        if self.leases.are_required and (heartbeat.over or node.state.is_present):
+        if self.leases.are_required and (heartbeat.is_finished or node.state.is_present):
             self.leases.renew(node.name)
             self.order(node, do="heard", sequence=heartbeat.sequence)
 

@@ -18,11 +18,11 @@ from megascale.config import Config, load
 from megascale.config.plugins import load_plugins
 from megascale.core import run_lock
 from megascale.core.events import Event
-from megascale.core.failure import keep_no_bytecode
-from megascale.core.gpu_names import gpu_names
+from megascale.core.failure import disable_bytecode_cache
+from megascale.core.gpu_names import visible_gpu_names
 from megascale.core.ports import is_loopback
 from megascale.core.secrets import PASSWORD_VARIABLE
-from megascale.core.terminal import end_signals
+from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError, DataError, FitError, TrainingError
 from megascale.resilience.agent.node_health import gpu_count
 from megascale.resilience.cluster.base import Cluster, ClusterRequest
@@ -154,9 +154,9 @@ def drive(config: Config, size: Size, log_line: LogLine) -> int:
         ConfigError: another driver runs the job, or a process trains without a driver.
     """
     run = config.run_folder.absolute()
-    keep_no_bytecode()
+    disable_bytecode_cache()
     try:
-        lock = run_lock.take_for_driver(run, "megascale launch")
+        lock = run_lock.acquire_driver_lock(run, "megascale launch")
         try:
             return _drive(run, config, size, _ignoring_errors(log_line), lock.warning)
         finally:
@@ -187,7 +187,7 @@ def _name_devices(devices: list[list[int]]) -> tuple[tuple[str, ...], ...]:
     """Return the names of GPUs that are numbered among those that this process sees."""
     if not devices:
         return ()
-    names = gpu_names(gpu_count())
+    names = visible_gpu_names(gpu_count())
     return tuple(tuple(names[i] for i in group) for group in devices)
 
 
@@ -328,7 +328,7 @@ async def _serve(driver: Driver) -> int:
     cluster = driver.nodes.cluster
     limits = driver.limits
     loop = asyncio.get_running_loop()
-    for number in end_signals():
+    for number in termination_signals():
         hands_over = number != signal.SIGINT and cluster.hands_over
         loop.add_signal_handler(number, driver.hand_over if hands_over else driver.operations.interrupt)
     port = limits.port

@@ -48,9 +48,9 @@ class Fault:
 
     kind: str
     target: Target
-    inside: bool
-    does: str
-    follows: str
+    is_in_trainer: bool
+    effect: str
+    expected_response: str
 
 
 FAULTS = {
@@ -117,7 +117,7 @@ def inject(run: Path, kind: str, options: Options | None = None) -> list[str]:
         raise ConfigError(f"{kind} is injected into one rank: say which with --rank N")
     if fault.target == "node" and options.node is None:
         raise ConfigError(f"{kind} is injected into one node: say which with --node NAME; `megascale nodes` names them")
-    if fault.inside:
+    if fault.is_in_trainer:
         return _ask_trainer(run, kind, options)
     outside: dict[str, Callable[[Path, Options], list[str]]] = {
         "kill-rank": _kill_rank,

@@ -24,8 +24,8 @@ from megascale.services.framing import (
     SEAL_BYTES,
     ProtocolError,
     Seal,
-    greeting,
-    head,
+    make_greeting,
+    make_head,
     read_greeting,
     read_head,
 )
@@ -71,11 +71,11 @@ class AgentChannel:
         if self.backlog > 4 * self._out.limit:
             self.close()
             raise ConnectionError("the other side does not read")
-        self._writer.write(head(len(data)) + self._seal.make(data) + data)
+        self._writer.write(make_head(len(data)) + self._seal.make(data) + data)
 
     def send_message(self, *, do: str, **fields: Any) -> None:
         """As `send`, of the kind `do`."""
-        self.send(self._out.make(do, fields))
+        self.send(self._out.build(do, fields))
 
     async def receive(self) -> Any:
         """The next message. ProtocolError: one too large, forged, repeated or malformed; EOFError at the end."""
@@ -154,14 +154,14 @@ async def open_channel(
     TLS fails. The caller sets a time limit.
     """
     proof = TokenProof(token, "agents", "server" if driver else "client")
-    writer.write(greeting(proof.nonce))
+    writer.write(make_greeting(proof.nonce))
     try:
-        writer.write(proof.answer(read_greeting(await reader.readexactly(GREETING_BYTES))))
+        writer.write(proof.answer_nonce(read_greeting(await reader.readexactly(GREETING_BYTES))))
         answer = await reader.readexactly(PROOF_BYTES)
     except asyncio.IncompleteReadError:
         raise ProtocolError("left before it had shown that it knows the job's token") from None
     if not proof.accepts(answer):
         raise ProtocolError("does not know the job's token")
-    channel = AgentChannel(reader, writer, proof.key(), driver)
+    channel = AgentChannel(reader, writer, proof.connection_key(), driver)
     await (channel.secure(tls) if driver else channel.secured())
     return channel

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from megascale.observe.hang.sent_evidence import MOST
+from megascale.observe.hang.sent_evidence import MAX_EVIDENCE_BYTES
 from megascale.resilience.protocol.heartbeat import MAX_BYTES, Heartbeat, Rank
 from megascale.services.messages import (
     Count,
@@ -38,7 +38,7 @@ _Settings = Annotated[str, Meta(max_length=SETTINGS)]
 # From an agent ----------------------------------------------------------------------------------------------------
 
 
-class HeldTrainers(Part, frozen=True):
+class RunningTrainers(Part, frozen=True):
     """What a driver must know to go on with the trainers that run, should its journal be lost (membership.py).
 
     Attributes:
@@ -71,7 +71,7 @@ class Hello(Message, frozen=True):
     pid: Count = 0
     hardware: Facts = field(default_factory=dict)
     versions: Facts = field(default_factory=dict)
-    held: HeldTrainers | None = None
+    held: RunningTrainers | None = None
 
 
 class Join(Message, frozen=True):
@@ -101,7 +101,7 @@ class StartFailed(Message, frozen=True, tag="failed"):
     """An attempt could not be started; errno: of the system call that it is about, 0: none."""
 
     attempt: Count
-    why: Text
+    reason: Text
     errno: Count = 0
 
 
@@ -111,7 +111,7 @@ class Diagnosed(Message, frozen=True):
     order: Count
     code: Whole
     report: Annotated[str, Meta(max_length=REPORT)] = ""
-    said: Text = ""
+    stderr: Text = ""
 
 
 class Lines(Message, frozen=True):
@@ -134,7 +134,7 @@ class Steps(Message, frozen=True):
     """Steps that the trainers have done, in order; anew: those told before do not count any more."""
 
     steps: Annotated[tuple[StepFigures, ...], Meta(max_length=512)]
-    anew: bool = False
+    replaces_earlier: bool = False
 
 
 class FileData(Message, frozen=True):
@@ -154,8 +154,8 @@ class FileData(Message, frozen=True):
     data: Annotated[bytes, Meta(max_length=PIECE)]
     first: bool = False
     left_out: Count = 0
-    more: bool = False
-    whole: bool = False
+    has_more: bool = False
+    replaces_file: bool = False
 
 
 class Evidence(Message, frozen=True):
@@ -167,7 +167,7 @@ class Evidence(Message, frozen=True):
 
     order: Count
     rank: Rank
-    data: Annotated[bytes, Meta(max_length=MOST)] = b""
+    data: Annotated[bytes, Meta(max_length=MAX_EVIDENCE_BYTES)] = b""
     moving: bool = False
     keep: bool = False
 
@@ -185,10 +185,10 @@ class Welcome(Message, frozen=True):
 class Refuse(Message, frozen=True):
     """The agent is not wanted."""
 
-    why: Text
+    reason: Text
 
 
-class Described(Message, frozen=True):
+class JobOffer(Message, frozen=True):
     """The job that a node asked into, as given.py has it.
 
     Attributes:
@@ -309,5 +309,5 @@ FROM_AGENT = Schema(
     Hello, Join, Heartbeat, Stopped, StartFailed, Diagnosed, Lines, Steps, FileData, Evidence, limit=LIMIT
 )
 FROM_DRIVER = Schema(
-    Welcome, Refuse, Described, Start, Stop, Diagnose, Explain, Kept, Inject, Heard, Parted, Leave, limit=LIMIT
+    Welcome, Refuse, JobOffer, Start, Stop, Diagnose, Explain, Kept, Inject, Heard, Parted, Leave, limit=LIMIT
 )

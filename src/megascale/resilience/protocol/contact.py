@@ -26,22 +26,22 @@ class Contact:
     api: str
 
 
-def folder(run: Path) -> Path:
+def driver_folder(run: Path) -> Path:
     """RUN/driver."""
     return run / "driver"
 
 
 def write_contact(run: Path, contact: Contact) -> None:
     """Replace the contact in one move."""
-    temporary = folder(run) / "contact.tmp"
+    temporary = driver_folder(run) / "contact.tmp"
     temporary.write_text(json.dumps(asdict(contact)))
-    os.replace(temporary, folder(run) / "contact.json")
+    os.replace(temporary, driver_folder(run) / "contact.json")
 
 
 def read_contact(run: Path) -> Contact:
     """DataError if there is none."""
     try:
-        record = json.loads(read_small_text(folder(run) / "contact.json"))
+        record = json.loads(read_small_text(driver_folder(run) / "contact.json"))
         record["agents"] = tuple(record["agents"])
         return Contact(**record)
     except (OSError, ValueError, TypeError, KeyError):
@@ -52,9 +52,9 @@ def read_contact(run: Path) -> Contact:
 
 def make_token(run: Path) -> bytes:
     """The job's token, made at the first start; DataError as shared_token.read_token."""
-    return shared_token.make_token(folder(run) / "token")
+    return shared_token.make_token(driver_folder(run) / "token")
 
 
 def read_token(run: Path) -> bytes:
     """The job's token; DataError as shared_token.read_token."""
-    return shared_token.read_token(folder(run) / "token")
+    return shared_token.read_token(driver_folder(run) / "token")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from megascale.core.exit_record import NO_RECORD, ExitRecord
-from megascale.services.framing import HEAD, ProtocolError, head, read_head
+from megascale.services.framing import HEAD, ProtocolError, make_head, read_head
 from megascale.services.messages import Count, Message, Path, Schema, Text
 
 _LIMIT = 1 << 20  # bytes of an order: an environment and a command line
@@ -73,7 +73,7 @@ FROM_CHILD = Schema(LastWords, limit=_LIMIT)
 def framed(schema: Schema, message: Message) -> bytes:
     """A message with its head, to be written as it is."""
     data = schema.encode(message)
-    return head(len(data)) + data
+    return make_head(len(data)) + data
 
 
 class Frames:

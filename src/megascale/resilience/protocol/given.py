@@ -49,7 +49,7 @@ class JobDescription:
         return replace(self, run=str(run), shared=False, checkpoints=str(checkpoints or ""))
 
 
-def give(folder: Path, job: JobDescription, token: bytes) -> None:
+def write_job(folder: Path, job: JobDescription, token: bytes) -> None:
     """Put a job's description and its secret into an agent's folder, each in one move."""
     _replace(folder / TOKEN, token)
     _replace(folder / FILE, json.dumps(to_record(job)).encode())
@@ -78,7 +78,7 @@ def _replace(file: Path, data: bytes) -> None:
     os.replace(temporary, file)
 
 
-def given(folder: Path) -> JobDescription:
+def read_job(folder: Path) -> JobDescription:
     """What lies in an agent's folder. DataError if nothing of the kind does."""
     try:
         record = json.loads((folder / FILE).read_text())

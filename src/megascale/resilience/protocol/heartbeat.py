@@ -85,7 +85,7 @@ class GpuReport(Part, frozen=True):
     xid: Count = 0
     throttled: bool = False
     recovery: Name = ""
-    unanswered: Finite = 0.0
+    silent_seconds: Finite = 0.0
 
 
 class NetworkTraffic(Part, frozen=True):
@@ -145,12 +145,12 @@ class Heartbeat(Message, frozen=True):
     leaving: bool = False
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether nothing of the job runs on the node, nor will under this agent."""
         return self.leaving and all(worker.state != "running" for worker in self.workers)
 
 
-def fit(text: str, limit: int = 2000) -> str:
+def truncate(text: str, limit: int = 2000) -> str:
     """`text` cut to what a heartbeat may hold, keeping its end; bytes that are no text (of a file's name) as "?"."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= limit else "..." + text[len(text) - limit + 3 :]

@@ -19,7 +19,7 @@ from itertools import takewhile
 
 from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind
-from megascale.core.failure import NO_ROOM, SCARCE
+from megascale.core.failure import DISK_FULL_ERRNOS, MIN_FREE_BYTES
 from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_INTERRUPTED, EXIT_USAGE
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.foreign_messages import END_MARK, EXCEPTION_LINE, Fault, find_fault
@@ -208,12 +208,14 @@ def _end_time(member: RankView, worker: Worker) -> float:
 def list_full_disks(member: RankView) -> list[str]:
     """Describe the disks of a member without space."""
     disks = member.heartbeat.disks if member.heartbeat is not None else {}
-    return [f"the disk of {folder} has {space:,.0f} bytes left" for folder, space in disks.items() if space < SCARCE]
+    return [
+        f"the disk of {folder} has {space:,.0f} bytes left" for folder, space in disks.items() if space < MIN_FREE_BYTES
+    ]
 
 
 def judge_failed_start(node: str, ranks: tuple[int, ...], reason: str, number: int) -> Verdict:
     """Return the verdict on a node whose agent could not start its ranks. `number`: errno, 0 if unknown."""
-    kind = Event.DISK_FULL if number in NO_ROOM else Event.PROCESS_EXIT
+    kind = Event.DISK_FULL if number in DISK_FULL_ERRNOS else Event.PROCESS_EXIT
     return Verdict(kind, (node,), ranks, "recover", (reason,))
 
 
@@ -274,7 +276,7 @@ def _choose_action(
     if cause is CODE and _is_on_several_ranks(ended):
         return "stop", "the same exception on several ranks at once is in the code or the data, not in a machine"
     is_repeated = _is_repeated(view, cause, nodes, messages)
-    if cause is CODE and view.grid.world == 1 and is_repeated:
+    if cause is CODE and view.grid.world_size == 1 and is_repeated:
         return "stop", ""
     if is_repeated:
         is_only_node = len({member.node for member in view.members if member.ranks}) == 1

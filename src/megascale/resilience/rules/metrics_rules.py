@@ -128,7 +128,7 @@ def slow_nodes(view: View) -> list[Verdict]:
     series = {rank: each for member in view.members for rank, each in _read_series(member).items()}
     stages: dict[int, list[int]] = defaultdict(list)
     for rank in series:
-        if rank < view.grid.world:
+        if rank < view.grid.world_size:
             stages[view.grid.coordinate(rank).pipeline].append(rank)
     evidence: dict[str, list[str]] = defaultdict(list)
     guilty: dict[str, list[int]] = defaultdict(list)
@@ -220,7 +220,7 @@ def checksums(view: View) -> list[Verdict]:
         for _, heartbeat in list(member.history)[-CHECKSUM_BEATS:]:
             for key, value in heartbeat.checksums.items():
                 step, _, rank_text = key.partition(":")
-                if not (step.isdigit() and rank_text.isdigit()) or int(rank_text) >= view.grid.world:
+                if not (step.isdigit() and rank_text.isdigit()) or int(rank_text) >= view.grid.world_size:
                     continue
                 rank = int(rank_text)
                 coordinate = view.grid.coordinate(rank)

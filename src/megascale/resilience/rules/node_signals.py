@@ -6,7 +6,7 @@ from itertools import groupby
 from statistics import median
 
 from megascale.core.events import Event
-from megascale.core.xid import FATAL_XIDS, UNUSABLE
+from megascale.core.xid import FATAL_XIDS, UNUSABLE_ACTIONS
 from megascale.resilience.protocol.heartbeat import GpuReport, NetworkTraffic
 from megascale.resilience.rules.foreign_messages import BROKEN_HARDWARE, find_fault
 from megascale.resilience.rules.table import quick, slow
@@ -43,7 +43,7 @@ def devices(view: View) -> list[Verdict]:
     for member, heartbeat in view.heartbeats():
         for gpu in heartbeat.gpus:
             reports = (report for _, earlier in member.history for report in earlier.gpus)
-            first = next((r for r in reports if r.index == gpu.index and not r.unanswered), gpu)
+            first = next((r for r in reports if r.index == gpu.index and not r.silent_seconds), gpu)
             verdict = _judge_device(member, gpu, first)
             if verdict is not None:
                 verdicts.append(verdict)
@@ -55,7 +55,7 @@ def _judge_device(member: RankView, gpu: GpuReport, first: GpuReport) -> Verdict
     # An Xid counts whenever it came in this agent's life: one from the end of an attempt is there in the next one.
     if gpu.xid in FATAL_XIDS:
         return _device_fault(member, "evict", f"{name} reported Xid {gpu.xid}, which needs a reset or a repair")
-    if gpu.recovery in UNUSABLE:
+    if gpu.recovery in UNUSABLE_ACTIONS:
         return _device_fault(member, "evict", f"{name} needs a {gpu.recovery} according to its driver")
     if gpu.ecc_errors > first.ecc_errors:
         more = gpu.ecc_errors - first.ecc_errors
@@ -64,8 +64,8 @@ def _judge_device(member: RankView, gpu: GpuReport, first: GpuReport) -> Verdict
         text = f"{name} reported Xid {gpu.xid}"
     elif gpu.recovery:
         text = f"{name} needs recovery according to its driver: {gpu.recovery}"
-    elif gpu.unanswered > DRIVER_SILENCE:
-        text = f"{name}: its driver has not answered for {gpu.unanswered:.0f} s; look at dmesg and nvidia-smi there"
+    elif gpu.silent_seconds > DRIVER_SILENCE:
+        text = f"{name}: its driver has not answered for {gpu.silent_seconds:.0f} s; look at dmesg and nvidia-smi there"
     elif gpu.temperature > HOT:
         text = f"{name} has {gpu.temperature:.0f} degrees; above {HOT:.0f} it slows down"
     elif gpu.throttled:

@@ -88,11 +88,11 @@ def slow_start(view: View) -> list[Verdict]:
     positions = {worker.rank: order.index(worker.phase) for worker in workers if worker.phase in order}
     least = min(positions.values(), default=0)
     behind = tuple(rank for rank, position in positions.items() if position == least)
-    absent = sorted(set(range(view.grid.world)) - {worker.rank for worker in workers})
+    absent = sorted(set(range(view.grid.world_size)) - {worker.rank for worker in workers})
     evidence = [f"no step within resilience.first_step={view.first_step:g} s of the start"]
     if absent:
         evidence.append(f"nothing was received from ranks {absent[:12]}")
-    elif len(behind) < view.grid.world:
+    elif len(behind) < view.grid.world_size:
         evidence.append(f"ranks {list(behind)[:12]} are still in phase {order[least] or 'before start'!r}")
     return [Verdict(Event.START_TOO_SLOW, (), tuple(absent) or behind, "recover", tuple(evidence))]
 

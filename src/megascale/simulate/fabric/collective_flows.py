@@ -20,8 +20,8 @@ def ring(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
     its successor."""
     n = len(nics)
     if n < 2:
-        return Flows.of([], [], [])
-    return Flows.of(nics, np.roll(nics, -1), passes * size * (n - 1) / n, group)
+        return Flows.from_arrays([], [], [])
+    return Flows.from_arrays(nics, np.roll(nics, -1), passes * size * (n - 1) / n, group)
 
 
 def tree(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
@@ -37,16 +37,18 @@ def tree(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
             child.append((i + shift) % n)
             parent.append((above + shift) % n)
     if n < 2:
-        return Flows.of([], [], [])
+        return Flows.from_arrays([], [], [])
     low, high = nics[np.array(child)], nics[np.array(parent)]
-    return Flows.join(Flows.of(low, high, passes * size / 4, group), Flows.of(high, low, passes * size / 4, group))
+    return Flows.join(
+        Flows.from_arrays(low, high, passes * size / 4, group), Flows.from_arrays(high, low, passes * size / 4, group)
+    )
 
 
 def all_to_all(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
     """Every member sends size / n^2 to every other (the tensor is all that the members hold together)."""
     n = len(nics)
     a, b = np.divmod(np.arange(n * n), n)
-    return Flows.of(nics[a[a != b]], nics[b[a != b]], passes * size / n**2, group)
+    return Flows.from_arrays(nics[a[a != b]], nics[b[a != b]], passes * size / n**2, group)
 
 
 def hierarchical(nics: Ints, size: float, passes: float = 1.0, group: int = 0, *, per_host: int = 8) -> Flows:
@@ -57,7 +59,7 @@ def hierarchical(nics: Ints, size: float, passes: float = 1.0, group: int = 0, *
     if local * len(hosts) != len(nics):
         raise ConfigError(f"hierarchical needs as many members on every host; {len(nics)} on {len(hosts)} hosts")
     parts = [ring(nics[i::local], size / local, passes, group) for i in range(local)]
-    return Flows.join(*parts) if parts else Flows.of([], [], [])
+    return Flows.join(*parts) if parts else Flows.from_arrays([], [], [])
 
 
 ALGORITHMS: dict[str, Callable[..., Flows]] = {
@@ -79,7 +81,7 @@ def collective(algorithm: str, groups: Sequence[Ints], size: float, nics_per_hos
         raise ConfigError(f"a collective of {size:g} bytes: sizes are 0 or more")
     more = {"per_host": nics_per_host} if algorithm == "hierarchical" else {}
     parts = [ALGORITHMS[algorithm](np.asarray(g), size, passes, i, **more) for i, g in enumerate(groups)]
-    return outside_hosts(Flows.join(*parts) if parts else Flows.of([], [], []), nics_per_host)
+    return outside_hosts(Flows.join(*parts) if parts else Flows.from_arrays([], [], []), nics_per_host)
 
 
 def outside_hosts(flows: Flows, nics_per_host: int) -> Flows:

@@ -50,7 +50,7 @@ class Flows:
         return len(self.source)
 
     @classmethod
-    def of(cls, source: object, target: object, size: object, group: object = 0) -> Flows:
+    def from_arrays(cls, source: object, target: object, size: object, group: object = 0) -> Flows:
         """From anything array-like; broadcasts. ConfigError for negative sizes."""
         a, b, s, g = np.broadcast_arrays(
             np.asarray(source, np.int64), np.asarray(target, np.int64), np.asarray(size, float), np.asarray(group)

@@ -30,7 +30,7 @@ def neighbours(topology: Topology, same_leaf: float) -> Flows:
     base = host - place
     near = base + (place + 1) % np.minimum(spec.hosts_per_set, spec.hosts - base)
     far = (host + spec.hosts_per_set) % spec.hosts
-    return Flows.of(host * spec.nics + rail, np.where(is_local, near, far) * spec.nics + rail, 1.0)
+    return Flows.from_arrays(host * spec.nics + rail, np.where(is_local, near, far) * spec.nics + rail, 1.0)
 
 
 def study(

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 
 KERNELS = (
     "dcqcn.py", "swift.py", "hybrid.py", "event_wheel.py", "packet_kernel.py", "packet_hops.py", "packet_nics.py",
@@ -43,7 +43,7 @@ def cache_folder() -> Path:
 @cache
 def _numba() -> Any:
     if not has_numba():
-        raise ConfigError(f"the packet level needs the package numba; {remedy('network')}")
+        raise ConfigError(f"the packet level needs the package numba; {describe_install('network')}")
     import numba
 
     settings: Any = numba.config

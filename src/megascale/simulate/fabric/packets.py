@@ -141,7 +141,7 @@ def simulate_packets(
     *,
     starts: Floats | None = None,
     flaps: tuple[Flap, ...] = (),
-    until: float = 3600.0,
+    horizon: float = 3600.0,
     sample_every: float = 0.0,
     watch: int | None = None,
     progress: Callable[[float], None] | None = None,
@@ -186,7 +186,7 @@ def simulate_packets(
     def fresh() -> tuple[Any, ...]:
         return _arguments(topology, flows, settings, links, compact, hops, starts, flaps)
 
-    stop = min(NEVER, int(until / TICK))
+    stop = min(NEVER, int(horizon / TICK))
     watched = int(np.searchsorted(links, watch)) if watch is not None else 0
     if not run.signatures:
         run(*fresh(), 0, 0, 0)  # compiled, or read from the cache, before the clock starts

@@ -51,14 +51,14 @@ def permutation(topology: Topology, size: float, seed: int, senders: int) -> Flo
     """Every NIC sends to the same place under the next leaf switch: data-parallel rings whose neighbours are one leaf
     switch apart."""
     nics = np.arange(topology.nics)
-    return Flows.of(nics, (nics + topology.spec.hosts_per_set * topology.spec.nics) % topology.nics, size)
+    return Flows.from_arrays(nics, (nics + topology.spec.hosts_per_set * topology.spec.nics) % topology.nics, size)
 
 
 def incast(topology: Topology, size: float, seed: int, senders: int) -> Flows:
     """`senders` NICs send to NIC 0, from as far as there is."""
     if not 1 <= senders < topology.nics:
         raise ConfigError(f"--senders={senders}: between 1 and {topology.nics - 1} on this fabric")
-    return Flows.of(np.arange(topology.nics - senders, topology.nics), 0, size)
+    return Flows.from_arrays(np.arange(topology.nics - senders, topology.nics), 0, size)
 
 
 def everyone(topology: Topology, size: float, seed: int, senders: int) -> Flows:
@@ -71,14 +71,14 @@ def everyone(topology: Topology, size: float, seed: int, senders: int) -> Flows:
         raise ConfigError(f"--senders={senders}: {senders * (senders - 1):,} flows are too many; use at most {most:,}")
     chosen = np.linspace(0, topology.nics - 1, senders).astype(np.int64)
     a, step = np.divmod(np.arange(senders * (senders - 1)), senders - 1)
-    return Flows.of(chosen[a], chosen[(a + 1 + step) % senders], size)
+    return Flows.from_arrays(chosen[a], chosen[(a + 1 + step) % senders], size)
 
 
 def shuffled(topology: Topology, size: float, seed: int, senders: int) -> Flows:
     """A random permutation without fixed points."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(topology.nics)
-    return Flows.of(order, np.roll(order, 1), size)
+    return Flows.from_arrays(order, np.roll(order, 1), size)
 
 
 PATTERNS: dict[str, Callable[[Topology, float, int, int], Flows]] = {

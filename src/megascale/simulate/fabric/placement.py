@@ -46,15 +46,15 @@ class Placement:
 
     def groups(self, axis: str) -> list[Ints]:
         """NICs of each group of the axis, in ring order (ascending rank, as NCCL's rings follow hosts)."""
-        ranks = np.arange(self.grid.world).reshape(self.grid.pipeline, self.grid.data, self.grid.tensor)
+        ranks = np.arange(self.grid.world_size).reshape(self.grid.pipeline, self.grid.data, self.grid.tensor)
         moved = np.moveaxis(ranks, ("pipeline", "data", "tensor").index(axis), -1)
         return list(self.nic(moved.reshape(-1, self.grid.size(axis))))
 
     def group_numbers(self, axis: str, ranks: Sequence[int]) -> Ints:
         """[n] numbers, as `groups` counts, of the groups that these ranks are in; ConfigError for no such rank."""
         asked = np.asarray(ranks, np.int64)
-        if asked.size and (asked.min() < 0 or asked.max() >= self.grid.world):
-            raise ConfigError(f"ranks {asked.min()} to {asked.max()}: the job has 0 to {self.grid.world - 1}")
+        if asked.size and (asked.min() < 0 or asked.max() >= self.grid.world_size):
+            raise ConfigError(f"ranks {asked.min()} to {asked.max()}: the job has 0 to {self.grid.world_size - 1}")
         order = ("pipeline", "data", "tensor")
         shape = tuple(self.grid.size(a) for a in order)
         at = dict(zip(order, np.unravel_index(asked, shape), strict=True))
@@ -64,13 +64,13 @@ class Placement:
 
 def data_near(grid: Grid, topology: Topology, seed: int) -> Ints:
     """Machines in the order of their leaf switches: data-parallel neighbours share a set (paper section 3.6)."""
-    return np.arange(grid.hosts)
+    return np.arange(grid.host_count)
 
 
 def replicas_near(grid: Grid, topology: Topology, seed: int) -> Ints:
     """All stages of a replica side by side: pipeline neighbours share a set, data-parallel rings leave it."""
     per = max(1, grid.ranks_per_host // grid.tensor)  # data-parallel ranks of a stage on one host
-    if grid.data % per or grid.hosts != grid.pipeline * grid.data // per:
+    if grid.data % per or grid.host_count != grid.pipeline * grid.data // per:
         raise FitError(
             f"placement replicas needs data={grid.data} to divide into hosts of {per} data-parallel ranks; "
             "use --placement data"
@@ -81,7 +81,7 @@ def replicas_near(grid: Grid, topology: Topology, seed: int) -> Ints:
 
 def at_random(grid: Grid, topology: Topology, seed: int) -> Ints:
     """Any free machines, as a scheduler that knows no switches gives them."""
-    return np.random.default_rng(seed).permutation(topology.spec.hosts)[: grid.hosts]
+    return np.random.default_rng(seed).permutation(topology.spec.hosts)[: grid.host_count]
 
 
 def adversarial(grid: Grid, topology: Topology, seed: int) -> Ints:
@@ -95,7 +95,7 @@ def adversarial(grid: Grid, topology: Topology, seed: int) -> Ints:
         # Round-robin over the pod's sets.
         rank = np.array([np.sum(sets[:i] == sets[i]) for i in range(len(own))])
         within[own[np.lexsort((sets, rank))]] = np.arange(len(own))
-    return hosts[np.lexsort((pods, within))][: grid.hosts]
+    return hosts[np.lexsort((pods, within))][: grid.host_count]
 
 
 STRATEGIES: dict[str, Callable[[Grid, Topology, int], Ints]] = {
@@ -103,7 +103,7 @@ STRATEGIES: dict[str, Callable[[Grid, Topology, int], Ints]] = {
 }  # fmt: skip
 
 
-def place(grid: Grid, topology: Topology, strategy: str = "data", seed: int = 0) -> Placement:
+def make_placement(grid: Grid, topology: Topology, strategy: str = "data", seed: int = 0) -> Placement:
     """Lay a grid over the fabric by a named strategy, or as a placement file says.
 
     Raises:
@@ -116,10 +116,10 @@ def place(grid: Grid, topology: Topology, strategy: str = "data", seed: int = 0)
             f"parallel.gpus_per_host={grid.ranks_per_host} but fabric {spec.name!r} has nics={spec.nics} a host; "
             "give each rank a NIC"
         )
-    if grid.hosts > spec.hosts:
+    if grid.host_count > spec.hosts:
         raise FitError(
-            f"{grid.world} ranks need {grid.hosts} hosts, fabric {spec.name!r} has hosts={spec.hosts}; "
-            f"use --gpus {spec.hosts * grid.ranks_per_host} at most, or --set hosts={grid.hosts}"
+            f"{grid.world_size} ranks need {grid.host_count} hosts, fabric {spec.name!r} has hosts={spec.hosts}; "
+            f"use --gpus {spec.hosts * grid.ranks_per_host} at most, or --set hosts={grid.host_count}"
         )
     if strategy in STRATEGIES:
         hosts = STRATEGIES[strategy](grid, topology, seed)
@@ -138,9 +138,9 @@ def checked(placement: Placement, topology: Topology) -> Placement:
             f"placement {placement.name!r} uses machine {seen[counts > 1][0]} {counts.max()} times; each runs one host "
             "of the job"
         )
-    if len(placement.hosts) != placement.grid.hosts:
+    if len(placement.hosts) != placement.grid.host_count:
         raise DataError(
-            f"placement {placement.name!r} has {len(placement.hosts)} hosts, the job {placement.grid.hosts}"
+            f"placement {placement.name!r} has {len(placement.hosts)} hosts, the job {placement.grid.host_count}"
         )
     if seen[0] < 0 or seen[-1] >= topology.spec.hosts:
         raise DataError(
@@ -187,11 +187,11 @@ def step_flows(placement: Placement, axis: str, size: float, algorithm: str = "r
         raise ConfigError(f"--axis={axis!r}: only {' and '.join(AXES_BETWEEN)} leave a host")
     members = np.array(placement.groups("pipeline"))
     if members.shape[1] < 2:
-        return Flows.of([], [], [])
+        return Flows.from_arrays([], [], [])
     there = np.roll(members, -1, axis=1)
     number = np.repeat(np.arange(len(members)), members.shape[1])
-    forward = Flows.of(members.ravel(), there.ravel(), size, number)
-    backward = Flows.of(there.ravel(), members.ravel(), size, number)
+    forward = Flows.from_arrays(members.ravel(), there.ravel(), size, number)
+    backward = Flows.from_arrays(there.ravel(), members.ravel(), size, number)
     both = Flows.join(forward, backward)
     out = both.source // placement.nics != both.target // placement.nics
     return Flows(both.source[out], both.target[out], both.size[out], both.group[out])

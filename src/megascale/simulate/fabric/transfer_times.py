@@ -90,7 +90,7 @@ class FabricTimes:
 
     def slowdown(
         self, axis: str, ranks: Sequence[int] | None = None, concurrent: Sequence[tuple[str, float]] = (),
-        at: float = 0.0,
+        offset: float = 0.0,
     ) -> Slowdown:  # fmt: skip
         """Of the transfers of an axis.
 
@@ -100,9 +100,9 @@ class FabricTimes:
             concurrent: other axes under way, with their bytes a rank relative to this axis'.
             at: seconds of the run, for outages.
         """
-        if at < 0:
-            raise ConfigError(f"time {at:g} s: 0 or more")
-        failed = tuple(o.part for o in self.outages if o.start <= at < o.end)
+        if offset < 0:
+            raise ConfigError(f"time {offset:g} s: 0 or more")
+        failed = tuple(o.part for o in self.outages if o.start <= offset < o.end)
         groups = None if ranks is None else self.placement.group_numbers(axis, ranks)
         key = (axis, None if groups is None else tuple(groups.tolist()), tuple(concurrent), failed)
         if key not in self._table:

@@ -69,7 +69,7 @@ class LayoutCost:
     @cached_property
     def work(self) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward work of each chunk [stages, virtual], in forwards of the mean layer."""
-        return self._work([chunk.count for chunk in self.layout.layers])
+        return self._work([chunk.layer_count for chunk in self.layout.layers])
 
     def _work(self, split: Sequence[int | float]) -> tuple[np.ndarray, np.ndarray]:
         model, p = self.config.model, self.layout.grid.pipeline
@@ -134,7 +134,7 @@ class LayoutCost:
         one layer at a time off the busiest stage and replaying, or then half a layer where blocks divide, so it is no
         proof that no better one exists.
         """
-        stages, counts = self.layout.grid.pipeline, [chunk.count for chunk in self.layout.layers]
+        stages, counts = self.layout.grid.pipeline, [chunk.layer_count for chunk in self.layout.layers]
         if stages == 1:
             return None
         first = best = float(self.timeline.makespan)
@@ -182,7 +182,7 @@ class LayoutCost:
                 f"{self.layout.microbatches} micro-batches cannot fill {grid.pipeline} stages; raise "
                 f"train.global_batch to {grid.pipeline * grid.data * self.config.train.micro_batch} or more"
             )
-        counts = [chunk.count for chunk in self.layout.layers]
+        counts = [chunk.layer_count for chunk in self.layout.layers]
         if len(set(counts)) > 1:
             notes.append(f"layers are split unevenly over chunks: {_runs(counts)} (logits weigh in layers)")
         if parallel.layer_split is None and self.faster_split is not None:
@@ -216,7 +216,7 @@ class LayoutCost:
         config = self.config.model_copy(
             update={name: getattr(self.config, name).model_copy(update=keys) for name, keys in sections.items()}
         )
-        return replace(self, layout=lay_out(config, self.layout.grid.world))
+        return replace(self, layout=lay_out(config, self.layout.grid.world_size))
 
     def remedies(self) -> list[str]:
         """Overrides, each of which alone makes a plan fit that does not; cheapest first."""
@@ -250,15 +250,15 @@ class LayoutCost:
         count = flops.flops_per_token(model)
         tokens = train.global_batch * model.sequence_length
         return {
-            "gpus": grid.world,
-            "hosts": grid.hosts,
+            "gpus": grid.world_size,
+            "hosts": grid.host_count,
             "layout": {
                 "tensor": grid.tensor,
                 "pipeline": grid.pipeline,
                 "virtual_stages": self.config.parallel.virtual_stages,
                 "data": grid.data,
                 "microbatches": self.layout.microbatches,
-                "layers_by_chunk": [chunk.count for chunk in self.layout.layers],
+                "layers_by_chunk": [chunk.layer_count for chunk in self.layout.layers],
                 "zero": self.config.parallel.zero,
                 "recompute": self.config.parallel.recompute,
             },
@@ -268,12 +268,12 @@ class LayoutCost:
                 "convention": flops.CONVENTION,
                 "per_token": count.training,
                 "per_step": count.training * tokens,
-                "per_step_and_gpu": count.training * tokens / grid.world,
+                "per_step_and_gpu": count.training * tokens / grid.world_size,
             },
             "tokens_per_step": tokens,
             "schedule": {
                 "name": self.schedule.name,
-                "bubble_ideal": ideal_bubble(grid.pipeline, self.schedule.virtual, self.layout.microbatches),
+                "bubble_ideal": ideal_bubble(grid.pipeline, self.schedule.virtual_stages, self.layout.microbatches),
                 "bubble_replayed": self.bubble,
                 "idle": self.idle,
                 "in_flight_by_stage": [self.schedule.in_flight(s) for s in range(grid.pipeline)],

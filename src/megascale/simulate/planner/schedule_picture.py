@@ -42,7 +42,7 @@ def terminal_rows(schedule: Schedule, width: int) -> list[Text] | None:
     """
     from rich.text import Text
 
-    columns = 3 * schedule.virtual * (schedule.microbatches + schedule.stages)
+    columns = 3 * schedule.virtual_stages * (schedule.microbatches + schedule.stages)
     if columns > 4 * width:
         return None
     timeline = unit_timeline(schedule)
@@ -61,7 +61,7 @@ def terminal_rows(schedule: Schedule, width: int) -> list[Text] | None:
             cells = (end - start) * scale
             label = str(graph.microbatch[n])[-cells if backward else -scale :]
             label = label.ljust(cells, "<") if backward else label.rjust(cells)
-            shade = colour(bool(backward), int(graph.chunk[n]), schedule.virtual)
+            shade = colour(bool(backward), int(graph.chunk[n]), schedule.virtual_stages)
             row.append(label, style=f"{'black' if _light(shade) else 'white'} on {shade}")
             at = end
         row.append(" " * ((columns - at) * scale))
@@ -96,7 +96,7 @@ def _draw_schedule(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-d
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
-    timeline, graph, v = plan.timeline, plan.timeline.graph, plan.schedule.virtual
+    timeline, graph, v = plan.timeline, plan.timeline.graph, plan.schedule.virtual_stages
     makespan = float(timeline.makespan)
     compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
     until = 100.0

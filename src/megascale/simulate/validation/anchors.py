@@ -95,7 +95,7 @@ def strong_scaling() -> Rows:
     names, cases, seconds, first = [], [], [], []
     for software, batch, gpus, step, _ in tree["strong_scaling"]["rows"]:
         replica = layout["tensor"] * layout["pipeline"]
-        cases.append(Case.of(model, stack(software), data=gpus // replica, batch=batch, **layout))
+        cases.append(Case.from_model(model, stack(software), data=gpus // replica, batch=batch, **layout))
         names.append(f"{software} {gpus:,} GPUs, batch {batch:,}")
         seconds.append(step)
         first.append(software == "megatron-2023")
@@ -153,7 +153,7 @@ def ablation() -> tuple[Rows, np.ndarray]:
         if technique != "baseline":
             software = switch(software, [technique], True)
         replica = layout["tensor"] * layout["pipeline"]
-        cases.append(Case.of(model, software, data=table["gpus"] // replica, batch=table["batch"], **layout))
+        cases.append(Case.from_model(model, software, data=table["gpus"] // replica, batch=table["batch"], **layout))
         names.append(technique if technique == "baseline" else f"+ {technique}")
     printed = np.array([mfu for _, mfu in table["rows"]])
     return _with_mfu(names, cases, printed, table["source"]), printed
@@ -166,7 +166,7 @@ def weak_scaling() -> tuple[Rows, np.ndarray]:
     names, cases = [], []
     for software, gpus, _ in table["rows"]:
         replica = layout["tensor"] * layout["pipeline"]
-        cases.append(Case.of(model, stack(software), data=gpus // replica, batch=gpus, **layout))
+        cases.append(Case.from_model(model, stack(software), data=gpus // replica, batch=gpus, **layout))
         names.append(f"{software} {gpus:,} GPUs")
     printed = np.array([mfu for _, _, mfu in table["rows"]])
     return _with_mfu(names, cases, printed, table["source"]), printed
@@ -187,7 +187,7 @@ def h200_peers(host_bound: bool = False) -> Rows:
     names, cases, seconds = [], [], []
     for tensor, pipeline, virtual, data, micro, step in tree["runs"]["host_bound" if host_bound else "rows"]:
         cases.append(
-            Case.of(
+            Case.from_model(
                 model,
                 software,
                 tensor=tensor,
@@ -226,7 +226,7 @@ def later_peers(machine: str, host_bound: bool = False) -> Rows:
         model = ModelConfig(layers=layers, hidden=5120, heads=40, vocab_size=vocabulary, sequence_length=2048)
         software = replace(stack("megatron-core-h200"), float8=precision == "float8")
         layout = {"tensor": tensor, "pipeline": pipeline, "virtual": virtual, "data": data}
-        cases.append(Case.of(model, software, micro=micro, batch=batch, **layout))
+        cases.append(Case.from_model(model, software, micro=micro, batch=batch, **layout))
         names.append(f"{layers} layers, {precision}, TP{tensor} PP{pipeline}(x{virtual}) DP{data}, micro-batch {micro}")
         seconds.append(step)
     return _rows(names, cases, seconds, [True] * len(names), table["source"])
@@ -243,7 +243,7 @@ def nemo_h100() -> tuple[Rows, np.ndarray]:
             model, data = models[name], gpus // (tensor * pipeline)
             software = replace(stack("nemo"), float8=precision == "float8")
             layout = {"tensor": tensor, "pipeline": pipeline, "virtual": virtual, "data": data}
-            cases.append(Case.of(model, software, micro=micro, batch=batch, **layout))
+            cases.append(Case.from_model(model, software, micro=micro, batch=batch, **layout))
             names.append(f"{name} {precision} {gpus:,} GPUs TP{tensor} PP{pipeline}(x{virtual}), micro-batch {micro}")
             tokens = batch * model.sequence_length
             seconds.append(tokens / (value * gpus) if table["value"] == "tokens" else value)
@@ -274,7 +274,7 @@ def full_sharding_rows() -> list[ShardedRows]:
             model = ModelConfig(**{**tree["models"][name], "sequence_length": length})
             software = replace(base, float8=precision == "float8", recompute=recompute)
             layout = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": gpus}
-            cases.append(Case.of(model, software, micro=micro, batch=batch, **layout))
+            cases.append(Case.from_model(model, software, micro=micro, batch=batch, **layout))
             names.append(f"{name} {precision} {gpus} GPUs, {length:,} tokens, recompute {recompute}")
             seconds.append(step)
             development.append(is_development("fsdp", " ".join([table_name, *map(str, configuration_)])))
@@ -300,7 +300,7 @@ def korthikanti() -> Rows:
         older = replace(stack("megatron-2023"), attention="unfused", sequence_parallel=False, recompute="full")
         newer = replace(stack("megatron-2023"), attention="unfused", recompute="core-attention")
         for how, software, step in (("full", older, full), ("core attention", newer, selective)):
-            cases.append(Case.of(model, software, batch=batch, **layout))
+            cases.append(Case.from_model(model, software, batch=batch, **layout))
             names.append(f"{name}, {gpus} GPUs, {how} recomputed")
             seconds.append(step)
     return _rows(names, cases, seconds, [True] * len(names), tree["source"])
@@ -327,7 +327,7 @@ def vtrain(folder: Path) -> Rows:
                 layers=layers, hidden=hidden, heads=heads, vocab_size=VTRAIN_VOCABULARY, sequence_length=sequence
             )
             cases.append(
-                Case.of(
+                Case.from_model(
                     model,
                     MEGATRON_DEEPSPEED,
                     tensor=tensor,

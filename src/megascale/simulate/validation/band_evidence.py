@@ -166,7 +166,7 @@ def nothing_fitted(folder: Path) -> tuple[float, float]:
     return min(low for low, _ in both), max(high for _, high in both)
 
 
-def unseen(folder: Path) -> tuple[float, float]:
+def unseen_spread(folder: Path) -> tuple[float, float]:
     """P10 of the group that is predicted fastest and P90 of the slowest; full sharding's groups are among them."""
     groups = list(known_groups(folder).values())
     for table in full_sharding_rows():

@@ -72,7 +72,7 @@ class AnchorCheck:
     """
 
     key: str
-    what: str
+    title: str
     figures: dict[str, tuple[float, float, str]] = field(default_factory=dict)
     fitted: str = "nothing"
     notes: tuple[str, ...] = ()

@@ -165,7 +165,7 @@ def check_speed() -> list[AnchorCheck]:
 
     def many() -> object:
         return price(
-            lambda part: Case.of(model, MEGASCALE, batch=6144, **{k: v[part] for k, v in arrays.items()}),
+            lambda part: Case.from_model(model, MEGASCALE, batch=6144, **{k: v[part] for k, v in arrays.items()}),
             n,
             cluster,
             Constants(),

@@ -117,7 +117,7 @@ def test_a_spare_that_fails_its_self_checks_is_evicted_and_replaced(served):
     driver = served.driver
     driver.job.state = replace(driver.job.state, phase=Phase.RUNNING)
     driver.tasks.spawn = lambda work: work.close()  # no cluster is asked
-    report = Diagnosed(0, 1, said="failed: memory bandwidth cpu: 1 GB/s")
+    report = Diagnosed(0, 1, stderr="failed: memory bandwidth cpu: 1 GB/s")
     handled = threading.Event()
     served.loop.call_soon_threadsafe(lambda: (driver.checks.record_result(driver.nodes["n1"], report), handled.set()))
     assert handled.wait(20)

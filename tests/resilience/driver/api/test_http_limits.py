@@ -21,7 +21,7 @@ from megascale.resilience.driver.api import http_limits, tls
 from megascale.resilience.driver.api.client import send_request
 from megascale.resilience.driver.recovery.hot_update import check_settings, store_settings
 from megascale.resilience.driver.state.job_state import Phase
-from megascale.resilience.protocol.contact import Contact, folder, write_contact
+from megascale.resilience.protocol.contact import Contact, driver_folder, write_contact
 from tests.resilience.driver.api.test_http_api import Served
 from tests.resilience.driver.api.test_http_api import served as served
 
@@ -262,7 +262,7 @@ def test_other_settings_are_taken_from_the_run_folder_only(tmp_path):
         code, answer = found.ask("/v1/job/restart", {"from_folder": True})
         assert (code, "data.paek" in answer["detail"]) == (400, True)
         assert found.driver.job.phase is Phase.RUNNING
-        assert not list(folder(found.run).glob("restart.json"))
+        assert not list(driver_folder(found.run).glob("restart.json"))
     finally:
         found.over.set()
         found.thread.join(20)
@@ -285,7 +285,7 @@ def test_other_machines_are_spoken_to_over_tls(tmp_path, capsys):
             sock.sendall(_head("GET", "/v1/job", f"Authorization: Bearer {found.token}"))
             assert b"HTTP" not in _read(sock)
         # Another that has taken the address is not told the token.
-        (folder(found.run) / tls.CERTIFICATE).write_bytes(tls._create_certificate("0.0.0.0")[0])
+        (driver_folder(found.run) / tls.CERTIFICATE).write_bytes(tls._create_certificate("0.0.0.0")[0])
         with pytest.raises(Exception, match="CERTIFICATE_VERIFY_FAILED"):
             send_request(found.run, "GET", "/v1/job")
     finally:
@@ -298,10 +298,10 @@ def test_the_clusters_own_certificate_is_used(tmp_path):
     certificate, key = tls._create_certificate("127.0.0.1")
     (tmp_path / "a.crt").write_bytes(certificate)
     (tmp_path / "a.key").write_bytes(key)
-    folder(tmp_path).mkdir()
+    driver_folder(tmp_path).mkdir()
     pair = (str(tmp_path / "a.crt"), str(tmp_path / "a.key"))
     assert isinstance(tls.create_server_context(tmp_path, "127.0.0.1", *pair), ssl.SSLContext)
-    assert (folder(tmp_path) / tls.CERTIFICATE).read_bytes() == certificate
+    assert (driver_folder(tmp_path) / tls.CERTIFICATE).read_bytes() == certificate
     with pytest.raises(ConfigError, match="tls_key"):
         tls.create_server_context(tmp_path, "127.0.0.1", pair[0], str(tmp_path / "none.key"))
     with pytest.raises(ConfigError, match="belong together"):
@@ -309,7 +309,7 @@ def test_the_clusters_own_certificate_is_used(tmp_path):
 
 
 def test_without_a_certificate_other_machines_are_refused(tmp_path, monkeypatch):
-    folder(tmp_path).mkdir()
+    driver_folder(tmp_path).mkdir()
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(ConfigError, match="cryptography"):
         tls.create_server_context(tmp_path, "0.0.0.0", None, None)
@@ -317,10 +317,10 @@ def test_without_a_certificate_other_machines_are_refused(tmp_path, monkeypatch)
 
 
 def test_no_token_goes_over_a_network_in_clear(tmp_path):
-    folder(tmp_path).mkdir()
+    driver_folder(tmp_path).mkdir()
     for name in ("token.read", "token.act"):
-        (folder(tmp_path) / name).touch(0o600)
-        (folder(tmp_path) / name).write_text("x" * 64)
+        (driver_folder(tmp_path) / name).touch(0o600)
+        (driver_folder(tmp_path) / name).write_text("x" * 64)
     write_contact(tmp_path, Contact("job", 1, 1, ("", 0), "http://192.0.2.1:80"))
     with pytest.raises(ConfigError, match="without TLS"):
         send_request(tmp_path, "GET", "/v1/job")
@@ -329,10 +329,10 @@ def test_no_token_goes_over_a_network_in_clear(tmp_path):
 def test_whoever_has_taken_the_drivers_port_is_told_no_token(tmp_path):
     if os.geteuid():
         pytest.skip("only root can listen as another user")
-    folder(tmp_path).mkdir()
+    driver_folder(tmp_path).mkdir()
     for name in ("token.read", "token.act"):
-        (folder(tmp_path) / name).touch(0o600)
-        (folder(tmp_path) / name).write_text("x" * 64)
+        (driver_folder(tmp_path) / name).touch(0o600)
+        (driver_folder(tmp_path) / name).write_text("x" * 64)
     os.seteuid(65534)
     try:
         listener = socket.create_server(("127.0.0.1", 0))

@@ -22,7 +22,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from megascale.observe.prometheus.exposition import Family, expose, shipped
+from megascale.observe.prometheus.exposition import Family, format_families, packaged_file
 from megascale.resilience.driver.api.metrics import Scrapes
 from megascale.resilience.driver.start_driver import _await_last_scrape
 from megascale.resilience.driver.state.job_state import Phase
@@ -70,7 +70,7 @@ def test_the_job_in_few_series(served):  # noqa: F811
     assert before['megascale_nodes{state="up"}'] == 2
     assert "megascale_loss" not in before  # no step yet: nothing is claimed
     driver.observations.record_steps(
-        Steps(anew=False, steps=(StepFigures(7, 2.5, 1.0, 0.5), StepFigures(8, float("nan"), 1.0, 0.7)))
+        Steps(replaces_earlier=False, steps=(StepFigures(7, 2.5, 1.0, 0.5), StepFigures(8, float("nan"), 1.0, 0.7)))
     )
     beat(served, {rank: 1.0 + rank / 100 for rank in range(100)})
     after = scrape(served)
@@ -152,29 +152,29 @@ def test_health_is_told_by_the_code_too(served, tmp_path):  # noqa: F811
 
 
 def test_labels_of_strangers_stay_labels():
-    text = expose([Family("a_total", "counter", "two\nlines").add(2, name='"} evil 1\nb 2\\ \ud800')])
+    text = format_families([Family("a_total", "counter", "two\nlines").add(2, name='"} evil 1\nb 2\\ \ud800')])
     lines = text.splitlines()
     assert lines[0] == r"# HELP a_total two\nlines"
     assert len(lines) == 3
     assert _SAMPLE.match(lines[2])
-    assert expose([Family("b", "gauge", "none").add(None)]).strip() == ""
-    assert "+Inf" in expose([Family("b", "gauge", "x").add(float("inf"))])
+    assert format_families([Family("b", "gauge", "none").add(None)]).strip() == ""
+    assert "+Inf" in format_families([Family("b", "gauge", "x").add(float("inf"))])
 
 
 def test_rules_ask_for_what_is_exposed(served):  # noqa: F811
     driver = served.driver
-    driver.observations.record_steps(Steps(anew=False, steps=(StepFigures(7, 2.5, 1.0, 0.5),)))
+    driver.observations.record_steps(Steps(replaces_earlier=False, steps=(StepFigures(7, 2.5, 1.0, 0.5),)))
     beat(served, {0: 1.0})
     there = {name.partition("{")[0] for name in scrape(served)}
     driver.nodes["n0"].channel = None
-    text = shipped("rules.yml").read_text()
+    text = packaged_file("rules.yml").read_text()
     asked = set(re.findall(r"\bmegascale_[a-z_]+", "\n".join(re.findall(r"expr: (.*)", text))))
     assert asked
     assert asked <= there
     recorded = set(re.findall(r"record: (\S+)", text))
     assert set(re.findall(r"\bmegascale:[a-z0-9_:]+", text)) == recorded
     # And so does the dashboard, which nothing here can draw. An incident is told of once there was one.
-    panels = json.loads(shipped("dashboard.json").read_text())["panels"]
+    panels = json.loads(packaged_file("dashboard.json").read_text())["panels"]
     drawn = " ".join(target["expr"] for panel in panels for target in panel["targets"])
     assert set(re.findall(r"\bmegascale_[a-z_]+", drawn)) - {"megascale_incidents_total"} <= there
     assert set(re.findall(r"\bmegascale:[a-z0-9_:]+", drawn)) <= recorded
@@ -284,7 +284,7 @@ ALERTS = {
 
 @needs_prometheus
 def test_promtool_accepts_the_rules_and_they_alert_when_they_should(tmp_path):
-    rules = str(shipped("rules.yml"))
+    rules = str(packaged_file("rules.yml"))
     result = subprocess.run(["promtool", "check", "rules", rules], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     tests = [
@@ -339,8 +339,10 @@ def test_prometheus_scrapes_it_and_alertmanager_calls(served, tmp_path, daemon):
     Webhook.told.clear()
     hook = HTTPServer(("127.0.0.1", 0), Webhook)
     threading.Thread(target=hook.serve_forever, daemon=True).start()
-    served.driver.observations.record_steps(Steps(anew=False, steps=(StepFigures(8, float("nan"), 1.0, 0.7),)))
-    (tmp_path / "rules.yml").write_text(shipped("rules.yml").read_text().replace("interval: 15s", "interval: 1s"))
+    served.driver.observations.record_steps(
+        Steps(replaces_earlier=False, steps=(StepFigures(8, float("nan"), 1.0, 0.7),))
+    )
+    (tmp_path / "rules.yml").write_text(packaged_file("rules.yml").read_text().replace("interval: 15s", "interval: 1s"))
     (tmp_path / "alerts.yml").write_text(
         "route: {receiver: hook, group_wait: 0s}\nreceivers:\n- name: hook\n"
         f"  webhook_configs: [{{url: 'http://127.0.0.1:{hook.server_port}/'}}]\n"

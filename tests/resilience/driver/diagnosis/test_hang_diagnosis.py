@@ -11,13 +11,13 @@ import zlib
 
 import pytest
 
-from megascale.core.calls import Call, CallRecord, Calls
+from megascale.core.calls import Call, CallLog, CallRecord
 from megascale.errors import DataError
 from megascale.observe.hang.scene import RankEvidence, Scene
-from megascale.observe.hang.sent_evidence import MOST, pack, unpack
+from megascale.observe.hang.sent_evidence import MAX_EVIDENCE_BYTES, pack_evidence, unpack_evidence
 from megascale.resilience.driver.diagnosis.diagnosis import refine_hang
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Explain
-from megascale.resilience.protocol.rank_evidence import look_at
+from megascale.resilience.protocol.rank_evidence import collect_evidence
 from megascale.resilience.rules.view import Verdict
 from tests.resilience.rules.views import heartbeat, view, worker
 
@@ -29,9 +29,9 @@ HANG = Verdict("hang", (), (), "recover", ("no rank has moved for 11 s",))
 def test_a_hang_gets_its_rank_and_its_node(tmp_path):
     """Rank 1 is a stopped process; rank 0, here, waits for it."""
     status = tmp_path / "status"
-    mine = Calls(status, 0, 2)
-    mine.register("world", 2)
-    mine.wait(mine.begin("world", "all_reduce", 24))
+    mine = CallLog(status, 0, 2)
+    mine.register_group("world", 2)
+    mine.begin_wait(mine.begin_call("world", "all_reduce", 24))
     code = f"""
 import os, signal
 from pathlib import Path
@@ -47,9 +47,9 @@ os.kill(os.getpid(), signal.SIGSTOP)
         # This process has no handler for the signal that asks for a stack.
         old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         state = view({n: [heartbeat(n, 1, [worker(n, status_age=11.0)])] for n in range(2)})
-        sent = [FROM_AGENT.decode(FROM_AGENT.encode(e)) for e in look_at(tmp_path, (0, 1), ORDER, keep=False)]
+        sent = [FROM_AGENT.decode(FROM_AGENT.encode(e)) for e in collect_evidence(tmp_path, (0, 1), ORDER, keep=False)]
         assert [(e.order, e.rank) for e in sent] == [(7, 0), (7, 1)]
-        scene = Scene({e.rank: unpack(e.data) for e in sent}, 2)
+        scene = Scene({e.rank: unpack_evidence(e.data) for e in sent}, 2)
         found = refine_hang(HANG, state, scene, None)
         signal.signal(signal.SIGUSR2, old)
     finally:
@@ -62,7 +62,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_ranks_that_left_no_record_keep_the_verdict(tmp_path):
-    (sent,) = look_at(tmp_path, (0,), ORDER, keep=False)
+    (sent,) = collect_evidence(tmp_path, (0,), ORDER, keep=False)
     assert not sent.data
     found = refine_hang(HANG, view({0: [heartbeat(0, 1, [worker(0)])]}), Scene({}, 1), None)
     assert (found.action, found.ranks) == ("recover", ())
@@ -73,14 +73,14 @@ def test_evidence_of_a_rank_is_cut_to_a_message_and_nonsense_is_none():
     rng = random.Random(0)
     calls = tuple(Call(f"group-{rng.random()}", n, "send", n) for n in range(20_000))
     what = RankEvidence(3, "running", None, CallRecord(3, 1, 4, calls=calls), True, ("forward (x.py:1)",))
-    packed = pack(what, history=20_000)
-    assert 0 < len(packed) <= MOST
-    found = unpack(packed)
+    packed = pack_evidence(what, history=20_000)
+    assert 0 < len(packed) <= MAX_EVIDENCE_BYTES
+    found = unpack_evidence(packed)
     assert (found.rank, found.process, found.stack) == (3, "running", ("forward (x.py:1)",))
     kept = len(found.record.calls)
     assert 0 < kept < len(calls)
     assert found.record.calls == calls[-kept:]
-    assert not found.record.whole
+    assert not found.record.is_complete
     for nonsense in (
         b"",
         b"x" * 100,
@@ -89,4 +89,4 @@ def test_evidence_of_a_rank_is_cut_to_a_message_and_nonsense_is_none():
         zlib.compress(bytes(1 << 27)),
     ):
         with pytest.raises(DataError):
-            unpack(nonsense)
+            unpack_evidence(nonsense)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megascale.config import load
 from megascale.core.status import FAILED_IN_STEP
-from megascale.data.dataset.ledger import of_step
+from megascale.data.dataset.ledger import find_step_samples
 from megascale.data.dataset.samples import hash_ids
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
@@ -143,9 +143,9 @@ def test_a_steps_samples_follow_the_ledger(step, expected):
     """The batch size was changed to 6 before step 3."""
     ledger = [{"step": 1, "first": 0, "count": 4}, {"step": 2, "first": 4, "count": 4}]
     ledger += [{"step": 3, "first": 8, "count": 6}]
-    assert of_step(ledger, step, 6) == expected
+    assert find_step_samples(ledger, step, 6) == expected
 
 
 @given(st.integers(1, 1000), st.integers(1, 64))
 def test_without_a_ledger_samples_follow_the_batch_size(step, batch):
-    assert of_step([], step, batch) == ((step - 1) * batch, batch)
+    assert find_step_samples([], step, batch) == ((step - 1) * batch, batch)

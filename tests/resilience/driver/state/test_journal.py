@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale.config import Config
-from megascale.core.events import date_of
+from megascale.core.events import format_time
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
@@ -297,7 +297,7 @@ def test_damaged_events_come_back_as_events_or_not_at_all(tmp_path_factory, data
     journal, _ = Journal.take(run, 0.05)
     restore_lost_events(journal, run)
     for entry in journal.events():
-        assert date_of(entry.time)
+        assert format_time(entry.time)
         assert 0 <= entry.attempt < 1 << 63
     journal.close()
     assert count_drivers(run) == 0

@@ -20,7 +20,7 @@ from megascale.resilience.driver.state.job_state import JobState, Phase
 from megascale.resilience.driver.state.journal import FILE, Journal
 from megascale.resilience.driver.state.journal_reader import Entry, JournalReader
 from megascale.resilience.driver.telemetry.membership import _parse_held
-from megascale.resilience.protocol.agent_messages import HeldTrainers, Hello
+from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers
 
 
 def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
@@ -84,7 +84,7 @@ def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
 
 
 def hello(**changes) -> Hello:
-    held = HeldTrainers(JobState("a", Phase.STARTING, 5, ("n0", "n1")).to_json(), stepped=True)
+    held = RunningTrainers(JobState("a", Phase.STARTING, 5, ("n0", "n1")).to_json(), stepped=True)
     words = {"job": "a", "node": "n0", "version": "", "address": "", "boot": "", "epoch": 1, "attempt": 5, "held": held}
     return Hello(**words | changes)
 
@@ -107,7 +107,7 @@ JSON = st.recursive(
 
 @given(st.text() | JSON.map(json.dumps), st.booleans())
 def test_an_agent_that_holds_nonsense_holds_nothing(text, stepped):
-    assert _parse_held(hello(held=HeldTrainers(text, stepped)), "a") is None
+    assert _parse_held(hello(held=RunningTrainers(text, stepped)), "a") is None
 
 
 class Channel:
@@ -150,7 +150,7 @@ def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agen
         channels = [Channel() for _ in agents]
         for i, (attempt, runs, stepped) in enumerate(agents):
             state = JobState("a", Phase.STARTING, attempt, tuple(held[attempt])).to_json()
-            holds = HeldTrainers(state, stepped) if runs else None
+            holds = RunningTrainers(state, stepped) if runs else None
             greeting = hello(node=f"n{i}", attempt=attempt, boot=str(i), held=holds)
             assert driver.admission.handle_hello(channels[i], greeting) == ""
         assert all("stop" not in channel.orders for channel in channels)  # not before it is decided

@@ -14,7 +14,7 @@ from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.state.job_state import JobState, NodeState, Phase
 from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.driver.state.transitions import NodeEvent
-from megascale.resilience.protocol.agent_messages import HeldTrainers, Hello, Stopped
+from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers, Stopped
 from tests.resilience.driver.telemetry.test_adoption import Channel
 
 
@@ -50,7 +50,7 @@ class Elsewhere(Cluster):
 
 def hello(node: str, placement: tuple[str, ...], **changes: Any) -> Hello:
     state = JobState("a", Phase.RUNNING, 1, placement).to_json()
-    held = HeldTrainers(state, True) if node in placement else None
+    held = RunningTrainers(state, True) if node in placement else None
     words = {
         "job": "a",
         "node": node,

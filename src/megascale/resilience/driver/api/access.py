@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from megascale.core.interfaces import addresses
+from megascale.core.interfaces import list_interface_addresses
 from megascale.core.ports import is_loopback
 from megascale.core.untrusted_files import open_regular
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.driver.api.tls import CERTIFICATE, create_trusting_context
-from megascale.resilience.protocol.contact import folder, read_contact
+from megascale.resilience.protocol.contact import driver_folder, read_contact
 from megascale.services import shared_token
 
 LOG_PIECE = 64 << 10  # bytes of a log that are read at once
@@ -40,12 +40,16 @@ class ApiTokens:
 
 def make_tokens(run: Path) -> ApiTokens:
     """Return the run's tokens, created at the first start. Raise DataError as shared_token.read_token does."""
-    return ApiTokens(shared_token.make_token(folder(run) / _READ), shared_token.make_token(folder(run) / _ACT))
+    return ApiTokens(
+        shared_token.make_token(driver_folder(run) / _READ), shared_token.make_token(driver_folder(run) / _ACT)
+    )
 
 
 def read_tokens(run: Path) -> ApiTokens:
     """Return the run's tokens. Raise DataError as shared_token.read_token does."""
-    return ApiTokens(shared_token.read_token(folder(run) / _READ), shared_token.read_token(folder(run) / _ACT))
+    return ApiTokens(
+        shared_token.read_token(driver_folder(run) / _READ), shared_token.read_token(driver_folder(run) / _ACT)
+    )
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def create_access(run: Path, act: bool, host: str) -> Access:
     host = host or url.hostname or ""
     if host in ("0.0.0.0", "::"):
         # This machine's own name means loopback on many machines.
-        host = next((address for address in addresses().values() if not is_loopback(address)), host)
+        host = next((address for address in list_interface_addresses().values() if not is_loopback(address)), host)
     if url.scheme != "https" or is_loopback(host) or host in ("0.0.0.0", "::"):
         raise ConfigError(
             f"the driver of {run} is at {contact.api}, which only its own machine reaches: launch with "
@@ -100,7 +104,7 @@ def create_access(run: Path, act: bool, host: str) -> Access:
     token = tokens.act if act else tokens.read
     if ":" in host:
         host = f"[{host}]"
-    certificate = (folder(run) / CERTIFICATE).read_text()
+    certificate = (driver_folder(run) / CERTIFICATE).read_text()
     return Access(contact.job, f"https://{host}:{url.port}", token.decode(), certificate)
 
 

@@ -18,7 +18,7 @@ from megascale.resilience.driver.api.access import read_access, read_tokens
 from megascale.resilience.driver.api.tls import create_client_context
 from megascale.resilience.driver.state.journal_reader import FILE, JournalReader
 from megascale.resilience.protocol.contact import read_contact
-from megascale.services.shared_token import same
+from megascale.services.shared_token import secrets_equal
 
 _LISTENING = "0A"  # the state of a listening socket in /proc/net/tcp
 TIMEOUT = 10.0  # seconds
@@ -202,7 +202,7 @@ def send_order(run: Path, token: bytes, action: str, node: str, reason: str) -> 
         TrainingError: the driver does not answer.
     """
     _require_journal(run, "it accepts no orders")
-    if not same(token, read_tokens(run).act):
+    if not secrets_equal(token, read_tokens(run).act):
         raise PermissionError(
             "this is not the run's acting token: it is the text of driver/token.act in the run folder"
         )

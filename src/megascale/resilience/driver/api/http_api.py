@@ -23,15 +23,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from megascale import __version__
 from megascale.core.background import log_failure
 from megascale.errors import MegascaleError
-from megascale.observe.prometheus.exposition import CONTENT_TYPE, expose
+from megascale.observe.prometheus.exposition import CONTENT_TYPE, format_families
 from megascale.resilience.driver.api import http_limits, metrics
 from megascale.resilience.driver.api.access import LOG_PIECE, make_tokens, read_log_piece
 from megascale.resilience.driver.api.http_limits import Guard
 from megascale.resilience.driver.api.tls import create_server_context
 from megascale.resilience.driver.process import raise_file_limit
 from megascale.resilience.driver.recovery import hot_update
-from megascale.services.door import Door, DoorLimits
-from megascale.services.http_protocol import http_protocol
+from megascale.services.door import ConnectionLimits, LimitedListener
+from megascale.services.http_protocol import make_http_protocol
 
 log = logging.getLogger("megascale.driver")
 
@@ -198,7 +198,7 @@ def _add_job(app: FastAPI, driver: Driver, scrapes: metrics.Scrapes) -> None:
     async def metrics_text() -> PlainTextResponse:
         """Return the job in a few dozen series for Prometheus."""
         scrapes.note(time.monotonic())
-        return PlainTextResponse(expose(metrics.families(driver)), media_type=CONTENT_TYPE)
+        return PlainTextResponse(format_families(metrics.families(driver)), media_type=CONTENT_TYPE)
 
     @app.get("/health", responses=_refusals() | {503: {"model": HealthAnswer}})
     async def health(response: Response) -> HealthAnswer:
@@ -397,8 +397,8 @@ async def serve(driver: Driver, host: str, port: int, scrapes: metrics.Scrapes) 
     log_failure(task, "the API's server", log)
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
-    door_limits = DoorLimits(http_limits.CONNECTIONS, http_limits.HEAD_SECONDS)
-    door = Door([listener], http_protocol(settings, server.server_state), door_limits, context)
+    door_limits = ConnectionLimits(http_limits.CONNECTIONS, http_limits.HEAD_SECONDS)
+    door = LimitedListener([listener], make_http_protocol(settings, server.server_state), door_limits, context)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     async def close() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from h11 import LocalProtocolError
 
 from megascale.resilience.driver.api.access import ApiTokens
-from megascale.services.shared_token import same
+from megascale.services.shared_token import secrets_equal
 
 log = logging.getLogger("megascale.driver")
 
@@ -102,8 +102,8 @@ class Guard:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
             token = b""
-        may_act = same(token.strip(), self._tokens.act)
-        may_read = same(token.strip(), self._tokens.read)
+        may_act = secrets_equal(token.strip(), self._tokens.act)
+        may_read = secrets_equal(token.strip(), self._tokens.read)
         if not (may_act or may_read):
             return 401, "the token is missing or wrong; it is in RUN/driver/token.read or token.act"
         if not may_act and scope["method"] not in ("GET", "HEAD"):

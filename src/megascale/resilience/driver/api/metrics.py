@@ -125,7 +125,7 @@ def _compute_families(view: View) -> list[Family]:
 
 
 def _stage(grid: Grid, rank: int) -> int:
-    return grid.coordinate(rank).pipeline if grid.pipeline > 1 and rank < grid.world else 0
+    return grid.coordinate(rank).pipeline if grid.pipeline > 1 and rank < grid.world_size else 0
 
 
 def _node_families(driver: Driver) -> list[Family]:

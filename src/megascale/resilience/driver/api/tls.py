@@ -17,9 +17,9 @@ from pathlib import Path
 
 from megascale.config import ResilienceConfig
 from megascale.core.ports import is_loopback
-from megascale.errors import ConfigError, remedy
+from megascale.errors import ConfigError, describe_install
 from megascale.resilience.protocol.agent_channel import DriverTls
-from megascale.resilience.protocol.contact import folder
+from megascale.resilience.protocol.contact import driver_folder
 
 CERTIFICATE = "api.crt"
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
@@ -39,12 +39,12 @@ def create_server_context(run: Path, host: str, certificate: str | None, key: st
         ConfigError: the files cannot be used, or no certificate can be created.
     """
     if certificate is None and is_loopback(host):
-        (folder(run) / CERTIFICATE).unlink(missing_ok=True)
+        (driver_folder(run) / CERTIFICATE).unlink(missing_ok=True)
         return None
     context, text = _load_certificate(host, certificate, key)
-    temporary = (folder(run) / CERTIFICATE).with_suffix(".tmp")
+    temporary = (driver_folder(run) / CERTIFICATE).with_suffix(".tmp")
     temporary.write_bytes(text)
-    os.replace(temporary, folder(run) / CERTIFICATE)
+    os.replace(temporary, driver_folder(run) / CERTIFICATE)
     return context
 
 
@@ -60,7 +60,7 @@ def create_agents_tls(host: str, certificate: str | None, key: str | None) -> Dr
 
 def create_client_context(run: Path) -> ssl.SSLContext:
     """Create the context of a command, which trusts the certificate of the run's driver under any host name."""
-    file = folder(run) / CERTIFICATE
+    file = driver_folder(run) / CERTIFICATE
     try:
         return create_trusting_context(file.read_text())
     except (OSError, ValueError, ConfigError) as error:
@@ -155,7 +155,7 @@ def _create_certificate(host: str) -> tuple[bytes, bytes]:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         raise ConfigError(
-            f"other machines reach resilience.listen={host}, so the API needs TLS: {remedy('driver')} for the package "
+            f"other machines reach resilience.listen={host}, so the API needs TLS: {describe_install('driver')} for the package "
             "cryptography, with which the job creates a certificate; or set resilience.tls_certificate and "
             "resilience.tls_key; or listen on 127.0.0.1"
         ) from None

@@ -14,7 +14,7 @@ from megascale.core.events import Event
 from megascale.core.layout import Layout
 from megascale.observe.hang import hang_report
 from megascale.observe.hang.scene import Scene
-from megascale.observe.hang.verdict import explain
+from megascale.observe.hang.verdict import explain_hang
 from megascale.resilience import rules
 from megascale.resilience.driver.diagnosis.investigations import RankInvestigation, SlowMachineSearch
 from megascale.resilience.driver.diagnosis.observations import Observations
@@ -129,9 +129,9 @@ def refine_hang(verdict: Verdict, view: View, scene: Scene, layout: Layout | Non
     if not scene.ranks:
         evidence = (*verdict.evidence, "the hang was not examined: no agent reported what its ranks do")
         return replace(verdict, evidence=evidence)
-    hang = explain(scene, layout)
+    hang = explain_hang(scene, layout)
     nodes = tuple(dict.fromkeys(member.node for rank in hang.ranks for member in view.members if rank in member.ranks))
-    evidence = (hang_report.headline(hang), *hang.evidence[:10], *verdict.evidence)
+    evidence = (hang_report.format_headline(hang), *hang.evidence[:10], *verdict.evidence)
     action: Action = "diagnose" if hang.kind == "network" else "recover"
     is_repeated = any(past.kind == Event.HANG and past.cause == hang.kind for _, past in view.past)
     needs_person = hang.kind in _CODE_FAULTS and is_repeated

@@ -16,7 +16,7 @@ from megascale.core.layout import Layout, lay_out
 from megascale.core.python_command import module_command
 from megascale.errors import DataError, MegascaleError
 from megascale.observe.hang.scene import RankEvidence, Scene
-from megascale.observe.hang.sent_evidence import unpack
+from megascale.observe.hang.sent_evidence import unpack_evidence
 from megascale.resilience.driver.nodes import Nodes
 from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
@@ -117,7 +117,7 @@ def _assemble_scene(answers: dict[int, Evidence], world: int) -> Scene:
     for rank, evidence in sorted(answers.items()):
         if evidence.data:
             with contextlib.suppress(DataError):
-                ranks[rank] = unpack(evidence.data)
+                ranks[rank] = unpack_evidence(evidence.data)
     moving = frozenset(rank for rank, evidence in answers.items() if evidence.moving)
     return Scene(ranks, world, moving, time.time_ns())
 

@@ -126,7 +126,7 @@ class Observations:
 
     def record_steps(self, steps: Steps) -> None:
         """Store the metrics of steps, from the agent of rank 0."""
-        if steps.anew:
+        if steps.replaces_earlier:
             self._metrics.clear()
         self._metrics.extend(Metric(s.step, s.loss, s.grad_norm, s.seconds) for s in steps.steps)
 

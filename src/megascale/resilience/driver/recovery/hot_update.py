@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-from megascale.config import ACCEPTABLE, Config, ResilienceConfig, load
+from megascale.config import CHANGEABLE_KEYS, Config, ResilienceConfig, load
 from megascale.core import strict_json
 from megascale.core.untrusted_files import read_bounded, read_small_text
 from megascale.errors import ConfigError
-from megascale.resilience.protocol.contact import folder
+from megascale.resilience.protocol.contact import driver_folder
 
 # Settings that the driver and its agents hold, or that determine the saved state.
 FIXED = ("model", "parallel", "resilience", "train.name", "train.runs", "train.device")
@@ -30,11 +30,11 @@ _STORED_LIMIT = 1 << 20  # bytes
 
 def settings_file(run: Path) -> Path:
     """Return the file from which trainers read their settings: RUN/driver/job.toml."""
-    return folder(run) / "job.toml"
+    return driver_folder(run) / "job.toml"
 
 
 def _previous_file(run: Path) -> Path:
-    return folder(run) / "job.before.toml"
+    return driver_folder(run) / "job.before.toml"
 
 
 class RunningSettings:
@@ -95,7 +95,7 @@ def apply(run: Path, config: Config, settings: Sequence[str]) -> tuple[Config, t
                 f"{key}={after.get(key)} cannot be changed in a running job ({', '.join(FIXED)} are fixed): "
                 "interrupt it and launch it again with the new value"
             )
-    unaccepted = [key for key in changed if key in ACCEPTABLE and key not in new.checkpoint.accept_changes]
+    unaccepted = [key for key in changed if key in CHANGEABLE_KEYS and key not in new.checkpoint.accept_changes]
     if unaccepted:
         accepted = ",".join([*new.checkpoint.accept_changes, *unaccepted])
         raise ConfigError(
@@ -196,7 +196,7 @@ def _is_plain(annotation: Any) -> bool:
 
 def store_settings(run: Path, settings: Sequence[str]) -> None:
     """Store settings, each section.key=value, in the run folder for the next restart."""
-    file = folder(run) / _STORED
+    file = driver_folder(run) / _STORED
     file.unlink(missing_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
         out.write(strict_json.dumps(list(settings)))
@@ -204,7 +204,7 @@ def store_settings(run: Path, settings: Sequence[str]) -> None:
 
 def take_stored_settings(run: Path) -> list[str]:
     """Return and remove the stored settings. Raise ConfigError if there are none."""
-    file = folder(run) / _STORED
+    file = driver_folder(run) / _STORED
     try:
         settings = strict_json.loads(read_bounded(file, _STORED_LIMIT))
         file.unlink()

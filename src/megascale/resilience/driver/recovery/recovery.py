@@ -176,7 +176,7 @@ class SelfChecks:
         if any(node.name not in self._reports for node in tested) and not is_late:
             return
         for node in tested:
-            missing = Diagnosed(self.attempts.order, 1, said="no result in time")
+            missing = Diagnosed(self.attempts.order, 1, stderr="no result in time")
             self.record_result(node, self._reports.get(node.name, missing))
         if self.job.phase is Phase.DIAGNOSING:
             self.job.apply(JobEvent.TESTED)
@@ -203,7 +203,7 @@ class SelfChecks:
         """Record the result of a node's self-checks, and evict a node that failed."""
         has_passed = report.code == 0
         node.self_check = SelfCheck.PASSED if has_passed else SelfCheck.NOT_RUN
-        details = report.said.strip()[-500:] or "see its report"
+        details = report.stderr.strip()[-500:] or "see its report"
         result = "passed" if has_passed else f"failed: {details}"
         role = "" if node.name in self.job.state.placement else "spare "
         self.record_event(

@@ -17,8 +17,8 @@ from typing import Any
 
 from megascale.core import json_lines, strict_json
 from megascale.core.bounded_lines import read_bounded_lines
-from megascale.core.events import Event, date_of, is_plausible_time
-from megascale.core.failure import NO_ROOM
+from megascale.core.events import Event, format_time, is_plausible_time
+from megascale.core.failure import DISK_FULL_ERRNOS
 from megascale.resilience.driver.process import SpareDescriptors
 from megascale.resilience.driver.state.job_state import NodeRecord, NodeState
 from megascale.resilience.driver.state.journal import Journal
@@ -58,7 +58,7 @@ class AuditLog:
         """Record an event. Raise JournalFenced if another driver has taken over."""
         columns: dict[str, Any] = {"action": action, "nodes": nodes, "ranks": ranks, "evidence": evidence}
         entry = self._descriptors.lend(lambda: self._journal.add(kind, attempt=attempt, **columns, **details))
-        line: dict[str, Any] = {"time": entry.time, "date": date_of(entry.time), "event": kind, "by": "driver"}
+        line: dict[str, Any] = {"time": entry.time, "date": format_time(entry.time), "event": kind, "by": "driver"}
         line["attempt"] = attempt
         line |= {name: list(value) if isinstance(value, tuple) else value for name, value in columns.items() if value}
         self._append(strict_json.dumps(line | details) + "\n")
@@ -71,7 +71,7 @@ class AuditLog:
         try:
             self._descriptors.lend(self._write_lines)
         except OSError as error:
-            if error.errno not in (*NO_ROOM, self._reported_errno):  # The journal reports a full disk.
+            if error.errno not in (*DISK_FULL_ERRNOS, self._reported_errno):  # The journal reports a full disk.
                 self._log_line("driver", f"{self._file} cannot be written ({error.strerror}); the driver continues")
             self._reported_errno = error.errno or 0
         else:
@@ -81,7 +81,7 @@ class AuditLog:
         handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             while self._late_lines:
-                json_lines.append(handle, self._late_lines[0].encode())
+                json_lines.append_lines(handle, self._late_lines[0].encode())
                 self._late_lines.popleft()
         finally:
             os.close(handle)

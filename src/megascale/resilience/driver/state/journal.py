@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from megascale.core.failure import NO_ROOM, SCARCE, errno_of
+from megascale.core.failure import DISK_FULL_ERRNOS, MIN_FREE_BYTES, find_errno
 from megascale.errors import ConfigError, TrainingError
 from megascale.resilience.driver.state.job_state import JobState, NodeRecord, to_plain
 from megascale.resilience.driver.state.journal_reader import (
@@ -322,11 +322,11 @@ class Journal:
 def lacks_room(error: BaseException, folder: Path) -> bool:
     """Return True if an error of SQLite or the system is due to a full disk, quota or file size in `folder`."""
     if not isinstance(error, sqlite3.Error):
-        return errno_of(error) in NO_ROOM
+        return find_errno(error) in DISK_FULL_ERRNOS
     # SQLite reports a full disk, but for a quota or a size limit only that writing failed.
     code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
     if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
-        return _write_errno(folder) in NO_ROOM
+        return _write_errno(folder) in DISK_FULL_ERRNOS
     return code == sqlite3.SQLITE_FULL
 
 
@@ -347,7 +347,7 @@ def _write_errno(folder: Path) -> int:
     """Return the errno of creating a file of one mebibyte in `folder`, 0 if that succeeds."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, SCARCE)
+            os.posix_fallocate(file.fileno(), 0, MIN_FREE_BYTES)
     except OSError as error:
         return error.errno or 0
     return 0

@@ -21,7 +21,7 @@ from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.driver.state.transitions import JobEvent, NodeEvent
 from megascale.resilience.driver.telemetry.membership import Adoption
 from megascale.resilience.protocol import agent_channel
-from megascale.resilience.protocol.agent_messages import Described, Hello, Join
+from megascale.resilience.protocol.agent_messages import Hello, JobOffer, Join
 from megascale.resilience.protocol.contact import Contact, write_contact
 from megascale.resilience.protocol.given import JobDescription
 
@@ -146,7 +146,7 @@ class Admission:
         self.tasks.wake.set()
         return ""
 
-    def handle_join(self, join: Join) -> Described | str:
+    def handle_join(self, join: Join) -> JobOffer | str:
         """Return what a node that only knows the driver's address needs to join, or why it is refused."""
         if self.job.phase in ENDED:
             return f"the job is {self.job.phase}"
@@ -159,7 +159,7 @@ class Admission:
         reason = self._find_obstacle(join)
         if reason:
             return reason
-        return Described(epoch=self.job.state.epoch, version=agent_channel.VERSION, **self.description)
+        return JobOffer(epoch=self.job.state.epoch, version=agent_channel.VERSION, **self.description)
 
     def record_refusal(self, peer: str, node: str, reason: str) -> None:
         """Record that a connection was refused, once for each kind of refusal of a host."""

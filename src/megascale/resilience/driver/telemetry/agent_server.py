@@ -9,7 +9,7 @@ from typing import Any
 from megascale.resilience.driver.telemetry.admission import Admission
 from megascale.resilience.driver.telemetry.agent_telemetry import AgentTelemetry
 from megascale.resilience.protocol import agent_channel
-from megascale.resilience.protocol.agent_messages import Described, Hello, Join
+from megascale.resilience.protocol.agent_messages import Hello, JobOffer, Join
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.services.framing import ProtocolError
 
@@ -88,7 +88,7 @@ class AgentServer:
         del transport.max_size  # The class's own limit applies from now on.
         node = greeting.node
         answer = self._judge_greeting(channel, greeting)
-        if isinstance(answer, Described):
+        if isinstance(answer, JobOffer):
             return channel.send(answer)
         if answer:
             channel.send_message(do="refuse", why=answer)
@@ -103,7 +103,7 @@ class AgentServer:
             channel.close()
             self._telemetry.handle_disconnect(node, channel)
 
-    def _judge_greeting(self, channel: agent_channel.AgentChannel, greeting: Hello | Join) -> Described | str:
+    def _judge_greeting(self, channel: agent_channel.AgentChannel, greeting: Hello | Join) -> JobOffer | str:
         """Return the answer to a greeting: a description of the job, a reason to refuse it, or "" for welcome."""
         if greeting.job != self._job:
             return f"an agent of job {greeting.job[:100]!r}; this driver runs {self._job!r}"

@@ -78,7 +78,7 @@ class AgentTelemetry:
         node.add_heartbeat(heartbeat, time.monotonic())
         self.nodes.answer(node, heartbeat)
         self.observations.learn_durations(previous, heartbeat)
-        if heartbeat.over or _stages(previous) != _stages(heartbeat):
+        if heartbeat.is_finished or _stages(previous) != _stages(heartbeat):
             self.tasks.wake.set()
 
     def handle_message(self, name: str, channel: agent_channel.AgentChannel, message: Message) -> None:
@@ -109,7 +109,7 @@ class AgentTelemetry:
             case Diagnosed():
                 self.checks.receive(node, message)
             case StartFailed():
-                reason = f"{name}: {message.why[:500]}"
+                reason = f"{name}: {message.reason[:500]}"
                 self.response.act([judge_failed_start(name, ranks, reason, message.errno)])
             case Lines():
                 for line in message.lines:

@@ -22,9 +22,9 @@ from msgspec import structs
 
 from megascale.core import json_lines
 from megascale.core.background import FailureLog
-from megascale.core.bounded_lines import MOST_LINE
+from megascale.core.bounded_lines import MAX_LINE_BYTES
 from megascale.core.untrusted_files import open_regular, read_bounded
-from megascale.observe.hang.sent_evidence import file_of
+from megascale.observe.hang.sent_evidence import evidence_file
 from megascale.resilience.driver.nodes import Node, Nodes
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.protocol.agent_messages import FAULT, FAULT_FILE, Evidence, FileData
@@ -91,7 +91,9 @@ class ReceivedFiles:
     def store_evidence(self, evidence: Evidence) -> None:
         """Queue what an agent knows about a rank that writes elsewhere (observe/hang/)."""
         if evidence.data:
-            self._put((FileData(file_of(evidence.rank), 0, evidence.data, whole=True), lambda name, end: None))
+            self._put(
+                (FileData(evidence_file(evidence.rank), 0, evidence.data, replaces_file=True), lambda name, end: None)
+            )
 
     def flush(self, seconds: float) -> bool:
         """Wait until all received pieces are written; return False after `seconds`. Not for the loop's thread."""
@@ -137,7 +139,7 @@ class ReceivedFiles:
                 os.replace(file.with_suffix(".json"), file)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        if piece.whole:
+        if piece.replaces_file:
             _replace(file, piece.data)
             if name == "identity":  # A start was accepted.
                 _replace(self._run / "config.toml", self._read_settings().encode())
@@ -174,7 +176,7 @@ def _write_in_place(file: Path, piece: FileData) -> None:
     handle = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         os.pwrite(handle, data, piece.start)
-        if not piece.more and re.fullmatch(_TOKENIZER, piece.name):
+        if not piece.has_more and re.fullmatch(_TOKENIZER, piece.name):
             os.ftruncate(handle, piece.start + len(data))
     finally:
         os.close(handle)
@@ -185,7 +187,7 @@ def _append_lines(file: Path, piece: FileData) -> None:
     lines = _new_lines(file, piece.data) if piece.first else piece.data
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        json_lines.append(handle, lines)
+        json_lines.append_lines(handle, lines)
     finally:
         os.close(handle)
 
@@ -203,7 +205,7 @@ def _write_spans(file: Path, piece: FileData) -> None:
     handle = os.open(target, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         os.pwrite(handle, piece.data, piece.start)
-        is_complete = is_table and not piece.more
+        is_complete = is_table and not piece.has_more
         if is_complete and not (piece.data.endswith(_PARQUET) and os.pread(handle, 4, 0) == _PARQUET):
             raise OSError(5, "the table is incomplete")
     finally:
@@ -242,7 +244,7 @@ class _StepFile:
                 file.truncate(position)  # first, so that concurrent readers see whole lines
                 file.seek(position)
                 file.write(piece.data)
-            elif not piece.more:
+            elif not piece.has_more:
                 file.truncate(position + len(existing))
 
 
@@ -266,7 +268,7 @@ def _find_step(file: BinaryIO, step: int | None, size: int) -> int:
         return size
     position = file.seek(0)
     line_start = position
-    while line := file.readline(MOST_LINE):
+    while line := file.readline(MAX_LINE_BYTES):
         # A longer line comes in parts, and has no record.
         line_step = _step_of(line) if line_start == position else None
         if line_step is not None and line_step >= step:
