@@ -138,7 +138,7 @@ class Launched:
 
     def events(self, after: int = 0) -> list[Any]:
         """The driver's events so far."""
-        from megascale.resilience.driver.state.journal import read_journal_events
+        from megascale.resilience.driver.state.journal_reader import read_journal_events
 
         return read_journal_events(self.run, after)
 

@@ -123,7 +123,7 @@ def train(config: Config) -> TrainResult:
         layout = lay_out(config, rank_info.world)
         check_local_ranks(layout, rank_info, saves_checkpoints=True)
     except MegascaleError as error:
-        record_refusal(config, str(error))
+        record_refusal(config, str(error), error)
         raise
     return Trainer(layout, rank_info).run()
 

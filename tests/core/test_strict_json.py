@@ -13,7 +13,7 @@ from megascale.core.events import Event
 from megascale.observe.metrics import JsonLines
 from megascale.observe.plots import Curves, read_metrics
 from megascale.resilience.agent.file_tails import MetricsTail
-from megascale.resilience.driver.audit_log import AuditLog
+from megascale.resilience.driver.state.audit_log import AuditLog
 from megascale.resilience.driver.state.journal import Journal
 from megascale.train.run_folder import RunFolder
 

@@ -20,7 +20,7 @@ PACKAGE = '''
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.rules import register_rule
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import Verdict
 
 
 class Told(LocalCluster):

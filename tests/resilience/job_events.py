@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megascale.resilience.driver.state.journal import Entry, read_journal_events
+from megascale.resilience.driver.state.journal import Entry
+from megascale.resilience.driver.state.journal_reader import read_journal_events
 
 
 class JobEvents:

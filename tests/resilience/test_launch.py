@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megascale import checkpoint
-from megascale.resilience.driver.state.journal import JournalReader
+from megascale.resilience.driver.state.journal_reader import JournalReader
 from megascale.resilience.process_birth import born
 from megascale.train.restore import restore_engine
 from tests.conftest import lines

@@ -26,8 +26,8 @@ from pathlib import Path
 from megascale.config import Config, ResilienceConfig, TrainConfig
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
-from megascale.resilience.driver.api.tls import agents_tls
-from megascale.resilience.driver.nodes.agent_server import AgentServer
+from megascale.resilience.driver.api.tls import create_agents_tls
+from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.job_description import JobDescription
 
@@ -40,21 +40,21 @@ def tell(**words):
     print(json.dumps(words), flush=True)
 
 class Listener:
-    def joined(self, channel, hello):
+    def handle_hello(self, channel, hello):
         channel.send_message(do="welcome", epoch=1, version=agent_channel.VERSION)
         tell(joined=hello.node, address=hello.address, encrypted=channel.encrypted)
         return ""
-    def beat(self, *_): ...
-    def received(self, *_): ...
-    def left(self, node, channel):
+    def handle_heartbeat(self, *_): ...
+    def handle_message(self, *_): ...
+    def handle_disconnect(self, node, channel):
         tell(left=node)
-    def refused(self, peer, node, why):
+    def record_refusal(self, peer, node, why):
         tell(refused=why)
 
 async def main():
     _, address = CLUSTERS["ssh"].on_other_machines(config)
-    server = AgentServer("job", TOKEN, Listener())
-    place = await server.open(address, 0, agents_tls(address, None, None))
+    server = AgentServer("job", TOKEN, listener := Listener(), listener)
+    place = await server.open(address, 0, create_agents_tls(address, None, None))
     cluster = CLUSTERS["ssh"](ClusterRequest(run, config, (), lambda who, text: tell(said=text)))
     cluster.announce(JobDescription("job", 1, place, limits), TOKEN)
     tell(given=[await cluster.request(), await cluster.request()])

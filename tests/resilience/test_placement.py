@@ -34,7 +34,7 @@ def test_ranks_go_where_the_file_says_with_the_environment_of_tune(launch, megas
     job = launch("placed", "--nodes=2", "--spares=1", "--checkpoint.interval=0", *words)
     first = job.until("attempt_started")
     assert first.nodes == ("n2", "n0")
-    assert first.evidence[1] == f"as resilience.placement={file} says"
+    assert first.evidence[1] == f"the placement follows resilience.placement={file}"
     job.until("first_step")
     # A trainer is a child of its node's fork server, that one of its agent.
     assert [parent(parent(job.pid(rank))) for rank in (0, 1)] == [job.agent("n2"), job.agent("n0")]
@@ -51,7 +51,7 @@ def test_ranks_go_where_the_file_says_with_the_environment_of_tune(launch, megas
     job.kill_agent("n2", down=True)
     again = job.until("attempt_started", attempt=2)
     assert again.nodes == ("n1", "n0")
-    assert "but n1 in the place of n2" in again.evidence[1]
+    assert "but n1 replaces n2" in again.evidence[1]
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == 130, job.story()
 

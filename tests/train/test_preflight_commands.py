@@ -12,15 +12,15 @@ import threading
 from pathlib import Path
 
 import pytest
+from megascale.resilience.driver.state.lasting_journal import LastingJournal
 
+from megascale.cli.jobs import nodes
 from megascale.config import ResilienceConfig
 from megascale.core import capacity
 from megascale.resilience.cluster.base import Cluster, NodeInfo
-from megascale.resilience.driver.nodes import nodes
-from megascale.resilience.driver.process.loop_tasks import LoopTasks
+from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobState, NodeState
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
 from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.resilience.protocol.job_description import JobDescription
 from megascale.train import launcher

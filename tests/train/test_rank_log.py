@@ -37,7 +37,8 @@ def test_dates_are_read_back():
 
 
 def test_metrics_are_grouped_and_none_is_without_a_group():
-    assert [tensorboard_tag(key) for key in ("loss", "valid_loss", "mfu", "wait_tensor_seconds", "loader_ring_fill", "new")] == [
+    keys = ("loss", "valid_loss", "mfu", "wait_tensor_seconds", "loader_ring_fill", "new")
+    assert [tensorboard_tag(key) for key in keys] == [
         "train/loss", "valid/loss", "speed/mfu", "waits/tensor_seconds", "data/loader_ring_fill".replace("loader_", ""),
         "other/new",
     ]  # fmt: skip

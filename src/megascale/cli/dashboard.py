@@ -65,7 +65,7 @@ def dashboard(
     from megascale.observe.dashboard.questions import Sources
     from megascale.observe.dashboard.run_reader import RunList
     from megascale.observe.dashboard.serve import Listening, make_tls_context, serve
-    from megascale.resilience.driver.api import job_view
+    from megascale.resilience.driver.api import client
     from megascale.simulate.run_plan import run_plan
 
     if until_stdin_ends:
@@ -73,7 +73,7 @@ def dashboard(
     protect_children()  # multiprocessing starts the processes that answer queries
     listening = Listening(host, port, token_file, no_token, certificate, key)
     make_tls_context(listening)
-    outside = Integrations(Sources(job_view.describe_job, job_view.describe_nodes, run_plan), job_view.send_order)
+    outside = Integrations(Sources(client.describe_job, client.describe_nodes, run_plan), client.send_order)
     serve(RunList(run), outside, listening, typer.echo, browser)
 
 

@@ -86,7 +86,7 @@ def jobs(
 def _describe_job(folder: Path) -> dict[str, Any] | None:
     """Return a job's row from its journal and from rank 0's status; None if the journal has no job yet."""
     from megascale.core.status import read_status
-    from megascale.resilience.driver.state.journal import JournalReader
+    from megascale.resilience.driver.state.journal_reader import JournalReader
 
     with contextlib.closing(JournalReader(folder)) as reader:
         job, is_driver_alive = reader.job, reader.driver_alive()
@@ -158,23 +158,17 @@ def _format_node(row: dict[str, Any]) -> list[str]:
 
 def _list_nodes(run: Path) -> tuple[list[dict[str, Any]], bool]:
     """Return the nodes as the API lists them, and whether a driver answered."""
-    from megascale.resilience.driver.api.client import send_request
-    from megascale.resilience.driver.state.journal import JournalReader
+    from megascale.resilience.driver.api.client import list_stored_nodes, send_request
+    from megascale.resilience.driver.state.journal_reader import JournalReader
 
     if run.is_file():
         return send_request(run, "GET", "/v1/nodes"), True
     with contextlib.closing(JournalReader(run)) as reader:
-        recorded, job = reader.nodes(), reader.job
+        stored = list_stored_nodes(reader)
         is_driver_alive = reader.driver_alive()
     if is_driver_alive:
         return send_request(run, "GET", "/v1/nodes"), True
-    rows: list[dict[str, Any]] = []
-    for node in recorded:
-        row: dict[str, Any] = {"name": node.name, "address": node.address, "state": node.state, "why": node.why}
-        row["cordoned"] = bool(node.facts.get("cordoned"))
-        row["ranks"] = list(job.ranks(node.name)) if job else []
-        rows.append(row | {"seen": None, "workers": [], "checks": "not run"})
-    return rows, False
+    return stored, False
 
 
 def _measure_ranks(run: Path) -> dict[int, dict[str, Any]]:
@@ -212,7 +206,7 @@ def events(
     Example: megascale events runs/stdlib
     """
     from megascale.resilience.driver.api.client import send_request
-    from megascale.resilience.driver.state.journal import JournalReader
+    from megascale.resilience.driver.state.journal_reader import JournalReader
 
     reader = None if run.is_file() else JournalReader(run)
     if reader is None and all_events:
@@ -351,7 +345,7 @@ def restart(context: typer.Context, run: Path = RUN, why: str = REASON) -> None:
     """
     if context.args:
         _check_settings(run, context.args)
-        from megascale.resilience.driver.api.settable import store_settings
+        from megascale.resilience.driver.recovery.hot_update import store_settings
 
         store_settings(run, [override.removeprefix("--") for override in context.args])
     _send_order(run, "/v1/job/restart", why, from_folder=bool(context.args))
@@ -363,7 +357,7 @@ def _check_settings(run: Path, overrides: list[str]) -> None:
     from megascale.config import load_command_line
     from megascale.core.layout import lay_out
     from megascale.resilience.driver.recovery.hot_update import settings_file
-    from megascale.resilience.driver.state.journal import JournalReader
+    from megascale.resilience.driver.state.journal_reader import JournalReader
 
     for override in overrides:
         if not (override.startswith("--") and "=" in override):
@@ -412,7 +406,7 @@ def logs(
 
     Example: megascale logs runs/stdlib --rank 3 -f
     """
-    from megascale.resilience.driver.api.log_pieces import LOG_PIECE
+    from megascale.resilience.driver.api.access import LOG_PIECE
 
     start, end, text = _read_log(run, rank, -LOG_PIECE)
     log_lines = text.splitlines(keepends=True)
@@ -429,8 +423,8 @@ def logs(
 
 def _read_log(run: Path, rank: int, offset: int) -> tuple[int, int, str]:
     """Return a piece of a log from byte `offset` on (negative: from its end) as (first byte, end, text)."""
+    from megascale.resilience.driver.api.access import read_log_piece
     from megascale.resilience.driver.api.client import send_request
-    from megascale.resilience.driver.api.log_pieces import read_log_piece
 
     if run.is_file():
         answer = send_request(run, "GET", f"/v1/logs/{rank}?after={offset}")

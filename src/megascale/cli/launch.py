@@ -92,8 +92,7 @@ def _drive(config: Config, dashboard: int | None) -> int:
 
     require("fastapi", "driver")
     from megascale.resilience.driver import start_driver
-    from megascale.resilience.driver.job_files import read_job_files
-    from megascale.resilience.driver.timeouts import check_timeouts
+    from megascale.resilience.driver.launch_checks import check_timeouts, read_job_files
 
     config, size = start_driver.prepare(config)
     check_timeouts(config)  # the cluster may have set some of them
@@ -148,7 +147,7 @@ def _print_batch_script(config: Config, arguments: list[str]) -> None:
 
     from megascale.resilience.cluster.slurm import gpus_per_node
     from megascale.resilience.cluster.slurm_script import batch_script
-    from megascale.resilience.driver.state.evicted import list_evicted_nodes
+    from megascale.resilience.driver.state.journal_reader import list_evicted_nodes
 
     if config.resilience.cluster != "slurm":
         raise ConfigError(

@@ -95,7 +95,7 @@ def print_tables(report: Stragglers) -> None:
         console.print(line)
     if judged.uncompared:
         console.print(
-            f"{judged.uncompared} of them have no rank with the same work (data parallelism of 1): they are not compared"
+            f"{judged.uncompared} of them have no rank with the same work (data parallelism of 1) and are not compared"
         )
     if len(parts.ranks) == judged.uncompared:
         return

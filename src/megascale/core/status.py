@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from megascale.core import strict_json
 from megascale.core.calls import MAX_RANKS, read_calls
+from megascale.core.exit_record import ExitRecord
 from megascale.core.failure import reserve_file_space
 from megascale.core.untrusted_files import open_regular
 
@@ -44,6 +45,7 @@ class Status:
         step, action, microbatch: position in the run and the step; `read_status` takes the last two from the call log.
         time_ns: time of the last change, on this host's clock.
         message: reason of the failure.
+        exit: fault that ended the process, None as long as there is none.
         checksum: "STEP:HEX" of this rank's parameters after that step (`resilience.checksum_interval`), else "".
         compute_seconds: duration of the last step less the time that this rank waited for others.
     """
@@ -56,6 +58,7 @@ class Status:
     action: _Label = ""
     microbatch: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
     message: Annotated[str, Meta(max_length=_MAX_MESSAGE_CHARACTERS)] = ""
+    exit: ExitRecord | None = None
     checksum: Annotated[str, Meta(max_length=100, pattern=r"^([0-9]{1,16}:[0-9A-Za-z]*)?$")] = ""
     compute_seconds: _Seconds = 0.0
 
@@ -78,7 +81,15 @@ class StatusFile:
         self.compute_seconds = 0.0
         self.update("start", 0)
 
-    def update(self, phase: str, step: int, action: str = "", microbatch: int = -1, message: str = "") -> None:
+    def update(
+        self,
+        phase: str,
+        step: int,
+        action: str = "",
+        microbatch: int = -1,
+        message: str = "",
+        exit_record: ExitRecord | None = None,
+    ) -> None:
         """Write a new status."""
         status = Status(
             rank=self.rank,
@@ -90,6 +101,7 @@ class StatusFile:
             microbatch=microbatch,
             # Bytes of a file name that are not UTF-8 become "?", because readers reject surrogates.
             message=message[:_MAX_MESSAGE_CHARACTERS].encode(errors="replace").decode(),
+            exit=exit_record,
             checksum=self.checksum,
             compute_seconds=round(self.compute_seconds, 6),
         )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import megascale
 from megascale import torch_private
+from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.grid import Grid
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, wait_for_readers
@@ -101,11 +102,12 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
         reason = describe_lost_peer(error)
         if reason is None:
             raise
-        raise TrainingError(
+        lost = TrainingError(
             f"rank {rank} lost contact with another of the {world} ranks while they connected ({reason}): one ended or "
             "hangs, or its network broke; look at the log of the rank that stopped first, and where "
             f"rendezvous.group_timeout={settings.group_timeout:g} seconds are too few raise it"
-        ) from error
+        )
+        raise attach_record(lost, ExitKind.LOST_PEER) from error
     groups.timings = stopwatch.timings | groups.timings
     atexit.register(_close_at_exit, weakref.ref(groups))
     return groups

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from megascale.core.exit_record import NO_RECORD, ExitKind, ExitRecord, attach_record
 from megascale.services.framing import (
     GREETING_BYTES,
     HEAD,
@@ -44,10 +45,12 @@ class ErrorReply(Message, frozen=True):
     Attributes:
         error: the error's message.
         kind: name of the error's class.
+        record: the fault as a code.
     """
 
     error: Text
     kind: Name = ""
+    record: ExitRecord = NO_RECORD
 
 
 class Conversation:
@@ -139,7 +142,10 @@ class Conversation:
         except EOFError:
             raise ConnectionError("the other side has ended") from None
         if isinstance(reply, ErrorReply):
-            raise OSError(reply.error)
+            failure = OSError(reply.error)
+            if reply.record.kind is ExitKind.DISK_FULL:  # the requesting process judges other faults
+                attach_record(failure, ExitKind.DISK_FULL, subject=reply.record.subject)
+            raise failure
         return reply
 
     def send_bytes(self, view: memoryview) -> None:

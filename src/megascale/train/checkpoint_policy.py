@@ -8,6 +8,7 @@ from typing import Any
 from megascale import checkpoint
 from megascale.config import CheckpointConfig
 from megascale.core.events import Event
+from megascale.core.exit_record import ExitKind, attach_record
 from megascale.errors import TrainingError
 from megascale.train.reporter import Reporter
 
@@ -65,10 +66,13 @@ class CheckpointPolicy:
         self._report(outcomes)
         for outcome in outcomes:
             if outcome.reason and outcome.step == step:
-                raise TrainingError(
+                lost = TrainingError(
                     f"the checkpoint of the last step, {step}, failed: {outcome.reason}; {self.describe_latest()}. "
                     "Remove the cause and start the same command again"
                 )
+                if outcome.record.kind is ExitKind.DISK_FULL:
+                    attach_record(lost, ExitKind.DISK_FULL, subject=outcome.record.subject)
+                raise lost
 
     def latest(self) -> int | None:
         """Return the newest step in storage."""

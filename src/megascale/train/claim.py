@@ -9,6 +9,7 @@ from megascale.checkpoint.storage.opening import local_folder
 from megascale.config import Config
 from megascale.core import run_lock
 from megascale.core.events import Event
+from megascale.core.exit_record import ExitRecord, record_of
 from megascale.core.run_lock import RunLock
 from megascale.core.status import StatusFile, read_status
 from megascale.core.terminal import print_error
@@ -45,7 +46,9 @@ def take_run_locks(config: Config) -> list[RunLock]:
     return locks
 
 
-def write_failed_status(folder: RunFolder, rank: int, owns_folder: bool, message: str) -> None:
+def write_failed_status(
+    folder: RunFolder, rank: int, owns_folder: bool, message: str, exit_record: ExitRecord | None = None
+) -> None:
     """Write the status of a rank that ended before it had a status file of its own.
 
     Args:
@@ -60,7 +63,7 @@ def write_failed_status(folder: RunFolder, rank: int, owns_folder: bool, message
         if status is not None and is_other and _is_running(status.pid):
             return
     status_file = StatusFile(folder.status, rank)
-    status_file.update("failed", 0, message=message)
+    status_file.update("failed", 0, message=message, exit_record=exit_record)
     status_file.close()
 
 
@@ -74,7 +77,7 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def record_refusal(config: Config, message: str) -> None:
+def record_refusal(config: Config, message: str, error: BaseException | None = None) -> None:
     """Record a start that was refused before it took its locks, if the run folder exists and no training uses it."""
     folder = RunFolder(config.run_folder)
     rank = os.environ.get("RANK", "0")
@@ -87,7 +90,8 @@ def record_refusal(config: Config, message: str) -> None:
         except MegascaleError:
             return
     with contextlib.suppress(OSError):
-        write_failed_status(folder, int(rank), lock is not None, message)
+        exit_record = record_of(error) if error is not None else None
+        write_failed_status(folder, int(rank), lock is not None, message, exit_record)
         if lock is not None:
             folder.append_event(Event.RUN_FAILED, step=0, message=message)
     if lock is not None:

@@ -1,4 +1,4 @@
-"""How a rank ends before its time: signals become a wish to stop, errors become an event, a status and one message."""
+"""The premature end of a rank: signals become a request to stop, errors become an event, a status and one message."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from megascale.config import Config
 from megascale.core.events import Event
+from megascale.core.exit_record import ExitKind, attach_record, record_of
 from megascale.core.failure import DISK_FULL_ERRNOS
 from megascale.core.status import FAILED_IN_STEP, StatusFile
 from megascale.core.terminal import termination_signals
@@ -21,50 +22,55 @@ from megascale.train.run_folder import RunFolder
 
 
 class Interrupts:
-    """Turns the first signal that asks a process to end into a wish to stop after the step.
+    """Turns the first signal that ends a process into a request to stop after the step.
 
     The second SIGINT stops at once.
     """
 
     def __init__(self) -> None:
-        self.stop_requested = False
-        self._old: dict[int, Any] = {}
+        self.requested = False
+        self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
         for number in termination_signals():
             try:
-                self._old[number] = signal.signal(number, self._ask)
-            except ValueError:  # not the main thread: the caller handles signals
+                self._handlers[number] = signal.signal(number, self._request_stop)
+            except ValueError:  # Only the main thread may set handlers; elsewhere the caller handles signals.
                 return self
         return self
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_requested and number == signal.SIGINT:
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.stop_requested = True
+        self.requested = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, old in self._old.items():
-            signal.signal(number, old)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
 
 class Ending:
-    """A context in which however this rank ends before its time is told, before anything is closed.
+    """A context that reports an error of this rank before anything is closed.
 
     Attributes:
-        owns_folder: the folder is this run's to write in.
-        status: this rank's status file, once it has its files there.
-        step: the last whole step.
-        in_step: between a step's first operation and its last.
-        is_reported: all ranks end together, and it is told why.
-        has_lost_peers: the other ranks may be lost: nothing waits for them.
+        owns_folder: this run writes the run folder.
+        status: this rank's status file, once it exists.
+        step: the last complete step.
+        in_step: true between a step's first operation and its last.
+        is_reported: the reason is already reported, since all ranks end together.
+        has_lost_peers: the other ranks may have ended, so nothing waits for them.
     """
 
     def __init__(self, config: Config, rank_info: RankInfo, folder: RunFolder) -> None:
-        self._config, self._rank_info, self._folder = config, rank_info, folder
-        self.owns_folder = self.in_step = self.is_reported = self.has_lost_peers = False
+        self._config = config
+        self._rank_info = rank_info
+        self._folder = folder
+        self.owns_folder = False
+        self.in_step = False
+        self.is_reported = False
+        self.has_lost_peers = False
         self.status: StatusFile | None = None
         self.step = 0
 
@@ -76,51 +82,62 @@ class Ending:
     ) -> None:
         if error is None:
             return
-        reported = self._explain(error)
+        explained = self._explain(error)
         try:
-            self._report(reported)
+            self._report(explained)
         finally:
             self.has_lost_peers = not self.is_reported
-        if reported is not error:
-            raise reported from error
+        if explained is not error:
+            raise explained from error
 
     def _explain(self, error: BaseException) -> BaseException:
-        """What a person is told instead of a library's words."""
+        """Return an error with a message for people in place of a library's error."""
+        rank = self._rank_info.rank
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
             full = TrainingError(
-                f"rank {self._rank_info.rank}: the disk is full ({error}); free room there and start the same command "
-                "again"
+                f"rank {rank}: the disk is full ({error}); free space there and start the same command again"
             )
-            full.errno = error.errno  # the driver's rules go by it
-            return full
-        why = describe_lost_peer(error) if isinstance(error, RuntimeError) else None
-        if why is None:
+            full.errno = error.errno
+            return attach_record(full, ExitKind.DISK_FULL, step=self._current_step(), subject=error.filename or "")
+        if not isinstance(error, RuntimeError):
             return error
-        where = "while starting" if self.status is None else f"in step {self.step + 1}"
+        reason = describe_lost_peer(error)
+        if reason is None:
+            return error
+        moment = f"in step {self.step + 1}"
+        if self.status is None:
+            moment = "while starting"
         location = self._config.checkpoint.location or self._folder.checkpoints
-        return TrainingError(
-            f"rank {self._rank_info.rank} lost contact with another rank {where} ({why}): a rank ended, "
-            f"hung for rendezvous.group_timeout={self._config.rendezvous.group_timeout:g} seconds, or its network "
-            f"broke. The log of the rank that stopped first tells why ({self._folder.logs}); "
-            f"{describe_latest(location)}. Start the same command again to go on"
+        lost = TrainingError(
+            f"rank {rank} lost contact with another rank {moment} ({reason}): a rank ended, hung for "
+            f"rendezvous.group_timeout={self._config.rendezvous.group_timeout:g} seconds, or its network failed. The "
+            f"log of the rank that stopped first shows why ({self._folder.logs}); {describe_latest(location)}. Start the "
+            "same command again to continue"
         )
+        return attach_record(lost, ExitKind.LOST_PEER, step=self._current_step())
+
+    def _current_step(self) -> int:
+        return self.step + 1 if self.in_step else 0
 
     def _report(self, error: BaseException) -> None:
         if self.is_reported:
             return
+        event = Event.RUN_FAILED
+        message = str(error)
         if isinstance(error, KeyboardInterrupt):
-            message, event = f"interrupted at once, in step {self.step + 1}, which is not saved", Event.INTERRUPTED
-        else:
-            message, event = str(error), Event.RUN_FAILED
-            if not isinstance(error, MegascaleError):
-                message = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(OSError):  # a full disk: what broke the run must still be raised
+            event = Event.INTERRUPTED
+            message = f"interrupted at once, in step {self.step + 1}, which is not saved"
+        elif not isinstance(error, MegascaleError):
+            message = f"{type(error).__name__}: {error}"
+        record = record_of(error)
+        with contextlib.suppress(OSError):  # The error itself must be raised even if a full disk keeps its report.
             if self.owns_folder:
                 self._folder.create()
-            if self.status is not None:
-                phase, at = (FAILED_IN_STEP, self.step + 1) if self.in_step else ("failed", self.step)
-                self.status.update(phase, at, message=message)
+            if self.status is None:
+                write_failed_status(self._folder, self._rank_info.rank, self.owns_folder, message, record)
+            elif self.in_step:
+                self.status.update(FAILED_IN_STEP, self.step + 1, message=message, exit_record=record)
             else:
-                write_failed_status(self._folder, self._rank_info.rank, self.owns_folder, message)
+                self.status.update("failed", self.step, message=message, exit_record=record)
             if self.owns_folder and self._rank_info.rank == 0:
                 self._folder.append_event(event, step=self.step, message=message[:2000])

@@ -14,6 +14,7 @@ from megascale import checkpoint
 from megascale.checkpoint import setting_changes
 from megascale.checkpoint.object_collectives import Peers
 from megascale.core.events import Event
+from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.flops import CONVENTION, device_peak_tflops, mfu
 from megascale.core.layout import Layout
 from megascale.core.spans import SpanKind
@@ -239,7 +240,7 @@ class Trainer:
             if self.step < last_step:
                 self.checkpointer.prepare()
             while self.step < last_step and not self._stopping:
-                self._train_step(interrupts.stop_requested or self.callbacks.run.wants_stop)
+                self._train_step(interrupts.requested or self.callbacks.run.wants_stop)
                 self.callbacks.end_step(self.step)
                 if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
                     self._evaluate()
@@ -541,11 +542,12 @@ class Trainer:
         """Report an infinite or NaN loss and raise TrainingError."""
         rates = self.config.lr
         self.reporter.write_event(Event.NONFINITE_LOSS, step=step, loss=str(loss))
-        raise TrainingError(
+        nonfinite = TrainingError(
             f"the loss of step {step} is {loss} and training stopped; {self.checkpoint_policy.describe_latest()}. "
             f"Lower --lr.peak (now {rates.peak:g}), lengthen --lr.warmup_steps (now {rates.warmup_steps}) or inspect "
             "that step's data (samples/ledger.jsonl), then run again"
         )
+        raise attach_record(nonfinite, ExitKind.NONFINITE_LOSS, step=step)
 
     def _check_skipped_steps(self, step: int, grad_norm: float) -> None:
         """Report the first of several skipped steps. Raise TrainingError after train.max_skipped_steps in a row."""
@@ -555,7 +557,7 @@ class Trainer:
             self.reporter.log_line(f"step {step} is skipped: its gradient norm is {grad_norm}")
         skipped_all = step == self.config.train.steps == self._skipped_steps
         if limit and (count >= limit or skipped_all):
-            raise TrainingError(
+            nonfinite = TrainingError(
                 f"the gradients of {count} steps in a row, up to step {step}, are not finite (norm {grad_norm}), "
                 f"so these steps changed nothing and training stopped; {self.checkpoint_policy.describe_latest()}. "
                 f"Lower --lr.peak (now {self.config.lr.peak:g}) or --model.init_std (now "
@@ -563,6 +565,7 @@ class Trainer:
                 f"data of these steps (samples/ledger.jsonl), then run again. --train.max_skipped_steps (now {limit}) "
                 "sets how many in a row are allowed; 0 allows any number"
             )
+            raise attach_record(nonfinite, ExitKind.NONFINITE_GRADIENT, step=step)
 
     # checkpoints and evaluation ---------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import torch
 
+from megascale.core.exit_record import ExitKind, attach_record
 from megascale.errors import TrainingError
 from megascale.train.engine import Engine
 
@@ -77,11 +78,12 @@ class WeightWatch:
         self._has_changed = None
         self._sums_in_use = None
         if has_changed is not None and bool(has_changed):
-            raise TrainingError(
+            changed = TrainingError(
                 f"the weights of rank {self.rank} changed between two updates, when no code writes them (a flipped "
                 "bit?); nothing since the last checkpoint was saved. Test this host's memory and device: "
                 "megascale diagnose"
             )
+            raise attach_record(changed, ExitKind.WEIGHTS_CHANGED, subject="weights")
         if sums_in_use is None:
             return None
         step, sums = sums_in_use

@@ -165,8 +165,8 @@ async def _drive(run: Path, agents: int, seconds: float, window: float) -> dict[
     from megascale.config import from_tree
     from megascale.resilience.driver.driver import Driver
     from megascale.resilience.driver.state.job_state import JobState, Phase
-    from megascale.resilience.driver.state.lasting_journal import LastingJournal
-    from megascale.resilience.rules.verdicts import Verdict
+    from megascale.resilience.driver.state.journal import Journal
+    from megascale.resilience.rules.view import Verdict
 
     tree = {"resilience": {"nodes": agents, "window": window}, "train": {"global_batch": agents * RANKS}}
     config = from_tree(tree | {"parallel": {"data": agents * RANKS}, "data": {}})
@@ -180,10 +180,10 @@ async def _drive(run: Path, agents: int, seconds: float, window: float) -> dict[
             if verdict.action not in ("none", "alert"):
                 verdicts.extend((node, now) for node in verdict.nodes or ("",))
 
-    journal, _ = LastingJournal.take(run, 0.1)
+    journal, _ = Journal.take(run, 0.1)
     job = JobState("bench", Phase.WAITING, 0, (), RANKS, agents * RANKS)
     measured = Driver(run, config, _Nowhere(), ["train"], journal, job)
-    measured.diagnosis.act = noted
+    measured.response.act = noted  # type: ignore[method-assign, assignment]
 
     def beats() -> int:
         return sum(node.heartbeat.sequence for node in measured.nodes.all() if node.heartbeat is not None)

@@ -251,14 +251,13 @@ def _pickles(folder: Path) -> Feed:
 def _journal(folder: Path) -> Feed:
     """The driver's journal, taken by the next driver and read by a command, and its copy in events.jsonl."""
     from megascale.errors import DataError, TrainingError
-    from megascale.resilience.driver.audit_log import AuditLog
-    from megascale.resilience.driver.state import recall
-    from megascale.resilience.driver.state.journal import FILE, JournalReader
-    from megascale.resilience.driver.state.lasting_journal import LastingJournal
+    from megascale.resilience.driver.state.audit_log import AuditLog, read_logged_events, restore_lost_events
+    from megascale.resilience.driver.state.journal import FILE, Journal
+    from megascale.resilience.driver.state.journal_reader import JournalReader
 
     sound, run = folder / "sound", folder / "run"
     sound.mkdir()
-    journal, _ = LastingJournal.take(sound, 0.05)
+    journal, _ = Journal.take(sound, 0.05)
     log = AuditLog(sound, journal, lambda who, text: None)
     for number in range(20):
         log.record("hang", attempt=number, nodes=("n0",), evidence=("x" * 50,), extra={"a": [1]})
@@ -274,7 +273,7 @@ def _journal(folder: Path) -> Feed:
             line = changed[at]
             changed[at] = odd_bytes(rng, line) if rng.random() < 0.5 else _text(rng, json.loads(lines[at]))
         (run / "events.jsonl").write_bytes(b"\n".join(changed))
-        recall.read(run / "events.jsonl")
+        list(read_logged_events(run))
         (run / FILE).write_bytes(odd_bytes(rng, data))
         with contextlib.suppress(DataError):
             reader = JournalReader(run)
@@ -282,9 +281,9 @@ def _journal(folder: Path) -> Feed:
                 reader.events()
                 reader.nodes()
         with contextlib.suppress(TrainingError, DataError):
-            again, _ = LastingJournal.take(run, 0.05)
+            again, _ = Journal.take(run, 0.05)
             with contextlib.closing(again):
-                recall.restore(again, run)
+                restore_lost_events(again, run)
                 again.add("after", attempt=1)
 
     return feed
@@ -367,8 +366,8 @@ def _http(folder: Path) -> Feed:
     """The guard of the API, and behind it an application that reads what it is given."""
     import asyncio
 
+    from megascale.resilience.driver.api.access import ApiTokens
     from megascale.resilience.driver.api.http_limits import BODY_BYTES, Guard
-    from megascale.resilience.driver.api.tokens import ApiTokens
 
     tokens = ApiTokens(b"r" * 64, b"a" * 64)
     served: list[int] = []

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness.launched import WAIT, make
-from megascale.resilience.driver.state.journal import read_journal_events
+from megascale.resilience.driver.state.journal_reader import read_journal_events
 from tests.chaos.kubernetes.job import ROLE, here
 from tests.chaos.kubernetes.site import KubernetesSite
 from tests.chaos.machines.network import wait

@@ -98,7 +98,7 @@ def _wait(found: Callable[[], bool], grace_period: float = 60.0) -> bool:
 
 def _job(job: Launched) -> Any:
     from megascale.errors import DataError
-    from megascale.resilience.driver.state.journal import JournalReader
+    from megascale.resilience.driver.state.journal_reader import JournalReader
 
     try:
         reader = JournalReader(job.run)

@@ -27,7 +27,7 @@ from megascale.observe.dashboard.questions import Questions, Sources
 from megascale.observe.store.frames import COUNTER, COUNTERS, ROLLUP, ROLLUPS, SPANS, FrameHead, pack_frame
 from megascale.observe.store.spool import read_segment, save_orphan, segment_head
 from megascale.observe.store.tables import SpanTables
-from megascale.resilience.driver.api import job_view
+from megascale.resilience.driver.api import client as job_view
 from megascale.resilience.driver.state.journal import Journal
 from megascale.simulate.run_plan import run_plan
 from tests.conftest import lines

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.resilience.driver.api.tokens import read_tokens
+from megascale.resilience.driver.api.access import read_tokens
 from megascale.resilience.faults.inject import Options, inject
 from tests.resilience.conftest import launch
 

@@ -18,7 +18,7 @@ from megascale.config import ResilienceConfig
 from megascale.core.calls import CallLog
 from megascale.resilience.agent.agent import Agent
 from megascale.resilience.agent.trainers import TrainerProcess
-from megascale.resilience.driver.nodes.agent_server import AgentServer
+from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import Hello, StartFailed
 from megascale.resilience.protocol.heartbeat import Heartbeat

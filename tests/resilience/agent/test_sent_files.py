@@ -19,7 +19,7 @@ from megascale.observe.store.tables import SpanTables
 from megascale.resilience.agent import sent_files
 from megascale.resilience.agent.file_tails import MetricsTail
 from megascale.resilience.agent.sent_files import SentFiles
-from megascale.resilience.driver.nodes.received_files import ReceivedFiles
+from megascale.resilience.driver.telemetry.trainer_files import ReceivedFiles
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, FileData
 from tests.damaged_records import damaged_lines
 

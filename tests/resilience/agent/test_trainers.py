@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from megascale.core.exit_record import ExitKind
 from megascale.core.grid import Grid
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.resilience import rules
@@ -35,8 +36,7 @@ from megascale.resilience.protocol.fork_messages import (
     framed,
 )
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
-from megascale.resilience.rules.verdicts import Verdict
-from megascale.resilience.rules.view import RankView, View
+from megascale.resilience.rules.view import RankView, Verdict, View
 
 
 def judged(workers: tuple[Worker, ...], disks: dict[str, float]) -> list[Verdict]:
@@ -202,7 +202,7 @@ def test_a_long_exception_in_any_script_fits_the_pipe():
     for text in ("x" * 10_000, "\U0001f600" * 10_000, "\udcff\n" * 5000):
         report_exception(write, OSError(errno.ENOSPC, text))
         (words,) = Frames(FROM_CHILD).feed(os.read(read, 65536))
-        assert words.errno == errno.ENOSPC
+        assert words.record.kind is ExitKind.DISK_FULL
         assert words.error.startswith("OSError")
     os.close(read)
     os.close(write)

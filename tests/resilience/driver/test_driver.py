@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import load
+from megascale.core.exit_record import ExitKind, ExitRecord
 from megascale.resilience.cluster.base import Cluster, NodeInfo
 from megascale.resilience.driver.driver import Driver
-from megascale.resilience.driver.job_files import JobFiles
+from megascale.resilience.driver.launch_checks import JobFiles
 from megascale.resilience.driver.state.job_state import JobState, Phase
-from megascale.resilience.driver.state.journal import Entry
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.state.journal import Entry, Journal
 from megascale.resilience.protocol import agent_channel, contact
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.protocol.job_description import JobDescription
@@ -98,7 +98,7 @@ def driven(
 
     async def serve() -> tuple[int, list[Entry], int]:
         contact.make_token(run)
-        journal, _ = LastingJournal.take(run, 0.1)
+        journal, _ = Journal.take(run, 0.1)
         driver = Driver(
             run, load(None, list(settings)), OneNode(), [], journal, JobState("job", Phase.WAITING), files=files
         )
@@ -156,7 +156,7 @@ def test_the_environment_goes_with_every_start(tmp_path):
 def test_each_port_that_is_taken_is_followed_by_another_five_times(tmp_path):
     def taken(played: Played, channel: agent_channel.AgentChannel) -> bool:
         error = "ConfigError: rank 0 cannot serve the store"
-        played.beat(channel, state="exited", code=2, errno=errno.EADDRINUSE, error=error)
+        played.beat(channel, state="exited", code=2, exit=ExitRecord(ExitKind.PORT_TAKEN), error=error)
         return False
 
     agent = Played(tmp_path, epoch=0, attempt=0)
@@ -174,7 +174,7 @@ def test_trainers_that_cannot_be_started_for_want_of_room_tell_of_a_full_disk(tm
     def full(played: Played, channel: agent_channel.AgentChannel) -> bool:
         if len(played.starts) == 1:
             why = "could not start the trainers: No space left on device"
-            channel.send_message(do="failed", attempt=played.attempt, reason=why, errno=errno.ENOSPC)
+            channel.send_message(do="failed", attempt=played.attempt, why=why, errno=errno.ENOSPC)
             return False
         return True
 

@@ -6,7 +6,7 @@ import pytest
 
 from megascale.config import load
 from megascale.errors import ConfigError
-from megascale.resilience.driver.timeouts import check_timeouts
+from megascale.resilience.driver.launch_checks import check_timeouts
 
 
 @pytest.mark.parametrize(

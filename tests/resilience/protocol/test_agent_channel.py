@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megascale.resilience.driver.nodes.agent_server import AgentServer
+from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Hello, Refuse, Stopped, Welcome
 from megascale.resilience.protocol.heartbeat import MAX_BYTES, Heartbeat

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("cryptography")
 from megascale.resilience.driver.api.tls import agents_tls
-from megascale.resilience.driver.nodes.agent_server import AgentServer
+from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_channel import DriverTls
 from megascale.resilience.protocol.agent_messages import JobOffer, Refuse

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import fields
 
+from megascale.core.exit_record import ExitKind, ExitRecord
 from megascale.resilience.protocol.agent_messages import FROM_AGENT
 from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, LogMatch, NetworkTraffic, Worker, truncate
 from megascale.services.framing import ProtocolError
@@ -33,7 +34,7 @@ workers = st.builds(
     rss=counts,
     cpu_seconds=numbers,
     stderr_tail=texts,
-    errno=counts,
+    exit=st.builds(ExitRecord, kind=st.sampled_from(ExitKind), rank=st.integers(-1, 9), subject=st.text(max_size=200)),
     error=texts,
     ended_age=numbers,
     by_agent=st.booleans(),

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import re
 import signal
 
 import pytest
 from msgspec.structs import replace
 
+from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, record_of
+from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.resilience import rules
 from megascale.resilience.agent import node_health
-from megascale.resilience.rules import exits, silence
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules import exits, foreign_messages, silence
+from megascale.resilience.rules.view import Verdict
 from tests.resilience.rules.views import ended, heartbeat, one, trace, view, worker
 
 EXITS = [
@@ -30,22 +33,22 @@ EXITS = [
         "recover",
     ),
     (
-        {"state": "exited", "code": 1, "message": "the disk of 'runs' is full: a checkpoint needs 9 bytes"},
+        {"state": "exited", "code": 1, "exit": ExitRecord(ExitKind.DISK_FULL, subject="runs")},
         "disk_full",
         "recover",
     ),
     (
-        {"state": "exited", "code": 1, "message": "the loss of step 7 is nan and training stopped"},
+        {"state": "exited", "code": 1, "exit": ExitRecord(ExitKind.NONFINITE_LOSS, step=7)},
         "nonfinite_loss",
         "diagnose",
     ),
     (
-        {"state": "exited", "code": 1, "message": "the gradients of 10 steps in a row, up to step 9, are not finite"},
+        {"state": "exited", "code": 1, "exit": ExitRecord(ExitKind.NONFINITE_GRADIENT, step=9)},
         "nonfinite_gradient",
         "diagnose",
     ),
     ({"state": "exited", "code": 1, "stderr_tail": trace("KeyError: 'text'")}, "user_error", "recover"),
-    ({"state": "exited", "code": 3, "message": "4 ranks cannot be laid out"}, "user_error", "stop"),
+    ({"state": "exited", "code": 3, "exit": ExitRecord(ExitKind.REFUSED)}, "user_error", "stop"),
     (
         {"state": "exited", "code": 1, "stderr_tail": "RuntimeError: NCCL error: unhandled system error"},
         "network_error",
@@ -64,7 +67,8 @@ def test_an_exit_has_a_cause_a_culprit_and_its_words(how, kind, action):
 
 
 def test_a_rank_that_lost_a_peer_is_not_to_blame():
-    victim = worker(0, state="exited", code=1, message="rank 0 lost contact with another rank in step 11")
+    message = "rank 0 lost contact with another rank in step 11"
+    victim = worker(0, state="exited", code=1, message=message, exit=ExitRecord(ExitKind.LOST_PEER, step=11))
     found = ended(victim, worker(1, state="signalled", code=signal.SIGSEGV))
     assert [(v.kind, v.ranks) for v in found] == [("segmentation_fault", (1,))]
     alone = one(ended(victim), "process_exit")
@@ -77,7 +81,7 @@ def test_ranks_that_ended_as_they_were_asked_to_are_not_to_blame_however_often()
     asked = worker(0, state="exited", code=130, error="Exit: 130")
     first = one(ended(asked), "process_exit")
     assert (first.nodes, first.ranks, first.action, first.person) == ((), (0,), "recover", False)
-    assert "asked to" in first.evidence[0]
+    assert "ended by SIGTERM or SIGINT" in first.evidence[0]
     again = one(
         ended(asked, worker(1, state="exited", code=130, error="Exit: 130"), past=[(1.0, first)]), "process_exit"
     )
@@ -170,6 +174,7 @@ def test_a_calm_line_of_the_log_is_nobodys_last_words():
 
 def test_who_failed_first_and_by_itself_names_the_cause():
     first = worker(0, state="exited", code=1, error="ModuleNotFoundError: No module named 'x'", ended_age=0.4)
+    first = replace(first, exit=ExitRecord(ExitKind.EXCEPTION))
     killed = worker(1, state="signalled", code=signal.SIGKILL, ended_age=0.2)
     assert [v.kind for v in ended(first, killed)] == ["user_error"]
     aborted = replace(killed, code=signal.SIGABRT)
@@ -181,9 +186,11 @@ def test_who_failed_first_and_by_itself_names_the_cause():
 
 
 def test_a_port_taken_is_tried_again_elsewhere_within_bounds():
-    failed = worker(1, state="exited", code=2, errno=errno.EADDRINUSE, error="ConfigError: rank 0 cannot serve")
+    failed = worker(
+        1, state="exited", code=2, exit=ExitRecord(ExitKind.PORT_TAKEN), error="ConfigError: rank 0 cannot serve"
+    )
     past: list[tuple[float, Verdict]] = []
-    for _ in range(exits.PORTS - 1):
+    for _ in range(exits.PORT_LIMIT - 1):
         verdict = one(ended(failed, past=past), "port_taken")
         assert (verdict.action, verdict.person) == ("recover", False)
         past.append((1.0, verdict))
@@ -196,7 +203,7 @@ def test_a_port_taken_is_tried_again_elsewhere_within_bounds():
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_is_known_by_its_number_or_its_room_and_by_no_line_of_a_log(number):
-    failed = worker(1, state="exited", code=1, errno=number, error="OSError: something")
+    failed = worker(1, state="exited", code=1, exit=record_of(OSError(number, "something")), error="OSError: something")
     assert one(ended(failed), "disk_full").action == "recover"
     assert exits.judge_failed_start("n0", (0,), "why", number).kind == "disk_full"
     line = worker(1, state="exited", code=9, stderr_tail="copying: No space left on device, left out\n")
@@ -212,24 +219,25 @@ def test_a_full_disk_is_known_by_its_number_or_its_room_and_by_no_line_of_a_log(
 
 
 def test_the_same_full_disk_ends_the_job_whatever_the_figures():
-    def fails(text: str, past: list[Verdict]) -> Verdict:
-        how = {"state": "exited", "code": 1, "message": text}
+    def fails(disk: str, text: str, past: list[Verdict]) -> Verdict:
+        record = ExitRecord(ExitKind.DISK_FULL, subject=disk)
+        how = {"state": "exited", "code": 1, "message": text, "exit": record}
         return one(ended(worker(1, **how), past=[(1.0, v) for v in past]), "disk_full")
 
-    first = fails("the disk of '/a' is full: a checkpoint needs 417,792 bytes and 212,992 are free", [])
+    first = fails("/a", "the disk of '/a' is full: a checkpoint needs 417,792 bytes and 212,992 are free", [])
     assert first.action == "recover"
     later = "the checkpoint of the last step, 12, failed: the disk of {} is full: a checkpoint needs 417,792 bytes"
-    again = fails(later.format("'/a'"), [first])
+    again = fails("/a", later.format("'/a'"), [first])
     assert (again.action, again.person) == ("stop", True)
-    assert fails(later.format("'/b'"), [first]).action == "recover"
+    assert fails("/b", later.format("'/b'"), [first]).action == "recover"
 
 
 def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
     """What one rank lacks it tells all, who end with its words."""
     words = "rank 1 on b7: staging memory for checkpoints could not be had ([Errno 12] 3 of 5 bytes are free)"
-    of_it = worker(1, state="exited", code=3, errno=errno.ENOMEM, message=words)
-    told = worker(0, state="exited", code=3, message=words)
-    trained = {"learned": {silence.FIRST_STEP: 10.0}, "phase": "starting"}
+    of_it = worker(1, state="exited", code=3, exit=ExitRecord(ExitKind.HOST_MEMORY, rank=1), message=words)
+    told = worker(0, state="exited", code=3, exit=ExitRecord(ExitKind.REFUSED, rank=1), message=words)
+    trained = {"usual_durations": {silence.FIRST_STEP: 10.0}, "phase": "starting"}
     for others in ((), (told,)):
         verdict = one(ended(of_it, *others, **trained), "out_of_memory")
         assert (verdict.nodes, verdict.action, verdict.person) == (("node-1",), "recover", False)
@@ -239,15 +247,47 @@ def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
     # Elsewhere it is the first time; alone there is no other node to say whose it is.
     there = [(900.0, dataclasses.replace(verdict, nodes=("node-7",)))]
     assert one(ended(of_it, past=there, **trained), "out_of_memory").action == "recover"
-    own = replace(of_it, rank=0, message=words.replace("rank 1", "rank 0"))
+    own = replace(
+        of_it, rank=0, exit=ExitRecord(ExitKind.HOST_MEMORY, rank=0), message=words.replace("rank 1", "rank 0")
+    )
     past = [(900.0, dataclasses.replace(verdict, nodes=("node-0",)))]
     alone = view({0: [heartbeat(0, 1, [own])]}, past=past)
-    alone.usual_durations |= trained["learned"]
+    alone.usual_durations |= trained["usual_durations"]
     assert one(rules.judge(alone), "out_of_memory").action == "stop"
-    both = one(ended(of_it, replace(of_it, rank=0), **trained), "out_of_memory")
+    both = one(
+        ended(of_it, replace(of_it, rank=0, exit=ExitRecord(ExitKind.HOST_MEMORY, rank=0)), **trained), "out_of_memory"
+    )
     assert (both.nodes, both.action) == (("node-0", "node-1"), "recover")
     # Who speaks first is not to blame, nor is anybody before the first step of all: then a person is told.
     assert one(ended(told, **trained), "process_exit").nodes == ()
     first = ended(of_it, told)
     assert {(v.action, v.person) for v in first} == {("stop", True)}
     assert any("settings or data are wrong" in line for v in first for line in v.evidence)
+
+
+MESSAGES = [*foreign_messages.ENDS, *foreign_messages.BROKEN_HARDWARE]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.pattern)
+def test_each_message_of_another_program_is_recognised_by_its_example(message):
+    table = foreign_messages.ENDS if message in foreign_messages.ENDS else foreign_messages.BROKEN_HARDWARE
+    assert foreign_messages.find_fault(message.example, table) is message.fault
+    for mark in (foreign_messages.END_MARK, foreign_messages.EXCEPTION_LINE):
+        assert re.search(mark.pattern, mark.example)
+
+
+def test_an_exception_is_recorded_as_a_code_with_its_subject():
+    def chained(cause: BaseException, error: BaseException) -> BaseException:
+        error.__cause__ = cause
+        return error
+
+    full = attach_record(TrainingError("full"), ExitKind.DISK_FULL, subject="/a")
+    assert record_of(chained(full, SystemExit(1))) == ExitRecord(ExitKind.DISK_FULL, subject="/a")
+    assert record_of(chained(OSError(errno.ENOMEM, "x"), FitError("y"))).kind is ExitKind.HOST_MEMORY
+    assert record_of(OSError(errno.ENOMEM, "x")).kind is ExitKind.OUT_OF_MEMORY
+    assert record_of(chained(OSError(errno.EADDRINUSE, "x"), ConfigError("y"))).kind is ExitKind.PORT_TAKEN
+    assert record_of(MemoryError()).kind is ExitKind.OUT_OF_MEMORY
+    assert record_of(ConfigError("y")).kind is ExitKind.REFUSED
+    assert record_of(KeyError("y")).kind is ExitKind.EXCEPTION
+    assert record_of(KeyboardInterrupt()).kind is ExitKind.INTERRUPTED
+    assert record_of(SystemExit(1)).kind is ExitKind.UNKNOWN

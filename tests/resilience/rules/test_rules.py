@@ -15,13 +15,12 @@ from megascale.core.grid import Grid
 from megascale.resilience import rules
 from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, LogMatch, NetworkTraffic
 from megascale.resilience.rules import metrics_rules, silence
-from megascale.resilience.rules.verdicts import SEVERITY, Verdict
-from megascale.resilience.rules.view import HISTORY, Metric, RankView, View
+from megascale.resilience.rules.view import HISTORY, SEVERITY, Metric, RankView, Verdict, View
 from tests.resilience.rules.views import WINDOW, ended, heartbeat, one, view, worker
 
 
 def test_an_unknown_action_is_refused():
-    with pytest.raises(ValueError, match="action='restart' of verdict mine is none of none, alert, recover"):
+    with pytest.raises(ValueError, match="action='restart'; use one of none, alert, recover"):
         Verdict("mine", action="restart")
 
 
@@ -119,11 +118,11 @@ def test_nothing_moving_is_a_hang_only_past_what_the_phase_may_take():
     assert verdict.action == "recover"
     assert "no rank has moved" in verdict.evidence[0]
     # Learned: a step that took 8 s before may take 40 now.
-    assert not standing(limit + 5, learned={"train": 8.0})
-    assert one(standing(41, learned={"train": 8.0}), "hang")
+    assert not standing(limit + 5, usual_durations={"train": 8.0})
+    assert one(standing(41, usual_durations={"train": 8.0}), "hang")
     # Evaluation and checkpoint are long, and the first ones are not known at all.
     assert not standing(50, "save")
-    assert not standing(59, "evaluate", learned={"train": 0.2})
+    assert not standing(59, "evaluate", usual_durations={"train": 0.2})
     assert not standing(59, "start")
     beats = {0: [heartbeat(0, 1, [worker(0, status_age=20.0)])], 1: [heartbeat(1, 1, [worker(1, status_age=0.5)])]}
     assert not rules.judge(view(beats))
@@ -135,7 +134,9 @@ def test_a_stopped_process_is_given_no_time_for_its_phase():
 
     def saving(seconds: float, other: str = "train", **changes) -> list[Verdict]:
         workers = worker(0, phase=other, status_age=seconds), worker(1, phase="save", status_age=seconds, **changes)
-        return rules.judge(view({n: [heartbeat(n, 1, [w])] for n, w in enumerate(workers)}, learned={"train": 0.2}))
+        return rules.judge(
+            view({n: [heartbeat(n, 1, [w])] for n, w in enumerate(workers)}, usual_durations={"train": 0.2})
+        )
 
     assert not saving(59.0)
     assert not saving(silence.FLOOR - 0.1, stopped=True)
@@ -149,14 +150,14 @@ def test_a_first_step_that_hangs_is_known_once_others_were_seen():
     """Of every start of a job that hangs at one step, not after resilience.first_step each time."""
     start = {"job": "starting", "started": 940.0, "first_step": 600.0}
     limit, learned = silence.LONG_FLOOR, {silence.FIRST_STEP: 2.0}
-    assert not standing(limit - 0.1, learned=learned, **start)
-    verdict = one(standing(limit + 0.1, learned=learned, **start), "hang")
-    assert "ranks stand in step" in verdict.evidence[1]
+    assert not standing(limit - 0.1, usual_durations=learned, **start)
+    verdict = one(standing(limit + 0.1, usual_durations=learned, **start), "hang")
+    assert "ranks are in step" in verdict.evidence[1]
     # It may be slow, and before the first of all nothing is known; nor is loading a step.
-    assert not standing(limit + 5, learned={silence.FIRST_STEP: 20.0}, **start)
-    assert one(standing(101, learned={silence.FIRST_STEP: 20.0}, **start), "hang")
-    assert not standing(limit + 5, learned={"train": 2.0}, **start)
-    assert not standing(limit + 5, "load", learned=learned, **start)
+    assert not standing(limit + 5, usual_durations={silence.FIRST_STEP: 20.0}, **start)
+    assert one(standing(101, usual_durations={silence.FIRST_STEP: 20.0}, **start), "hang")
+    assert not standing(limit + 5, usual_durations={"train": 2.0}, **start)
+    assert not standing(limit + 5, "load", usual_durations=learned, **start)
 
 
 def test_log_lines_and_devices():
@@ -278,9 +279,11 @@ def test_a_persistently_slow_node_is_evicted():
 def test_thousands_of_ranks_are_judged_as_few_are(slow_ranks, monkeypatch):
     """What is usual is then worked out once for all; the verdicts are the same."""
     usual = [0.1, 0.11, 0.1, 0.09, 0.1] * 6
-    series = [[s * 1.4 for s in usual] if rank in slow_ranks else usual for rank in range(metrics_rules.MANY + 6)]
+    series = [
+        [s * 1.4 for s in usual] if rank in slow_ranks else usual for rank in range(metrics_rules.POOLED_RANKS + 6)
+    ]
     many = computing(*series)
-    monkeypatch.setattr(metrics_rules, "MANY", 10**9)
+    monkeypatch.setattr(metrics_rules, "POOLED_RANKS", 10**9)
     few = computing(*series)
     assert [(v.kind, v.nodes, v.ranks) for v in many] == [(v.kind, v.nodes, v.ranks) for v in few]
     assert {rank for v in many for rank in v.ranks} == set(slow_ranks)
@@ -361,10 +364,10 @@ def test_a_calm_run_raises_no_alarm(state):
 def test_clocks_change_nothing(state, skew):
     """Whatever the senders' clocks and wherever the driver's clock begins, the verdicts are the same."""
     bad = state.members[-1]
-    bad.last_seen = state.now - WINDOW - 1.5
+    bad.last_seen = state.time - WINDOW - 1.5
     before = rules.judge(state)
     shift = skew / 1e3
-    state.now += shift
+    state.time += shift
     state.started += shift
     for member in state.members:
         member.last_seen += shift

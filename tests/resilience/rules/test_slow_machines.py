@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megascale.resilience import rules
-from megascale.resilience.rules.slow_machines import slow_machines
+from megascale.resilience.rules.metrics_rules import slow_machines
 from megascale.resilience.rules.view import SlowFinding
 from tests.resilience.rules.views import heartbeat, view, worker
 
@@ -15,7 +15,7 @@ SLOW = SlowFinding(1, 0.12, "GPU", 0.99999, ("forward +12.1%, backward +12.0%",)
 
 
 def judged(*findings: SlowFinding, **changes):
-    return slow_machines(view({n: [heartbeat(n, 1, [worker(n)])] for n in range(3)}, slow=findings, **changes))
+    return slow_machines(view({n: [heartbeat(n, 1, [worker(n)])] for n in range(3)}, slow_findings=findings, **changes))
 
 
 def test_a_slow_rank_is_an_alert_with_its_evidence():
@@ -23,7 +23,7 @@ def test_a_slow_rank_is_an_alert_with_its_evidence():
     assert (verdict.kind, verdict.nodes, verdict.ranks, verdict.action) == ("slow_node", ("node-1",), (1,), "alert")
     assert "rank 1 on node-1 is 12.0% slower" in verdict.evidence[0]
     assert verdict.evidence[1] == SLOW.evidence[0]
-    assert verdict in rules.judge(view({n: [heartbeat(n, 1, [worker(n)])] for n in range(3)}, slow=(SLOW,)))
+    assert verdict in rules.judge(view({n: [heartbeat(n, 1, [worker(n)])] for n in range(3)}, slow_findings=(SLOW,)))
 
 
 @pytest.mark.parametrize("action", ["alert", "diagnose", "evict"])

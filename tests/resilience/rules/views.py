@@ -7,8 +7,7 @@ from collections import deque
 from megascale.core.grid import Grid
 from megascale.resilience import rules
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
-from megascale.resilience.rules.verdicts import Verdict
-from megascale.resilience.rules.view import HISTORY, RankView, View
+from megascale.resilience.rules.view import HISTORY, Incident, RankView, Verdict, View
 
 WINDOW = 5.0
 
@@ -31,8 +30,10 @@ def view(beats: dict[int, list[Heartbeat]], grid: Grid | None = None, **changes)
         ranks = tuple(w.rank for w in sent[-1].workers) if sent else (node,)
         last = sent[-1] if sent else None
         members.append(RankView(f"node-{node}", ranks, times[-1] if sent else now, last, history))
-    standard = {"learned": {"train": 0.2, "save": 1.0, "evaluate": 1.0}, "phase": "running", "started": 0.0}
+    standard = {"usual_durations": {"train": 0.2, "save": 1.0, "evaluate": 1.0}, "phase": "running", "started": 0.0}
     grid = grid or Grid(data=max(1, sum(len(m.ranks) for m in members)), ranks_per_host=1)
+    if "incidents" in changes:
+        changes["incidents"] = [Incident(*incident) for incident in changes["incidents"]]
     fixed = {"window": WINDOW, "interval": 1.0, "first_step": 60.0}
     return View("job", 1, time=now, members=members, grid=grid, **(standard | fixed | changes))
 

@@ -25,6 +25,7 @@ from megascale.checkpoint.format.commit import Commit
 from megascale.checkpoint.format.write_plan import data_file_name
 from megascale.checkpoint.storage.base import Storage, explain_save_error
 from megascale.checkpoint.storage.opening import open_storage
+from megascale.core.exit_record import NO_RECORD, ExitRecord, record_of
 from megascale.errors import TrainingError
 from megascale.services.reception import ConnectionServer
 
@@ -175,13 +176,13 @@ class SaveWriter:
             if save.is_over:
                 pending_saves.add_part(storage, message.step, message.generation, save.written)
         except OSError as failure:
-            reason = str(explain_save_error(failure, storage, message.required_bytes))
+            explained = explain_save_error(failure, storage, message.required_bytes)
             if message.leader:
                 self._forget_save(message, save)
-                self._give_up(storage, message, reason)
+                self._give_up(storage, message, str(explained), record_of(explained))
             else:
-                _start_thread(self._report_failure, storage, message, save, reason)
-            raise TrainingError(reason) from None
+                _start_thread(self._report_failure, storage, message, save, explained)
+            raise explained from None
         self._forget_save(message, save)
         if message.leader:
             _start_thread(self._commit_when_complete, storage, message)
@@ -220,14 +221,20 @@ class SaveWriter:
             with self._changed:
                 self._saves.pop(message.generation, None)
 
-    def _report_failure(self, storage: Storage, message: StageSnapshot, save: HostSave, reason: str) -> None:
+    def _report_failure(self, storage: Storage, message: StageSnapshot, save: HostSave, error: TrainingError) -> None:
         """Write a failure record for the first process's service as soon as the disk has room for it."""
         pause = _MIN_POLL
         with self._lifetime.work():
             while True:
                 try:
                     pending_saves.add_failure(
-                        storage, message.step, message.generation, message.rank, reason, ended=save.ended
+                        storage,
+                        message.step,
+                        message.generation,
+                        message.rank,
+                        str(error),
+                        ended=save.ended,
+                        fault=record_of(error),
                     )
                     break
                 except OSError:
@@ -248,7 +255,8 @@ class SaveWriter:
                     with self._pruning:  # an older commit of this step may just be being removed
                         committed = pending_saves.try_commit(storage, step, generation)
                 except Exception as error:  # the trainer waits for a result in any case
-                    return self._give_up(storage, message, self._explain_failure(error, storage, message))
+                    reason, fault = self._explain_failure(error, storage, message)
+                    return self._give_up(storage, message, reason, fault)
                 if committed is not None:
                     return self._finish_commit(storage, message, *committed)
                 if self._is_overtaken(generation):
@@ -272,17 +280,18 @@ class SaveWriter:
             except Exception as error:
                 log.warning("older checkpoints could not be removed: %s", error or repr(error))
 
-    def _explain_failure(self, error: Exception, storage: Storage, message: StageSnapshot) -> str:
-        """Return why a commit failed; log the traceback of an unexpected failure."""
+    def _explain_failure(self, error: Exception, storage: Storage, message: StageSnapshot) -> tuple[str, ExitRecord]:
+        """Return why a commit failed, and the fault as a code; log the traceback of an unexpected failure."""
         if isinstance(error, SaveFailed):
-            return str(error)
+            return str(error), record_of(error)
         if isinstance(error, OSError):
-            return str(explain_save_error(error, storage, message.required_bytes))
+            explained = explain_save_error(error, storage, message.required_bytes)
+            return str(explained), record_of(explained)
         if not isinstance(error, ValueError):
             log.exception("the commit of step %d failed", message.step)
-        return f"the commit failed: {error or repr(error)}"
+        return f"the commit failed: {error or repr(error)}", record_of(error)
 
-    def _give_up(self, storage: Storage, message: StageSnapshot, reason: str) -> None:
+    def _give_up(self, storage: Storage, message: StageSnapshot, reason: str, fault: ExitRecord = NO_RECORD) -> None:
         """Remove the files of a save that will not be committed, and publish the result."""
         writing = set(range(message.ranks)) - set(message.local_ranks)
         with contextlib.suppress(OSError, ValueError):
@@ -292,7 +301,7 @@ class SaveWriter:
         except Exception as error:
             log.warning("the files of step %d could not be removed: %s", message.step, error or repr(error))
         _start_thread(self._sweep, storage, message, writing)
-        self._set_result(message, SaveResult(False, reason=reason[:2000]))
+        self._set_result(message, SaveResult(False, reason=reason[:2000], record=fault))
 
     def _set_result(self, message: StageSnapshot, result: SaveResult) -> None:
         with self._changed:

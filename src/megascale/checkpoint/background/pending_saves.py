@@ -20,6 +20,7 @@ from megascale.checkpoint.format.commit import Commit
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.write_plan import data_file_name
 from megascale.checkpoint.storage.base import UNFINISHED, Storage
+from megascale.core.exit_record import NO_RECORD, ExitKind, ExitRecord, attach_record
 
 # Placeholder for the generation in a plan's torch metadata, of the same length.
 BLANK = "00000000-00000000"
@@ -77,14 +78,21 @@ def add_part(storage: Storage, step: int, generation: str, written: dict[int, Wr
 
 
 def add_failure(
-    storage: Storage, step: int, generation: str, rank: int, reason: str, ended: Iterable[int] = ()
+    storage: Storage,
+    step: int,
+    generation: str,
+    rank: int,
+    reason: str,
+    ended: Iterable[int] = (),
+    fault: ExitRecord = NO_RECORD,
 ) -> None:
     """Record that a process's file could not be written, so that no service waits for it.
 
     Args:
         ended: processes of its host that write nothing more of this save.
+        fault: the fault as a code.
     """
-    record = {"why": reason, "ended": sorted({rank, *ended})}
+    record = {"why": reason, "ended": sorted({rank, *ended}), "kind": fault.kind, "subject": fault.subject}
     name = f"{generation}-failed-{rank:05d}.json"
     storage.write(f"{folders.step_name(step)}/{name}", _encode_record(record))
 
@@ -111,7 +119,9 @@ def try_commit(storage: Storage, step: int, generation: str) -> tuple[Commit, in
     for name in names:
         if "-failed-" in name:
             record = _read_record(storage, f"{folder}/{name}")
-            raise SaveFailed(record["why"] if record else "a process failed to write its part")
+            failure = SaveFailed(record["why"] if record else "a process failed to write its part")
+            fault = record or {}
+            raise attach_record(failure, ExitKind(fault.get("kind", "")), subject=str(fault.get("subject", "")))
     if f"{generation}-begin.json" not in names:
         return None
     begin = _read_record(storage, f"{folder}/{generation}-begin.json")

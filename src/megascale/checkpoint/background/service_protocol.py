@@ -14,6 +14,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import PROTOCOL_VERSION
 from megascale.services.host_service import ServiceLocation, make_private_folder, private_base_folder
@@ -175,11 +176,12 @@ class Released(Message, frozen=True):
 
 
 class SaveResult(Message, frozen=True):
-    """The result of a save; `reason` says why it is not committed."""
+    """The result of a save. `reason` says why it is not committed, `record` has the fault as a code."""
 
     committed: bool
     bytes: Count = 0
     reason: Text = ""
+    record: ExitRecord = NO_RECORD
 
 
 class SnapshotInfo(Part, frozen=True):

@@ -10,6 +10,7 @@ SnapshotCopy, `Snapshots._serve_slot` (a thread per slot) copies it and sends `S
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import queue
@@ -56,7 +57,8 @@ from megascale.checkpoint.saver import agree_on_plan, cut_chunks
 from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
-from megascale.errors import FitError, TrainingError
+from megascale.core.exit_record import ExitKind, attach_record, record_of
+from megascale.errors import FitError, MegascaleError, TrainingError
 from megascale.services.conversation import Conversation
 
 log = logging.getLogger(__name__)
@@ -125,9 +127,18 @@ class Snapshots:
         self._watcher: threading.Thread | None = None
         self._saves_to_watch: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
         self._allocation_error: OSError | None = None  # of this process, not of another one
+        self._lacking_rank = -1  # the first process without memory, the same on all
         problem = self._open()
         if problem:
-            raise (FitError(problem) if "memory" in problem else TrainingError(problem)) from self._allocation_error
+            raise self._make_refusal(problem) from self._allocation_error
+
+    def _make_refusal(self, problem: str) -> MegascaleError:
+        """Return the error for a start without the service; it records the first rank that lacks memory."""
+        if self._lacking_rank < 0:
+            return TrainingError(problem)
+        lacks_memory = self._allocation_error is not None and self._allocation_error.errno == errno.ENOMEM
+        kind = ExitKind.HOST_MEMORY if lacks_memory else ExitKind.REFUSED
+        return attach_record(FitError(problem), kind, rank=self._lacking_rank)
 
     @property
     def memory(self) -> int:
@@ -373,7 +384,9 @@ class Snapshots:
                 f"({error}): each process there needs checkpoint.slots x {size:,} bytes of host memory. Lower "
                 f"checkpoint.slots={self.slot_count}, or set checkpoint.background=false"
             )
-        return self.peers.first_problem(problem)
+        problems = self.peers.all_gather(problem, str | None)
+        self._lacking_rank = next((rank for rank, text in enumerate(problems) if text), -1)
+        return problems[self._lacking_rank] if self._lacking_rank >= 0 else None
 
     def _reopen(self) -> str | None:
         """Set everything up again on all processes, since some host has lost its service."""
@@ -417,6 +430,7 @@ class Snapshots:
                 self._stage_copy(connection, slot, copy)
             except Exception as error:  # the next step's update waits for this copy in any case
                 copy.outcome.reason = str(error) or repr(error)
+                copy.outcome.record = record_of(error)
                 is_expected = isinstance(error, OSError | TrainingError)
                 if not is_expected:
                     log.exception("the copy of step %d failed", copy.outcome.step)
@@ -459,6 +473,7 @@ class Snapshots:
                 copy.outcome.committed = result.committed
                 copy.outcome.bytes = result.bytes or copy.outcome.bytes
                 copy.outcome.reason = result.reason
+                copy.outcome.record = result.record
             except Exception as error:
                 copy.outcome.reason = copy.outcome.reason or str(error) or repr(error)
             self._report(copy)

@@ -24,6 +24,7 @@ from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.write_plan import RankPart, data_file_name, make_offer
 from megascale.checkpoint.saver import ShardChunk, dtype_name
 from megascale.checkpoint.storage.base import PAGE
+from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.conversation import Conversation
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class SaveOutcome:
         committed: the checkpoint is complete in storage. Only the first process learns of it; on other processes, and
             for snapshots that stay in memory, it is False with an empty `reason`.
         reason: why the save failed, "" if it did not.
+        record: the fault as a code.
         bytes: size of the checkpoint.
         stall: seconds that training waited for it on this process, copy included.
         seconds: from the start of the copy to the end of the service's work (to the commit where that is known).
@@ -50,6 +52,7 @@ class SaveOutcome:
     step: int
     committed: bool = False
     reason: str = ""
+    record: ExitRecord = NO_RECORD
     bytes: int = 0
     stall: float = 0.0
     seconds: float = 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.failure import DISK_FULL_ERRNOS
 from megascale.errors import TrainingError
 
@@ -94,7 +95,7 @@ def explain_save_error(error: Exception, storage: Storage, needed: int) -> Train
             "checkpoint stays as it is. Make room, lower checkpoint.keep, or put train.runs on a larger disk"
         )
         full.errno = error.errno
-        return full
+        return attach_record(full, ExitKind.DISK_FULL, subject=storage.url)
     if isinstance(error, OwnerChangedError):
         return TrainingError(str(error.strerror))
     reason = getattr(error, "strerror", None) or repr(error)

@@ -18,6 +18,7 @@ from typing import Any
 
 from megascale import config as configuration
 from megascale.core.calls import READER, Call, CallRecord
+from megascale.core.exit_record import ExitKind
 from megascale.core.layout import Layout, lay_out
 from megascale.core.untrusted_files import is_small_file
 from megascale.errors import MegascaleError
@@ -180,6 +181,12 @@ def _select_own_records(scene: Scene) -> dict[int, CallRecord]:
     return {rank: item.record for rank, item in scene.ranks.items() if item.record is not None}
 
 
+def _has_lost_peer(evidence: RankEvidence) -> bool:
+    """Return whether a rank ended because another rank had ended or hung."""
+    record = evidence.status.exit if evidence.status is not None else None
+    return record is not None and record.kind is ExitKind.LOST_PEER
+
+
 def _is_on_devices(scene: Scene) -> bool:
     """Return whether calls ran on devices and all ranks with a record have a flight record."""
     flights = {rank: item.flight for rank, item in scene.ranks.items() if item.flight is not None}
@@ -252,7 +259,7 @@ class _Judge:
             return None
         dead = [item for item in self.scene.ranks.values() if item.process == "gone" and not _has_finished(item)]
         if dead:
-            first = [item for item in dead if not (item.status and "lost contact" in item.status.message)] or dead
+            first = [item for item in dead if not _has_lost_peer(item)] or dead
             ranks = tuple(item.rank for item in first)
             messages = [f"rank {item.rank} reported: {item.status.message}" for item in first
                         if item.status and item.status.message]  # fmt: skip

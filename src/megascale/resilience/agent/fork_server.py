@@ -24,7 +24,8 @@ import traceback
 from collections.abc import Sequence
 
 from megascale.core import terminal
-from megascale.core.failure import describe_error, find_errno
+from megascale.core.exit_record import NO_RECORD, record_of
+from megascale.core.failure import describe_error
 from megascale.core.python_process import disable_bytecode_cache, sleep_at_barriers
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
@@ -95,7 +96,7 @@ class ForkServer:
                 importlib.import_module(name)
         except BaseException as error:
             tail = _to_utf8(traceback.format_exc()[-4000:])
-            self._send(Broken(_to_utf8(describe_error(error)[:2000]), find_errno(error), tail))
+            self._send(Broken(_to_utf8(describe_error(error)[:2000]), record_of(error), tail))
             raise
 
     def _send(self, message: Message) -> None:
@@ -115,8 +116,8 @@ class ForkServer:
                 while data := os.read(self._report_read, 65536):
                     for report in self._reports.feed(data):
                         self._last_words[report.pid] = report
-            last_words = self._last_words.pop(pid, LastWords(pid, 0, ""))
-            self._send(Ended(pid, status, last_words.errno, last_words.error))
+            last_words = self._last_words.pop(pid, LastWords(pid, NO_RECORD, ""))
+            self._send(Ended(pid, status, last_words.record, last_words.error))
 
     def _fork(self, order: Fork) -> None:
         server = os.getpid()
@@ -168,7 +169,7 @@ class ForkServer:
 
 def report_exception(pipe: int, error: BaseException) -> None:
     """Write the exception that ends this child to the server's pipe."""
-    message = LastWords(os.getpid(), find_errno(error), _to_utf8(describe_error(error)[:1000]))
+    message = LastWords(os.getpid(), record_of(error), _to_utf8(describe_error(error)[:1000]))
     data = framed(FROM_CHILD, message)
     assert len(data) <= select.PIPE_BUF, "larger messages are not written atomically"
     with contextlib.suppress(OSError):

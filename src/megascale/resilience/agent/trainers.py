@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megascale.core.addresses import find_interface, is_loopback
+from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.core.failure import FailureLog, free_bytes
 from megascale.core.python_process import module_command
 from megascale.core.secrets import REPLICA_VARIABLE
@@ -72,7 +73,7 @@ class TrainerProcess:
         changed: time of its last change, on the monotonic clock.
         first_step: the first step of this attempt, -1 before it.
         checksum: "STEP:VALUE", the newest checksum of weights, or "".
-        errno, error: exception that ended the process.
+        record, error: fault and exception that ended the process.
         ended: time of the end, on the monotonic clock.
         by_agent: the agent ended the process.
         tail: text that replaces the end of the log for a process that wrote none.
@@ -88,7 +89,7 @@ class TrainerProcess:
     first_step: int = -1
     checksum: str = ""
     compute_seconds: float = 0.0
-    errno: int = 0
+    record: ExitRecord = NO_RECORD
     error: str = ""
     ended: float = 0.0
     by_agent: bool = False
@@ -199,7 +200,7 @@ class Trainers:
     def _record_server_end(self) -> None:
         """Give running ranks the reason for the fork server's end, since their own SIGKILL only follows from it."""
         if self._broken:
-            failure = {"errno": self._broken.errno, "error": self._broken.error, "tail": self._broken.tail}
+            failure = {"record": self._broken.record, "error": self._broken.error, "tail": self._broken.tail}
             for trainer in self.running():
                 trainer.end(1 << 8, **failure)
         elif self._server is not None and self.running():
@@ -223,7 +224,7 @@ class Trainers:
         elif isinstance(message, Ended):
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:
-                    trainer.end(message.status, errno=message.errno, error=message.error)
+                    trainer.end(message.status, record=message.record, error=message.error)
         self._on_change()
 
     # an attempt -----------------------------------------------------------------------------------------------------
@@ -362,6 +363,8 @@ class Trainers:
             trainer.changed = time.monotonic()
             if status.phase == "train" and trainer.first_step < 0:
                 trainer.first_step = status.step
+        if status.exit is not None:
+            trainer.record = status.exit  # it names the rank, which the exception itself may not
         trainer.checksum = status.checksum
         trainer.compute_seconds = status.compute_seconds
 
@@ -401,7 +404,7 @@ class Trainers:
             cpu_seconds=usage.cpu_seconds,
             stopped=usage.stopped,
             stderr_tail=tail,
-            errno=trainer.errno,
+            exit=trainer.record,
             error=truncate(trainer.error),
             ended_age=ended_age,
             by_agent=trainer.by_agent,

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from megascale.config import Config
 from megascale.resilience.protocol.job_description import JobDescription
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import Verdict
 
 NO_REASONS: Mapping[str, str] = MappingProxyType({})
 

@@ -45,7 +45,7 @@ from megascale.resilience.cluster.kubernetes_table import Pod
 from megascale.resilience.cluster.kubernetes_view import STUCK_SECONDS, ClusterView, judge_refusal
 from megascale.resilience.cluster.remote import make_marker
 from megascale.resilience.protocol.job_description import JobDescription
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import Verdict
 
 log = logging.getLogger("megascale.driver")
 

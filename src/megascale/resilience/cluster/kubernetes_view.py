@@ -16,7 +16,7 @@ from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.cluster.kubernetes_api import Change, Json, KubernetesApi, KubernetesError, Watch
 from megascale.resilience.cluster.kubernetes_objects import JOB, ROLE
 from megascale.resilience.cluster.kubernetes_table import CONTAINER_FAILURES, PULL_FAILURES, Machine, Pod, Table
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import Verdict
 
 STUCK_SECONDS = 5.0  # beyond its grace period, after which a deleted pod counts as stuck
 SCHEDULE_SECONDS = 2.0  # for the scheduler to place a pod before it counts as unschedulable

@@ -1,98 +1,112 @@
-"""What people may ask of a driver, through the API, the commands or a signal."""
+"""Operations that a person may order through the API, the commands or a signal."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megascale.core.events import Event
 from megascale.errors import EXIT_INTERRUPTED
-from megascale.resilience.driver.nodes.nodes import Nodes, Note
+from megascale.resilience.driver.nodes import Nodes
 from megascale.resilience.driver.recovery.attempts import Attempts
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.recovery.recovery import Recovery
+from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import ENDED, NodeState, Phase
+from megascale.resilience.driver.state.job_state import ENDED, Phase
 from megascale.resilience.driver.state.transitions import JobEvent, NodeEvent
 
-# Seconds in which a second signal to end is the first one once more: Slurm sends it to all processes of a job, and the
-# batch script hands on its own.
-ONCE = 2.0
+# Seconds in which a second signal counts as the first one: Slurm sends it to all processes of a job, and the batch
+# script passes on its own.
+REPEATED_SIGNAL = 2.0
 
 
+@dataclass(kw_only=True, eq=False)
 class Operations:
-    """Args:
-    job, nodes, attempts, recovery: what people change.
-    settings: in force.
-    note: writes an event down.
+    """Carries out the orders of people.
+
+    Attributes:
+        job: the ordered job.
+        nodes: all nodes.
+        attempts: stops the trainers.
+        recovery: moves the ranks of evicted nodes.
+        settings: in force.
+        record_event: writes an event into the audit log.
     """
 
-    def __init__(
-        self, job: Job, nodes: Nodes, attempts: Attempts, recovery: Recovery, settings: RunningSettings, note: Note
-    ) -> None:
-        self._job, self._nodes, self._attempts, self._recovery = job, nodes, attempts, recovery
-        self._settings, self._note = settings, note
+    job: Job
+    nodes: Nodes
+    attempts: Attempts
+    recovery: Recovery
+    settings: RunningSettings
+    record_event: RecordEvent
 
     def interrupt(self) -> None:
-        """Save and end; launching again goes on. Asked again while it saves, it ends without."""
-        if self._job.phase in ENDED:
+        """Save and end; the next launch continues. A second order while trainers save ends them without saving."""
+        if self.job.phase in ENDED:
             return
-        saving = self._job.state.save and self._job.state.goal is Phase.INTERRUPTED and self._job.ending
-        if saving and time.monotonic() - self._job.entered < ONCE:
+        is_saving = self.job.state.save and self.job.state.goal is Phase.INTERRUPTED and self.job.ending
+        if is_saving and time.monotonic() - self.job.entered < REPEATED_SIGNAL:
             return
-        self._note(Event.JOB_INTERRUPTED, action="stop", evidence=("a person interrupted the driver",))
-        save = self._job.phase is Phase.RUNNING  # before the first step there is nothing new to save
-        self._attempts.stop(JobEvent.INTERRUPTED, "interrupted", save=save, exit_code=EXIT_INTERRUPTED)
+        self.record_event(Event.JOB_INTERRUPTED, action="stop", evidence=("a person interrupted the driver",))
+        save = self.job.phase is Phase.RUNNING  # Before the first step there is nothing new to save.
+        self.attempts.stop(JobEvent.INTERRUPTED, "interrupted", save=save, exit_code=EXIT_INTERRUPTED)
 
-    def restart(self, why: str, settings: Sequence[str] = ()) -> bool:
-        """Save, import the code anew, and start again, with `settings` (section.key=value) changed.
+    def restart(self, reason: str, settings: Sequence[str] = ()) -> bool:
+        """Save, then start again with newly imported code and with `settings` (section.key=value) changed.
 
-        False if the job does not run. ConfigError, and nothing has happened, for settings that cannot be changed.
+        Return False if the job does not run. Raise ConfigError, with nothing changed, for settings that are fixed.
         """
-        if self._job.phase is not Phase.RUNNING:
+        if self.job.phase is not Phase.RUNNING:
             return False
-        updating = self._job.state.updating
+        updating = self.job.state.updating
         if settings:
-            self._note(Event.UPDATED, evidence=self._settings.change(settings))
+            self.record_event(Event.UPDATED, evidence=self.settings.change(settings))
             updating = True
-        self._note(Event.RESTARTED, evidence=(why,))
-        fresh = tuple(self._nodes.names())
-        self._attempts.stop(JobEvent.RESTARTED, why, save=True, fresh=fresh, updating=updating)
+        self.record_event(Event.RESTARTED, evidence=(reason,))
+        fresh = tuple(self.nodes.names())
+        self.attempts.stop(JobEvent.RESTARTED, reason, save=True, fresh=fresh, updating=updating)
         return True
 
-    def pause(self, why: str) -> bool:
-        """Let the trainers save and stop; the nodes stay. False if there is nothing to pause now."""
-        if self._job.phase not in (Phase.WAITING, Phase.STARTING, Phase.RUNNING):
+    def pause(self, reason: str) -> bool:
+        """Let the trainers save and stop; the nodes stay. Return False if there is nothing to pause."""
+        if self.job.phase is not Phase.WAITING and not self.job.is_at_work:
             return False
-        self._note(Event.PAUSED, evidence=(why,))
-        self._attempts.stop(JobEvent.PAUSED, why, save=self._job.phase is Phase.RUNNING)
+        self.record_event(Event.PAUSED, evidence=(reason,))
+        self.attempts.stop(JobEvent.PAUSED, reason, save=self.job.phase is Phase.RUNNING)
         return True
 
-    def resume(self, why: str) -> bool:
-        """Go on after a pause. False if the job is not paused."""
-        if self._job.phase is not Phase.PAUSED:
+    def resume(self, reason: str) -> bool:
+        """Continue after a pause; return False if the job is not paused."""
+        if self.job.phase is not Phase.PAUSED:
             return False
-        self._note(Event.CONTINUED, evidence=(why,))
-        return self._job.apply(JobEvent.RESUMED, why=why)
+        self.record_event(Event.CONTINUED, evidence=(reason,))
+        return self.job.apply(JobEvent.RESUMED, reason=reason)
 
-    def evict(self, name: str, why: str) -> None:
-        """Take a node out; its ranks move."""
-        phase, holds = self._job.phase, name in self._job.state.placement
-        self._note(Event.EVICTION_ASKED, nodes=(name,), evidence=(why,))
-        if holds and phase is Phase.RUNNING:  # nothing is broken: the trainers save first
-            self._recovery.reasons[name] = f"a person: {why}"
-            self._job.apply(JobEvent.EVICTING, evicting=(*self._job.state.evicting, name))
-            self._attempts.stop(JobEvent.RESTARTED, f"evict {name}: {why}", save=True)
-        elif holds and phase is Phase.STARTING:
-            self._recovery.recover((name,), frozenset({name}))
+    def evict(self, name: str, reason: str) -> None:
+        """Take a node out of the job; its ranks move to another one."""
+        phase = self.job.phase
+        has_ranks = name in self.job.state.placement
+        self.record_event(Event.EVICTION_ASKED, nodes=(name,), evidence=(reason,))
+        if has_ranks and phase is Phase.RUNNING:  # Nothing is broken, so the trainers save first.
+            self.recovery.reasons[name] = f"a person: {reason}"
+            self.job.apply(JobEvent.EVICTING, evicting=(*self.job.state.evicting, name))
+            self.attempts.stop(JobEvent.RESTARTED, f"evict {name}: {reason}", save=True)
+        elif has_ranks and phase is Phase.STARTING:
+            self.recovery.recover((name,), frozenset({name}))
         else:
-            self._nodes.take_out(self._nodes[name], True, why)
+            self.nodes.take_out(self.nodes[name], evict=True, reason=reason)
 
-    def cordon(self, name: str, on: bool, why: str) -> None:
-        """Keep a node from getting anything new, or allow it again (an evicted one too)."""
-        self._note(Event.NODE_CORDONED if on else Event.NODE_UNCORDONED, nodes=(name,), evidence=(why,))
-        node = self._nodes.change(name, NodeEvent.CORDONED if on else NodeEvent.UNCORDONED)
-        if not on:
-            self._nodes.cluster.unblock(name)
-        if not on and node.state in (NodeState.EVICTED, NodeState.LOST):
-            self._nodes.start(node, why)
+    def cordon(self, name: str, reason: str) -> None:
+        """Give a node no new ranks from now on."""
+        self.record_event(Event.NODE_CORDONED, nodes=(name,), evidence=(reason,))
+        self.nodes.change(name, NodeEvent.CORDONED)
+
+    def uncordon(self, name: str, reason: str) -> None:
+        """Allow a node again, an evicted one too."""
+        self.record_event(Event.NODE_UNCORDONED, nodes=(name,), evidence=(reason,))
+        node = self.nodes.change(name, NodeEvent.UNCORDONED)
+        self.nodes.cluster.unblock(name)
+        if node.state.is_excluded:
+            self.nodes.start(node, reason)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.framing import HEAD, ProtocolError, make_head, read_head
 from megascale.services.messages import Count, Message, Path, Schema, Text
 
@@ -41,7 +42,7 @@ class Broken(Message, frozen=True):
     """The modules that trainers need cannot be imported. `tail` is the end of the traceback."""
 
     error: Text
-    errno: Count = 0
+    record: ExitRecord = NO_RECORD
     tail: _Tail = ""
 
 
@@ -57,16 +58,16 @@ class LastWords(Message, frozen=True):
     """The exception that ends a child."""
 
     pid: Count
-    errno: Count
+    record: ExitRecord
     error: Text
 
 
 class Ended(Message, frozen=True):
-    """A child has ended with wait status `status`; errno and error describe its exception if it reported one."""
+    """A child has ended with wait status `status`; record and error describe its exception if it reported one."""
 
     pid: Count
     status: Count
-    errno: Count = 0
+    record: ExitRecord = NO_RECORD
     error: Text = ""
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
+from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.messages import Count, Facts, Finite, Integer, Message, Name, NonEmptyName, Part, Text
 
 MAX_BYTES = 256 * 1024
@@ -32,8 +33,8 @@ class Worker(Part, frozen=True):
         cpu_seconds: CPU time used.
         stopped: the process is stopped by a signal (SIGSTOP) or a debugger.
         stderr_tail: end of the log of a process that failed, else empty.
-        errno: system error number of the last exception (core/failure.py), 0 if it has none.
-        error: the last exception as "TYPE: TEXT".
+        exit: the fault that ended it, as it recorded it.
+        error: the exception that ended it, as "TYPE: TEXT".
         ended_age: seconds since the process ended, on the agent's monotonic clock; 0 while it runs.
         by_agent: the agent or its fork server ended the process.
     """
@@ -52,7 +53,7 @@ class Worker(Part, frozen=True):
     cpu_seconds: Finite = 0.0
     stopped: bool = False
     stderr_tail: Tail = ""
-    errno: Count = 0
+    exit: ExitRecord = NO_RECORD
     error: Text = ""
     ended_age: Finite = 0.0
     by_agent: bool = False

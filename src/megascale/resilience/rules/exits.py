@@ -1,327 +1,354 @@
-"""Processes that ended: why, whose fault it is, and what follows.
+"""Processes that ended: the cause, the rank at fault, and the action.
 
-A machine's fault is met by starting again; a user's mistake by stopping with its text, as starting again would only
-repeat it. What tells them apart: an exception on many ranks at once, or the same one on the same step twice, is in the
-code or the data; one on a single rank that does not come back, or comes back different, is the machine's.
+A machine's fault is met by starting again; a user's mistake by stopping with its message, as starting again would only
+repeat it. Exceptions differ by their spread: one on many ranks at once, or the same one in the same step twice, is in
+the code or the data; one on a single rank that does not come back, or comes back different, is the machine's.
 
-What decides, in this order: the number of the system call's error that the process reported, its signal, its own words
-(status message and exception), the room on its disks, and last what its log ends with. Who ended first, by itself,
-names the cause: others that its end broke off, or that were ended with it, are not asked.
+The cause follows, in this order, from the record of the process (core/exit_record.py), messages of other programs
+(foreign_messages.py), the signal, the exit code, and the space on its disks. The process that ended first, by itself,
+shows the cause; others that its end broke off, or that were ended with it, do not count.
 """
 
 from __future__ import annotations
 
-import errno
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from megascale.core.events import Event
+from megascale.core.exit_record import ExitKind
 from megascale.core.failure import DISK_FULL_ERRNOS, MIN_FREE_BYTES
 from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_INTERRUPTED, EXIT_USAGE
 from megascale.resilience.protocol.heartbeat import Worker
+from megascale.resilience.rules.foreign_messages import END_MARK, EXCEPTION_LINE, Fault, find_fault
 from megascale.resilience.rules.silence import FIRST_STEP
 from megascale.resilience.rules.table import quick
-from megascale.resilience.rules.verdicts import Action, Verdict
-from megascale.resilience.rules.view import RankView, View
+from megascale.resilience.rules.view import Action, RankView, Verdict, View
 
-LAST_WORDS = "its last words: "
-_CALM = re.compile(
-    r"\s*\d{4}-\d\d-\d\dT\S+ attempt \d+ rank \d+ (INFO|DEBUG) "
-)  # a rank log's line that tells of no trouble
-_LACKING = re.compile(r"(?:\w+: )?rank (\d+) on \S+: ")  # what all say when a rank does not fit on its node
-_LOST = "lost contact"  # what a rank says that suffers from another's end
-_ASKED = "it or another rank was asked to (SIGTERM, SIGINT), and all have saved"
-_MEMORY_FULL = 0.9  # of a node's memory in use by its trainers before a SIGKILL is put down to want of memory
-PORTS = 5  # ports taken in a row after which a person is needed
+PORT_LIMIT = 5  # ports taken in a row after which a person is needed
+_FULL_MEMORY = 0.9  # share of a node's memory in use by its trainers from which a SIGKILL counts as lack of memory
+_LINES_BEFORE_MARK = 5  # lines before the mark of an abort that may belong to it
+_LINES_WITHOUT_MARK = 10
+_INTERRUPTED = "it or another rank was ended by SIGTERM or SIGINT, and all have saved"
+_LOST_PEER = "lost contact"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a process ended.
+    """The cause of a process's end.
 
     Attributes:
         kind: event name.
-        words: for people.
-        action: what follows the first time.
-        again: what follows when the same happened before on the same node or in the same step.
+        description: for people.
+        action: at the first occurrence.
+        repeated: action if it occurred before on the same node, or with the same message if that action is "stop".
     """
 
     kind: Event
-    words: str
+    description: str
     action: Action
-    again: Action
+    repeated: Action
 
 
 OUT_OF_MEMORY = Cause(Event.OUT_OF_MEMORY, "it ran out of memory", "recover", "stop")
-# At a job's first start it is the settings' fault, and the job stops; after a first step it is the node's.
-NODE_MEMORY = Cause(Event.OUT_OF_MEMORY, "its node has too little free memory", "recover", "evict")
+# At a job's first start the settings are at fault, and the job stops; after a first step the node is.
+HOST_MEMORY = Cause(Event.OUT_OF_MEMORY, "its node has too little free memory", "recover", "evict")
 DISK_FULL = Cause(Event.DISK_FULL, "the disk is full", "recover", "stop")
 PORT_TAKEN = Cause(Event.PORT_TAKEN, "another process took the port of its store", "recover", "recover")
-NUMBERS = Cause(Event.NONFINITE_LOSS, "the loss is no number", "diagnose", "stop")
+LOSS = Cause(Event.NONFINITE_LOSS, "the loss is NaN or infinite", "diagnose", "stop")
 GRADIENTS = Cause(Event.NONFINITE_GRADIENT, "its gradients are not finite", "diagnose", "stop")
-CHECKSUM = Cause(Event.CHECKSUM_MISMATCH, "weights changed that nobody wrote to", "diagnose", "evict")
+CHECKSUM = Cause(Event.CHECKSUM_MISMATCH, "weights changed without a write", "diagnose", "evict")
 DEVICE = Cause(Event.CUDA_ERROR, "its device reported an error", "recover", "diagnose")
-NETWORK = Cause(Event.NETWORK_ERROR, "its network broke", "recover", "diagnose")
+NETWORK = Cause(Event.NETWORK_ERROR, "its network failed", "recover", "diagnose")
 CRASH = Cause(Event.SEGMENTATION_FAULT, "it crashed in native code", "recover", "diagnose")
-KILLED = Cause(Event.PROCESS_KILLED, "somebody killed it", "recover", "recover")
-ASKED = Cause(Event.PROCESS_EXIT, "its agent was told to end, and it has saved", "recover", "recover")
+KILLED = Cause(Event.PROCESS_KILLED, "another process killed it", "recover", "recover")
+INTERRUPTED = Cause(Event.PROCESS_EXIT, "its agent was ordered to end, and it has saved", "recover", "recover")
 CODE = Cause(Event.USER_ERROR, "an exception in Python code", "recover", "stop")
-OTHER = Cause(Event.PROCESS_EXIT, "for no reason that is known", "recover", "recover")
+UNKNOWN = Cause(Event.PROCESS_EXIT, "for an unknown reason", "recover", "recover")
 
-# Looked for in this order in its own words, or else in the end of its log. A full disk is known by errno and statvfs;
-# these words of it are our own (checkpoint/storage/base.py), made from the errno of another process.
-_DISK = re.compile(r"the disk of .* is full")
-_TEXTS: tuple[tuple[str, Cause], ...] = (
-    (r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|MemoryError", OUT_OF_MEMORY),
-    (r"flipped bit", CHECKSUM),
-    (r"the loss of step \d+ is (nan|-?inf)", NUMBERS),
-    (r"the gradients of \d+ steps in a row.* are not finite", GRADIENTS),
-    (r"device-side assert", CODE),
-    (r"CUDA error|CUBLAS_STATUS|cuDNN error|uncorrectable|NVLink|Xid", DEVICE),
-    (r"NCCL error|ncclSystemError|ncclRemoteError|Connection (reset|refused|closed)|ECONNRESET|Broken pipe", NETWORK),
-    (r"Segmentation fault|Bus error|Illegal instruction", CRASH),
-)
-_SIGNALS: dict[int, Cause] = {
-    signal.SIGSEGV: CRASH,
-    signal.SIGBUS: CRASH,
-    signal.SIGILL: CRASH,
-    signal.SIGFPE: CRASH,
-    signal.SIGABRT: CRASH,
-    signal.SIGKILL: KILLED,
-    signal.SIGTERM: KILLED,
-    signal.SIGINT: KILLED,
-    signal.SIGHUP: KILLED,
+_BY_RECORD = {
+    ExitKind.DISK_FULL: DISK_FULL,
+    ExitKind.PORT_TAKEN: PORT_TAKEN,
+    ExitKind.HOST_MEMORY: HOST_MEMORY,
+    ExitKind.OUT_OF_MEMORY: OUT_OF_MEMORY,
+    ExitKind.WEIGHTS_CHANGED: CHECKSUM,
+    ExitKind.NONFINITE_LOSS: LOSS,
+    ExitKind.NONFINITE_GRADIENT: GRADIENTS,
 }
-# Where what a process wrote about its end begins.
-_ENDING = re.compile(r"Traceback \(most recent call last\)|terminate called|Fatal Python error")
-_BEFORE = 5  # lines before that which may belong to it, of an abort
-_LAST = 10  # lines, where nothing marks an end
-# What another rank's end can bring about, when it comes after it.
-_FOLLOWS = frozenset({Event.PROCESS_KILLED, Event.NETWORK_ERROR, Event.PROCESS_EXIT})
-_ENDED = (signal.SIGTERM, signal.SIGHUP)  # signals that launchers send to the other ranks after one has failed
-# Exceptions that are no mistake in code.
-_EXPECTED = ("TrainingError", "MegascaleError", "KeyboardInterrupt")
+_BY_FAULT = {
+    Fault.OUT_OF_MEMORY: OUT_OF_MEMORY,
+    Fault.CODE: CODE,
+    Fault.DEVICE: DEVICE,
+    Fault.NETWORK: NETWORK,
+    Fault.CRASH: CRASH,
+}
+_CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
+_END_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_BY_SIGNAL: dict[int, Cause] = {**dict.fromkeys(_CRASH_SIGNALS, CRASH), **dict.fromkeys(_END_SIGNALS, KILLED)}
+_REFUSALS = (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA)
+# Events that another rank's end can bring about if they come after it.
+_CONSEQUENCES = frozenset({Event.PROCESS_KILLED, Event.NETWORK_ERROR, Event.PROCESS_EXIT})
+_LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # which launchers send to the other ranks after one has failed
+
+EndedRanks = list[tuple[RankView, Worker]]
 
 
 @quick
 def processes(view: View) -> list[Verdict]:
-    """A verdict for each cause among the processes that ended badly; those that lost a peer are not to blame.
+    """Return a verdict for each cause among the processes that failed; those that lost a peer are not to blame.
 
-    Nor are those that ended as they were asked to: SIGTERM to one rank, as of a pod that is deleted, ends all of them
-    together, and whose machine it was may be known only later.
+    Ranks that were ended by SIGTERM are not to blame either. The deletion of a pod, for example, ends all of them
+    together, and its node may be known only later.
     """
-    bad = [(m, w) for m, w in view.workers() if w.state == "signalled" or (w.state == "exited" and w.code)]
-    guilty = [(m, w) for m, w in bad if not (w.by_agent or _asked(w) or _LOST in w.message + _said(w))]
-    # Those that an agent did not end but what it starts them from, only where nobody ended by itself.
-    guilty = guilty or [(m, w) for m, w in bad if w.by_agent and w.error]
+    failed = [(m, w) for m, w in view.workers() if w.state == "signalled" or (w.state == "exited" and w.code)]
+    guilty = _select_guilty(view, failed)
+    if failed and not guilty:
+        # The rank that ended first sent nothing: the network is at fault, or its node is silent.
+        evidence = tuple(f"rank {w.rank} on {m.node} ended: {_describe_innocent(w)}" for m, w in failed[:8])
+        ranks = tuple(worker.rank for _, worker in failed)
+        return [Verdict(Event.PROCESS_EXIT, (), ranks, "recover", evidence)]
+    causes = _group_by_cause(guilty)
+    return [_judge(view, cause, ended) for cause, ended in causes.items()]
+
+
+def _select_guilty(view: View, failed: EndedRanks) -> EndedRanks:
+    """Return the processes that ended by themselves and not in consequence of another's end."""
+    innocent = (ExitKind.LOST_PEER,)
+    guilty = [(m, w) for m, w in failed if not (w.by_agent or _was_interrupted(w) or w.exit.kind in innocent)]
+    if not guilty:
+        # A process that its agent's fork server took along counts only if none ended by itself.
+        guilty = [(m, w) for m, w in failed if w.by_agent and w.error]
     if FIRST_STEP in view.usual_durations:
-        guilty = [(m, w) for m, w in guilty if not _told_by_another(w)]
-    if bad and not guilty:
-        # Who ended first is not among those that can speak: the network, or a rank whose node is silent.
-        evidence = [
-            f"rank {w.rank} on {m.node} ended: {_ASKED if _asked(w) else w.message[:200] or _LOST}" for m, w in bad[:8]
-        ]
-        return [Verdict(Event.PROCESS_EXIT, (), tuple(w.rank for _, w in bad), "recover", tuple(evidence))]
-    by_cause: dict[Cause, list[tuple[RankView, Worker]]] = {}
+        # The job has trained before, so a rank that does not fit on its node is at fault, and not those that it told.
+        guilty = [(m, w) for m, w in guilty if w.code != EXIT_CANNOT_FIT or w.exit.rank in (-1, w.rank)]
+    return guilty
+
+
+def _group_by_cause(guilty: EndedRanks) -> dict[Cause, EndedRanks]:
+    """Group processes by the cause of their end, without causes that are consequences of others."""
+    causes: dict[Cause, EndedRanks] = {}
     for member, worker in guilty:
-        by_cause.setdefault(cause_of(member, worker), []).append((member, worker))
-    # Signals that a launcher sends to survivors are no cause of their own.
-    if len(by_cause) > 1 and all(worker.code in _ENDED for _, worker in by_cause.get(KILLED, ())):
-        by_cause.pop(KILLED, None)
-    first = min((_ended(m, w) for m, w in guilty), default=0.0)
-    for cause in list(by_cause):
-        later = all(_ended(m, w) > first for m, w in by_cause[cause])
-        aborted = all(w.state == "signalled" and w.code == signal.SIGABRT for _, w in by_cause[cause])
-        if later and (cause.kind in _FOLLOWS or aborted):
-            del by_cause[cause]
-    return [_verdict(view, cause, ended) for cause, ended in by_cause.items()]
+        causes.setdefault(find_cause(member, worker), []).append((member, worker))
+    if len(causes) > 1 and all(worker.code in _LAUNCHER_SIGNALS for _, worker in causes.get(KILLED, ())):
+        causes.pop(KILLED, None)
+    first = min((_end_time(member, worker) for member, worker in guilty), default=0.0)
+    for cause in list(causes):
+        is_later = all(_end_time(member, worker) > first for member, worker in causes[cause])
+        is_abort = all(w.state == "signalled" and w.code == signal.SIGABRT for _, w in causes[cause])
+        if is_later and (cause.kind in _CONSEQUENCES or is_abort):
+            del causes[cause]
+    return causes
 
 
-def _told_by_another(worker: Worker) -> bool:
-    """Whether it ended since another rank does not fit on its node, which that one tells all."""
-    named = _LACKING.match(worker.message or worker.error)
-    fits = worker.code == EXIT_CANNOT_FIT and worker.errno != errno.ENOMEM
-    return fits and named is not None and int(named[1]) != worker.rank
-
-
-def _asked(worker: Worker) -> bool:
+def _was_interrupted(worker: Worker) -> bool:
     return worker.state == "exited" and worker.code == EXIT_INTERRUPTED
 
 
-def cause_of(member: RankView, worker: Worker) -> Cause:
-    """Why a process ended, from the error it reported, its signal, its exit code and what it said."""
-    if worker.errno in DISK_FULL_ERRNOS or _DISK.search(worker.message + "\n" + worker.error):
-        return DISK_FULL
-    if worker.errno == errno.EADDRINUSE:
-        return PORT_TAKEN
-    if worker.errno == errno.ENOMEM:
-        return NODE_MEMORY if worker.code == EXIT_CANNOT_FIT else OUT_OF_MEMORY
-    if _asked(worker):
-        return ASKED
-    said = worker.message + "\n" + _said(worker)
-    for pattern, cause in _TEXTS:
-        if re.search(pattern, said):
-            return cause
+def _describe_innocent(worker: Worker) -> str:
+    if _was_interrupted(worker):
+        return _INTERRUPTED
+    return worker.message[:200] or _LOST_PEER
+
+
+def find_cause(member: RankView, worker: Worker) -> Cause:
+    """Return the cause of a process's end, from its record, messages of other programs, its signal and exit code."""
+    if worker.exit.kind in _BY_RECORD:
+        return _BY_RECORD[worker.exit.kind]
+    if _was_interrupted(worker):
+        return INTERRUPTED
+    end = _end_of_log(worker)
+    fault = find_fault(f"{worker.message}\n{end}")
+    if fault is not None:
+        return _BY_FAULT[fault]
     if worker.state == "signalled":
-        if worker.code == signal.SIGKILL and _memory_share(member) > _MEMORY_FULL:
+        if worker.code == signal.SIGKILL and _memory_share(member) > _FULL_MEMORY:
             return OUT_OF_MEMORY
-        if worker.code == signal.SIGBUS and full_disks(member):
-            return DISK_FULL  # a file mapped into memory that has no room to come into being
-        return _SIGNALS.get(worker.code, OTHER)
-    if worker.code in (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA):
+        if worker.code == signal.SIGBUS and list_full_disks(member):
+            return DISK_FULL  # A file that is mapped into memory needs space when it is first written.
+        return _BY_SIGNAL.get(worker.code, UNKNOWN)
+    if worker.code in _REFUSALS:
         return CODE
-    if full_disks(member):
+    if list_full_disks(member):
         return DISK_FULL
-    if "Traceback (most recent call" in said or (worker.error and not worker.error.startswith(_EXPECTED)):
+    if worker.exit.kind is ExitKind.EXCEPTION or (worker.exit.kind is ExitKind.UNKNOWN and _has_end_mark(end)):
         return CODE
-    return OTHER
+    return UNKNOWN
 
 
-def _said(worker: Worker) -> str:
-    """What a process said of its end: the exception that it reported, else the end of its log.
+def _has_end_mark(text: str) -> bool:
+    return re.search(END_MARK.pattern, text) is not None
 
-    Of one that a signal ended only an abort says why, on its last lines. What stands in the log before any other signal
-    is older than it.
+
+def _end_of_log(worker: Worker) -> str:
+    """Return what a process said about its end: the exception that it reported, else the end of its log.
+
+    Of the processes that a signal ended only an aborted one says why, on its last lines. The log before any other
+    signal is older than the signal.
     """
     if worker.state == "signalled" and worker.code != signal.SIGABRT:
         return ""
     if worker.error and worker.state == "exited":
         return worker.error
     lines = worker.stderr_tail.splitlines()
-    begins = [number for number, line in enumerate(lines) if _ENDING.search(line)]
-    before = _BEFORE if worker.state == "signalled" else 0
-    return "\n".join(lines[max(0, begins[-1] - before) :] if begins else lines[-_LAST:])
+    marks = [number for number, line in enumerate(lines) if _has_end_mark(line)]
+    if not marks:
+        return "\n".join(lines[-_LINES_WITHOUT_MARK:])
+    before = _LINES_BEFORE_MARK if worker.state == "signalled" else 0
+    return "\n".join(lines[max(0, marks[-1] - before) :])
 
 
-def _ended(member: RankView, worker: Worker) -> float:
-    """When a process ended, on the driver's clock."""
-    received = next((when for when, h in reversed(member.history) if h is member.heartbeat), member.last_seen)
-    return received - worker.ended_age
+def _end_time(member: RankView, worker: Worker) -> float:
+    """Return when a process ended, on the driver's clock."""
+    times = (time for time, heartbeat in reversed(member.history) if heartbeat is member.heartbeat)
+    return next(times, member.last_seen) - worker.ended_age
 
 
-def full_disks(member: RankView) -> list[str]:
-    """Disks of a member without room, in words."""
+def list_full_disks(member: RankView) -> list[str]:
+    """Describe the disks of a member without space."""
     disks = member.heartbeat.disks if member.heartbeat is not None else {}
     return [
-        f"the disk of {folder} has {left:,.0f} bytes left" for folder, left in disks.items() if left < MIN_FREE_BYTES
+        f"the disk of {folder} has {space:,.0f} bytes left" for folder, space in disks.items() if space < MIN_FREE_BYTES
     ]
 
 
-def judge_failed_start(node: str, ranks: tuple[int, ...], why: str, number: int) -> Verdict:
-    """A node whose agent could not start its ranks. `number`: errno, 0 if it is unknown."""
+def judge_failed_start(node: str, ranks: tuple[int, ...], reason: str, number: int) -> Verdict:
+    """Return the verdict on a node whose agent could not start its ranks. `number`: errno, 0 if unknown."""
     kind = Event.DISK_FULL if number in DISK_FULL_ERRNOS else Event.PROCESS_EXIT
-    return Verdict(kind, (node,), ranks, "recover", (why,))
+    return Verdict(kind, (node,), ranks, "recover", (reason,))
 
 
 def _memory_share(member: RankView) -> float:
-    """Most of the node's memory that its trainers held together in the last heartbeats, from 0 to 1; 0 if unknown."""
-    heartbeat = member.heartbeat
+    """Return the largest share of the node's memory that its trainers held in the last heartbeats, 0 if unknown."""
     try:
-        total = int(heartbeat.hardware["memory_bytes"]) if heartbeat else 0
+        total = int(member.heartbeat.hardware["memory_bytes"]) if member.heartbeat else 0
     except (KeyError, ValueError):
         total = 0
     if not total:
         return 0.0
-    return max((sum(w.rss for w in h.workers) for _, h in member.history), default=0) / total
+    sums = (sum(worker.rss for worker in heartbeat.workers) for _, heartbeat in member.history)
+    return max(sums, default=0) / total
 
 
-def _verdict(view: View, cause: Cause, ended: list[tuple[RankView, Worker]]) -> Verdict:
-    nodes = tuple(dict.fromkeys(m.node for m, _ in ended))
-    ranks = tuple(w.rank for _, w in ended)
-    evidence = [_sentence(m, w, cause) for m, w in ended[:8]]
-    words = list(dict.fromkeys(last_message(w) for _, w in ended))
-    evidence += [LAST_WORDS + text for text in words[:4] if text]
-    action, person = cause.action, False
+# verdicts -------------------------------------------------------------------------------------------------------------
+
+
+def _judge(view: View, cause: Cause, ended: EndedRanks) -> Verdict:
+    nodes = tuple(dict.fromkeys(member.node for member, _ in ended))
+    texts = list(dict.fromkeys(last_message(worker) for _, worker in ended))
+    evidence = [_describe(member, worker, cause) for member, worker in ended[:8]]
+    evidence += [f"its last message: {text}" for text in texts[:4] if text]
     if cause is DISK_FULL:
-        evidence += dict.fromkeys(text for m, _ in ended for text in full_disks(m))
-    settings = cause is CODE and any(w.code in (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA) for _, w in ended)
-    if settings or (cause is NODE_MEMORY and FIRST_STEP not in view.usual_durations):
-        action = "stop"
-        evidence.append("its exit code says that settings or data are wrong; starting again would say the same")
-    elif cause is PORT_TAKEN:
-        tries = 1 + _in_a_row(cause, (v for _, v in reversed(view.past)))
-        if tries >= PORTS:
-            action = "stop"
-            evidence.append(
-                f"{tries} ports in a row were taken: something on {', '.join(nodes)} takes every port; end it, or let "
-                "the ranks meet through Redis (rendezvous.url=redis://HOST:PORT)"
-            )
-        else:
-            evidence.append(f"another port is next, number {tries + 1} of {PORTS}")
-    elif cause is CODE and _many(view, ended):
-        action = "stop"
-        evidence.append("the same exception on several ranks at once is in the code or the data, not in a machine")
-    elif cause is CODE and view.grid.world_size == 1 and _before(view, cause, nodes, words):
-        action = "stop"
-    elif _before(view, cause, nodes, words):
-        action = cause.again
-        if cause is NODE_MEMORY and len({m.node for m in view.members if m.ranks}) == 1:
-            action = "stop"
+        evidence += dict.fromkeys(text for member, _ in ended for text in list_full_disks(member))
+    messages = tuple(dict.fromkeys(_normalise(worker) for _, worker in ended if last_message(worker)))
+    action, sentence = _choose_action(view, cause, ended, nodes, messages)
+    if sentence:
+        evidence.append(sentence)
+    return Verdict(
+        kind=cause.kind,
+        nodes=nodes,
+        ranks=tuple(worker.rank for _, worker in ended),
+        action=action,
+        evidence=tuple(evidence),
+        person=action == "stop",
+        messages=messages,
+    )
+
+
+def _choose_action(
+    view: View, cause: Cause, ended: EndedRanks, nodes: tuple[str, ...], messages: Sequence[str]
+) -> tuple[Action, str]:
+    """Return the action for processes that ended for one cause, and the sentence that explains it."""
+    is_refused = cause is CODE and any(worker.code in _REFUSALS for _, worker in ended)
+    never_fitted = cause is HOST_MEMORY and FIRST_STEP not in view.usual_durations
+    if is_refused or never_fitted:
+        return "stop", "its exit code says that settings or data are wrong; another start would fail alike"
+    if cause is PORT_TAKEN:
+        past = (verdict for _, verdict in reversed(view.past))
+        tries = 1 + sum(1 for _ in takewhile(lambda verdict: verdict.kind == cause.kind, past))
+        if tries < PORT_LIMIT:
+            return cause.action, f"another port is next, number {tries + 1} of {PORT_LIMIT}"
+        return "stop", (
+            f"{tries} ports in a row were taken: a process on {', '.join(nodes)} takes every port; end it, or let the "
+            "ranks meet through Redis (rendezvous.url=redis://HOST:PORT)"
+        )
+    if cause is CODE and _is_on_several_ranks(ended):
+        return "stop", "the same exception on several ranks at once is in the code or the data, not in a machine"
+    is_repeated = _is_repeated(view, cause, nodes, messages)
+    if cause is CODE and view.grid.world_size == 1 and is_repeated:
+        return "stop", ""
+    if is_repeated:
+        is_only_node = len({member.node for member in view.members if member.ranks}) == 1
+        action: Action = "stop" if cause is HOST_MEMORY and is_only_node else cause.repeated
         if action == "stop":
-            evidence.append("the same has ended an earlier start: it would come again")
-        else:
-            evidence.append("it has happened on this node before")
-    elif cause is NODE_MEMORY:
-        evidence.append("the same settings have trained before, so it is this node's: something else holds its memory")
-    elif cause is CODE:
-        evidence.append("on one rank only and for the first time: it may be the machine's, so once more")
-    person = action == "stop"
-    return Verdict(cause.kind, nodes, ranks, action, tuple(evidence), person)
+            return action, "the same fault has ended an earlier start: it would occur again"
+        return action, "it has happened on this node before"
+    if cause is HOST_MEMORY:
+        return cause.action, (
+            "the same settings have trained before, so the node is at fault: something else holds its memory"
+        )
+    if cause is CODE:
+        return cause.action, "on one rank only and for the first time: the machine may be at fault, so it starts again"
+    return cause.action, ""
 
 
-def _in_a_row(cause: Cause, past: Iterable[Verdict]) -> int:
-    """How many of the newest verdicts were this."""
-    return sum(1 for _ in takewhile(lambda verdict: verdict.kind == cause.kind, past))
+def _is_on_several_ranks(ended: EndedRanks) -> bool:
+    """Return True if at least two ranks have the same message."""
+    messages = [_normalise(worker) for _, worker in ended if last_message(worker)]
+    return len(set(messages)) < len(messages)
 
 
-def _many(view: View, ended: list[tuple[RankView, Worker]]) -> bool:
-    """Whether at least two ranks, on two nodes where there are two, say the same."""
-    texts = [_plain(last_message(w)) for _, w in ended]
-    return len(ended) > 1 and any(texts.count(text) > 1 for text in texts if text)
+def _is_repeated(view: View, cause: Cause, nodes: tuple[str, ...], messages: Sequence[str]) -> bool:
+    """Return True if an earlier attempt ended for this cause.
 
-
-def _before(view: View, cause: Cause, nodes: tuple[str, ...], words: list[str]) -> bool:
-    """Whether an earlier attempt ended for this cause: with the same words, or, a machine's cause, on this node."""
-    plain = {_plain(text) for text in words if text}
+    A cause whose repetition stops the job must have the same message, another one must be on the same node.
+    """
     for _, past in view.past:
         if past.kind != cause.kind:
             continue
-        said = {_plain(line.removeprefix(LAST_WORDS)) for line in past.evidence if line.startswith(LAST_WORDS)}
-        if cause.again == "stop":
-            if plain & said or (not plain and not said):
+        if cause.repeated == "stop":
+            if set(messages) & set(past.messages) or not (messages or past.messages):
                 return True
         elif set(past.nodes) & set(nodes):
             return True
     return False
 
 
-def _plain(text: str) -> str:
-    """Return words without what differs from rank to rank (addresses, ranks, sizes); of a full disk which one it is."""
-    if disk := _DISK.search(text):
-        return disk[0]
-    return re.sub(r"0x[0-9a-f]+|\brank \d+|\b\d+(\.\d+)? ?([KMGT]i?B|bytes)\b", "#", text)
+def _normalise(worker: Worker) -> str:
+    """Return a process's last message without addresses, ranks and sizes, or the full disk that it recorded."""
+    if worker.exit.kind is ExitKind.DISK_FULL and worker.exit.subject:
+        return f"disk {worker.exit.subject}"
+    return re.sub(r"0x[0-9a-f]+|\brank \d+|\b\d+(\.\d+)? ?([KMGT]i?B|bytes)\b", "#", last_message(worker))
 
 
 def last_message(worker: Worker) -> str:
-    """What a process said last: its message, else the last line of stderr that says something; "" if all is well."""
+    """Return the last message of a process: its report, else the last line of its log that names an error; "" if none.
+
+    Lines that this package's own logging marks as INFO or DEBUG report no fault.
+    """
     if worker.message or worker.error:
         return (worker.message or worker.error)[:300]
-    lines = [line.strip() for line in worker.stderr_tail.splitlines() if line.strip() and not _CALM.match(line)]
+    lines = [line.strip() for line in worker.stderr_tail.splitlines()]
+    lines = [line for line in lines if line and not is_calm_line(line)]
     for line in reversed(lines):
-        if re.match(r"[\w.]+(Error|Exception|Interrupt|Exit)\b", line) or line.startswith(("error:", "Fatal")):
+        if re.search(EXCEPTION_LINE.pattern, line):
             return line[:300]
     return lines[-1][:300] if lines else ""
 
 
-def _sentence(member: RankView, worker: Worker, cause: Cause) -> str:
-    how = f"exit code {worker.code}"
+def is_calm_line(line: str) -> bool:
+    """Return True for a line of this package's own logging (train/rank_log.py) that reports no fault."""
+    fields = line.split(maxsplit=6)
+    return len(fields) > 5 and (fields[1], fields[3]) == ("attempt", "rank") and fields[5] in ("INFO", "DEBUG")
+
+
+def _describe(member: RankView, worker: Worker, cause: Cause) -> str:
+    end = f"exit code {worker.code}"
     if worker.state == "signalled":
         try:
-            how = f"signal {signal.Signals(worker.code).name}"
+            end = f"signal {signal.Signals(worker.code).name}"
         except ValueError:
-            how = f"signal {worker.code}"
-    who = f"rank {worker.rank} (process {worker.pid} on {member.node})"
-    return f"{who} ended with {how} in step {worker.step}: {cause.words}"
+            end = f"signal {worker.code}"
+    process = f"rank {worker.rank} (process {worker.pid} on {member.node})"
+    return f"{process} ended with {end} in step {worker.step}: {cause.description}"

@@ -1,4 +1,4 @@
-"""What the numbers say: losses, gradient norms, seconds a step, compute time by rank, checksums of weights.
+"""Rules on metrics: losses, gradient norms, step times, compute times by rank, checksums of weights, slow machines.
 
 Every threshold compares with what the run itself showed before, by medians, so that single outliers of a calm run
 change nothing.
@@ -14,180 +14,208 @@ from statistics import median
 
 from megascale.core.events import Event
 from megascale.resilience.rules.table import slow
-from megascale.resilience.rules.verdicts import Verdict
-from megascale.resilience.rules.view import RankView, View
+from megascale.resilience.rules.view import Action, Metric, RankView, SlowFinding, Verdict, View
 
-# Losses: a spike stands over the recent median by this many median deviations and by this part of it.
+# A loss is a spike if it exceeds the recent median by so many median deviations and by this share of it.
 SPIKE_DEVIATIONS = 12.0
-SPIKE_PART = 0.5
+SPIKE_SHARE = 0.5
 BASE_STEPS = 30
-# ByteRobust (arXiv 2509.16293) takes a jump of five times as a fault; norms of calm runs jump more than losses do.
+# ByteRobust (arXiv 2509.16293) treats a jump of five times as a fault; norms of calm runs jump more than losses do.
 NORM_JUMP = 10.0
-SEEN_STEPS = 100  # steps in which a skipped one is looked for
-SKIPPED_STEPS = 3  # steps in a row without a finite gradient before the machines are tested
+SKIP_WINDOW = 100  # steps in which a skipped one is reported
+SKIPPED_STEPS = 3  # consecutive steps without a finite gradient before the machines are tested
 
-SLOWER = 1.3  # seconds a step, against the usual
+SLOWER = 1.3  # step time compared with the usual one
 SLOW_STEPS = 20
 
-# Slow nodes: compute time against ranks that do the same work (MegaScale section 5.1 found hosts 10% slower).
+# A slow node is compared with ranks that do the same work (MegaScale section 5.1 found hosts 10% slower).
 SLOW_NODE = 1.25
-SLOW_NODE_LEAST = 1.15  # the lower quartile must be above this too
+SLOW_NODE_QUARTILE = 1.15  # The lower quartile must exceed this too.
 SLOW_BEATS = 20
-MANY = 64  # ranks of a stage from which what is usual is worked out once for all
-CHECKSUM_BEATS = 10  # heartbeats over which copies of one step are looked for
-_LEAST_DIFFERENCE = 0.01  # seconds a step; below it two processes that share a core look like a slow node
-SLOW_SECONDS = 15.0  # time that the heartbeats must span
+POOLED_RANKS = 64  # ranks of a stage from which the usual time is computed once for all
+CHECKSUM_BEATS = 10  # heartbeats in which copies of one step are compared
+_LEAST_DIFFERENCE = 0.01  # seconds per step; below it two processes that share a core look like a slow node
+_LEAST_SPAN = 15.0  # seconds that the heartbeats must span
+
+# The confidence from which a finding counts: a driver searches thousands of times a day.
+CONFIDENCE = 0.9999
+_OTHER_PROCESSES = "host: processes"  # Other processes on a shared machine are no defect.
 
 
 @slow
 def losses(view: View) -> list[Verdict]:
-    """Gradients that are no numbers, losses and norms that jump."""
+    """Return verdicts on gradients that are not finite, and on losses and norms that jump."""
     metrics = view.metrics
     if not metrics:
         return []
-    found = []
     last = metrics[-1]
-    skipped = 0
-    for metric in reversed(metrics):
-        if math.isfinite(metric.grad_norm):
-            break
-        skipped += 1
-    if skipped:
-        text = f"the gradient of step {last.step} has norm {last.grad_norm}; {skipped} steps in a row were skipped"
-        action = "diagnose" if skipped >= SKIPPED_STEPS else "alert"
-        found.append(Verdict(Event.NONFINITE_GRADIENT, (), (), action, (text,)))  # type: ignore[arg-type]
-    elif past := [m for m in metrics[-SEEN_STEPS:] if not math.isfinite(m.grad_norm)]:
-        # Short steps: it has come and gone between two looks.
-        text = f"the gradient of step {past[-1].step} had norm {past[-1].grad_norm}; the step was skipped"
-        found.append(Verdict(Event.NONFINITE_GRADIENT, (), (), "alert", (text,)))
+    verdicts = _judge_gradients(metrics)
     base = [m for m in metrics[:-1] if math.isfinite(m.loss) and math.isfinite(m.grad_norm)][-100:]
     if len(base) < BASE_STEPS or not math.isfinite(last.loss) or not math.isfinite(last.grad_norm):
-        return found
-    usual = median(m.loss for m in base)
-    spread = median(abs(m.loss - usual) for m in base)
-    if last.loss - usual > max(SPIKE_DEVIATIONS * spread, SPIKE_PART * abs(usual)):
+        return verdicts
+    usual = median(metric.loss for metric in base)
+    spread = median(abs(metric.loss - usual) for metric in base)
+    if last.loss - usual > max(SPIKE_DEVIATIONS * spread, SPIKE_SHARE * abs(usual)):
         text = f"the loss of step {last.step} is {last.loss:.4g}; the median of {len(base)} steps before is {usual:.4g}"
-        found.append(Verdict(Event.LOSS_SPIKE, (), (), "alert", (text,)))
-    norm = median(m.grad_norm for m in base)
-    highest = max(m.grad_norm for m in base)
+        verdicts.append(Verdict(Event.LOSS_SPIKE, action="alert", evidence=(text,)))
+    norm = median(metric.grad_norm for metric in base)
+    highest = max(metric.grad_norm for metric in base)
     if norm > 0 and last.grad_norm > max(NORM_JUMP * norm, 2 * highest):
         text = f"the gradient norm of step {last.step} is {last.grad_norm:.4g}; usual is {norm:.4g}"
-        found.append(Verdict(Event.LOSS_SPIKE, (), (), "alert", (text,)))
-    return found
+        verdicts.append(Verdict(Event.LOSS_SPIKE, action="alert", evidence=(text,)))
+    return verdicts
+
+
+def _judge_gradients(metrics: list[Metric]) -> list[Verdict]:
+    last = metrics[-1]
+    skipped = [metric for metric in metrics[-SKIP_WINDOW:] if not math.isfinite(metric.grad_norm)]
+    if not skipped:
+        return []
+    if math.isfinite(last.grad_norm):
+        # Steps are short: the skipped one came and went between two looks.
+        text = f"the gradient of step {skipped[-1].step} had norm {skipped[-1].grad_norm}; the step was skipped"
+        return [Verdict(Event.NONFINITE_GRADIENT, action="alert", evidence=(text,))]
+    finite = [i for i, metric in enumerate(metrics) if math.isfinite(metric.grad_norm)]
+    count = len(metrics) - 1 - (finite[-1] if finite else -1)
+    text = f"the gradient of step {last.step} has norm {last.grad_norm}; {count} steps in a row were skipped"
+    action: Action = "diagnose" if count >= SKIPPED_STEPS else "alert"
+    return [Verdict(Event.NONFINITE_GRADIENT, action=action, evidence=(text,))]
 
 
 @slow
 def throughput(view: View) -> list[Verdict]:
-    """Steps that take longer for good."""
-    seconds = [m.seconds for m in view.metrics]
+    """Return a verdict if steps have become slower for good."""
+    seconds = [metric.seconds for metric in view.metrics]
     if len(seconds) < 3 * SLOW_STEPS:
         return []
-    recent, before = seconds[-SLOW_STEPS:], seconds[SLOW_STEPS // 4 : -SLOW_STEPS]
+    recent = seconds[-SLOW_STEPS:]
+    before = seconds[SLOW_STEPS // 4 : -SLOW_STEPS]
     usual = median(before)
-    noisy = sorted(before)[int(0.9 * (len(before) - 1))]
-    now = median(recent)
-    if usual <= 0 or sorted(recent)[SLOW_STEPS // 4] < max(SLOWER * usual, noisy):
+    noise = sorted(before)[int(0.9 * (len(before) - 1))]
+    if usual <= 0 or sorted(recent)[SLOW_STEPS // 4] < max(SLOWER * usual, noise):
         return []
-    text = f"the last {SLOW_STEPS} steps took {now:.3g} s each (median), {now / usual:.2f} x the {usual:.3g} s before"
-    return [Verdict(Event.THROUGHPUT_DROP, (), (), "alert", (text,))]
+    seconds_now = median(recent)
+    ratio = seconds_now / usual
+    text = f"the last {SLOW_STEPS} steps took {seconds_now:.3g} s each (median), {ratio:.2f} x the {usual:.3g} s before"
+    return [Verdict(Event.THROUGHPUT_DROP, action="alert", evidence=(text,))]
 
 
-@slow
-def slow_nodes(view: View) -> list[Verdict]:
-    """Ranks that compute longer than those of the same pipeline stage elsewhere, heartbeat after heartbeat."""
-    if view.phase != "running":
-        return []
-    series = {rank: (member, values) for member in view.members for rank, values in _compute(member).items()}
-    stages: dict[int, list[int]] = defaultdict(list)
-    for rank in series:
-        if rank < view.grid.world_size:
-            stages[view.grid.coordinate(rank).pipeline].append(rank)
-    found: dict[str, list[str]] = {}
-    guilty: dict[str, list[int]] = {}
-    for ranks in stages.values():
-        for rank, values, usual in _against_peers(ranks, series):
-            member = series[rank][0]
-            sentence = _slower(rank, member, values, usual)
-            if sentence:
-                found.setdefault(member.node, []).append(sentence)
-                guilty.setdefault(member.node, []).append(rank)
-    return [
-        Verdict(Event.SLOW_NODE, (node,), tuple(guilty[node]), "evict", tuple(sentences[:8]))
-        for node, sentences in found.items()
-    ]
+# slow nodes by heartbeats ---------------------------------------------------------------------------------------------
 
 
-def _compute(member: RankView) -> dict[int, list[float]]:
-    """Compute seconds a step of each rank in the last heartbeats; the attempt's first ones are left out."""
-    found: dict[int, list[float]] = defaultdict(list)
-    recent = list(member.history)[3:][-SLOW_BEATS:]
-    if recent and recent[-1][0] - recent[0][0] < SLOW_SECONDS:
-        recent = [beat for beat in list(member.history)[3:] if beat[0] >= recent[-1][0] - SLOW_SECONDS]
-    for _, heartbeat in recent:
-        ages = {w.rank: w.status_age for w in heartbeat.workers}
-        for rank, seconds in heartbeat.step_seconds.items():
-            # A rank that stands still repeats its last step's time: that is no further evidence.
-            if seconds > 0 and ages.get(rank, 0.0) <= max(1.0, 3 * seconds):
-                found[rank].append(seconds)
-    if not recent or recent[-1][0] - recent[0][0] < 0.9 * SLOW_SECONDS:
-        return {}
-    return {rank: values for rank, values in found.items() if len(values) >= SLOW_BEATS}
+@dataclass(frozen=True)
+class _Series:
+    """Compute seconds per step of one rank in the last heartbeats."""
+
+    member: RankView
+    seconds: list[float]
 
 
 @dataclass(frozen=True)
 class _Usual:
-    """What peers of a rank show: their typical seconds a step, what one in ten exceeds, and how many there are."""
+    """The peers of a rank: their typical seconds per step, what one in ten exceeds, and their number."""
 
     typical: float
     noise: float
     peers: int
 
 
-def _against_peers(
-    ranks: list[int], series: dict[int, tuple[RankView, list[float]]]
-) -> Iterator[tuple[int, list[float], _Usual]]:
-    """Each rank of a stage with its values and what is usual on other nodes."""
-    medians = {rank: median(series[rank][1]) for rank in ranks}
-    if len(ranks) >= MANY:
-        # So many that their own node's few change no median: worked out once, not anew for each of thousands.
-        pooled = sorted(value for rank in ranks for value in series[rank][1])
-        usual = _Usual(median(medians.values()), pooled[int(0.9 * len(pooled))], len(ranks) - 1)
-        yield from ((rank, series[rank][1], usual) for rank in ranks)
+@slow
+def slow_nodes(view: View) -> list[Verdict]:
+    """Return a verdict for each node whose ranks compute longer than those of the same pipeline stage elsewhere."""
+    if view.phase != "running":
+        return []
+    series = {rank: each for member in view.members for rank, each in _read_series(member).items()}
+    stages: dict[int, list[int]] = defaultdict(list)
+    for rank in series:
+        if rank < view.grid.world_size:
+            stages[view.grid.coordinate(rank).pipeline].append(rank)
+    evidence: dict[str, list[str]] = defaultdict(list)
+    guilty: dict[str, list[int]] = defaultdict(list)
+    for ranks in stages.values():
+        for rank, usual in _compare_with_peers(ranks, series):
+            sentence = _explain_slowness(rank, series[rank], usual)
+            if sentence:
+                node = series[rank].member.node
+                evidence[node].append(sentence)
+                guilty[node].append(rank)
+    return [
+        Verdict(Event.SLOW_NODE, (node,), tuple(guilty[node]), "evict", tuple(sentences[:8]))
+        for node, sentences in evidence.items()
+    ]
+
+
+def _read_series(member: RankView) -> dict[int, _Series]:
+    """Return the compute times of each rank with enough heartbeats, without the attempt's first ones."""
+    history = list(member.history)[3:]
+    recent = history[-SLOW_BEATS:]
+    if recent and recent[-1][0] - recent[0][0] < _LEAST_SPAN:
+        recent = [(time, heartbeat) for time, heartbeat in history if time >= recent[-1][0] - _LEAST_SPAN]
+    if not recent or recent[-1][0] - recent[0][0] < 0.9 * _LEAST_SPAN:
+        return {}
+    series: dict[int, list[float]] = defaultdict(list)
+    for _, heartbeat in recent:
+        ages = {worker.rank: worker.status_age for worker in heartbeat.workers}
+        for rank, seconds in heartbeat.step_seconds.items():
+            # A rank that does not move repeats its last step's time, which is no further evidence.
+            if seconds > 0 and ages.get(rank, 0.0) <= max(1.0, 3 * seconds):
+                series[rank].append(seconds)
+    return {rank: _Series(member, seconds) for rank, seconds in series.items() if len(seconds) >= SLOW_BEATS}
+
+
+def _compare_with_peers(ranks: list[int], series: dict[int, _Series]) -> Iterator[tuple[int, _Usual]]:
+    """Yield each rank of a stage with the usual times on other nodes."""
+    medians = {rank: median(series[rank].seconds) for rank in ranks}
+    if len(ranks) >= POOLED_RANKS:
+        # A node's few ranks change no median of so many, so the usual time is computed once for thousands.
+        pooled = sorted(seconds for rank in ranks for seconds in series[rank].seconds)
+        usual = _Usual(median(medians.values()), _ninth_decile(pooled), len(ranks) - 1)
+        yield from ((rank, usual) for rank in ranks)
         return
     for rank in ranks:
-        member, values = series[rank]
-        peers = [r for r in ranks if series[r][0] is not member]
+        peers = [peer for peer in ranks if series[peer].member is not series[rank].member]
         if not peers:
             continue
-        # Against the slowest of the peers' medians: a stage whose ranks all differ has no single slow one.
-        theirs = [medians[r] for r in peers]
-        typical = max(theirs) if len(peers) < 3 else median(theirs)
-        # Where peers themselves vary that much, as on machines that do other work too, nobody stands out.
-        tails = [sorted(series[r][1]) for r in peers]
-        pooled = sorted(value for tail in tails for value in tail)
-        noise = max(p[int(0.9 * (len(p) - 1))] for p in tails) if len(peers) < 3 else pooled[int(0.9 * len(pooled))]
-        yield rank, values, _Usual(typical, noise, len(peers))
+        tails = [sorted(series[peer].seconds) for peer in peers]
+        if len(peers) < 3:
+            # Compared with the slowest peer, a stage whose ranks all differ has no single slow rank.
+            typical = max(medians[peer] for peer in peers)
+            noise = max(tail[int(0.9 * (len(tail) - 1))] for tail in tails)
+        else:
+            typical = median(medians[peer] for peer in peers)
+            noise = _ninth_decile(sorted(seconds for tail in tails for seconds in tail))
+        yield rank, _Usual(typical, noise, len(peers))
 
 
-def _slower(rank: int, member: RankView, values: list[float], usual: _Usual) -> str:
-    """Why a rank counts as slow, "" if it does not."""
-    typical, peers = usual.typical, usual.peers
-    mine, low = median(values), sorted(values)[len(values) // 4]
-    if mine < SLOW_NODE * typical or low < SLOW_NODE_LEAST * typical or low < usual.noise:
+def _ninth_decile(ordered: list[float]) -> float:
+    """Return the value that one in ten exceeds. Peers that vary as much on busy machines hide a slow rank."""
+    return ordered[int(0.9 * len(ordered))]
+
+
+def _explain_slowness(rank: int, series: _Series, usual: _Usual) -> str:
+    """Return why a rank is slow, "" if it is not."""
+    typical = usual.typical
+    seconds = median(series.seconds)
+    quartile = sorted(series.seconds)[len(series.seconds) // 4]
+    if seconds < SLOW_NODE * typical or quartile < max(SLOW_NODE_QUARTILE * typical, usual.noise):
         return ""
-    if mine - typical < _LEAST_DIFFERENCE:
+    if seconds - typical < _LEAST_DIFFERENCE:
         return ""
     return (
-        f"rank {rank} on {member.node} computes {mine:.3g} s a step, {mine / typical:.2f} x the {typical:.3g} s of "
-        f"{peers} rank{'s' * (peers > 1)} with the same work elsewhere, over {len(values)} heartbeats"
+        f"rank {rank} on {series.member.node} computes {seconds:.3g} s per step, {seconds / typical:.2f} x the "
+        f"{typical:.3g} s of {usual.peers} rank{'s' * (usual.peers > 1)} with the same work elsewhere, over "
+        f"{len(series.seconds)} heartbeats"
     )
+
+
+# weights --------------------------------------------------------------------------------------------------------------
 
 
 @slow
 def checksums(view: View) -> list[Verdict]:
-    """Weights that must be equal on all data-parallel copies and are not: a bit has flipped, or a kernel is wrong."""
+    """Return a verdict if weights differ between data-parallel copies: a bit has flipped, or a kernel is wrong."""
     sums: dict[tuple[int, int, int], dict[int, str]] = defaultdict(dict)
-    where: dict[int, str] = {}
+    nodes_by_rank: dict[int, str] = {}
     for member in view.members:
         for _, heartbeat in list(member.history)[-CHECKSUM_BEATS:]:
             for key, value in heartbeat.checksums.items():
@@ -195,23 +223,61 @@ def checksums(view: View) -> list[Verdict]:
                 if not (step.isdigit() and rank_text.isdigit()) or int(rank_text) >= view.grid.world_size:
                     continue
                 rank = int(rank_text)
-                at = view.grid.coordinate(rank)
-                sums[int(step), at.pipeline, at.tensor][rank] = value
-                where[rank] = member.node
-    for (after, stage, _), by_rank in sorted(sums.items()):
-        votes = Counter(by_rank.values())
-        if len(votes) < 2:
+                coordinate = view.grid.coordinate(rank)
+                sums[int(step), coordinate.pipeline, coordinate.tensor][rank] = value
+                nodes_by_rank[rank] = member.node
+    for (step_number, stage, _), by_rank in sorted(sums.items()):
+        counts = Counter(by_rank.values()).most_common()
+        if len(counts) < 2:
             continue
-        (usual, count), *rest = votes.most_common()
-        clear = count > rest[0][1]
-        odd = sorted(r for r, v in by_rank.items() if not clear or v != usual)
-        nodes = tuple(dict.fromkeys(where[r] for r in odd))
+        usual, count = counts[0]
+        has_majority = count > counts[1][1]
+        deviating = sorted(rank for rank, value in by_rank.items() if not has_majority or value != usual)
+        nodes = tuple(dict.fromkeys(nodes_by_rank[rank] for rank in deviating))
+        values = ", ".join(f"rank {rank} on {nodes_by_rank[rank]} {by_rank[rank]}" for rank in sorted(by_rank)[:8])
         evidence = [
-            f"after step {after} the weights of stage {stage} differ between data-parallel copies: "
-            + ", ".join(f"rank {r} on {where[r]} {by_rank[r]}" for r in sorted(by_rank)[:8])
+            f"after step {step_number} the weights of stage {stage} differ between data-parallel copies: {values}"
         ]
-        if not clear:
+        if not has_majority:
             evidence.append("no majority shows which copy is right, so all are tested")
-        action = "evict" if clear and len(nodes) == 1 else "diagnose"
-        return [Verdict(Event.CHECKSUM_MISMATCH, nodes, tuple(odd), action, tuple(evidence))]  # type: ignore[arg-type]
+        action: Action = "evict" if has_majority and len(nodes) == 1 else "diagnose"
+        return [Verdict(Event.CHECKSUM_MISMATCH, nodes, tuple(deviating), action, tuple(evidence))]
     return []
+
+
+# slow machines by spans -----------------------------------------------------------------------------------------------
+
+
+@slow
+def slow_machines(view: View) -> list[Verdict]:
+    """Return a verdict for each node with slow ranks or a slow link by recorded spans.
+
+    The action is resilience.slow_action, by the size of the slowdown. `slow_nodes` evicts a node that is 1.25 times
+    slower by heartbeats alone; spans are evidence for less: the paper's slow hosts took 10% longer (MegaScale section
+    6.3).
+    """
+    if view.phase != "running" or not view.slow_findings:
+        return []
+    nodes = {rank: member.node for member in view.members for rank in member.ranks}
+    by_node: dict[str, list[SlowFinding]] = defaultdict(list)
+    for finding in view.slow_findings:
+        if finding.confidence >= CONFIDENCE and finding.rank in nodes and finding.cause != _OTHER_PROCESSES:
+            by_node[nodes[finding.rank]].append(finding)
+    return [_judge_machine(view, node, findings) for node, findings in by_node.items()]
+
+
+def _judge_machine(view: View, node: str, findings: list[SlowFinding]) -> Verdict:
+    worst = max(findings, key=lambda finding: finding.slower)
+    sentences = [
+        f"rank {finding.rank} on {node} is {finding.slower:.1%} slower than comparable ranks by its spans: "
+        f"{finding.cause} (expected number of healthy ranks with such a value: {1 - finding.confidence:.0e})"
+        for finding in findings[:4]
+    ]
+    sentences += worst.evidence[:3]
+    action: Action = view.slow_action if worst.slower >= view.slow_least else "alert"
+    was_tested = any(i.node == node and i.kind == Event.SLOW_NODE and i.time < view.started for i in view.incidents)
+    if action == "diagnose" and was_tested:
+        action = "alert"
+        sentences.append(f"{node} was tested for this in an earlier attempt and passed; megascale evict takes it out")
+    ranks = tuple(sorted({finding.rank for finding in findings}))
+    return Verdict(Event.SLOW_NODE, (node,), ranks, action, tuple(sentences))

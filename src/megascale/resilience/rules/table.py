@@ -1,22 +1,48 @@
-"""The rules there are: a module of this package adds its own by a decorator, another package by `register_rule`."""
+"""The table of rules. A module of this package registers its own by a decorator, another package by `register_rule`.
+
+Nodes that offend again and again are evicted, even if each single offence would be met by starting again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from megascale.resilience.rules.verdicts import Verdict
-from megascale.resilience.rules.view import View
+from megascale.core.events import Event
+from megascale.resilience.rules.view import SEVERITY, Verdict, View
 
 Rule = Callable[[View], list[Verdict]]
 
-QUICK: list[Rule] = []  # what must be seen at once, from the newest heartbeats only
-SLOW: list[Rule] = []  # what goes through the history of all nodes
+QUICK: list[Rule] = []  # applied at each look, to the newest heartbeats only
+SLOW: list[Rule] = []  # applied about once per second, in a thread, to the history of all nodes
+
+OFFENCE_LIMIT = 3  # with the present one
+MEMORY = 24 * 3600.0  # seconds after which an offence is forgotten
+# Faults of machines. A user's mistake or a full disk does not count against a node.
+_MACHINE_FAULTS = frozenset(
+    {
+        Event.SEGMENTATION_FAULT,
+        Event.CUDA_ERROR,
+        Event.NETWORK_ERROR,
+        Event.PROCESS_KILLED,
+        Event.PROCESS_EXIT,
+        Event.MISSED_HEARTBEAT,
+        Event.NODE_LOST,
+        Event.AGENT_RESTARTED,
+        Event.HANG,
+        Event.DEVICE_FAULT,
+        Event.TRAFFIC_STOPPED,
+    }
+)
 
 
 def register_rule(rule: Rule, quick: bool = False) -> None:
-    """Have every driver of this process apply `rule` as well, once however often it is registered.
+    """Have every driver of this process apply `rule` as well, once even if it is registered repeatedly.
 
-    quick: at each look, from the newest heartbeats only; else about once a second, in a thread, through the history.
+    Args:
+        rule: a pure function.
+        quick: apply it at each look, to the newest heartbeats only.
     """
     rules = QUICK if quick else SLOW
     if rule not in rules:
@@ -24,12 +50,40 @@ def register_rule(rule: Rule, quick: bool = False) -> None:
 
 
 def quick(rule: Rule) -> Rule:
-    """Decorates a rule that is applied at each look."""
+    """Register a rule that is applied at each look; a decorator."""
     register_rule(rule, quick=True)
     return rule
 
 
 def slow(rule: Rule) -> Rule:
-    """Decorates a rule that goes through the history."""
+    """Register a rule for the history of all nodes; a decorator."""
     register_rule(rule)
     return rule
+
+
+def judge(view: View, rules: Sequence[Rule] | None = None) -> list[Verdict]:
+    """Return the verdicts of some rules (None: all) on `view`, unordered. Repeat offenders are judged more severely."""
+    rules = [*QUICK, *SLOW] if rules is None else rules
+    return evict_repeat_offenders(view, [verdict for rule in rules for verdict in rule(view)])
+
+
+def evict_repeat_offenders(view: View, verdicts: list[Verdict]) -> list[Verdict]:
+    """Return `verdicts`, with those against repeat offenders turned into evictions."""
+    return [_evict_if_repeated(view, verdict) for verdict in verdicts]
+
+
+def _evict_if_repeated(view: View, verdict: Verdict) -> Verdict:
+    is_recoverable = SEVERITY["recover"] <= SEVERITY[verdict.action] < SEVERITY["evict"]
+    if verdict.kind not in _MACHINE_FAULTS or len(verdict.nodes) != 1 or not is_recoverable:
+        return verdict
+    node = verdict.nodes[0]
+    recent = [i for i in view.incidents if i.kind in _MACHINE_FAULTS and view.time - i.time < MEMORY]
+    times = [incident.time for incident in recent if incident.node == node]
+    offences_elsewhere = Counter(incident.node for incident in recent if incident.node != node)
+    most_of_others = max(offences_elsewhere.values(), default=0)
+    # If all nodes fail alike, the cause is not in this one.
+    if len(times) + 1 < OFFENCE_LIMIT or (offences_elsewhere and len(times) < 2 * most_of_others):
+        return verdict
+    minutes = (view.time - min(times)) / 60
+    text = f"offence {len(times) + 1} of {node} in {minutes:.0f} minutes, at most {most_of_others} of any other"
+    return replace(verdict, action="evict", evidence=(*verdict.evidence, text))

@@ -1,4 +1,4 @@
-"""What the driver knows at one moment, as plain data: the only thing that the rules look at."""
+"""The data of the rules: the view of a job at one moment that they judge, and the verdicts that they return."""
 
 from __future__ import annotations
 
@@ -6,19 +6,62 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from megascale.core.grid import Grid
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
-from megascale.resilience.rules.verdicts import Action, Verdict
 
-HISTORY = 60
-PIECE = 8  # members, about 2 ms of judging
-REST = 0.005  # seconds
+HISTORY = 60  # heartbeats of a node
+PAUSE_AFTER = 8  # members, whose judging takes about 2 ms
+PAUSE = 0.005  # seconds
+
+Action = Literal["none", "alert", "diagnose", "recover", "evict", "stop"]
+
+# Of several verdicts the most severe is acted upon.
+SEVERITY: dict[Action, int] = {"none": 0, "alert": 1, "recover": 2, "diagnose": 3, "evict": 4, "stop": 5}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A conclusion of a rule.
+
+    Attributes:
+        kind: an event name (core/events.py).
+        nodes, ranks: to blame, in contrast to those that only suffered.
+        action: none (record it), alert (a person should look), diagnose (stop and run self-checks), recover (start the
+            processes again, by the recovery action that the escalation policy chooses), evict (take the nodes out and
+            start again), stop (end the job).
+        evidence: sentences for people, one per observation.
+        person: only a person can remove the fault, such as an exception in the user's own code.
+        cause: code of the fault within `kind`, compared with that of later verdicts.
+        messages: messages of the processes at fault without what differs from rank to rank, compared likewise.
+    """
+
+    kind: str
+    nodes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    action: Action = "none"
+    evidence: tuple[str, ...] = ()
+    person: bool = False
+    cause: str = ""
+    messages: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.action not in SEVERITY:
+            raise ValueError(f"verdict {self.kind} has action={self.action!r}; use one of {', '.join(SEVERITY)}")
+
+
+class Incident(NamedTuple):
+    """A verdict that named a node. time: on the driver's monotonic clock."""
+
+    time: float
+    node: str
+    kind: str
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What a step gave, from the run's metrics: loss, gradient norm before clipping, seconds."""
+    """The metrics of a step: loss, gradient norm before clipping, seconds."""
 
     step: int
     loss: float
@@ -28,13 +71,13 @@ class Metric:
 
 @dataclass(frozen=True)
 class SlowFinding:
-    """A rank that its recorded spans show to be slow (observe/analysis/stragglers.py).
+    """A rank that is slow by its recorded spans (observe/analysis/stragglers.py).
 
     Attributes:
-        rank: whose own work or link it is.
-        slower: share by which it takes longer than comparable ranks; of a link, of a step.
+        rank: whose own work or link is slow.
+        slower: share by which it takes longer than comparable ranks; for a link, share of a step.
         cause: such as "GPU", "host: loader" or "link".
-        confidence: 1 - healthy ranks of this job that would be expected to show as much.
+        confidence: 1 - expected number of healthy ranks of this job with such a value.
         evidence: sentences.
     """
 
@@ -52,10 +95,10 @@ class RankView:
     Attributes:
         node: its name.
         ranks: the ranks that were placed on it, ascending; empty for a spare.
-        last_seen: the driver's monotonic clock when the newest heartbeat came (or when the attempt began).
+        last_seen: when its last message came, on the driver's monotonic clock; at least the begin of the attempt.
         heartbeat: the newest one of this attempt, None before the first.
         history: (time received, heartbeat) of the last HISTORY ones of this attempt, oldest first.
-        connected: whether its connection stands.
+        connected: its agent is connected.
     """
 
     node: str
@@ -65,47 +108,42 @@ class RankView:
     history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY))
     connected: bool = True
 
-    def worker(self, rank: int) -> Worker | None:
-        """The newest heartbeat's entry about one rank, None if there is none."""
-        workers = self.heartbeat.workers if self.heartbeat is not None else ()
-        return next((w for w in workers if w.rank == rank), None)
-
 
 class Paced(list[RankView]):
-    """Members that are gone through piece by piece, with a rest after each.
+    """Members whose iteration rests at intervals.
 
-    A thread that computes without rest takes the interpreter for 5 ms each time that another one waits for a socket:
-    a loop that reads 1,500 messages a second falls seconds behind.
+    A thread that computes without rest holds the interpreter for 5 ms each time that another one waits for a socket,
+    so that a loop that reads 1,500 messages/s falls seconds behind.
     """
 
     def __iter__(self) -> Iterator[RankView]:
         for number, member in enumerate(super().__iter__()):
-            if number % PIECE == PIECE - 1:
-                time.sleep(REST)
+            if number % PAUSE_AFTER == PAUSE_AFTER - 1:
+                time.sleep(PAUSE)
             yield member
 
 
 @dataclass
 class View:
-    """The job as the driver sees it. All times are seconds on the driver's monotonic clock.
+    """A job as the driver sees it. All times are seconds on the driver's monotonic clock.
 
     Attributes:
-        job, attempt: which start of which job.
-        phase: state of the job (see driver/state/job_state.py): "starting", "running", ...
-        now: the present.
+        job, attempt: the job's name, and the number of its start.
+        phase: of the job (driver/state/job_state.py): "starting", "running", ...
+        time: the present.
         started: when this attempt's processes were started.
-        members: the nodes that hold its ranks, in rank order, and the spares after them.
-        grid: how ranks are laid out.
-        window: seconds without a heartbeat after which a node counts as lost.
+        members: the nodes that hold its ranks, in rank order, then the spares.
+        grid: the layout of the ranks.
+        window: seconds without a heartbeat after which a node is lost.
         interval: seconds between heartbeats.
-        first_step: most seconds that start, loading and the first step may take.
-        learned: seconds that trainers are usually in a phase ("train", "save", ..., "first step") without any change
-            at the longest (diagnosis/phase_durations.py); empty or lacking a phase before it was seen.
-        incidents: (time, node, kind) of verdicts that named a node, over all attempts, oldest first.
-        past: (time, verdict) of what earlier attempts were ended for, oldest first.
+        first_step: limit in seconds for start, loading and the first step.
+        usual_durations: longest usual seconds in which a trainer stays in a phase ("train", "save", ..., "first step")
+            without any change (diagnosis/observations.py); phases that were not seen are missing.
+        incidents: verdicts that named a node, over all attempts, oldest first.
+        past: (time, verdict) of the reasons for which earlier attempts ended, oldest first.
         metrics: of this attempt's last steps, oldest first.
-        slow: what recorded spans of this attempt show; empty where the driver does not see them.
-        slow_action, slow_least: what follows for a machine that is slower by that share or more.
+        slow_findings: slow machines by recorded spans of this attempt; empty if the driver does not see them.
+        slow_action, slow_least: the action for a machine that is slower by that share or more.
     """
 
     job: str
@@ -119,27 +157,31 @@ class View:
     interval: float
     first_step: float
     usual_durations: dict[str, float] = field(default_factory=dict)
-    incidents: list[tuple[float, str, str]] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
     past: list[tuple[float, Verdict]] = field(default_factory=list)
     metrics: list[Metric] = field(default_factory=list)
-    slow: tuple[SlowFinding, ...] = ()
+    slow_findings: tuple[SlowFinding, ...] = ()
     slow_action: Action = "alert"
     slow_least: float = 0.1
     _workers: list[tuple[RankView, Worker]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def snapshot(self) -> View:
-        """A copy whose histories do not grow while another thread looks through them."""
+        """Return a copy whose histories do not grow while another thread reads them."""
         return replace(self, members=Paced(replace(m, history=deque(m.history, HISTORY)) for m in self.members))
 
+    def heartbeats(self) -> list[tuple[RankView, Heartbeat]]:
+        """Return the newest heartbeat of each member that has sent one."""
+        return [(member, member.heartbeat) for member in self.members if member.heartbeat is not None]
+
     def workers(self) -> list[tuple[RankView, Worker]]:
-        """Every worker that a heartbeat has named, with its node, by rank. Worked out once a view."""
+        """Return every worker of the newest heartbeats with its node, by rank. Computed once per view."""
         if self._workers is None:
-            found = [
-                (m, w)
-                for m in self.members
-                if m.heartbeat is not None and m.heartbeat.attempt == self.attempt
-                for w in m.heartbeat.workers
+            workers = [
+                (member, worker)
+                for member, heartbeat in self.heartbeats()
+                if heartbeat.attempt == self.attempt
+                for worker in heartbeat.workers
             ]
-            found.sort(key=lambda item: item[1].rank)
-            self._workers = found
+            workers.sort(key=lambda item: item[1].rank)
+            self._workers = workers
         return self._workers

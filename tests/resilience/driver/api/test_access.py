@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 from megascale.cli.main import app
 from megascale.errors import ConfigError, DataError, TrainingError
-from megascale.resilience.driver.api.access import create_access
+from megascale.resilience.driver.api.access import LOG_PIECE, create_access, read_log_piece
 from megascale.resilience.driver.api.client import send_request
-from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_log_piece
 from megascale.resilience.protocol.contact import Contact, write_contact
 from tests.resilience.driver.api.test_http_api import Served
 
@@ -61,7 +60,7 @@ def test_nodes_events_and_logs_come_without_the_run_folder(served, look):
     shown = run("nodes", look)
     assert shown.exit_code == 0, shown.output
     assert [line.split()[0] for line in shown.stdout.splitlines()[1:3]] == ["n0", "n1"]
-    served.loop.call_soon_threadsafe(lambda: served.driver.note("paused", evidence=("for a test",)))
+    served.loop.call_soon_threadsafe(lambda: served.driver.record_event("paused", evidence=("for a test",)))
     told = run("events", look)
     assert told.exit_code == 0, told.output
     logs = run("logs", look, "--rank=3", "--lines=2")
@@ -81,10 +80,10 @@ def test_who_may_look_may_not_steer(served, look, tmp_path):
 
 
 def test_another_certificate_is_told_no_token(look, served, tmp_path):
-    from megascale.resilience.driver.api.tls import _make
+    from megascale.resilience.driver.api.tls import _create_certificate
 
     told = json.loads(look.read_text())
-    told["certificate"] = _make("x")[0].decode()
+    told["certificate"] = _create_certificate("x")[0].decode()
     with pytest.raises(TrainingError, match="certificate verify failed"):
         send_request(private(tmp_path / "other.access", json.dumps(told)), "GET", "/v1/nodes")
 

@@ -43,8 +43,8 @@ def test_a_certificate_from_a_clock_that_is_ahead_is_known(tmp_path, monkeypatch
         (run / "driver").mkdir(parents=True)
     with monkeypatch.context() as patch:
         patch.setattr(tls, "datetime", Ahead)
-        server = tls.server_context(tmp_path, "0.0.0.0", None, None)
-        second = tls.server_context(tmp_path / "other", "0.0.0.0", None, None)
-    assert shake_hands(tls.client_context(tmp_path), server)
+        server = tls.create_server_context(tmp_path, "0.0.0.0", None, None)
+        other = tls.create_server_context(tmp_path / "other", "0.0.0.0", None, None)
+    assert shake_hands(tls.create_client_context(tmp_path), server)
     with pytest.raises(ssl.SSLCertVerificationError, match="self-signed certificate"):
-        shake_hands(tls.client_context(tmp_path), second)
+        shake_hands(tls.create_client_context(tmp_path), other)

@@ -19,10 +19,11 @@ pytest.importorskip("fastapi")
 from megascale.config import Config, load
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
-from megascale.resilience.driver.api import http_api, tokens
+from megascale.resilience.driver.api import access, http_api
+from megascale.resilience.driver.api.metrics import Scrapes
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.state.job_state import JobState, NodeState, Phase
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.resilience.protocol import contact
 from megascale.resilience.protocol.agent_messages import Diagnosed
@@ -36,7 +37,7 @@ class Served:
     def __init__(self, run: Path, phase: Phase = Phase.PAUSED) -> None:
         run.mkdir(parents=True)
         contact.make_token(run)
-        made = tokens.make_tokens(run)
+        made = access.make_tokens(run)
         self.run, self.token, self.read_token = run, made.act.decode(), made.read.decode()
         self.phase, self.ready, self.over = phase, threading.Event(), threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
@@ -47,12 +48,12 @@ class Served:
         self.loop = asyncio.get_running_loop()
         config = load(None, [])
         (self.run / "driver" / "job.toml").write_text(config.to_toml())
-        journal, _ = LastingJournal.take(self.run, 3.0)
+        journal, _ = Journal.take(self.run, 3.0)
         job = JobState("job", self.phase, 1, ("n0",), 1, 1)
         self.driver = Driver(self.run, config, LocalCluster(ClusterRequest(self.run, config)), [], journal, job)
         for name in ("n0", "n1"):
             self.driver.nodes.change(name, NodeEvent.CONNECTED)
-        self.url, end = await http_api.serve(self.driver, self.host, 0)
+        self.url, end = await http_api.serve(self.driver, self.host, 0, Scrapes())
         self.ready.set()
         while not self.over.is_set():
             await asyncio.sleep(0.02)
@@ -118,10 +119,10 @@ def test_a_spare_that_fails_its_self_checks_is_evicted_and_replaced(served):
     driver.tasks.spawn = lambda work: work.close()  # no cluster is asked
     report = Diagnosed(0, 1, stderr="failed: memory bandwidth cpu: 1 GB/s")
     handled = threading.Event()
-    served.loop.call_soon_threadsafe(lambda: (driver.checks.take_in(driver.nodes["n1"], report), handled.set()))
+    served.loop.call_soon_threadsafe(lambda: (driver.checks.record_result(driver.nodes["n1"], report), handled.set()))
     assert handled.wait(20)
     assert driver.nodes["n1"].state is NodeState.EVICTED
-    assert "memory bandwidth" in driver.nodes["n1"].record.why
+    assert "memory bandwidth" in driver.nodes["n1"].record.reason
     assert driver.job.phase is Phase.RUNNING  # training does not notice
     events = served.ask("/v1/events")[1]
     assert [(e["kind"], e["action"]) for e in events] == [

@@ -51,7 +51,7 @@ def scrape(found: Served, token: str | None = None) -> dict[str, float]:
 def beat(found: Served, seconds: dict[int, float]) -> None:
     """Node n0 says how long its ranks computed."""
     node = found.driver.nodes["n0"]
-    node.beat(
+    node.add_heartbeat(
         Heartbeat(
             job="job", attempt=found.driver.job.state.attempt, node="n0", sequence=1, sent_ns=1, step_seconds=seconds,
             gpus=(GpuReport(0, "H", temperature=71.0, power_watts=500.0, throttled=True, xid=79),),
@@ -69,7 +69,7 @@ def test_the_job_in_few_series(served):  # noqa: F811
     assert before['megascale_job_phase{phase="running"}'] == 0
     assert before['megascale_nodes{state="up"}'] == 2
     assert "megascale_loss" not in before  # no step yet: nothing is claimed
-    driver.seen.told(
+    driver.observations.record_steps(
         Steps(replaces_earlier=False, steps=(StepFigures(7, 2.5, 1.0, 0.5), StepFigures(8, float("nan"), 1.0, 0.7)))
     )
     beat(served, {rank: 1.0 + rank / 100 for rank in range(100)})
@@ -87,7 +87,7 @@ def test_the_job_in_few_series(served):  # noqa: F811
 
 def test_ranks_are_compared_with_those_of_their_stage(served):  # noqa: F811
     driver = served.driver
-    settings = driver.seen._settings
+    settings = driver.observations.settings
     settings.config = settings.config.model_copy(
         update={"parallel": settings.config.parallel.model_copy(update={"pipeline": 2})}
     )
@@ -103,15 +103,15 @@ def test_ranks_are_compared_with_those_of_their_stage(served):  # noqa: F811
 
 def test_a_driver_waits_for_a_prometheus_that_reads_it_to_see_the_end():
     scrapes = Scrapes()
-    assert scrapes.missing(ended=0.0, now=100.0) == 0
+    assert scrapes.missing(ended=0.0, current_time=100.0) == 0
     scrapes.note(10.0)  # once, by a person
-    assert scrapes.missing(ended=20.0, now=20.0) == 0
+    assert scrapes.missing(ended=20.0, current_time=20.0) == 0
     scrapes.note(25.0)
-    assert scrapes.missing(ended=30.0, now=31.0) == 24
-    assert scrapes.missing(ended=24.0, now=31.0) == 0  # the end was read
-    assert scrapes.missing(ended=30.0, now=60.0) == 0  # it reads no more
+    assert scrapes.missing(ended=30.0, current_time=31.0) == 24
+    assert scrapes.missing(ended=24.0, current_time=31.0) == 0  # the end was read
+    assert scrapes.missing(ended=30.0, current_time=60.0) == 0  # it reads no more
     scrapes.note(1025.0)
-    assert scrapes.missing(ended=1030.0, now=1031.0) == 60
+    assert scrapes.missing(ended=1030.0, current_time=1031.0) == 60
 
 
 @pytest.mark.parametrize("end", ["scrape", "signal", "nothing"])
@@ -122,7 +122,7 @@ def test_its_end_is_read_or_waited_for_in_vain_or_a_person_goes_on(end):
     scrapes.note(now)
     lines: list[str] = []
     job = SimpleNamespace(entered=now + 0.001, phase=Phase.DONE)
-    driver = SimpleNamespace(job=job, say=lambda who, text: lines.append(text))
+    driver = SimpleNamespace(job=job, log_line=lambda who, text: lines.append(text))
 
     async def wait() -> None:
         loop = asyncio.get_running_loop()
@@ -134,7 +134,7 @@ def test_its_end_is_read_or_waited_for_in_vain_or_a_person_goes_on(end):
             await _await_last_scrape(driver, scrapes)
 
     asyncio.run(wait())
-    assert "until Prometheus has read that the job has ended" in lines[0]
+    assert "until Prometheus has read the job's end" in lines[0]
 
 
 def test_health_is_told_by_the_code_too(served, tmp_path):  # noqa: F811
@@ -163,7 +163,7 @@ def test_labels_of_strangers_stay_labels():
 
 def test_rules_ask_for_what_is_exposed(served):  # noqa: F811
     driver = served.driver
-    driver.seen.told(Steps(replaces_earlier=False, steps=(StepFigures(7, 2.5, 1.0, 0.5),)))
+    driver.observations.record_steps(Steps(replaces_earlier=False, steps=(StepFigures(7, 2.5, 1.0, 0.5),)))
     beat(served, {0: 1.0})
     there = {name.partition("{")[0] for name in scrape(served)}
     driver.nodes["n0"].channel = None
@@ -339,7 +339,9 @@ def test_prometheus_scrapes_it_and_alertmanager_calls(served, tmp_path, daemon):
     Webhook.told.clear()
     hook = HTTPServer(("127.0.0.1", 0), Webhook)
     threading.Thread(target=hook.serve_forever, daemon=True).start()
-    served.driver.seen.told(Steps(replaces_earlier=False, steps=(StepFigures(8, float("nan"), 1.0, 0.7),)))
+    served.driver.observations.record_steps(
+        Steps(replaces_earlier=False, steps=(StepFigures(8, float("nan"), 1.0, 0.7),))
+    )
     (tmp_path / "rules.yml").write_text(packaged_file("rules.yml").read_text().replace("interval: 15s", "interval: 1s"))
     (tmp_path / "alerts.yml").write_text(
         "route: {receiver: hook, group_wait: 0s}\nreceivers:\n- name: hook\n"

@@ -13,11 +13,11 @@ import pytest
 
 from megascale.core.calls import Call, CallLog, CallRecord
 from megascale.errors import DataError
+from megascale.observe.hang.evidence import collect_evidence
 from megascale.observe.hang.scene import MAX_EVIDENCE_BYTES, RankEvidence, Scene, pack_evidence, unpack_evidence
-from megascale.resilience.agent.agent import collect_evidence
-from megascale.resilience.driver.diagnosis.hang_diagnosis import refine
+from megascale.resilience.driver.diagnosis.diagnosis import refine_hang
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Explain
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import Verdict
 from tests.resilience.rules.views import heartbeat, view, worker
 
 ORDER = Explain(1, 7, 100, 0.1)
@@ -49,7 +49,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
         sent = [FROM_AGENT.decode(FROM_AGENT.encode(e)) for e in collect_evidence(tmp_path, (0, 1), ORDER, keep=False)]
         assert [(e.order, e.rank) for e in sent] == [(7, 0), (7, 1)]
         scene = Scene({e.rank: unpack_evidence(e.data) for e in sent}, 2)
-        found = refine(HANG, state, scene, None)
+        found = refine_hang(HANG, state, scene, None)
         signal.signal(signal.SIGUSR2, old)
     finally:
         other.kill()
@@ -63,9 +63,9 @@ os.kill(os.getpid(), signal.SIGSTOP)
 def test_ranks_that_left_no_record_keep_the_verdict(tmp_path):
     (sent,) = collect_evidence(tmp_path, (0,), ORDER, keep=False)
     assert not sent.data
-    found = refine(HANG, view({0: [heartbeat(0, 1, [worker(0)])]}), Scene({}, 1), None)
+    found = refine_hang(HANG, view({0: [heartbeat(0, 1, [worker(0)])]}), Scene({}, 1), None)
     assert (found.action, found.ranks) == ("recover", ())
-    assert "no closer look" in found.evidence[-1]
+    assert "the hang was not examined" in found.evidence[-1]
 
 
 def test_evidence_of_a_rank_is_cut_to_a_message_and_nonsense_is_none():

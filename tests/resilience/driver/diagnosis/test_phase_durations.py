@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
-from megascale.resilience.driver.diagnosis.observations import Observations
-from megascale.resilience.driver.diagnosis.phase_durations import PhaseDurations
+from megascale.resilience.driver.diagnosis.observations import Observations, PhaseDurations
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.silence import FIRST_STEP
@@ -41,10 +40,11 @@ def test_first_steps_are_learnt_apart_from_others():
         worker = Worker(0, 100, "running", 0, phase, step, status_age=standing)
         return Heartbeat("job", 1, "n0", 1, 0, workers=(worker,))
 
-    job = SimpleNamespace(phase=Phase.STARTING)
-    seen = Observations(job, None, None, None, None)
-    seen.learn(beat(1, 40.0, "load"), beat(1, 0.0))
-    seen.learn(beat(1, 7.0), beat(2, 0.0))
+    job = SimpleNamespace(phase=Phase.STARTING, is_at_work=True)
+    parts = dict.fromkeys(("nodes", "attempts", "response", "settings", "record_event"))
+    seen = Observations(job=job, **parts)
+    seen.learn_durations(beat(1, 40.0, "load"), beat(1, 0.0))
+    seen.learn_durations(beat(1, 7.0), beat(2, 0.0))
     job.phase = Phase.RUNNING
-    seen.learn(beat(2, 0.5), beat(3, 0.0))
-    assert seen._phase_durations.usual() == {FIRST_STEP: 7.0, "train": 0.5}
+    seen.learn_durations(beat(2, 0.5), beat(3, 0.0))
+    assert seen._durations.usual() == {FIRST_STEP: 7.0, "train": 0.5}

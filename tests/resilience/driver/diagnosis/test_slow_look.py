@@ -10,8 +10,8 @@ import pytest
 from benchmarks.observe.replayed_job import Faults, replayed
 from benchmarks.observe.replayed_runs import keep
 from benchmarks.observe.synthetic_spans import Job
-from megascale.resilience.driver.diagnosis.slow_look import EVERY, SlowLook, findings
-from megascale.resilience.driver.process.loop_tasks import LoopTasks
+from megascale.resilience.driver.diagnosis.investigations import SEARCH_INTERVAL, SlowMachineSearch, parse_findings
+from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.state.job_state import Phase
 
 JOB = Job(tensor=1, stages=1, virtual=1, data=4, microbatches=4)
@@ -23,23 +23,23 @@ def test_a_running_job_is_looked_at_and_only_its_own_attempt_counts(tmp_path):
 
     async def look() -> None:
         tasks = LoopTasks()
-        slow = SlowLook(run, job, tasks)
-        slow.consider(1000.0)
+        slow = SlowMachineSearch(run=run, job=job, tasks=tasks)
+        slow.start_if_due(1000.0)
         job.phase = Phase.RUNNING
-        slow.consider(1000.0 + EVERY / 2)  # a run that has just begun has nothing to show
+        slow.start_if_due(1000.0 + SEARCH_INTERVAL / 2)  # a run that has just begun has nothing to show
         assert not tasks._tasks
-        slow.consider(1000.0 + EVERY)
-        slow.consider(1000.0 + EVERY)
+        slow.start_if_due(1000.0 + SEARCH_INTERVAL)
+        slow.start_if_due(1000.0 + SEARCH_INTERVAL)
         (task,) = tasks._tasks
         await task
-        (one,) = slow.found()
+        (one,) = slow.findings()
         assert (one.rank, one.cause) == (2, "GPU")
         assert one.slower == pytest.approx(0.15, abs=0.02)
         assert one.confidence > 0.99
         assert one.evidence
         job.state.attempt = 2
-        assert slow.found() == ()
-        assert await slow._ask(2) == ()
+        assert slow.findings() == ()
+        assert await slow._run_command(2) == ()
 
     asyncio.run(look())
 
@@ -52,7 +52,7 @@ def test_what_is_not_for_good_or_not_one_rank_s_is_left_out():
         "slow_ranks": [rank, rank | {"rank": 7, "state": "passing"}],
         "slow_links": [link, link | {"ranks": [6, 7]}],
     }
-    assert [(one.rank, one.cause) for one in findings(told, 4)] == [(3, "GPU"), (5, "link")]
-    assert findings(told, 3) == ()
+    assert [(one.rank, one.cause) for one in parse_findings(told, 4)] == [(3, "GPU"), (5, "link")]
+    assert parse_findings(told, 3) == ()
     with pytest.raises(KeyError):
-        findings({"attempt": 4}, 4)
+        parse_findings({"attempt": 4}, 4)

@@ -13,7 +13,7 @@ from megascale.config import Config, ResilienceConfig
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.state.job_state import JobState, Phase
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.protocol.agent_messages import Stopped
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from tests.resilience.driver.telemetry.test_adoption import Channel
@@ -32,10 +32,10 @@ class Seeing(Elsewhere):
         super().__init__(count)
         self.noted: list[str] = []
 
-    def has_stopped(self, name: str) -> bool:
+    def gone(self, name: str) -> bool:
         return self.certain
 
-    def record_agent_end(self, name: str) -> None:
+    def note_end(self, name: str) -> None:
         self.noted.append(name)
 
 
@@ -45,7 +45,7 @@ def nothing(driver: Driver, cluster: Seeing, channel: Channel) -> None: ...
 def play(run: Path, free: Any, before: Any = nothing) -> tuple[list[str], list[Any]]:
     """Node n1 of n0 and n1 is lost after `before(driver, cluster, its channel)`, n2 is the spare; `free(driver,
     cluster)` is what ends its ranks. The orders of n1 up to then and the driver's events."""
-    journal, _ = LastingJournal.take(run, 0.05)
+    journal, _ = Journal.take(run, 0.05)
     orders: list[str] = []
 
     async def work() -> None:
@@ -55,11 +55,11 @@ def play(run: Path, free: Any, before: Any = nothing) -> tuple[list[str], list[A
         driver = Driver(run, Config(resilience=limits), cluster, ["train"], journal, job)
         channels = {name: Channel() for name in cluster.names}
         for name, channel in channels.items():
-            assert driver.telemetry.handle_hello(channel, hello(name, ("n0", "n1"))) == ""
+            assert driver.admission.handle_hello(channel, hello(name, ("n0", "n1"))) == ""
         cluster.over.add("n1")
         before(driver, cluster, channels["n1"])
         driver.nodes["n1"].last_seen -= 100.0
-        driver.lost.recover_lost_node(driver.nodes["n1"], "it is silent")
+        driver.lost_nodes.recover_lost_node(driver.nodes["n1"], "it is silent")
         orders.extend(channels["n1"].orders)
 
         def step() -> None:
@@ -85,7 +85,7 @@ def play(run: Path, free: Any, before: Any = nothing) -> tuple[list[str], list[A
 
 def test_when_its_lease_is_over(tmp_path):
     def free(driver: Driver, cluster: Seeing) -> None:
-        driver.nodes["n1"].leased = time.monotonic()
+        driver.nodes.leases.ends["n1"] = time.monotonic()
 
     orders, events = play(tmp_path, free)
     assert orders[-2:] == ["parted", "closed"]  # in this order: an end of the connection alone means the driver's end
@@ -121,7 +121,7 @@ def test_when_an_agent_that_ends_says_that_it_has_ended_them(tmp_path, known):
     def free(driver: Driver, cluster: Seeing) -> None:
         heard = channel.orders.count("heard")
         driver.telemetry.handle_heartbeat("n1", channel, beat(2, "running"))
-        assert driver.nodes["n1"].may_run
+        assert "n1" in driver.nodes.leases.holders
         assert channel.orders.count("heard") == heard  # or its ranks could run on for ever
         driver.telemetry.handle_heartbeat("n1", channel, beat(3, "exited"))
         assert channel.orders.count("heard") == heard + 1  # it waits for that
@@ -137,6 +137,6 @@ def test_when_an_agent_that_ends_says_that_it_has_ended_them(tmp_path, known):
 def test_ranks_that_ended_under_an_agent_that_goes_on_may_be_started_again(tmp_path):
     def before(driver: Driver, cluster: Seeing, its: Channel) -> None:
         driver.telemetry.handle_heartbeat("n1", its, beat(1, "exited", leaving=False))
-        assert driver.nodes["n1"].may_run
+        assert "n1" in driver.nodes.leases.holders
 
     play(tmp_path, lambda driver, cluster: setattr(cluster, "certain", True), before)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-from megascale.resilience.driver.nodes.passed_faults import PassedFaults
 from megascale.resilience.driver.state.job_state import JobState, Phase
+from megascale.resilience.driver.telemetry.trainer_files import FaultForwarding
 
 
 @dataclass
@@ -36,32 +36,32 @@ def state(attempt: int, *placement: str) -> JobState:
 
 
 def test_a_fault_follows_its_rank_until_it_is_taken(tmp_path):
-    job, nodes, used = SimpleNamespace(state=state(1, "n0", "n1")), Nodes(), set()
-    faults = PassedFaults(tmp_path, job, nodes, used)
-    faults.look()  # no folder yet
+    job, nodes, taken = SimpleNamespace(state=state(1, "n0", "n1")), Nodes(), set()
+    faults = FaultForwarding(run=tmp_path, job=job, nodes=nodes, taken_faults=taken)
+    faults.send_new_faults()  # no folder yet
     name = ask(tmp_path, 1, rank=3, node=None, step=9)
     of_node = ask(tmp_path, 2, rank=None, node="n0")
-    faults.look()
-    faults.look()
+    faults.send_new_faults()
+    faults.send_new_faults()
     assert [(node, order["do"], order["name"]) for node, order in nodes.ordered] == [
         ("n1", "inject", name),
         ("n0", "inject", of_node),
     ]
     assert json.loads(nodes.ordered[0][1]["fault"])["step"] == 9
     nodes.ordered.clear()
-    used.add(of_node)
+    taken.add(of_node)
     job.state = state(2, "n0", "n2")  # rank 3 is elsewhere, and has not come to step 9 yet
-    faults.look()
+    faults.send_new_faults()
     assert [(node, order["name"]) for node, order in nodes.ordered] == [("n2", name)]
 
 
 def test_what_is_no_fault_goes_to_nobody(tmp_path):
     nodes = Nodes()
-    faults = PassedFaults(tmp_path, SimpleNamespace(state=state(1, "n0")), nodes, set())
+    faults = FaultForwarding(run=tmp_path, job=SimpleNamespace(state=state(1, "n0")), nodes=nodes, taken_faults=set())
     ask(tmp_path, 1, rank=7)  # no such rank
     ask(tmp_path, 2, node="n9")
     for number, text in enumerate(("", "[1]", "{" * 5000, '{"rank": 0', "[" * 3000)):
         (tmp_path / "faults" / f"{10 + number:020d}-abcdef.json").write_text(text)
     (tmp_path / "faults" / "mine.json").write_text('{"rank": 0}')
-    faults.look()
+    faults.send_new_faults()
     assert nodes.ordered == []

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megascale.resilience.driver.audit_log import AuditLog
-from megascale.resilience.driver.process.descriptors import SpareDescriptors
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.process import SpareDescriptors
+from megascale.resilience.driver.state.audit_log import AuditLog
+from megascale.resilience.driver.state.journal import Journal
 from tests.conftest import lines
 
 
@@ -45,7 +45,7 @@ def no_descriptors() -> Iterator[Callable[[], None]]:
 
 
 def test_events_are_written_when_all_descriptors_are_taken(run, no_descriptors):
-    journal, _ = LastingJournal.take(run, 3.0)
+    journal, _ = Journal.take(run, 3.0)
     log = AuditLog(run, journal, lambda who, text: None)
     no_descriptors()
     with pytest.raises(OSError, match="Too many open files"):
@@ -65,7 +65,7 @@ def _lines(run: Path) -> list[str]:
 
 
 def test_an_event_follows_a_line_that_a_crash_has_cut(run):
-    journal, _ = LastingJournal.take(run, 3.0)
+    journal, _ = Journal.take(run, 3.0)
     log = AuditLog(run, journal, lambda who, text: None)
     log.record("hang", attempt=0)
     with open(run / "events.jsonl", "a") as out:
@@ -76,7 +76,7 @@ def test_an_event_follows_a_line_that_a_crash_has_cut(run):
 
 
 def test_an_event_that_cannot_be_written_ends_nothing(run):
-    journal, _ = LastingJournal.take(run, 3.0)
+    journal, _ = Journal.take(run, 3.0)
     said: list[str] = []
     log = AuditLog(run, journal, lambda who, text: said.append(text))
     (run / "events.jsonl").mkdir()

@@ -19,11 +19,11 @@ from megascale.data.dataset.samples import hash_ids
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver.driver import Driver
-from megascale.resilience.driver.recovery import progress
+from megascale.resilience.driver.recovery import escalation as progress
 from megascale.resilience.driver.state.job_state import JobState, Phase
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.protocol.heartbeat import Worker
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import Verdict
 from tests.conftest import lines
 
 
@@ -84,7 +84,7 @@ def test_starts_without_a_new_step_are_counted_whatever_they_ended_for(ends, lim
         without = 0 if seen > furthest else without + 1
         furthest = max(furthest, seen)
         assert job.starts_without_progress == without
-        assert len(job.ends) == min(without + (furthest > 0), progress.KEPT)
+        assert len(job.ends) == min(without + (furthest > 0), progress.REMEMBERED_ENDS)
         step, times = progress.count_equal_ends(job)
         assert step == at
         assert all(end == at for end in job.ends[-times:])
@@ -107,7 +107,7 @@ def test_no_cause_and_no_remedy_gets_around_the_count(tmp_path_factory, ends, li
     """A driver whose starts all end without a new step, but for a first one that brought `steps`."""
     run = tmp_path_factory.mktemp("run")
     config = load(None, [f"--resilience.no_progress_limit={limit}", "--resilience.retries=1000"])
-    journal, _ = LastingJournal.take(run, 0.05)
+    journal, _ = Journal.take(run, 0.05)
 
     async def work() -> int:
         driver = Driver(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megascale.config import ResilienceConfig, from_tree
-from megascale.resilience.driver.nodes.nodes import Node
+from megascale.resilience.driver.nodes import Node
 from megascale.resilience.driver.recovery.placement import Placement
 from megascale.resilience.driver.state.job_state import NodeRecord, NodeState, Phase
 from megascale.resilience.driver.state.transitions import JobEvent
@@ -24,13 +24,13 @@ def test_a_node_that_was_away_has_its_time_to_stop_from_its_return_on(joined, la
 
     state = SimpleNamespace(goal=Phase.STARTING, placement=("n0",), save=False)
     placement = Placement(
-        SimpleNamespace(state=state, entered=100.0),
-        Nodes(n0=node),
-        SimpleNamespace(order=3),
-        SimpleNamespace(recover_node=lambda name, evict: None),
-        None,
-        SimpleNamespace(limits=ResilienceConfig(window=5.0)),
-        None,
+        job=SimpleNamespace(state=state, entered=100.0),
+        nodes=Nodes(n0=node),
+        attempts=SimpleNamespace(order=3),
+        recovery=SimpleNamespace(recover_node=lambda name, evict: None),
+        checks=None,
+        settings=SimpleNamespace(limits=ResilienceConfig(window=5.0)),
+        record_event=None,
     )
     placement.check_stopped(last)
     assert taken_out == []
@@ -45,13 +45,13 @@ def test_a_node_that_has_stopped_and_is_lost_before_the_start_gets_no_ranks():
     nodes["n1"].record = NodeRecord(state=NodeState.LOST)
     state = SimpleNamespace(goal=Phase.STARTING, placement=("n0", "n1"), save=False)
     placement = Placement(
-        SimpleNamespace(state=state, entered=100.0, apply=events.append),
-        nodes,
-        SimpleNamespace(order=3, begin=lambda now: events.append(JobEvent.BEGUN)),
-        None,
-        None,
-        SimpleNamespace(limits=ResilienceConfig(window=5.0)),
-        None,
+        job=SimpleNamespace(state=state, entered=100.0, apply=events.append),
+        nodes=nodes,
+        attempts=SimpleNamespace(order=3, begin=lambda now: events.append(JobEvent.BEGUN)),
+        recovery=None,
+        checks=None,
+        settings=SimpleNamespace(limits=ResilienceConfig(window=5.0)),
+        record_event=None,
     )
     placement.check_stopped(101.0)
     assert events == [JobEvent.GAP]
@@ -63,13 +63,11 @@ def test_a_job_ends_where_nodes_are_too_few_and_none_come(coming):
     failures: list[str] = []
 
     class Nodes(dict[str, Node]):
-        requests = ("request",) if coming else ()
-        names, known = dict.keys, dict.get
+        requests = int(coming)
+        cluster = SimpleNamespace(switch=lambda name: "")
+        names, ensure_known = dict.keys, dict.get
 
-        def switch(self, name: str) -> str:
-            return ""
-
-        def is_coming(self, nodes: object) -> bool:
+        def is_any_joining(self, nodes: object) -> bool:
             return False
 
         def all(self) -> list[Node]:
@@ -82,13 +80,13 @@ def test_a_job_ends_where_nodes_are_too_few_and_none_come(coming):
     state = SimpleNamespace(placement=("n0", "n1"), data=2, ranks_per_node=1, evicting=())
     config = from_tree({"resilience": {"min_data": 2}})
     placement = Placement(
-        SimpleNamespace(state=state, entered=100.0, phase=Phase.WAITING),
-        nodes,
-        SimpleNamespace(fail=failures.append),
-        SimpleNamespace(),
-        None,
-        SimpleNamespace(limits=ResilienceConfig(nodes=2, replenish_wait=0.0), config=config),
-        None,
+        job=SimpleNamespace(state=state, entered=100.0, phase=Phase.WAITING),
+        nodes=nodes,
+        attempts=SimpleNamespace(fail=failures.append),
+        recovery=SimpleNamespace(),
+        checks=None,
+        settings=SimpleNamespace(limits=ResilienceConfig(nodes=2, replenish_wait=0.0), config=config),
+        record_event=None,
     )
     placement.assign_ranks(200.0)
-    assert failures == ([] if coming else ["1 usable nodes are too few and none came: the job needs 2"])
+    assert failures == ([] if coming else ["1 usable nodes are too few and no other came: the job needs 2"])

@@ -20,10 +20,17 @@ from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver import start_driver
 from megascale.resilience.driver.driver import Driver
-from megascale.resilience.driver.state import filesystems, recall
-from megascale.resilience.driver.state.job_state import JobState, Phase
-from megascale.resilience.driver.state.journal import FILE, Journal, JournalFenced, JournalReader, NodeRow
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.state import journal as journal_module
+from megascale.resilience.driver.state.audit_log import LostEvents, count_drivers, restore_lost_events
+from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState, Phase
+from megascale.resilience.driver.state.journal import (
+    FILE,
+    Journal,
+    JournalFenced,
+    filesystem_type,
+    is_network_filesystem,
+)
+from megascale.resilience.driver.state.journal_reader import JournalReader
 from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.contact import make_token, read_token
 from tests.damaged_records import damaged_lines
@@ -34,15 +41,15 @@ def test_what_is_written_is_there_for_the_next_driver(tmp_path):
     assert not damaged
     job = JobState("a", Phase.RUNNING, 2, ("n0",), 1, 1)
     journal.save_job(job)
-    node = NodeRow("n0", "127.0.0.1", "up", "why", 1.5, {"cordoned": False})
-    journal.save_node(node)
+    node = NodeRecord(NodeState.UP, "127.0.0.1", reason="why", changed_at=1.5)
+    journal.save_node("n0", node)
     entry = journal.add("x", attempt=2, nodes=("n0",), ranks=(1,), evidence=("because",), seconds=2.5)
     journal.close()
     assert (tmp_path / FILE).stat().st_mode & 0o077 == 0
     again, _ = Journal.take(tmp_path, 0.1)
     assert again.epoch == journal.epoch + 1
-    assert again.job() == job.with_node("n0", node.record())
-    assert again.nodes() == [node]
+    assert again.job() == job.with_node("n0", node)
+    assert again.nodes() == {"n0": node}
     assert again.events() == [entry]
     again.close()
 
@@ -164,7 +171,8 @@ def written(run) -> Journal:
     """A journal with a job, a node and an event."""
     journal, _ = Journal.take(run, 0.05)
     journal.save_job(JobState("a", Phase.RUNNING, 5, ("n0",), 1, 1))
-    journal.save_node(NodeRow("n0", "127.0.1.1", "up", "its agent came", 1, {"pod": "p"}))
+    record = NodeRecord(NodeState.UP, "127.0.1.1", reason="its agent came", changed_at=1, facts={"pod": "p"})
+    journal.save_node("n0", record)
     journal.add("recovery_action", attempt=5, action="retry", nodes=("n0",), evidence=("use 1 of 5",), seconds=(1, 2.5))
     return journal
 
@@ -191,10 +199,10 @@ def test_a_row_that_turned_into_another_is_damage(tmp_path, change):
     db.close()
     journal, damaged = Journal.take(tmp_path, 0.05, least_epoch=3)
     assert damaged
-    assert (journal.job(), journal.nodes(), journal.events()) == (None, [], [])
+    assert (journal.job(), journal.nodes(), journal.events()) == (None, {}, [])
     assert journal.epoch == 4
-    assert journal.aside is not None
-    assert journal.aside.exists()
+    assert journal.damaged_copy is not None
+    assert journal.damaged_copy.exists()
     journal.close()
 
 
@@ -227,7 +235,7 @@ def test_rows_without_checksums_are_damaged(tmp_path):
 # events that the journal has lost ------------------------------------------------------------------------------------
 
 
-def driver(run, journal: LastingJournal) -> Driver:
+def driver(run, journal: Journal) -> Driver:
     return Driver(
         run, Config(), LocalCluster(ClusterRequest(run, Config())), ["train"], journal, JobState("a", attempt=3)
     )
@@ -237,7 +245,7 @@ def driver(run, journal: LastingJournal) -> Driver:
 @given(kept=st.integers(0, 12), evicted=st.integers(-1, 11), garbled=st.integers(0, 11))
 def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, kept, evicted, garbled):
     run = tmp_path_factory.mktemp("run")
-    journal, _ = LastingJournal.take(run, 0.05)
+    journal, _ = Journal.take(run, 0.05)
     held = driver(run, journal)
     for i in range(12):
         if i == evicted:
@@ -257,15 +265,15 @@ def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, kept, evicte
     (run / "events.jsonl").write_bytes(b"\n".join([b'{"time": 1.0, "event": "evaluated", "step": 5}', *text]))
     again, damaged = Journal.take(run, 0.05)
     assert not damaged
-    recalled = recall.restore(again, run)
+    recalled = restore_lost_events(again, run)
     expected = [e for i, e in enumerate(noted) if i < kept or i != garbled]
     assert [e.__dict__ | {"id": 0} for e in again.events()] == [e.__dict__ | {"id": 0} for e in expected]
-    assert recalled.events == len(expected) - kept
+    assert recalled.count == len(expected) - kept
     assert recalled.attempt == 3
     back = kept <= evicted != garbled
     assert recalled.evicted == (("n7",) if back else ())
-    assert [row.state for row in again.nodes()] == (["evicted"] if back else [])
-    assert recall.restore(again, run).events == 0
+    assert [record.state for record in again.nodes().values()] == (["evicted"] if back else [])
+    assert restore_lost_events(again, run).count == 0
     again.close()
 
 
@@ -287,12 +295,12 @@ def test_damaged_events_come_back_as_events_or_not_at_all(tmp_path_factory, data
     ]
     (run / "events.jsonl").write_bytes(data.draw(damaged_lines(sound)))
     journal, _ = Journal.take(run, 0.05)
-    recall.restore(journal, run)
+    restore_lost_events(journal, run)
     for entry in journal.events():
         assert format_time(entry.time)
         assert 0 <= entry.attempt < 1 << 63
     journal.close()
-    assert recall.least_epoch(run) == 0
+    assert count_drivers(run) == 0
 
 
 # network file systems ------------------------------------------------------------------------------------------------
@@ -311,19 +319,19 @@ def test_the_deepest_and_last_mount_tells_what_a_path_lies_on(tmp_path_factory, 
     for path in ([], ["a"], ["ab"], ["a b", "a"], ["c\\", "a", "ab", "a"]):
         under = [(len(p), i, k) for i, (p, k) in enumerate(mounts) if path[: len(p)] == p]
         expected = f"kind{max(under)[2]}" if under else "ext4"
-        assert filesystems.kind(type(file)("/".join([root, *path])), file) == expected
+        assert filesystem_type(type(file)("/".join([root, *path])), file) == expected
 
 
 def test_which_file_systems_are_shared():
     for kind in ("nfs", "nfs4", "cifs", "fuse.sshfs", "fuse.glusterfs", "lustre", "gpfs", "9p"):
-        assert filesystems.shared(kind), kind
+        assert is_network_filesystem(kind), kind
     for kind in ("ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "fuseblk", ""):
-        assert not filesystems.shared(kind), kind
+        assert not is_network_filesystem(kind), kind
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts are found through /proc")
 def test_this_machines_own_mounts_are_read(tmp_path):
-    assert filesystems.kind(tmp_path)
+    assert filesystem_type(tmp_path)
 
 
 def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp_path, monkeypatch):
@@ -332,13 +340,13 @@ def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp
     written(run).close()  # with a log, as older versions have it
     mounts = tmp_path / "mountinfo"
     mounts.write_text(mount("/", "ext4") + mount(str(run), "nfs4"))
-    monkeypatch.setattr(filesystems, "MOUNTS", mounts)
-    journal, damaged = LastingJournal.take(run, 0.05)
+    monkeypatch.setattr(journal_module, "MOUNTS", mounts)
+    journal, damaged = Journal.take(run, 0.05)
     assert not damaged
     assert journal.network == "nfs4"
     assert (journal.job().phase, journal.job().attempt) == (Phase.RUNNING, 5)
     held = driver(run, journal)
-    start_driver._report_journal(held, journal, recall.Recalled())
+    start_driver._report_journal(held, journal, LostEvents())
     reader = JournalReader(run)  # while the driver has it open
     held.record_event("x", evidence=("more",))
     assert [e.kind for e in reader.events()] == ["recovery_action", "journal_without_wal", "x"]
@@ -361,6 +369,6 @@ def test_events_that_no_journal_can_hold_are_left_out(tmp_path, change):
     good = {"time": 1.0, "event": "hang", "by": "driver", "attempt": 1}
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (good | change, good)))
     journal, _ = Journal.take(tmp_path, 0.05)
-    assert recall.restore(journal, tmp_path).events == 1
+    assert restore_lost_events(journal, tmp_path).count == 1
     assert [entry.kind for entry in journal.events()] == ["hang"]
     journal.close()

@@ -16,19 +16,20 @@ from hypothesis import strategies as st
 
 from megascale.config import ResilienceConfig
 from megascale.errors import ConfigError
-from megascale.resilience.driver.audit_log import AuditLog
 from megascale.resilience.driver.recovery import escalation
-from megascale.resilience.driver.recovery.escalation import Situation
-from megascale.resilience.driver.state.job_state import JobState, Phase
-from megascale.resilience.driver.state.journal import FILE, Journal, JournalFenced, JournalReader, NodeRow
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.recovery.escalation import Situation, list_past_uses
+from megascale.resilience.driver.state.audit_log import AuditLog
+from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState, Phase
+from megascale.resilience.driver.state.journal import FILE, Journal, JournalFenced
+from megascale.resilience.driver.state.journal_reader import JournalReader
 
 FULL = """
 import json, resource, sys
 from pathlib import Path
-from megascale.resilience.driver.audit_log import AuditLog
-from megascale.resilience.driver.state.journal import JournalReader, NodeRow
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.state.audit_log import AuditLog
+from megascale.resilience.driver.state.job_state import NodeRecord, NodeState
+from megascale.resilience.driver.state.journal_reader import JournalReader
+from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.driver.state.job_state import JobState, Phase
 
 run, really, said = Path(sys.argv[1]), sys.argv[2] == "disk", []
@@ -46,24 +47,24 @@ def room():
     if really: filler.unlink()
     else: resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-journal, _ = LastingJournal.take(run, 0.1)
-journal.say = said.append
+journal, _ = Journal.take(run, 0.1)
+journal.report = said.append
 audit_log = AuditLog(run, journal, lambda who, text: None)
 (run / "events.jsonl").write_text("x" * 4095 + "\\n")
-audit_log.note("before", attempt=1)
+audit_log.record("before", attempt=1)
 full()
 for number in range(200):
-    audit_log.note(f"e{number}", attempt=2, nodes=("n0",), evidence=("x" * 500,), seconds=number)
+    audit_log.record(f"e{number}", attempt=2, nodes=("n0",), evidence=("x" * 500,), seconds=number)
     journal.renew()
 journal.save_job(JobState("a", Phase.RUNNING, 2, ("n0",), 1, 1))
-journal.save_node(NodeRow("n0", "127.0.0.1", "up", "why", 1.5, {}))
+journal.save_node("n0", NodeRecord(NodeState.UP, "127.0.0.1", reason="why", changed_at=1.5))
 behind = journal.behind
 room()
 journal.renew()
-audit_log.note("after", attempt=2)
+audit_log.record("after", attempt=2)
 reader = JournalReader(run)
 lines = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()[1:]]
-found = [[e.kind for e in reader.events()], lines, reader.job.attempt, [n.name for n in reader.nodes()]]
+found = [[e.kind for e in reader.events()], lines, reader.job.attempt, list(reader.nodes())]
 print(json.dumps([behind, journal.behind, said, *found]))
 """
 
@@ -127,11 +128,11 @@ def test_a_journal_that_is_whole_is_not_set_aside_for_another_fault(tmp_path, mo
 
 
 def test_removed_files_are_made_again_with_all_that_they_held(tmp_path):
-    journal, _ = LastingJournal.take(tmp_path, 0.1)
+    journal, _ = Journal.take(tmp_path, 0.1)
     said: list[str] = []
-    journal.say = said.append
+    journal.report = said.append
     journal.save_job(JobState("a", Phase.RUNNING, 3, ("n0",), 1, 1))
-    journal.save_node(NodeRow("n0", "127.0.0.1", "up", "why", 1.5, {}))
+    journal.save_node("n0", NodeRecord(NodeState.UP, "127.0.0.1", reason="why", changed_at=1.5))
     journal.add("x", attempt=3)
     for file in tmp_path.glob("journal*"):
         file.unlink()
@@ -144,22 +145,22 @@ def test_removed_files_are_made_again_with_all_that_they_held(tmp_path):
     assert reader.job.attempt == 3
     reader.close()
     journal.close()
-    again, damaged = LastingJournal.take(tmp_path, 0.1)
+    again, damaged = Journal.take(tmp_path, 0.1)
     assert not damaged
     assert again.epoch == journal.epoch + 1
     again.close()
 
 
 def test_a_driver_whose_journal_was_replaced_is_over(tmp_path):
-    first, _ = LastingJournal.take(tmp_path, 0.1)
+    first, _ = Journal.take(tmp_path, 0.1)
     for file in tmp_path.glob("journal*"):
         file.unlink()
-    second, _ = LastingJournal.take(tmp_path, 0.1)
+    second, _ = Journal.take(tmp_path, 0.1)
     with pytest.raises(JournalFenced, match="another driver"):
         first.renew()
     second.raise_epoch(9)
     second.add("x", attempt=1)
-    third, _ = LastingJournal.take(tmp_path, 0.1)
+    third, _ = Journal.take(tmp_path, 0.1)
     assert third.epoch == 10
     with pytest.raises(JournalFenced):
         second.raise_epoch(11)
@@ -170,12 +171,13 @@ def test_a_driver_whose_journal_was_replaced_is_over(tmp_path):
 @settings(max_examples=20, deadline=None)
 def test_budgets_expire_though_the_clock_was_set_back(back, retries, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
-    journal, _ = LastingJournal.take(run, 0.1)
+    journal, _ = Journal.take(run, 0.1)
     audit_log = AuditLog(run, journal, lambda who, text: None)
     for _ in range(retries):
         audit_log.record("recovery_action", attempt=1, action="retry", nodes=("n0",))
     journal._db.execute("UPDATE events SET time = time + ?", (back,))  # the clock has gone back since
-    uses, now = audit_log.uses(), time.monotonic()
+    now = time.monotonic()
+    uses = list_past_uses(journal.events(), time.time(), now)
     journal.close()
     config = ResilienceConfig(retries=retries, budget_seconds=3600.0)
 
@@ -188,18 +190,18 @@ def test_budgets_expire_though_the_clock_was_set_back(back, retries, tmp_path_fa
 
 
 def test_a_second_driver_is_still_refused(tmp_path):
-    first, _ = LastingJournal.take(tmp_path, 0.1)
+    first, _ = Journal.take(tmp_path, 0.1)
     other = (
         "import sys, time; from pathlib import Path\n"
-        "from megascale.resilience.driver.state.lasting_journal import LastingJournal\n"
-        "journal, _ = LastingJournal.take(Path(sys.argv[1]), 0.1); print('mine', flush=True)\n"
+        "from megascale.resilience.driver.state.journal import Journal\n"
+        "journal, _ = Journal.take(Path(sys.argv[1]), 0.1); print('mine', flush=True)\n"
         "while True: journal.renew(); time.sleep(0.02)"
     )
     first.close()
     with subprocess.Popen([sys.executable, "-c", other, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "mine\n"
         with pytest.raises(ConfigError, match="already runs"):
-            LastingJournal.take(tmp_path, 1.0)
+            Journal.take(tmp_path, 1.0)
         holder.kill()
 
 

@@ -19,13 +19,14 @@ from megascale.resilience.driver.state.job_state import (
     from_plain,
     to_plain,
 )
-from megascale.resilience.driver.state.journal import Journal, JournalReader
+from megascale.resilience.driver.state.journal import Journal
+from megascale.resilience.driver.state.journal_reader import JournalReader
 from megascale.resilience.driver.state.transitions import (
     FIELDS,
     GOAL,
     JOB,
     NODE,
-    SAME,
+    UNCHANGED,
     ImpossibleTransition,
     JobEvent,
     NodeEvent,
@@ -50,7 +51,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "starts_without_progress": FEW,
     "ends": st.lists(FEW, max_size=3).map(tuple),
     "exit_code": FEW,
-    "why": st.text(max_size=20),
+    "reason": st.text(max_size=20),
     "epoch": FEW,
     "recovery": st.lists(st.tuples(NAMES, st.sampled_from(["retry", "spare"])), max_size=2).map(tuple),
     "evicting": st.lists(NAMES, unique=True).map(tuple),
@@ -67,7 +68,11 @@ def job_events(draw: st.DrawFn) -> tuple[JobEvent, dict[str, Any]]:
 
 @st.composite
 def node_events(draw: st.DrawFn) -> tuple[NodeEvent, str, dict[str, Any]]:
-    about = {"address": st.text(max_size=9), "why": st.text(max_size=9), "facts": st.just({"hardware": {"cpu": "x"}})}
+    about = {
+        "address": st.text(max_size=9),
+        "reason": st.text(max_size=9),
+        "facts": st.just({"hardware": {"cpu": "x"}}),
+    }
     chosen = {name: draw(values) for name, values in about.items() if draw(st.booleans())}
     return draw(st.sampled_from(NodeEvent)), draw(NAMES), chosen
 
@@ -91,7 +96,7 @@ def test_the_journal_replays_to_exactly_the_state_of_the_driver(tmp_path_factory
             before, count = job.state, len(refused)
             if isinstance(happened[1], int):  # not the event of that name, which brings fields
                 if job.phase in (Phase.STARTING, Phase.RUNNING):
-                    job.saw_step(happened[1])
+                    job.advance(happened[1])
             else:
                 name, *rest, changes = happened
                 done = job.apply_node(name, *rest, **changes) if rest else job.apply(name, **changes)
@@ -133,7 +138,7 @@ def test_every_event_in_every_state_follows_the_table_or_is_an_error():
                         follow(state, event, changes)
                     continue
                 after = follow(state, event, changes)
-                assert after.phase == (phase if wanted == SAME else goal if wanted == GOAL else wanted)
+                assert after.phase == (phase if wanted == UNCHANGED else goal if wanted == GOAL else wanted)
 
 
 def test_two_attempts_never_overlap():
@@ -155,7 +160,7 @@ def test_every_phase_that_has_not_ended_can_end_and_ended_ones_stay():
         while frontier:
             found = [rows[p] for p in frontier for rows in JOB.values() if p in rows]
             goals = [*ENDED] if GOAL in found else []
-            frontier = [Phase(n) for n in [*found, *goals] if n not in (SAME, GOAL) and n not in seen]
+            frontier = [Phase(n) for n in [*found, *goals] if n not in (UNCHANGED, GOAL) and n not in seen]
             seen |= set(frontier)
         assert (seen & ENDED) if phase not in ENDED else seen == {phase}
 
@@ -165,7 +170,7 @@ def test_an_evicted_node_is_not_used_until_a_person_allows_it():
     for event in (NodeEvent.CONNECTED, NodeEvent.DEPARTED, NodeEvent.CORDONED, NodeEvent.UNCORDONED, NodeEvent.EVICTED):
         assert follow_node(state, "n0", event, {}).nodes["n0"].state is NodeState.EVICTED
     assert follow_node(state, "n0", NodeEvent.AWAITED, {}).nodes["n0"].state is NodeState.JOINING
-    with pytest.raises(ImpossibleTransition, match="known of node n0 while it is evicted"):
+    with pytest.raises(ImpossibleTransition, match="listed of node n0 while it is evicted"):
         follow_node(state, "n0", NodeEvent.LISTED, {})
     assert set(NODE) == set(NodeEvent)
 

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config import Config
+from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.state.job_state import JobState, Phase
-from megascale.resilience.driver.state.journal import FILE, Entry, JournalReader
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
-from megascale.resilience.driver.telemetry.adoption import _held
+from megascale.resilience.driver.state.journal import FILE, Journal
+from megascale.resilience.driver.state.journal_reader import Entry, JournalReader
+from megascale.resilience.driver.telemetry.membership import _parse_held
 from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers
 
 
@@ -89,12 +90,12 @@ def hello(**changes) -> Hello:
 
 
 def test_what_an_agent_holds_is_believed_only_if_it_fits():
-    job, stepped = _held(hello(), "a")
-    assert (job.attempt, job.placement, stepped) == (5, ("n0", "n1"), True)
-    assert _held(hello(), "b") is None
-    assert _held(hello(node="n2"), "a") is None
-    assert _held(hello(attempt=6), "a") is None
-    assert _held(hello(held=None), "a") is None
+    held = _parse_held(hello(), "a")
+    assert (held.state.attempt, held.state.placement, held.has_stepped) == (5, ("n0", "n1"), True)
+    assert _parse_held(hello(), "b") is None
+    assert _parse_held(hello(node="n2"), "a") is None
+    assert _parse_held(hello(attempt=6), "a") is None
+    assert _parse_held(hello(held=None), "a") is None
 
 
 JSON = st.recursive(
@@ -106,7 +107,7 @@ JSON = st.recursive(
 
 @given(st.text() | JSON.map(json.dumps), st.booleans())
 def test_an_agent_that_holds_nonsense_holds_nothing(text, stepped):
-    assert _held(hello(held=RunningTrainers(text, stepped)), "a") is None
+    assert _parse_held(hello(held=RunningTrainers(text, stepped)), "a") is None
 
 
 class Channel:
@@ -131,19 +132,27 @@ class Channel:
 def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agents, known, phase):
     """(attempt, whether its trainers run, whether they have done a step) of each agent; what the journal knows."""
     run = tmp_path_factory.mktemp("run")
-    journal, _ = LastingJournal.take(run, 0.05)
+    journal, _ = Journal.take(run, 0.05)
     newest = max(attempt for attempt, _, _ in agents)
     held = {a: [f"n{i}" for i, (b, runs, _) in enumerate(agents) if runs and a == b] for a in range(7)}
 
     async def work() -> tuple[Driver, list[Channel]]:
-        driver = Driver(run, Config(), LocalCluster(run), ["train"], journal, JobState("a", phase, known), unsure=True)
+        driver = Driver(
+            run,
+            Config(),
+            LocalCluster(ClusterRequest(run, Config())),
+            ["train"],
+            journal,
+            JobState("a", phase, known),
+            unsure=True,
+        )
         driver.adoption.wait_for_agents(time.monotonic())
         channels = [Channel() for _ in agents]
         for i, (attempt, runs, stepped) in enumerate(agents):
             state = JobState("a", Phase.STARTING, attempt, tuple(held[attempt])).to_json()
             holds = RunningTrainers(state, stepped) if runs else None
             greeting = hello(node=f"n{i}", attempt=attempt, boot=str(i), held=holds)
-            assert driver.telemetry.handle_hello(channels[i], greeting) == ""
+            assert driver.admission.handle_hello(channels[i], greeting) == ""
         assert all("stop" not in channel.orders for channel in channels)  # not before it is decided
         assert driver.adoption.decide(time.monotonic())
         return driver, channels

@@ -18,7 +18,7 @@ def start_again(driver, channels) -> tuple[str, ...]:
     driver.recovery.recover(("n0",), frozenset())
     for _ in range(2):  # one stop before placing, one before starting
         for name, channel in channels.items():
-            driver.telemetry.received(name, channel, Stopped(driver.attempts.order, 1, 4000))
+            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.order, 1, 4000))
         driver.step(time.monotonic())
     assert driver.job.phase is Phase.STARTING
     return driver.job.state.placement
@@ -35,7 +35,7 @@ def test_a_drained_node_trains_on_and_is_left_for_a_spare_at_the_next_start(tmp_
 
         cluster.drained = {}
         driver.step(time.monotonic())
-        assert driver.nodes["n1"].usable
+        assert driver.nodes["n1"].is_usable
 
     events = play(tmp_path, scene)
     told, back = [e for e in events if e.kind in ("node_cordoned", "node_uncordoned")]
@@ -75,7 +75,7 @@ def test_a_signal_that_comes_twice_at_once_still_saves_and_a_later_one_does_not(
         driver.operations.interrupt()
         assert driver.job.state.save
         assert channels["n0"].orders.count("stop") == 1
-        monkeypatch.setattr(operations, "ONCE", 0.0)
+        monkeypatch.setattr(operations, "REPEATED_SIGNAL", 0.0)
         await asyncio.sleep(0)
         driver.operations.interrupt()
         assert not driver.job.state.save
@@ -93,10 +93,10 @@ def test_what_the_cluster_has_end_is_told_so_by_the_driver_too(tmp_path):
         assert channels["n1"].orders.count("leave") == 1
         assert "leave" not in channels["n0"].orders + channels["n2"].orders
         assert driver.job.phase is Phase.RUNNING  # it saves first
-        assert not driver.nodes["n1"].usable
+        assert not driver.nodes["n1"].is_usable
 
         again = Channel()  # a connection that broke may have held the order
-        driver.telemetry.joined(again, hello("n1", ("n0", "n1")))
+        driver.admission.handle_hello(again, hello("n1", ("n0", "n1")))
         driver.step(time.monotonic())
         assert again.orders.count("leave") == 1
 
@@ -107,14 +107,14 @@ def test_a_node_that_begins_to_end_once_it_has_stopped_gets_no_ranks(tmp_path):
     async def scene(driver, cluster, channels):
         driver.recovery.recover(("n0",), frozenset())
         for name, channel in channels.items():
-            driver.telemetry.received(name, channel, Stopped(driver.attempts.order, 1, 4000))
+            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.order, 1, 4000))
         driver.step(time.monotonic())  # placed as before
         for name, channel in channels.items():
-            driver.telemetry.received(name, channel, Stopped(driver.attempts.order, 1, 4000))
+            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.order, 1, 4000))
         cluster.ending = frozenset({"n1"})
         driver.step(time.monotonic())
         for name, channel in channels.items():
-            driver.telemetry.received(name, channel, Stopped(driver.attempts.order, 1, 4000))
+            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.order, 1, 4000))
         driver.step(time.monotonic())
         assert driver.job.phase is Phase.STARTING
         assert driver.job.state.placement == ("n0", "n2")

@@ -12,7 +12,7 @@ from megascale.config import Config, ResilienceConfig
 from megascale.resilience.cluster.base import NO_REASONS, Cluster, NodeInfo
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.state.job_state import JobState, NodeState, Phase
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers, Stopped
 from tests.resilience.driver.telemetry.test_adoption import Channel
@@ -21,7 +21,7 @@ from tests.resilience.driver.telemetry.test_adoption import Channel
 class Elsewhere(Cluster):
     """Nodes whose agents others start; what is `taken` or `over` is for the test to say."""
 
-    removed_nodes: frozenset[str] = frozenset()
+    taken: frozenset[str] = frozenset()
     ending: frozenset[str] = frozenset()
     drained: Mapping[str, str] = NO_REASONS
 
@@ -30,15 +30,13 @@ class Elsewhere(Cluster):
         self.over: set[str] = set()
         self.barred: frozenset[str] = frozenset()
 
-    def exclude_nodes(self, names: frozenset[str]) -> None:
+    def bar(self, names: frozenset[str]) -> None:
         self.barred = names
 
     def announce(self, job: Any, token: bytes) -> None: ...
 
     def nodes(self) -> list[NodeInfo]:
-        return [
-            NodeInfo(n, "", n not in self.removed_nodes, n not in self.removed_nodes | self.over) for n in self.names
-        ]
+        return [NodeInfo(n, "", n not in self.taken, n not in self.taken | self.over) for n in self.names]
 
     async def start_agent(self, name: str) -> bool:
         return False
@@ -61,7 +59,7 @@ def hello(node: str, placement: tuple[str, ...], **changes: Any) -> Hello:
         "boot": node,
         "epoch": 1,
         "attempt": 1,
-        "trainers": held,
+        "held": held,
     }
     return Hello(**words | changes)
 
@@ -71,7 +69,7 @@ Scene = Callable[[Driver, Elsewhere, dict[str, Channel]], Awaitable[None]]
 
 def play(run: Path, scene: Scene, nodes: int = 2, spares: int = 1) -> list[Any]:
     """A running job on the first nodes with the others as spares; the driver's events after the scene."""
-    journal, _ = LastingJournal.take(run, 0.05)
+    journal, _ = Journal.take(run, 0.05)
 
     async def work() -> None:
         cluster = Elsewhere(nodes + spares)
@@ -81,7 +79,7 @@ def play(run: Path, scene: Scene, nodes: int = 2, spares: int = 1) -> list[Any]:
         driver = Driver(run, config, cluster, ["train"], journal, job)
         channels = {name: Channel() for name in cluster.names}
         for name, channel in channels.items():
-            assert driver.telemetry.handle_hello(channel, hello(name, placement)) == ""
+            assert driver.admission.handle_hello(channel, hello(name, placement)) == ""
         await scene(driver, cluster, channels)
         driver.tasks.cancel()
 
@@ -93,15 +91,15 @@ def play(run: Path, scene: Scene, nodes: int = 2, spares: int = 1) -> list[Any]:
 
 def test_what_still_runs_on_a_node_that_was_taken_away_is_ended_and_replaced(tmp_path):
     async def scene(driver, cluster, channels):
-        cluster.removed_nodes = frozenset({"n1"})
-        driver.lost.watch(time.monotonic())
+        cluster.taken = frozenset({"n1"})
+        driver.lost_nodes.find_lost_nodes(time.monotonic())
         assert channels["n1"].orders[:3] == ["welcome", "stop", "leave"]
         assert driver.nodes["n1"].state is NodeState.LOST
         assert driver.job.phase is Phase.STOPPING
 
         # Its agent lives and comes again: it is told the same, and is no node.
         again = Channel()
-        assert driver.telemetry.joined(again, hello("n1", ("n0", "n1"))) == ""
+        assert driver.admission.handle_hello(again, hello("n1", ("n0", "n1"))) == ""
         assert again.orders == ["welcome", "stop", "leave"]
         assert driver.nodes["n1"].channel is None
         assert driver.nodes["n1"].state is NodeState.LOST
@@ -115,11 +113,11 @@ def test_what_still_runs_on_a_node_that_was_taken_away_is_ended_and_replaced(tmp
 
 def test_a_node_that_was_taken_away_is_not_waited_for_by_a_driver_that_is_new(tmp_path):
     async def scene(driver, cluster, channels):
-        driver.telemetry.left("n1", channels["n1"])
+        driver.telemetry.handle_disconnect("n1", channels["n1"])
         driver.nodes.change("n1", NodeEvent.AWAITED)  # as at its start: the agent may come
         driver.nodes["n1"].last_seen = time.monotonic() + 20.0
-        cluster.removed_nodes = frozenset({"n1"})
-        driver.lost.watch(time.monotonic())
+        cluster.taken = frozenset({"n1"})
+        driver.lost_nodes.find_lost_nodes(time.monotonic())
         assert driver.nodes["n1"].state is NodeState.LOST
         assert driver.job.phase is Phase.STOPPING
 
@@ -128,7 +126,7 @@ def test_a_node_that_was_taken_away_is_not_waited_for_by_a_driver_that_is_new(tm
 
 def test_an_end_that_the_cluster_learns_of_late_needs_no_window_of_silence(tmp_path):
     async def scene(driver, cluster, channels):
-        driver.telemetry.left("n1", channels["n1"])
+        driver.telemetry.handle_disconnect("n1", channels["n1"])
         await asyncio.sleep(0.3)  # the connection has closed; whether the agent has ended nobody knows yet
         assert driver.nodes["n1"].state is NodeState.UP
         cluster.over.add("n1")
@@ -143,11 +141,11 @@ def test_an_end_that_the_cluster_learns_of_late_needs_no_window_of_silence(tmp_p
 
 def test_a_cluster_is_asked_for_no_machine_whose_agent_is_there_nor_for_an_evicted_one(tmp_path):
     async def scene(driver, cluster, channels):
-        await driver.nodes.request()
+        await driver.nodes.wait_for_new_node()
         assert cluster.barred == {"n0", "n1", "n2"}
         driver.nodes.lose(driver.nodes["n1"], "cut off")
-        driver.nodes.take_out(driver.nodes["n2"], True, "a person")
-        await driver.nodes.request()
+        driver.nodes.take_out(driver.nodes["n2"], evict=True, reason="a person")
+        await driver.nodes.wait_for_new_node()
         assert cluster.barred == {"n0", "n2"}
 
     play(tmp_path, scene)
@@ -166,19 +164,19 @@ def test_thirty_of_thirty_two_nodes_that_are_lost_at_once_and_given_back_train_a
         order = driver.attempts.order
         for name in cluster.names[:2]:
             stopped = Stopped(order, 1, 4000)
-            driver.telemetry.received(name, channels[name], stopped)
+            driver.telemetry.handle_message(name, channels[name], stopped)
         driver.step(time.monotonic())
         assert driver.job.phase is Phase.WAITING  # two are too few for now, and the others are asked for
-        assert not [name for name in gone if driver.nodes[name].usable]
+        assert not [name for name in gone if driver.nodes[name].is_usable]
 
         began = time.monotonic()
         for name in gone:
             channels[name] = Channel()
-            assert driver.telemetry.joined(channels[name], hello(name, (), boot=f"{name} again", attempt=0)) == ""
+            assert driver.admission.handle_hello(channels[name], hello(name, (), boot=f"{name} again", attempt=0)) == ""
         driver.step(time.monotonic())
         assert driver.job.phase is Phase.STOPPING  # all stop, and say so, before any starts
         for name, channel in channels.items():
-            driver.telemetry.received(name, channel, Stopped(driver.attempts.order, 1, 4000))
+            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.order, 1, 4000))
         driver.step(time.monotonic())
         assert driver.job.phase is Phase.STARTING
         assert sorted(driver.job.state.placement) == sorted(cluster.names)
@@ -199,7 +197,7 @@ def test_a_driver_that_took_over_waits_for_agents_to_be_told_of_it(tmp_path):
         cluster.notice_seconds = 20.0
         driver.nodes.begin(now)
         assert driver.nodes["n1"].last_seen > now + window
-        driver.telemetry.joined(channels["n1"], hello("n1", ("n0", "n1")))
+        driver.admission.handle_hello(channels["n1"], hello("n1", ("n0", "n1")))
         assert driver.nodes["n1"].last_seen < now + window
 
     play(tmp_path, scene)
@@ -245,12 +243,12 @@ def test_a_job_ends_though_its_last_samples_cannot_be_named(tmp_path, monkeypatc
     async def fail(run: Path, step: int) -> Any:
         raise KeyError("first")
 
-    monkeypatch.setattr("megascale.resilience.driver.recovery.progress.samples_of", fail)
+    monkeypatch.setattr("megascale.resilience.driver.recovery.response.find_samples", fail)
 
     async def scene(driver: Driver, cluster: Elsewhere, channels: dict[str, Channel]) -> None:
-        driver.response._end("it failed", 1, 3)
+        driver.response.fail("it failed", code=1, end_step=3)
         while driver.job.phase is Phase.RUNNING:
             await asyncio.sleep(0)
 
     failed = next(event for event in play(tmp_path, scene) if event.kind == "job_failed")
-    assert "its samples cannot be named: KeyError" in failed.evidence[0]
+    assert "its samples cannot be determined: KeyError" in failed.evidence[0]

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from megascale.core.events import Event
-from megascale.resilience.driver.state.job_state import Phase
-from megascale.resilience.driver.telemetry.response import Response
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.driver.recovery.response import Response
+from megascale.resilience.rules.view import Verdict
 
 SLOW = Verdict(Event.SLOW_NODE, ("n1",), (1,), "evict", ("rank 1 computes 1.4 x as long",))
 
@@ -24,13 +23,17 @@ class Parts:
         self.evicted: list[frozenset[str]] = []
         self.standing = [object()] * spares
         state = SimpleNamespace(attempt=1, distrust=False, updating=False, starts_without_progress=0, hopeless_step=0)
-        job = SimpleNamespace(state=state, phase=Phase.RUNNING, apply=lambda *_, **__: None)
-        nodes = SimpleNamespace(spares=lambda: self.standing, all=list)
-        recovery = SimpleNamespace(reasons={}, recover=lambda blamed, evict: self.evicted.append(evict))
-        seen = SimpleNamespace(blame=lambda verdict: None, past=[])
-        settings = SimpleNamespace(limits=SimpleNamespace(no_progress_limit=3))
-        parts: tuple[Any, ...] = (job, nodes, None, recovery, seen, settings, None, self._note)
-        self.response = Response(Path(), *parts)
+        job = SimpleNamespace(state=state, is_at_work=True, apply=lambda *_, **__: None)
+        self.response = Response(
+            run=Path(),
+            job=job,
+            nodes=SimpleNamespace(spares=lambda: self.standing, all=list),
+            attempts=None,
+            recovery=SimpleNamespace(reasons={}, recover=lambda blamed, evict: self.evicted.append(evict)),
+            settings=SimpleNamespace(limits=SimpleNamespace(no_progress_limit=3)),
+            tasks=None,
+            record_event=self._note,
+        )
 
     def _note(self, kind: str, action: str, evidence: tuple[str, ...], **_: Any) -> None:
         self.noted.append((kind, action, evidence))
@@ -38,8 +41,8 @@ class Parts:
 
 @pytest.fixture(autouse=True)
 def _no_steps(monkeypatch):
-    monkeypatch.setattr("megascale.resilience.driver.recovery.progress.step_of_end", lambda *_: 0)
-    monkeypatch.setattr("megascale.resilience.driver.recovery.progress.count", lambda *_: {})
+    monkeypatch.setattr("megascale.resilience.driver.recovery.escalation.find_end_step", lambda *_: 0)
+    monkeypatch.setattr("megascale.resilience.driver.recovery.escalation.count_start", lambda *_: {})
 
 
 def test_a_slow_node_goes_on_until_a_spare_can_take_its_ranks():
@@ -48,7 +51,7 @@ def test_a_slow_node_goes_on_until_a_spare_can_take_its_ranks():
     for _ in range(3):
         parts.response.act([SLOW])
     assert [(kind, action) for kind, action, _ in parts.noted] == [(Event.SLOW_NODE, "alert")]
-    assert "no spare stands by" in parts.noted[0][2][-1]
+    assert "no spare is available" in parts.noted[0][2][-1]
     assert parts.evicted == []
     parts.standing.append(object())
     parts.response.act([SLOW])

@@ -1,1 +1,1 @@
-"""The driver's HTTP API: routes, what strangers may cost it, its TLS and tokens, and who asks it."""
+"""The driver's HTTP API: routes, limits, TLS and tokens, and the client that commands use."""

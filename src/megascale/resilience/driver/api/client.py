@@ -1,4 +1,4 @@
-"""Asks a run's driver over its HTTP API, and makes sure first that no token goes to somebody else."""
+"""The client of a driver's HTTP API, which sends the token to the driver only, and the job as commands show it."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from urllib.parse import urlsplit
 
 from megascale.core import strict_json
 from megascale.core.addresses import is_loopback
-from megascale.errors import ConfigError, TrainingError
-from megascale.resilience.driver.api.access import read_access
-from megascale.resilience.driver.api.tls import client_context
-from megascale.resilience.driver.api.tokens import read_tokens
+from megascale.errors import ConfigError, DataError, TrainingError
+from megascale.resilience.driver.api.access import read_access, read_tokens
+from megascale.resilience.driver.api.tls import create_client_context
+from megascale.resilience.driver.state.journal_reader import FILE, JournalReader
 from megascale.resilience.protocol.contact import read_contact
+from megascale.services.shared_token import secrets_equal
 
-_LISTENS = "0A"
-SECONDS = 10.0
+_LISTENING = "0A"  # the state of a listening socket in /proc/net/tcp
+TIMEOUT = 10.0  # seconds
+_VIEW_TIMEOUT = 5.0
+# Parts of the kinds of events that belong to a node's history.
+_HISTORY_KINDS = ("evict", "cordon", "lost", "diagnosed", "joined", "slow", "fault", "hang", "exit", "heartbeat")
+_HISTORY_LIMIT = 300
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The driver sends nobody elsewhere; whoever does is another, and would be told the token."""
+    """The driver never redirects; another server that does would receive the token."""
 
     def redirect_request(self, *args: Any, **more: Any) -> None:
         return None
 
 
 def send_request(
-    run: Path, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = SECONDS
+    run: Path, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = TIMEOUT
 ) -> Any:
-    """What the run's driver answers within `seconds`.
+    """Send a request to a run's driver and return its answer.
 
-    run: its folder, or on another machine the file that `megascale access` wrote there.
+    Args:
+        run: the run folder, or on another machine the file that `megascale access` wrote.
+        method: of HTTP.
+        path: of the API.
+        body: sent as JSON.
+        seconds: in which the driver must answer.
 
-    Raises ConfigError for what it refuses and where a token would be told to others, TrainingError if it does not
-    answer.
+    Raises:
+        ConfigError: the driver refuses, or others would learn the token.
+        TrainingError: the driver does not answer.
     """
-    context: ssl.SSLContext | None = None
-    if run.is_file():
-        access = read_access(run)
-        url, token, context = access.api, access.token, access.context()
-    else:
-        contact, tokens = read_contact(run), read_tokens(run)
-        url, token = contact.api, (tokens.read if method == "GET" else tokens.act).decode()
-        parts = urlsplit(url)
-        if parts.scheme == "https":
-            context = client_context(run)
-        elif not is_loopback(parts.hostname or ""):
-            raise ConfigError(f"the driver of {run} is at {url}: no token is sent over a network without TLS")
-        else:
-            _check_owner(run, url, parts.port or 0)
+    url, token, context = _locate(run, method)
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    data = strict_json.dumps(body).encode() if body is not None else None
+    data = None
+    if body is not None:
+        data = strict_json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, headers, method=method)
-    # Never through a proxy.
+    # An empty handler keeps urllib from using the environment's proxies.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _NoRedirect()]
     if context is not None:
         handlers.append(urllib.request.HTTPSHandler(context=context))
@@ -66,27 +66,153 @@ def send_request(
             return json.load(answer)
     except urllib.error.HTTPError as error:
         try:
-            why = json.load(error)["detail"]
+            reason = json.load(error)["detail"]
         except (ValueError, KeyError, TypeError):
-            why = f"HTTP {error.code}"
-        raise ConfigError(f"the driver of {run} refused: {why}") from None
+            reason = f"HTTP {error.code}"
+        raise ConfigError(f"the driver of {run} refused: {reason}") from None
     except (OSError, ValueError) as error:
         raise TrainingError(
             f"the driver of {run} does not answer at {url} ({error}); start it again with `megascale launch`"
         ) from None
 
 
+def _locate(run: Path, method: str) -> tuple[str, str, ssl.SSLContext | None]:
+    """Return (base URL, token, TLS context) of a run's driver."""
+    if run.is_file():
+        access = read_access(run)
+        return access.api, access.token, access.context()
+    contact = read_contact(run)
+    tokens = read_tokens(run)
+    token = (tokens.read if method == "GET" else tokens.act).decode()
+    url = urlsplit(contact.api)
+    if url.scheme == "https":
+        return contact.api, token, create_client_context(run)
+    if not is_loopback(url.hostname or ""):
+        raise ConfigError(f"the driver of {run} is at {contact.api}: no token is sent over a network without TLS")
+    _check_owner(run, contact.api, url.port or 0)
+    return contact.api, token, None
+
+
 def _check_owner(run: Path, url: str, port: int) -> None:
-    """ConfigError if another user listens where the driver did: it has ended, and they have taken its port."""
+    """Raise ConfigError if another user listens on the driver's port: the driver has ended, and its port was taken."""
     for table in ("tcp", "tcp6"):
         try:
             lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
         except OSError:
-            continue  # no Linux, or no IPv6
+            continue  # The system is not Linux or has no IPv6.
         for fields in map(str.split, lines):
-            listens = fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port
-            if listens and int(fields[7]) not in (0, os.geteuid()):
+            is_driver_port = fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port
+            if is_driver_port and int(fields[7]) not in (0, os.geteuid()):
                 raise ConfigError(
                     f"at {url}, where the driver of {run} was, another user (uid {fields[7]}) listens: no token is "
                     "sent; start the driver again with `megascale launch`"
                 )
+
+
+# the job as commands show it ------------------------------------------------------------------------------------------
+
+
+def describe_job(run: Path) -> dict[str, Any] | None:
+    """Return phase, attempt, step, ranks, reason and whether a driver is at work; None if the run was never launched.
+
+    No driver is asked. Raise DataError for an unreadable journal.
+    """
+    if not (run / FILE).exists():
+        return None
+    reader = JournalReader(run)
+    try:
+        state = reader.job
+        is_alive = reader.driver_alive()
+    finally:
+        reader.close()
+    if state is None:
+        return None
+    return {
+        "phase": state.phase.value,
+        "attempt": state.attempt,
+        "step": state.step,
+        "world": state.world,
+        "data": state.data,
+        "nodes": list(state.placement),
+        "why": state.reason,
+        "driver": is_alive,
+        "ranks_per_node": state.ranks_per_node,
+    }
+
+
+def describe_nodes(run: Path) -> dict[str, Any]:
+    """Return the job and its nodes with ranks, workers and history; without a driver, as the journal has them."""
+    _require_journal(run, "it has no nodes, and accepts no orders")
+    reader = JournalReader(run)
+    try:
+        is_alive = reader.driver_alive()
+        entries = reader.events()
+        nodes = list_stored_nodes(reader)
+    finally:
+        reader.close()
+    problem = ""
+    if is_alive:
+        try:
+            nodes = send_request(run, "GET", "/v1/nodes", seconds=_VIEW_TIMEOUT)
+        except (DataError, TrainingError) as error:
+            is_alive = False
+            problem = str(error)
+    history: dict[str, list[dict[str, Any]]] = {}
+    for entry in entries:
+        if any(part in entry.kind for part in _HISTORY_KINDS):
+            evidence = entry.evidence[:8]
+            event = {"time": entry.time, "kind": entry.kind, "action": entry.action, "evidence": evidence}
+            for name in entry.nodes:
+                history.setdefault(name, []).append(event)
+    return {
+        "job": describe_job(run),
+        "driver": is_alive,
+        "driver_error": problem,
+        "nodes": [node | {"history": history.get(node["name"], [])[-_HISTORY_LIMIT:][::-1]} for node in nodes],
+    }
+
+
+def list_stored_nodes(reader: JournalReader) -> list[dict[str, Any]]:
+    """Return the journal's nodes in the form of the API's answer to /v1/nodes."""
+    state = reader.job
+    return [
+        {
+            "name": name,
+            "address": record.address,
+            "state": record.state.value,
+            "cordoned": record.cordoned,
+            "ranks": list(state.ranks(name)) if state is not None else [],
+            "seen": None,
+            "why": record.reason,
+            "workers": [],
+            "checks": "not run",
+            "facts": dict(record.facts),
+        }
+        for name, record in reader.nodes().items()
+    ]
+
+
+def send_order(run: Path, token: bytes, action: str, node: str, reason: str) -> dict[str, Any]:
+    """Send an order to the run's driver: cordon, uncordon or evict a node; pause, resume or restart the job.
+
+    Raises:
+        PermissionError: `token` is not the run's token for orders.
+        ConfigError: the driver refuses.
+        DataError: no driver was launched.
+        TrainingError: the driver does not answer.
+    """
+    _require_journal(run, "it accepts no orders")
+    if not secrets_equal(token, read_tokens(run).act):
+        raise PermissionError(
+            "this is not the run's acting token: it is the text of driver/token.act in the run folder"
+        )
+    path = f"/v1/job/{action}"
+    if action in ("cordon", "uncordon", "evict"):
+        path = f"/v1/nodes/{node}/{action}"
+    answer: dict[str, Any] = send_request(run, "POST", path, {"why": reason})
+    return answer
+
+
+def _require_journal(run: Path, consequence: str) -> None:
+    if not (run / FILE).exists():
+        raise DataError(f"{run.name} was not started with `megascale launch`: {consequence}")

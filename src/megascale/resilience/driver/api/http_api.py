@@ -1,13 +1,14 @@
-"""The driver's HTTP API: the same questions and orders as the commands, with a token, described by OpenAPI.
+"""The driver's HTTP API: the questions and orders of the commands, with a token, described by OpenAPI.
 
-It runs in the driver's own loop (uvicorn), listens where the driver does, and has tokens of its own for looking and for
-orders (tokens.py). Whoever shows none is turned away by http_limits.py before anything here.
+uvicorn runs it in the driver's own loop. It listens where the driver does, and has tokens of its own for reading and
+for orders (access.py). http_limits.py refuses requests without a token before anything here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import socket
 import time
@@ -23,10 +24,12 @@ from megascale import __version__
 from megascale.core.failure import log_failure
 from megascale.errors import MegascaleError
 from megascale.observe.prometheus import CONTENT_TYPE, format_families
-from megascale.resilience.driver.api import http_limits, metrics, settable, tls, tokens
-from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Guard
-from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_log_piece
-from megascale.resilience.driver.process import descriptors
+from megascale.resilience.driver.api import http_limits, metrics
+from megascale.resilience.driver.api.access import LOG_PIECE, make_tokens, read_log_piece
+from megascale.resilience.driver.api.http_limits import Guard
+from megascale.resilience.driver.api.tls import create_server_context
+from megascale.resilience.driver.process import raise_file_limit
+from megascale.resilience.driver.recovery import hot_update
 from megascale.services.door import ConnectionLimits, LimitedListener
 from megascale.services.http_protocol import make_http_protocol
 
@@ -35,15 +38,15 @@ log = logging.getLogger("megascale.driver")
 if TYPE_CHECKING:
     from megascale.resilience.driver.driver import Driver
 
-WRITTEN = 10.0  # seconds in which what agents sent must have been written
+WRITE_TIMEOUT = 10.0  # seconds in which received files must be written
 NODE = Path(pattern=r"^[A-Za-z0-9._-]{1,100}$", description="the node's name")
 
 
 class Reason(BaseModel):
-    """Why a person does something; it goes into the journal."""
+    """Why a person orders something; it goes into the journal."""
 
     model_config = ConfigDict(extra="forbid")
-    why: str = Field("asked for through the API", max_length=500)
+    why: str = Field("requested through the API", max_length=500)
 
 
 class Restart(Reason):
@@ -52,11 +55,11 @@ class Restart(Reason):
     settings: list[Annotated[str, Field(pattern=r"^[a-z0-9_]+\.[a-z0-9_.]+=", max_length=1000)]] = Field(
         default_factory=list, max_length=100
     )
-    from_folder: bool = Field(False, description="also those that were left in the run folder, of any kind")
+    from_folder: bool = Field(False, description="also the settings stored in the run folder, of any kind")
 
 
 class JobAnswer(BaseModel):
-    """The job now. recovery: recovery actions under way."""
+    """The job. recovery: recovery actions under way."""
 
     name: str
     phase: str
@@ -83,7 +86,7 @@ class RankAnswer(BaseModel):
 
 
 class NodeAnswer(BaseModel):
-    """One node now. seen: seconds since its last heartbeat, null if it is not connected; checks: its self-checks."""
+    """One node. seen: seconds since its last message, null if it is not connected; checks: its self-checks."""
 
     name: str
     address: str
@@ -121,27 +124,27 @@ class LogAnswer(BaseModel):
 
 
 class LookAnswer(BaseModel):
-    """Ranks that their agents were asked about, and those of which they knew something."""
+    """The number of ranks whose agents were asked, and the ranks that they reported about."""
 
     asked: int
     known: list[int]
 
 
 class HealthAnswer(BaseModel):
-    """Whether the job goes on, and in which phase and why."""
+    """The health of the job, with its phase and the reason."""
 
     healthy: bool
     state: str
 
 
 class ActionResponse(BaseModel):
-    """An order was taken."""
+    """An order was accepted."""
 
     phase: str
 
 
 class Problem(BaseModel):
-    """Why not."""
+    """Why a request was refused."""
 
     detail: str
 
@@ -151,14 +154,14 @@ def _refusals(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 
 def build(driver: Driver, scrapes: metrics.Scrapes) -> FastAPI:
-    """The application for one driver."""
-    # Described here, checked by Guard.
+    """Build the application of one driver."""
+    # The scheme is described here and checked by Guard.
     bearer = HTTPBearer(auto_error=False, description="the text of RUN/driver/token.read or, for orders, token.act")
 
     app = FastAPI(
         title="MegaScale driver",
         version=__version__,
-        description="One training job: its state, its nodes, its decisions, and what a person may ask of it.",
+        description="One training job: its state, its nodes, its decisions, and orders of people.",
         docs_url=None,
         redoc_url=None,
         dependencies=[Depends(bearer)],
@@ -172,55 +175,56 @@ def build(driver: Driver, scrapes: metrics.Scrapes) -> FastAPI:
 
 
 def _add_job(app: FastAPI, driver: Driver, scrapes: metrics.Scrapes) -> None:
-    """How the job and its nodes do now."""
+    """Add the routes for the state of the job and its nodes."""
 
     @app.get("/v1/job", responses=_refusals())
     async def job() -> JobAnswer:
-        """The job's state."""
-        j = driver.job.state
+        """Return the job's state."""
+        state = driver.job.state
         return JobAnswer(
-            name=j.name,
-            phase=j.phase,
-            attempt=j.attempt,
-            step=j.step,
-            world=j.world,
-            data_parallel=j.data,
-            nodes=list(j.placement),
+            name=state.name,
+            phase=state.phase,
+            attempt=state.attempt,
+            step=state.step,
+            world=state.world,
+            data_parallel=state.data,
+            nodes=list(state.placement),
             epoch=driver.journal.epoch,
-            recovery=[f"{action} {node}".strip() for node, action in j.recovery],
-            why=j.reason,
+            recovery=[f"{action} {node}".strip() for node, action in state.recovery],
+            why=state.reason,
         )
 
     @app.get("/metrics", responses=_refusals(), response_class=PlainTextResponse)
     async def metrics_text() -> PlainTextResponse:
-        """What Prometheus scrapes: the job in a few dozen series."""
+        """Return the job in a few dozen series for Prometheus."""
         scrapes.note(time.monotonic())
         return PlainTextResponse(format_families(metrics.families(driver)), media_type=CONTENT_TYPE)
 
     @app.get("/health", responses=_refusals() | {503: {"model": HealthAnswer}})
     async def health(response: Response) -> HealthAnswer:
-        """Whether the job goes on: 200, or 503 once it has failed."""
-        good, text = metrics.healthy(driver)
-        response.status_code = 200 if good else 503
-        return HealthAnswer(healthy=good, state=text)
+        """Return 200 while the job is healthy, 503 once it has failed."""
+        is_healthy, text = metrics.judge_health(driver)
+        response.status_code = 200 if is_healthy else 503
+        return HealthAnswer(healthy=is_healthy, state=text)
 
     @app.get("/v1/nodes", responses=_refusals())
     async def nodes() -> list[NodeAnswer]:
-        """All nodes."""
-        return [_node(driver, name) for name in driver.nodes.names()]
+        """Return all nodes."""
+        return [_describe_node(driver, name) for name in driver.nodes.names()]
 
 
 def _add_records(app: FastAPI, driver: Driver) -> None:
-    """What was written down: events, logs, and what agents find when they look at their ranks."""
+    """Add the routes for records: events, logs, and what agents report about their ranks."""
 
     @app.get("/v1/events", responses=_refusals(422))
     async def events(
         after: Annotated[int, Query(ge=0, lt=1 << 62)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
     ) -> list[EventAnswer]:
-        """Events with an id above `after`, oldest first."""
+        """Return events with an id above `after`, oldest first."""
+        lists = ("nodes", "ranks", "evidence")
         return [
-            EventAnswer(**vars(e) | {"nodes": list(e.nodes), "ranks": list(e.ranks), "evidence": list(e.evidence)})
-            for e in driver.journal.events(after, limit)
+            EventAnswer.model_validate(dataclasses.asdict(entry) | {name: list(getattr(entry, name)) for name in lists})
+            for entry in driver.journal.events(after, limit)
         ]
 
     @app.get("/v1/logs/{rank}", responses=_refusals(404, 422))
@@ -228,31 +232,30 @@ def _add_records(app: FastAPI, driver: Driver) -> None:
         rank: Annotated[int, Path(ge=0, lt=1 << 31)],
         after: Annotated[int, Query(ge=-LOG_PIECE, lt=1 << 62)] = -LOG_PIECE,
     ) -> LogAnswer:
-        """A piece of a rank's log from byte `after` on, below 0 from its end: 64 KiB at most."""
-        found = read_log_piece(driver.run_folder / "logs" / f"rank-{rank}.log", after)
-        if found is None:
+        """Return at most 64 KiB of a rank's log from byte `after` on, below 0 from its end."""
+        piece = read_log_piece(driver.run_folder / "logs" / f"rank-{rank}.log", after)
+        if piece is None:
             raise HTTPException(404, f"there is no log of rank {rank} yet")
-        return LogAnswer(
-            rank=rank, start=found[0], end=found[0] + len(found[1]), text=found[1].decode(errors="replace")
-        )
+        start, data = piece
+        return LogAnswer(rank=rank, start=start, end=start + len(data), text=data.decode(errors="replace"))
 
     @app.get("/v1/ranks", responses=_refusals(409, 422))
     async def ranks(watch: Annotated[float, Query(ge=0, le=10)] = 2.0) -> LookAnswer:
-        """Have agents look at their ranks for `watch` seconds: calls, stacks, flight records.
+        """Have agents watch their ranks for `watch` seconds: calls, stacks, flight records.
 
-        What is known of ranks that write elsewhere lies in the run folder afterwards, for `megascale hang`.
+        The reports about ranks that write elsewhere are in the run folder afterwards, for `megascale hang`.
         """
-        if driver.standing.asking:
-            raise HTTPException(409, "the agents are being asked already; ask again in some seconds")
-        scene, _ = await driver.standing.gather(watch)
-        await asyncio.to_thread(driver.files.flush, WRITTEN)
-        return LookAnswer(asked=driver.job.state.world if driver.job.state.placement else 0, known=sorted(scene.ranks))
+        if driver.ranks.is_running:
+            raise HTTPException(409, "the agents are being asked already; try again in some seconds")
+        scene, _ = await driver.ranks.gather(watch)
+        await asyncio.to_thread(driver.files.flush, WRITE_TIMEOUT)
+        return LookAnswer(asked=driver.job.state.world, known=sorted(scene.ranks))
 
 
 def _add_node_orders(app: FastAPI, driver: Driver) -> None:
-    """What a person may order of a node."""
+    """Add the orders about a node."""
 
-    def known(node: str) -> str:
+    def require(node: str) -> str:
         if node not in driver.nodes:
             raise HTTPException(404, f"there is no node {node!r}; known: {', '.join(driver.nodes.names())}"[:500])
         return node
@@ -260,24 +263,24 @@ def _add_node_orders(app: FastAPI, driver: Driver) -> None:
     @app.post("/v1/nodes/{node}/evict", responses=_refusals(404, 422))
     async def evict(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
         """Take a node out; its ranks move to a spare or a new node."""
-        driver.operations.evict(known(node), reason.why)
+        driver.operations.evict(require(node), reason.why)
         return ActionResponse(phase=driver.job.phase)
 
     @app.post("/v1/nodes/{node}/cordon", responses=_refusals(404, 422))
     async def cordon(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
-        """Give the node nothing new; what it runs goes on."""
-        driver.operations.cordon(known(node), True, reason.why)
+        """Give the node no new ranks; its present ranks continue."""
+        driver.operations.cordon(require(node), reason.why)
         return ActionResponse(phase=driver.job.phase)
 
     @app.post("/v1/nodes/{node}/uncordon", responses=_refusals(404, 422))
     async def uncordon(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
         """Allow the node again, an evicted one too."""
-        driver.operations.cordon(known(node), False, reason.why)
+        driver.operations.uncordon(require(node), reason.why)
         return ActionResponse(phase=driver.job.phase)
 
 
 def _add_job_orders(app: FastAPI, driver: Driver) -> None:
-    """What a person may order of the whole job."""
+    """Add the orders about the whole job."""
 
     @app.post("/v1/job/pause", responses=_refusals(409, 422))
     async def pause(reason: Reason) -> ActionResponse:
@@ -288,7 +291,7 @@ def _add_job_orders(app: FastAPI, driver: Driver) -> None:
 
     @app.post("/v1/job/resume", responses=_refusals(409, 422))
     async def resume(reason: Reason) -> ActionResponse:
-        """Go on after a pause."""
+        """Continue after a pause."""
         if not driver.operations.resume(reason.why):
             raise HTTPException(409, f"the job is {driver.job.phase}, not paused")
         return ActionResponse(phase=driver.job.phase)
@@ -297,68 +300,75 @@ def _add_job_orders(app: FastAPI, driver: Driver) -> None:
     async def restart(reason: Restart) -> ActionResponse:
         """Save, then start the trainers anew with freshly imported code and changed settings.
 
-        Settings that bring no step are taken back. Only those whose values are numbers, yes or no, or listed words can
-        be changed by an order; others must have been left in the run folder (from_folder).
+        Settings that bring no step are taken back. An order can change only settings whose values are numbers, yes or
+        no, or listed words; others must be stored in the run folder (from_folder).
         """
+        settings = list(reason.settings)
         try:
-            settable.check_settings(reason.settings)
-            try:
-                left = settable.take_settings(driver.run_folder) if reason.from_folder else []
-            except MegascaleError as error:
-                raise HTTPException(409, str(error)) from None
-            done = driver.operations.restart(reason.why, [*reason.settings, *left])
+            hot_update.check_settings(settings)
+            if reason.from_folder:
+                try:
+                    settings += hot_update.take_stored_settings(driver.run_folder)
+                except MegascaleError as error:
+                    raise HTTPException(409, str(error)) from None
+            is_restarting = driver.operations.restart(reason.why, settings)
         except MegascaleError as error:
             raise HTTPException(400, str(error)) from None
-        if not done:
+        if not is_restarting:
             raise HTTPException(409, f"the job is {driver.job.phase}: it can be restarted only while it runs")
         return ActionResponse(phase=driver.job.phase)
 
 
-def _node(driver: Driver, name: str) -> NodeAnswer:
-    n = driver.nodes[name]
-    workers = n.heartbeat.workers if n.heartbeat is not None else ()
+def _describe_node(driver: Driver, name: str) -> NodeAnswer:
+    node = driver.nodes[name]
     return NodeAnswer(
         name=name,
-        address=n.record.address,
-        state=n.state,
-        cordoned=n.record.cordoned or bool(n.drained),
+        address=node.record.address,
+        state=node.state,
+        cordoned=node.record.cordoned or bool(node.drain_reason),
         ranks=list(driver.job.state.ranks(name)),
-        seen=round(time.monotonic() - n.last_seen, 3) if n.channel is not None else None,
-        why=n.record.why,
+        seen=round(time.monotonic() - node.last_seen, 3) if node.channel is not None else None,
+        why=node.record.reason,
         workers=[
             RankAnswer(
-                rank=w.rank,
-                pid=w.pid,
-                state=w.state,
-                phase=w.phase,
-                step=w.step,
-                status_age=round(w.status_age, 3),
-                rss=w.rss,
+                rank=worker.rank,
+                pid=worker.pid,
+                state=worker.state,
+                phase=worker.phase,
+                step=worker.step,
+                status_age=round(worker.status_age, 3),
+                rss=worker.rss,
             )
-            for w in workers
+            for worker in node.workers
         ],
-        checks="passed" if n.tested else "under way" if n.checking else "not run",
-        facts=dict(n.record.facts),
+        checks=node.self_check.value,
+        facts=dict(node.record.facts),
     )
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without hands on the process's signals: the driver decides what Ctrl-C means."""
+    """uvicorn without signal handlers: the driver decides what Ctrl-C means."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
         yield
 
 
-async def serve(driver: Driver, host: str, port: int, scrapes: metrics.Scrapes | None = None) -> tuple[str, Any]:
-    """Start serving; returns (base URL, coroutine function that ends it). `scrapes` takes down reads of the metrics.
+async def serve(driver: Driver, host: str, port: int, scrapes: metrics.Scrapes) -> tuple[str, Any]:
+    """Start serving; return (base URL, coroutine function that ends it).
 
-    Over TLS where `host` is not loopback, or a certificate is given. OSError if it cannot listen there, ConfigError
-    if it has no certificate to show.
+    Args:
+        driver: answers the requests.
+        host, port: where to listen, over TLS if `host` is not loopback or a certificate is configured.
+        scrapes: records when the metrics are read.
+
+    Raises:
+        OSError: the address cannot be used.
+        ConfigError: no certificate can be used.
     """
-    descriptors.raise_limit()
+    raise_file_limit()
     limits = driver.limits
-    context = tls.server_context(driver.run_folder, host, limits.tls_certificate, limits.tls_key)
+    context = create_server_context(driver.run_folder, host, limits.tls_certificate, limits.tls_key)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -367,19 +377,20 @@ async def serve(driver: Driver, host: str, port: int, scrapes: metrics.Scrapes |
     except OSError:
         listener.close()
         raise
-    application = build(driver, scrapes if scrapes is not None else metrics.Scrapes())
-    guard = Guard(application, tokens.make_tokens(driver.run_folder), (host, socket.gethostname()))
+    application = build(driver, scrapes)
+    guard = Guard(application, make_tokens(driver.run_folder), (host, socket.gethostname()))
     settings = uvicorn.Config(
         guard,
-        log_level="critical",  # what strangers send wrong must not fill the log; Guard tells what fails here
+        log_level="critical",  # Malformed requests must not fill the log. Guard logs failures of the application.
         proxy_headers=False,
         access_log=False,
         lifespan="off",
         http="h11",
         ws="none",
         server_header=False,
+        headers=[("connection", "close")],
         timeout_graceful_shutdown=1,
-        h11_max_incomplete_event_size=HEAD_BYTES,
+        h11_max_incomplete_event_size=http_limits.HEAD_BYTES,
     )
     server = _Server(settings)
     task = asyncio.get_running_loop().create_task(server.serve([]))
@@ -388,13 +399,13 @@ async def serve(driver: Driver, host: str, port: int, scrapes: metrics.Scrapes |
         await asyncio.sleep(0.01)
     door_limits = ConnectionLimits(http_limits.CONNECTIONS, http_limits.HEAD_SECONDS)
     door = LimitedListener([listener], make_http_protocol(settings, server.server_state), door_limits, context)
-    name = listener.getsockname()
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
-    async def end() -> None:
+    async def close() -> None:
         await door.close()
         server.should_exit = True
         await task
 
-    shown = f"[{name[0]}]" if ":" in name[0] else name[0]
-    return f"{'https' if context else 'http'}://{shown}:{name[1]}", end
+    address, bound_port = listener.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    return f"{'https' if context else 'http'}://{shown}:{bound_port}", close

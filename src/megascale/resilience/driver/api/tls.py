@@ -1,7 +1,8 @@
-"""TLS of the HTTP API: always where its address is not loopback, by the cluster's certificate or the job's own.
+"""TLS of the HTTP API and the agents' port, always on if the address is not loopback.
 
-A certificate of the job's own is made at each start; its key is never in a file that lasts. Its text goes into
-RUN/driver/api.crt, and commands trust it and no other: whoever writes the run folder is trusted (docs/security.md).
+The certificate is the cluster's or the job's own. The job's own is made at each start; its key is never in a lasting
+file. Its text goes into RUN/driver/api.crt, and commands trust it and no other: a writer of the run folder is trusted
+(docs/security.md).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ssl
 import tempfile
 from pathlib import Path
 
+from megascale.config import ResilienceConfig
 from megascale.core.addresses import is_loopback
 from megascale.errors import ConfigError, describe_install
 from megascale.resilience.protocol.agent_channel import DriverTls
@@ -22,59 +24,58 @@ from megascale.resilience.protocol.contact import driver_folder
 CERTIFICATE = "api.crt"
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 _DAYS = 3650  # as long as any job
-_NO_CHECK_TIME = 0x200000  # OpenSSL: X509_V_FLAG_NO_CHECK_TIME, which Python has no name for
+_NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, for which Python has no name
 
 
-def server_context(run: Path, host: str, certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """What the API speaks TLS with, None on loopback unless a certificate is given.
+def create_server_context(run: Path, host: str, certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+    """Create the TLS context of the API, None on loopback unless a certificate is given.
 
     Args:
-        host: where it listens.
-        certificate, key: files in PEM form of the cluster's own; None: the job makes its own.
+        run: the run folder, which gets the certificate.
+        host: where the API listens.
+        certificate, key: the cluster's own files in PEM form; None: the job creates its own.
 
-    Raises ConfigError for files that cannot be used, and where none can be made.
+    Raises:
+        ConfigError: the files cannot be used, or no certificate can be created.
     """
     if certificate is None and is_loopback(host):
         (driver_folder(run) / CERTIFICATE).unlink(missing_ok=True)
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    if certificate is None:
-        text = _load_own(context, host)
-    else:
-        text = _load_given(context, certificate, key)
-    _write(driver_folder(run) / CERTIFICATE, text)
+    context, text = _load_certificate(host, certificate, key)
+    temporary = (driver_folder(run) / CERTIFICATE).with_suffix(".tmp")
+    temporary.write_bytes(text)
+    os.replace(temporary, driver_folder(run) / CERTIFICATE)
     return context
 
 
-def agents_tls(host: str, certificate: str | None, key: str | None) -> DriverTls | None:
-    """What the agents' port speaks TLS with, None on loopback; arguments and errors as those of `server_context`."""
+def create_agents_tls(host: str, certificate: str | None, key: str | None) -> DriverTls | None:
+    """Create the TLS of the agents' port, None on loopback; arguments and errors as for `create_server_context`."""
     if is_loopback(host):
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    text = (_load_own(context, host) if certificate is None else _load_given(context, certificate, key)).decode()
+    context, pem = _load_certificate(host, certificate, key)
+    text = pem.decode()
     leaf = text[text.index(_BEGIN) : text.index(_END) + len(_END)]
     return DriverTls(context, hashlib.sha256(ssl.PEM_cert_to_DER_cert(leaf)).digest())
 
 
-def client_context(run: Path) -> ssl.SSLContext:
-    """What a command trusts: the certificate that the run's driver has, whatever name it is reached by."""
+def create_client_context(run: Path) -> ssl.SSLContext:
+    """Create the context of a command, which trusts the certificate of the run's driver under any host name."""
+    file = driver_folder(run) / CERTIFICATE
     try:
-        return trusting((driver_folder(run) / CERTIFICATE).read_text())
+        return create_trusting_context(file.read_text())
     except (OSError, ValueError, ConfigError) as error:
         raise ConfigError(
-            f"{driver_folder(run) / CERTIFICATE}, by which the driver is known, cannot be used ({error}); start the driver "
-            "again with `megascale launch`"
+            f"{file}, which identifies the driver, cannot be used ({error}); start the driver again with `megascale "
+            "launch`"
         ) from None
 
 
-def trusting(certificate: str) -> ssl.SSLContext:
-    """A client's context that trusts this certificate (PEM) and no other. ConfigError if it is none."""
+def create_trusting_context(certificate: str) -> ssl.SSLContext:
+    """Create a client's context that trusts one certificate (PEM) only. Raise ConfigError if it is invalid."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # the certificate itself is known
+    # The certificate itself is known, so its names and dates are not checked. This machine's clock may be days behind.
+    context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    # For the same reason its dates say nothing, and this machine's clock may be days behind the driver's.
     context.verify_flags = ssl.VerifyFlags(int(context.verify_flags) | _NO_CHECK_TIME)
     try:
         context.load_verify_locations(cadata=certificate)
@@ -83,9 +84,50 @@ def trusting(certificate: str) -> ssl.SSLContext:
     return context
 
 
+def describe_open_addresses(limits: ResilienceConfig, agents: tuple[str, int], api: str) -> tuple[str, ...]:
+    """Describe each address that other machines reach: its protection, and how to close it.
+
+    Args:
+        limits: the settings in force.
+        agents: (host, port) of the agents' port.
+        api: base URL of the API.
+    """
+    sentences: list[str] = []
+    close = "if all nodes are on this machine, set resilience.listen=127.0.0.1"
+    if not is_loopback(limits.listen):
+        certificate = "a certificate of the job's own (RUN/driver/api.crt)"
+        if limits.tls_certificate is not None:
+            certificate = f"resilience.tls_certificate={limits.tls_certificate}"
+        listen = f"resilience.listen={limits.listen}: other machines reach"
+        sentences = [
+            f"{listen} the API at {api}; TLS with {certificate} and the tokens in RUN/driver/token.read and token.act "
+            f"protect it; {close}",
+            f"{listen} the agents' port {agents[1]}; agents prove RUN/driver/token, and their connections use TLS; the "
+            "ranks' own connections are not encrypted: keep those on a network that only the job's machines reach; "
+            f"{close}",
+        ]
+    host = limits.agent_metrics.rpartition(":")[0].strip("[]")
+    if host and not is_loopback(host):
+        sentences.append(
+            f"resilience.agent_metrics={limits.agent_metrics}: everybody who reaches a node there can read its "
+            "metrics, without a token and unencrypted, but can order nothing: keep it on a network that only the job's "
+            "machines and their Prometheus reach, or listen on 127.0.0.1"
+        )
+    return tuple(sentences)
+
+
+def _load_certificate(host: str, certificate: str | None, key: str | None) -> tuple[ssl.SSLContext, bytes]:
+    """Return a server's context and its certificate in PEM form."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if certificate is None:
+        return context, _load_own(context, host)
+    return context, _load_given(context, certificate, key)
+
+
 def _load_given(context: ssl.SSLContext, certificate: str, key: str | None) -> bytes:
     try:
-        # With a password it would ask on the terminal.
+        # Without the callback OpenSSL would ask for a password on the terminal.
         context.load_cert_chain(certificate, key, password=lambda: b"")
         return Path(certificate).read_bytes()
     except (OSError, ssl.SSLError) as error:
@@ -96,8 +138,8 @@ def _load_given(context: ssl.SSLContext, certificate: str, key: str | None) -> b
 
 
 def _load_own(context: ssl.SSLContext, host: str) -> bytes:
-    certificate, key = _make(host)
-    with tempfile.TemporaryDirectory() as private:  # of mode 700; OpenSSL reads keys from files only
+    certificate, key = _create_certificate(host)
+    with tempfile.TemporaryDirectory() as private:  # Its mode is 700. OpenSSL reads keys from files only.
         file = Path(private) / "pair.pem"
         file.touch(0o600)
         file.write_bytes(key + certificate)
@@ -105,41 +147,36 @@ def _load_own(context: ssl.SSLContext, host: str) -> bytes:
     return certificate
 
 
-def _make(host: str) -> tuple[bytes, bytes]:
-    """A certificate that signs itself and its key, in PEM form."""
+def _create_certificate(host: str) -> tuple[bytes, bytes]:
+    """Return a self-signed certificate and its key in PEM form."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         raise ConfigError(
-            f"resilience.listen={host} is reached by other machines, so the API needs TLS: {describe_install('driver')} for the "
-            "package cryptography, with which the job makes a certificate; or give resilience.tls_certificate and "
+            f"other machines reach resilience.listen={host}, so the API needs TLS: {describe_install('driver')} for "
+            "the package "
+            "cryptography, with which the job creates a certificate; or set resilience.tls_certificate and "
             "resilience.tls_key; or listen on 127.0.0.1"
         ) from None
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "megascale driver")])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
+    current_time = datetime.datetime.now(datetime.UTC)
+    certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))  # clocks differ
-        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .not_valid_before(current_time - datetime.timedelta(days=1))  # Clocks differ.
+        .not_valid_after(current_time + datetime.timedelta(days=_DAYS))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(socket.gethostname() or "localhost")]), False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
         .sign(key, hashes.SHA256())
     )
     plain = serialization.NoEncryption()
     return (
-        made.public_bytes(serialization.Encoding.PEM),
+        certificate.public_bytes(serialization.Encoding.PEM),
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain),
     )
-
-
-def _write(file: Path, text: bytes) -> None:
-    temporary = file.with_suffix(".tmp")
-    temporary.write_bytes(text)
-    os.replace(temporary, file)

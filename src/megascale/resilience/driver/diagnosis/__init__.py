@@ -1,1 +1,1 @@
-"""What was seen, put together and judged by the rules: who is to blame, and for what."""
+"""Diagnosis: the observations of the driver, and the rules that judge them."""

@@ -1,110 +1,149 @@
-"""Diagnosis: when the rules look at what, quickly at the newest heartbeats and in a thread through the history."""
+"""Diagnosis: the rules judge the newest heartbeats at every look, and the history in a thread.
+
+The verdict about a hang names a rank and a collective only after the agents have examined their ranks.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from megascale.core.events import Event
+from megascale.core.layout import Layout
+from megascale.observe.hang.scene import Scene
+from megascale.observe.hang.verdict import explain_hang, format_headline
 from megascale.resilience import rules
-from megascale.resilience.driver.diagnosis import hang_diagnosis
+from megascale.resilience.driver.diagnosis.investigations import RankInvestigation, SlowMachineSearch
 from megascale.resilience.driver.diagnosis.observations import Observations
-from megascale.resilience.driver.diagnosis.slow_look import SlowLook
-from megascale.resilience.driver.diagnosis.standing_ranks import StandingRanks
-from megascale.resilience.driver.nodes.nodes import Note
-from megascale.resilience.driver.process.loop_tasks import LoopTasks
+from megascale.resilience.driver.process import LoopTasks
+from megascale.resilience.driver.recovery.response import Response
+from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.driver.state.transitions import JobEvent
 from megascale.resilience.protocol.heartbeat import Worker
-from megascale.resilience.rules.verdicts import Verdict
-from megascale.resilience.rules.view import View
+from megascale.resilience.rules.table import evict_repeat_offenders
+from megascale.resilience.rules.view import Action, Verdict, View
 
-SETTLING_SECONDS = 0.3  # seconds after a first bad end in which others of the same cause show
-THOROUGH = 1.0  # seconds between looks at the history of all nodes
+SETTLING_SECONDS = 0.3  # after a first failed rank, in which others of the same cause show
+HISTORY_INTERVAL = 1.0  # seconds between looks at the history of all nodes
+# Wrong calls come from the code: once they may come from a corrupted state, twice they will come again.
+_CODE_FAULTS = frozenset({"mismatched collective", "missing send", "missing call"})
 
 
+@dataclass(kw_only=True, eq=False)
 class Diagnosis:
-    """Args:
-    job: what is judged.
-    seen: gives the view.
-    standing: asks the agents about ranks that stand still.
-    act: what takes the verdicts.
-    tasks: for what takes long.
-    note: writes an event down.
-    slow: looks for slow machines in spans.
+    """Applies the rules and hands their verdicts to the response.
+
+    Attributes:
+        job: the judged job.
+        observations: provides the view.
+        ranks: asks the agents about ranks that do not move.
+        slow_machines: searches spans for slow machines.
+        response: acts on the verdicts.
+        tasks: runs lengthy work.
+        record_event: writes an event into the audit log.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        seen: Observations,
-        standing: StandingRanks,
-        act: Callable[[Sequence[Verdict]], None],
-        tasks: LoopTasks,
-        note: Note,
-        slow: SlowLook,
-    ) -> None:
-        self._job, self._seen, self._standing, self.act = job, seen, standing, act
-        self._tasks, self._note, self._slow = tasks, note, slow
-        seen.slow = slow.found
-        self._first_bad: tuple[int, float] | None = None  # attempt, and when one of its ranks first ended badly
-        self._explaining = False
-        self._looking = False  # whether the history is being looked at
-        self._looked = 0.0  # when it was looked at last, and how long that took
-        self._took = 0.0
+    job: Job
+    observations: Observations
+    ranks: RankInvestigation
+    slow_machines: SlowMachineSearch
+    response: Response
+    tasks: LoopTasks
+    record_event: RecordEvent
+    _first_failure: tuple[int, float] | None = field(default=None, init=False)  # attempt, and time
+    _is_explaining: bool = field(default=False, init=False)
+    _is_judging_history: bool = field(default=False, init=False)
+    _history_judged: float = field(default=0.0, init=False)
+    _history_duration: float = field(default=0.0, init=False)
 
-    def judge(self, now: float) -> None:
-        """Apply the rules to what is known and act on the verdicts."""
-        view, job = self._seen.view(now), self._job
-        workers = [w for _, w in view.workers()]
-        self._slow.consider(now)
-        self._seen.progress(now, workers)
-        world = job.state.world
-        if len(workers) == world and all(w.state == "exited" and not w.code for w in workers):
-            job.apply(JobEvent.FINISHED, why="every rank ended well")
-            self._note(Event.JOB_DONE, evidence=(f"all {world} ranks ended with exit code 0",))
+    def judge(self, current_time: float) -> None:
+        """Apply the rules to the observations and act on the verdicts."""
+        view = self.observations.view(current_time)
+        workers = [worker for _, worker in view.workers()]
+        self.slow_machines.start_if_due(current_time)
+        self.observations.follow_progress(current_time, workers)
+        world = self.job.state.world
+        if len(workers) == world and all(worker.state == "exited" and not worker.code for worker in workers):
+            self.job.apply(JobEvent.FINISHED, reason="every rank ended well")
+            self.record_event(Event.JOB_DONE, evidence=(f"all {world} ranks ended with exit code 0",))
             return
-        if self._settling(now, workers, world):
+        if self._is_settling(current_time, workers, world):
             return
-        # Of a job so large that it takes long, the history is looked at less often.
-        if not self._looking and now - self._looked > max(THOROUGH, 10 * self._took):
-            self._looking = True
-            self._tasks.spawn(self._look_through(view.snapshot()))
+        # The history of a job so large that judging it is slow is judged less often.
+        interval = max(HISTORY_INTERVAL, 10 * self._history_duration)
+        if not self._is_judging_history and current_time - self._history_judged > interval:
+            self._is_judging_history = True
+            self.tasks.spawn(self._judge_history(view.snapshot()))
         verdicts = rules.judge(view, rules.QUICK)
-        hang = next((v for v in verdicts if v.kind == Event.HANG), None)
-        if hang is not None and not self._explaining:
-            self._explaining = True
-            self._tasks.spawn(self._explain(hang, view))
-        self.act([v for v in verdicts if v.kind != Event.HANG])
+        hang = next((verdict for verdict in verdicts if verdict.kind == Event.HANG), None)
+        if hang is not None and not self._is_explaining:
+            self._is_explaining = True
+            self.tasks.spawn(self._explain(hang, view))
+        self.response.act([verdict for verdict in verdicts if verdict.kind != Event.HANG])
 
-    def _settling(self, now: float, workers: Sequence[Worker], world: int) -> bool:
-        """Whether a rank has just ended badly, and others of the same cause may show in a moment."""
-        if not any(w.state == "signalled" or w.code for w in workers):
+    def _is_settling(self, current_time: float, workers: Sequence[Worker], world: int) -> bool:
+        """Return True if a rank has just failed, and others of the same cause may fail in a moment."""
+        if not any(worker.state == "signalled" or worker.code for worker in workers):
             return False
-        attempt = self._job.state.attempt
-        if self._first_bad is None or self._first_bad[0] != attempt:
-            self._first_bad = (attempt, now)
-        ended = sum(w.state != "running" for w in workers)
-        return ended < world and now - self._first_bad[1] < SETTLING_SECONDS
+        attempt = self.job.state.attempt
+        if self._first_failure is None or self._first_failure[0] != attempt:
+            self._first_failure = (attempt, current_time)
+        ended = sum(worker.state != "running" for worker in workers)
+        return ended < world and current_time - self._first_failure[1] < SETTLING_SECONDS
 
-    async def _look_through(self, view: View) -> None:
-        """Judge the history of all nodes in a thread: heartbeats are read meanwhile, silence is seen in time."""
+    async def _judge_history(self, view: View) -> None:
+        """Judge the history of all nodes in a thread, so that heartbeats are read and silence is noticed meanwhile."""
         try:
             verdicts = await asyncio.to_thread(rules.judge, view, rules.SLOW)
         finally:
-            self._looking, self._looked = False, time.monotonic()
-            self._took = self._looked - view.time
-        if self._job.state.attempt == view.attempt and self._job.phase in (Phase.STARTING, Phase.RUNNING):
-            self.act(verdicts)
+            self._is_judging_history = False
+            self._history_judged = time.monotonic()
+            self._history_duration = self._history_judged - view.time
+        if self.job.state.attempt == view.attempt and self.job.is_at_work:
+            self.response.act(verdicts)
 
     async def _explain(self, hang: Verdict, view: View) -> None:
-        """Find out who began a hang: agents look at their ranks and ask for their stacks."""
+        """Find the ranks that began a hang: agents examine their ranks and request their stacks."""
         try:
-            evidence, layout = await self._standing.gather()
-            found = await asyncio.to_thread(hang_diagnosis.refine, hang, view, evidence, layout)
+            scene, layout = await self.ranks.gather()
+            verdict = await asyncio.to_thread(refine_hang, hang, view, scene, layout)
         finally:
-            self._explaining = False
-        if self._job.state.attempt == view.attempt:
-            self.act([found])
+            self._is_explaining = False
+        if self.job.state.attempt == view.attempt:
+            self.response.act([verdict])
+
+
+def refine_hang(verdict: Verdict, view: View, scene: Scene, layout: Layout | None) -> Verdict:
+    """Return a verdict of kind HANG with the ranks that began the hang, their nodes, and the evidence.
+
+    Args:
+        verdict: of the rules.
+        view: from which it was made.
+        scene: what the agents report about their ranks.
+        layout: of the ranks, None if unknown.
+    """
+    if not scene.ranks:
+        evidence = (*verdict.evidence, "the hang was not examined: no agent reported what its ranks do")
+        return replace(verdict, evidence=evidence)
+    hang = explain_hang(scene, layout)
+    nodes = tuple(dict.fromkeys(member.node for rank in hang.ranks for member in view.members if rank in member.ranks))
+    evidence = (format_headline(hang), *hang.evidence[:10], *verdict.evidence)
+    action: Action = "diagnose" if hang.kind == "network" else "recover"
+    is_repeated = any(past.kind == Event.HANG and past.cause == hang.kind for _, past in view.past)
+    needs_person = hang.kind in _CODE_FAULTS and is_repeated
+    if needs_person:
+        action = "stop"
+        evidence = (*evidence, "an earlier start hung the same way, so the fault is in the code")
+    refined = replace(
+        verdict,
+        nodes=nodes,
+        ranks=hang.ranks,
+        action=action,
+        evidence=evidence,
+        person=needs_person,
+        cause=hang.kind,
+    )
+    return evict_repeat_offenders(view, [refined])[0]

@@ -1,117 +1,149 @@
-"""What the driver has seen, put together as the view that the rules judge."""
+"""The driver's observations, assembled as the view that the rules judge."""
 
 from __future__ import annotations
 
-import time
+from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from megascale.core.events import Event
 from megascale.core.grid import Grid
-from megascale.resilience.driver.diagnosis.phase_durations import PhaseDurations
-from megascale.resilience.driver.nodes.nodes import Nodes, Note
+from megascale.resilience.driver.nodes import Nodes
 from megascale.resilience.driver.recovery.attempts import Attempts
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
+from megascale.resilience.driver.recovery.response import Response
+from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.driver.state.transitions import JobEvent
 from megascale.resilience.protocol.agent_messages import Steps
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.silence import FIRST_STEP
-from megascale.resilience.rules.verdicts import Verdict
 from megascale.resilience.rules.view import Metric, SlowFinding, View
 
-METRICS = 400  # steps that are remembered
+METRICS_LIMIT = 400  # remembered steps
+DURATIONS_LIMIT = 20  # remembered durations of a phase
+_SINGLE_WEIGHT = 0.3  # weight of the longest duration of all
 
 
-class Observations:
-    """Args:
-    job, nodes, attempts: what is looked at.
-    settings: in force.
-    note: writes an event down.
+class PhaseDurations:
+    """The longest durations of each phase of trainers without any change, learned from the run itself.
 
-    Attributes:
-        incidents: (time, node, kind) of verdicts that named a node, over all attempts, oldest first.
-        past: (time, verdict) of what earlier attempts were ended for, oldest first.
+    A duration that occurred `DURATIONS_LIMIT` times (one in twenty while few were seen) is usual, so that a pause every
+    hundred steps is never a hang. A single one, such as a host that was busy for a moment, counts with less weight.
     """
 
-    def __init__(self, job: Job, nodes: Nodes, attempts: Attempts, settings: RunningSettings, note: Note) -> None:
-        self._job, self._nodes, self._attempts, self._settings, self._note = job, nodes, attempts, settings, note
-        self._metrics: deque[Metric] = deque(maxlen=METRICS)
-        self._phase_durations = PhaseDurations()
-        self.slow: Callable[[], tuple[SlowFinding, ...]] = tuple  # what spans show, as somebody finds it
-        self.incidents: list[tuple[float, str, str]] = []
-        self.past: list[tuple[float, Verdict]] = []
-        self._first_steps: dict[int, int] = {}
-        self._attempt = 0  # that the first steps are of
+    def __init__(self) -> None:
+        self._longest: dict[str, list[float]] = {}
+        self._counts: dict[str, int] = {}
 
-    def view(self, now: float) -> View:
-        """What the rules judge."""
-        job, config, limits = self._job.state, self._settings.config, self._settings.limits
-        each, parallel = job.ranks_per_node, config.parallel
-        placed = [
-            self._nodes[name].member(tuple(range(i * each, (i + 1) * each))) for i, name in enumerate(job.placement)
+    def add(self, phase: str, seconds: float) -> None:
+        """Add the time that a trainer stayed in a phase before it went on."""
+        longest = self._longest.setdefault(phase, [])
+        self._counts[phase] = self._counts.get(phase, 0) + 1
+        if len(longest) < DURATIONS_LIMIT or seconds > longest[0]:
+            insort(longest, seconds)
+            del longest[:-DURATIONS_LIMIT]
+
+    def usual(self) -> dict[str, float]:
+        """Return the longest usual duration of each phase in seconds."""
+        usual = {}
+        for phase, longest in self._longest.items():
+            index = min(DURATIONS_LIMIT, max(1, self._counts[phase] // 20), len(longest))
+            usual[phase] = max(longest[-index], _SINGLE_WEIGHT * longest[-1])
+        return usual
+
+
+@dataclass(kw_only=True, eq=False)
+class Observations:
+    """Collects what the rules judge.
+
+    Attributes:
+        job: the observed job.
+        nodes: all nodes.
+        attempts: knows when the present attempt was started.
+        response: knows earlier incidents and verdicts.
+        settings: in force.
+        record_event: writes an event into the audit log.
+        slow_findings: returns the slow machines that spans show.
+    """
+
+    job: Job
+    nodes: Nodes
+    attempts: Attempts
+    response: Response
+    settings: RunningSettings
+    record_event: RecordEvent
+    slow_findings: Callable[[], tuple[SlowFinding, ...]] = tuple
+    _metrics: deque[Metric] = field(default_factory=lambda: deque(maxlen=METRICS_LIMIT), init=False)
+    _durations: PhaseDurations = field(default_factory=PhaseDurations, init=False)
+    _attempt: int = field(default=0, init=False)  # whose first steps are remembered
+    _first_steps: dict[int, int] = field(default_factory=dict, init=False)
+
+    def view(self, current_time: float) -> View:
+        """Return the view that the rules judge."""
+        state = self.job.state
+        limits = self.settings.limits
+        parallel = self.settings.config.parallel
+        size = state.ranks_per_node
+        holders = [
+            self.nodes[name].view(tuple(range(i * size, (i + 1) * size))) for i, name in enumerate(state.placement)
         ]
         return View(
-            job=job.name,
-            attempt=job.attempt,
-            phase=job.phase.value,
-            time=now,
-            started=self._attempts.started,
-            members=placed + [node.member(()) for node in self._nodes.spares()],
-            grid=Grid(parallel.tensor, job.data, parallel.pipeline, job.ranks_per_node),
+            job=state.name,
+            attempt=state.attempt,
+            phase=state.phase.value,
+            time=current_time,
+            started=self.attempts.started,
+            members=holders + [node.view(()) for node in self.nodes.spares()],
+            grid=Grid(parallel.tensor, state.data, parallel.pipeline, size),
             window=limits.window,
             interval=limits.interval,
             first_step=limits.first_step,
-            usual_durations=self._phase_durations.usual(),
-            incidents=list(self.incidents),
-            past=list(self.past),
+            usual_durations=self._durations.usual(),
+            incidents=list(self.response.incidents),
+            past=list(self.response.past),
             metrics=list(self._metrics),
-            slow=self.slow(),
+            slow_findings=self.slow_findings(),
             slow_action=limits.slow_action,
             slow_least=limits.slow_least,
         )
 
-    def learn(self, before: Heartbeat | None, after: Heartbeat) -> None:
-        """Phase durations: how long trainers were in a phase without any change, of those that then went on."""
-        starting = self._job.phase is Phase.STARTING
-        if before is None or before.attempt != after.attempt or not (starting or self._job.phase is Phase.RUNNING):
+    def learn_durations(self, previous: Heartbeat | None, heartbeat: Heartbeat) -> None:
+        """Learn from two successive heartbeats how long trainers stay in a phase that they then leave."""
+        if previous is None or previous.attempt != heartbeat.attempt or not self.job.is_at_work:
             return
-        for old, new in zip(before.workers, after.workers, strict=False):
-            moved = (old.phase, old.step, old.action) != (new.phase, new.step, new.action)
-            if not moved or old.rank != new.rank or not old.phase:
+        is_starting = self.job.phase is Phase.STARTING
+        for old, new in zip(previous.workers, heartbeat.workers, strict=False):
+            has_moved = (old.phase, old.step, old.action) != (new.phase, new.step, new.action)
+            if not has_moved or old.rank != new.rank or not old.phase:
                 continue
-            if not starting:
-                self._phase_durations.add(old.phase, old.status_age)
-            elif old.phase == "train":  # longer than any other step
-                self._phase_durations.add(FIRST_STEP, old.status_age)
+            if not is_starting:
+                self._durations.add(old.phase, old.status_age)
+            elif old.phase == "train":  # A first step takes longer than any other.
+                self._durations.add(FIRST_STEP, old.status_age)
 
-    def told(self, steps: Steps) -> None:
-        """What steps gave, from the agent of rank 0."""
+    def record_steps(self, steps: Steps) -> None:
+        """Store the metrics of steps, from the agent of rank 0."""
         if steps.replaces_earlier:
             self._metrics.clear()
         self._metrics.extend(Metric(s.step, s.loss, s.grad_norm, s.seconds) for s in steps.steps)
 
-    def progress(self, now: float, workers: list[Worker]) -> None:
-        """The furthest step, and whether this attempt has done its first."""
-        job = self._job
-        if self._attempt != job.state.attempt:
-            self._attempt, self._first_steps = job.state.attempt, {}
-        for w in workers:
-            if w.phase not in ("train", "save", "evaluate", "done"):
+    def follow_progress(self, current_time: float, workers: Sequence[Worker]) -> None:
+        """Advance the job to the furthest step, and to RUNNING after the first step of this attempt."""
+        if self._attempt != self.job.state.attempt:
+            self._attempt = self.job.state.attempt
+            self._first_steps = {}
+        for worker in workers:
+            if worker.phase not in ("train", "save", "evaluate", "done"):
                 continue
-            first = self._first_steps.setdefault(w.rank, w.step if w.phase == "train" else w.step - 1)
-            job.saw_step(w.step)
-            if job.phase is Phase.STARTING and (w.step > first or w.phase != "train"):
-                job.apply(JobEvent.FIRST_STEP)
-                took = now - self._attempts.started
-                self._note(
-                    Event.FIRST_STEP,
-                    evidence=(f"first step of attempt {job.state.attempt} after {took:.2f} s",),
-                    seconds=took,
-                    step=w.step,
-                )
-
-    def blame(self, verdict: Verdict) -> None:
-        """Remember what nodes were named for."""
-        self.incidents += [(time.monotonic(), node, str(verdict.kind)) for node in verdict.nodes]
+            current = worker.step if worker.phase == "train" else worker.step - 1
+            first = self._first_steps.setdefault(worker.rank, current)
+            self.job.advance(worker.step)
+            has_done_step = worker.step > first or worker.phase != "train"
+            if self.job.phase is Phase.STARTING and has_done_step:
+                self.job.apply(JobEvent.FIRST_STEP)
+                seconds = current_time - self.attempts.started
+                text = f"first step of attempt {self.job.state.attempt} after {seconds:.2f} s"
+                self.record_event(Event.FIRST_STEP, evidence=(text,), seconds=seconds, step=worker.step)

@@ -1,1 +1,1 @@
-"""What is done about faults: which recovery action, on which nodes, with which settings, in which attempt."""
+"""Recovery: what follows from verdicts, on which nodes, with which settings, in which attempt."""

@@ -1,130 +1,138 @@
-"""Attempts: every stop and every start of the trainers. Two never overlap: all nodes stop before any starts."""
+"""Attempts: every stop and every start of the trainers. They never overlap: all nodes stop before any starts."""
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megascale.core.events import Event
 from megascale.errors import EXIT_FAILED
-from megascale.resilience.driver.job_files import JobFiles
-from megascale.resilience.driver.nodes.nodes import Node, Nodes, Note
+from megascale.resilience.driver.launch_checks import JobFiles
+from megascale.resilience.driver.nodes import Node, Nodes, SelfCheck
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
+from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.driver.state.transitions import JobEvent
 
 
+def _first_order() -> int:
+    # Acknowledgements of an earlier driver's orders must not count. A clock may be set back, so the number is random.
+    return (1 + secrets.randbits(30)) << 20
+
+
+@dataclass(kw_only=True, eq=False)
 class Attempts:
-    """Args:
-    job, nodes: whose trainers they are, and where.
-    settings: in force.
-    words: further settings of the trainers' command line.
-    note: writes an event down.
-    files: the environment of every trainer, and where the nodes were asked to be.
+    """Starts and stops the trainers.
 
     Attributes:
-        started: when this attempt's processes were ordered (or a new driver took them over), on the monotonic clock.
+        job: whose trainers they are.
+        nodes: where they run.
+        settings: in force.
+        record_event: writes an event into the audit log.
+        overrides: further settings of the trainers' command line.
+        files: the trainers' environment and the configured order of the nodes.
+        started: when this attempt's processes were ordered or taken over, on the monotonic clock.
         order: number of the last order to stop or to run self-checks.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        nodes: Nodes,
-        settings: RunningSettings,
-        words: list[str],
-        note: Note,
-        files: JobFiles = JobFiles(),
-    ) -> None:
-        self._job, self._nodes, self._settings, self._words, self._note = job, nodes, settings, words, note
-        self._files = files
-        self.started = time.monotonic()
-        # Answers to stop orders of a driver before are none to ours; no clock: it may be set back.
-        self.order = (1 + secrets.randbits(30)) << 20
+    job: Job
+    nodes: Nodes
+    settings: RunningSettings
+    record_event: RecordEvent
+    overrides: Sequence[str] = ()
+    files: JobFiles = field(default_factory=JobFiles)
+    started: float = field(default_factory=time.monotonic)
+    order: int = field(default_factory=_first_order)
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model."""
-        parallel = self._settings.config.parallel
+        """The number of ranks that hold one copy of the model."""
+        parallel = self.settings.config.parallel
         return parallel.tensor * parallel.pipeline
 
-    def stop(self, event: JobEvent, why: str, **changes: Any) -> None:
-        """Stop all trainers for `event`, which says what follows."""
-        if self._job.apply(event, why=why, **changes) and self._job.phase is Phase.STOPPING:
+    def stop(self, event: JobEvent, reason: str, **changes: Any) -> None:
+        """Stop all trainers for `event`, which determines the phase that follows."""
+        if self.job.apply(event, reason=reason, **changes) and self.job.phase is Phase.STOPPING:
             self.order += 1
-            for node in self._nodes.all():
+            for node in self.nodes.all():
                 self.send_stop(node)
 
-    def fail(self, why: str, code: int = EXIT_FAILED) -> None:
-        """End the job: a person is needed."""
-        self._note(Event.JOB_FAILED, action="stop", evidence=(why,), exit_code=code)
-        self.stop(JobEvent.FAILED, why, exit_code=code)
+    def fail(self, reason: str, code: int = EXIT_FAILED) -> None:
+        """End the job, since a person is needed."""
+        self.record_event(Event.JOB_FAILED, action="stop", evidence=(reason,), exit_code=code)
+        self.stop(JobEvent.FAILED, reason, exit_code=code)
 
     def send_stop(self, node: Node) -> None:
-        """Have a node end its trainers (and self-checks) and say so."""
-        node.checking = 0
-        job = self._job.state
-        how = "save" if job.save and job.phase is Phase.STOPPING else "kill"
-        grace_period = self._settings.limits.grace_period
-        self._nodes.order(node, do="stop", order=self.order, how=how, grace_period=grace_period, forget=job.distrust)
+        """Order a node to end its trainers and self-checks and to acknowledge that."""
+        if node.self_check is SelfCheck.RUNNING:
+            node.self_check = SelfCheck.NOT_RUN
+        state = self.job.state
+        how = "save" if state.save and state.phase is Phase.STOPPING else "kill"
+        period = self.settings.limits.grace_period
+        self.nodes.order(node, do="stop", order=self.order, how=how, grace_period=period, forget=state.distrust)
 
-    def begin(self, now: float) -> None:
-        """Start the trainers on the nodes that were chosen."""
-        job = self._job.state
-        first = self._nodes[job.placement[0]]
-        # Agents may know more than a journal that was lost: a number that they have had starts nothing.
-        attempt = 1 + max(job.attempt, *(node.attempt for node in self._nodes.all()))
-        if not self._job.apply(JobEvent.BEGUN, attempt=attempt, master=(first.record.address, first.port)):
+    def begin(self, current_time: float) -> None:
+        """Start the trainers on the nodes of the placement."""
+        first = self.nodes[self.job.state.placement[0]]
+        # After the loss of a journal, agents may know newer attempts. A number that they know would start nothing.
+        attempt = 1 + max(self.job.state.attempt, *(node.attempt for node in self.nodes.all()))
+        if not self.job.apply(JobEvent.BEGUN, attempt=attempt, master=(first.record.address, first.port)):
             return
-        self.started = now
-        for node in self._nodes.all():
+        self.started = current_time
+        for node in self.nodes.all():
             node.forget_attempt()
-        job = self._job.state
-        for name in job.placement:
-            self.send_start(self._nodes[name])
-        self._note(
-            Event.ATTEMPT_STARTED,
-            nodes=job.placement,
-            evidence=(
-                f"attempt {job.attempt}: {job.world} ranks on {', '.join(job.placement)}, data parallelism {job.data}",
-                *self._order_of_nodes(job.placement),
-            ),
+        state = self.job.state
+        for name in state.placement:
+            self.send_start(self.nodes[name])
+        summary = (
+            f"attempt {state.attempt}: {state.world} ranks on {', '.join(state.placement)}, data parallelism "
+            f"{state.data}"
         )
+        evidence = (summary, *self._compare_with_placement_file(state.placement))
+        self.record_event(Event.ATTEMPT_STARTED, nodes=state.placement, evidence=evidence)
 
-    def _order_of_nodes(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """How the nodes chosen compare with resilience.placement."""
-        asked, file = self._files.nodes, f"resilience.placement={self._settings.limits.placement}"
-        if not asked:
+    def _compare_with_placement_file(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Describe how the chosen nodes differ from resilience.placement; empty without such a file."""
+        configured = self.files.nodes
+        if not configured:
             return ()
-        if len(names) != len(asked):
-            return (f"not as {file} says, which is for {len(asked)} nodes",)
-        other = [f"{got} in the place of {wanted}" for wanted, got in zip(asked, names, strict=True) if wanted != got]
-        more = f" and {len(other) - 5} more" if len(other) > 5 else ""
-        return (f"as {file} says" + (f", but {', '.join(other[:5])}{more}" if other else ""),)
+        file = f"resilience.placement={self.settings.limits.placement}"
+        if len(names) != len(configured):
+            return (f"the placement differs from {file}, which is for {len(configured)} nodes",)
+        changes = [f"{name} replaces {old}" for old, name in zip(configured, names, strict=True) if name != old]
+        if not changes:
+            return (f"the placement follows {file}",)
+        listed = ", ".join(changes[:5])
+        if len(changes) > 5:
+            listed += f" and {len(changes) - 5} more"
+        return (f"the placement follows {file}, but {listed}",)
 
     def send_start(self, node: Node) -> None:
-        """Have a node start its ranks of the current attempt."""
-        job, limits = self._job.state, self._settings.limits
-        ranks = job.ranks(node.name)
-        words = list(self._words)
-        if job.data * self.model_ranks != limits.nodes * job.ranks_per_node:
-            words.append(f"--parallel.data={job.data}")
-        node.last_seen, node.may_run = max(node.last_seen, self.started), True
-        self._nodes.order(
+        """Order a node to start its ranks of the current attempt."""
+        state = self.job.state
+        ranks = state.ranks(node.name)
+        overrides = list(self.overrides)
+        if state.data * self.model_ranks != self.settings.limits.nodes * state.ranks_per_node:
+            overrides.append(f"--parallel.data={state.data}")
+        node.last_seen = max(node.last_seen, self.started)
+        self.nodes.leases.holders.add(node.name)
+        self.nodes.order(
             node,
             do="start",
-            attempt=job.attempt,
-            job=job.name,
+            attempt=state.attempt,
+            job=state.name,
             ranks=list(ranks),
-            world=job.world,
-            master=list(job.master),
-            settings=self._settings.config.to_toml(),
-            words=words,
-            env=self._files.environment,
-            fresh=node.name in job.fresh,
+            world=state.world,
+            master=list(state.master),
+            settings=self.settings.config.to_toml(),
+            words=overrides,
+            env=self.files.environment,
+            fresh=node.name in state.fresh,
             forward=0 if 0 in ranks else None,
-            state=job.to_json(),
-            identity=self._settings.identity,
+            state=state.to_json(),
+            identity=self.settings.identity,
         )

@@ -1,30 +1,46 @@
-"""The escalation policy: the mildest recovery action that still has a budget, and why. Pure functions of plain data.
+"""The escalation policy: the mildest recovery action that still has a budget, and when starting again is hopeless.
 
     retry      fork the processes again in place, from what is already imported
     respawn    start the node's agent and fork server again on the same machine
     spare      a warm node takes the place of the bad one
-    replenish  ask the cluster for a new node and wait for it
-    shrink     go on with fewer data-parallel copies
-    stop       no action is left: a person is needed
+    replenish  request a new node from the cluster and wait for it
+    shrink     continue with fewer data-parallel copies
+    stop       no action remains: a person is needed
 
-Each use of an action counts against its budget for `resilience.budget_seconds`; a used-up budget escalates to the next.
+Each use of an action counts against its budget for `resilience.budget_seconds`; a used-up budget escalates to the next
+action. Every fault that ends a start is counted, whatever its cause: a job whose starts bring no new step ends after
+`resilience.no_progress_limit` of them. Pure functions of plain data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import takewhile
+from typing import Any, Literal
 
 from megascale.config import Config, ResilienceConfig
+from megascale.core.events import Event
+from megascale.core.status import FAILED_IN_STEP
+from megascale.resilience.driver.state.job_state import JobState
+from megascale.resilience.driver.state.journal_reader import Entry
+from megascale.resilience.protocol.heartbeat import Worker
+from megascale.resilience.rules.view import Verdict
 
 RecoveryAction = Literal["retry", "respawn", "spare", "replenish", "shrink", "stop"]
 RECOVERY_ACTIONS: tuple[RecoveryAction, ...] = ("retry", "respawn", "spare", "replenish", "shrink", "stop")
+REMEMBERED_ENDS = 50
 
 
 @dataclass(frozen=True)
 class Use:
-    """An action was taken for a node ("" for no node in particular). time: seconds on the driver's monotonic clock."""
+    """A recovery action that was taken.
+
+    Attributes:
+        time: seconds on the driver's monotonic clock.
+        node: the recovered node, "" if none was to blame.
+    """
 
     time: float
     action: RecoveryAction
@@ -33,18 +49,18 @@ class Use:
 
 @dataclass(frozen=True)
 class Situation:
-    """What the choice depends on.
+    """The facts that determine the choice of an action.
 
     Attributes:
         node: the node to recover, "" if none is to blame.
         evict: it must not be used again.
         reachable: its agent answers.
-        alive: an agent could be started on it.
-        running: the cluster says that its agent runs; if it is not reachable too, nothing comes from it.
-        spares: warm nodes that are free.
-        slow_start: a spare takes over sooner than an agent comes that is started again.
-        tested: how many of them passed the self-checks.
-        now: seconds, on the clock of the uses.
+        alive: an agent can be started on it.
+        spares: number of free warm nodes.
+        time: seconds, on the clock of the uses.
+        running: its agent runs according to the cluster; if it is not reachable, it sends nothing.
+        tested: number of spares that passed the self-checks.
+        slow_start: a spare takes over sooner than an agent that is started again.
     """
 
     node: str
@@ -60,67 +76,95 @@ class Situation:
 
 @dataclass(frozen=True)
 class Choice:
-    """The recovery action, and the sentences that explain it."""
+    """A recovery action, and the sentences that explain it."""
 
     action: RecoveryAction
     reasons: tuple[str, ...]
 
 
-def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choice:
-    """The mildest recovery action with a budget left, for one node."""
-    recent = [use for use in uses if at.time - use.time < config.budget_seconds]
-    why: list[str] = []
+class _Budgets:
+    """The uses within the budget period, and the sentences about them.
 
-    def budget(action: RecoveryAction, limit: int, node: str | None) -> bool:
-        used = sum(use.action == action and node in (None, use.node) for use in recent)
-        whose = "" if node is None else f" for {node}" if node else " without a node to blame"
-        period = f"in {config.budget_seconds:g} s"
+    Attributes:
+        reasons: one sentence per action that was considered.
+    """
+
+    def __init__(self, config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> None:
+        self._recent = [use for use in uses if at.time - use.time < config.budget_seconds]
+        self._node = at.node
+        self._period = f"in {config.budget_seconds:g} s"
+        self.reasons: list[str] = []
+
+    def allows(self, action: RecoveryAction, limit: int) -> bool:
+        """Return True if the node has uses of `action` left, and explain the answer."""
+        used = sum(use.action == action and use.node == self._node for use in self._recent)
+        subject = f" for {self._node}" if self._node else " without a node to blame"
         if used < limit:
-            why.append(f"{action}: use {used + 1} of {limit}{whose} {period}")
+            self.reasons.append(f"{action}: use {used + 1} of {limit}{subject} {self._period}")
             return True
-        why.append(f"{action}: all {limit} uses{whose} {period} are spent")
+        self.reasons.append(f"{action}: all {limit} uses{subject} {self._period} are spent")
         return False
 
-    if not at.evict:
-        if not at.reachable:
-            why.append(f"retry: not possible, the agent of {at.node} does not answer")
-        elif budget("retry", config.retries, at.node):
-            return Choice("retry", tuple(why))
-        if at.node and not at.alive:
-            why.append(f"respawn: not possible, {at.node} is down")
-        elif at.node and at.running and not at.reachable and at.spares:
-            why.append(f"respawn: left out, the agent of {at.node} runs but sends nothing: its network, or its machine")
-        elif at.node and at.slow_start and not at.reachable and at.spares:
-            why.append(f"respawn: left out, a spare is sooner there than {at.node} again")
-        elif budget("respawn", config.respawns, at.node):
-            return Choice("respawn", tuple(why))
-    else:
-        why.append(f"retry and respawn: left out, {at.node} is to be evicted")
+    @property
+    def replacements(self) -> int:
+        """The number of nodes that were replaced."""
+        return sum(use.action in ("spare", "replenish") for use in self._recent)
+
+
+def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choice:
+    """Choose the mildest recovery action with a budget left for one node."""
+    budgets = _Budgets(config, at, uses)
+    reasons = budgets.reasons
+    in_place = None if at.evict else _choose_in_place(config, at, budgets)
+    if in_place is not None:
+        return Choice(in_place, tuple(reasons))
+    if at.evict:
+        reasons.append(f"retry and respawn: skipped, {at.node} is to be evicted")
     if not at.node:
-        why.append("spare: no node is to blame, so replacing one would be a guess")
-        return Choice("stop", tuple(why))
-    replaced = sum(use.action in ("spare", "replenish") for use in recent)
+        reasons.append("spare: no node is to blame, so replacing one would be a guess")
+        return Choice("stop", tuple(reasons))
+    period = f"in {config.budget_seconds:g} s"
+    replaced = budgets.replacements
     if replaced >= config.replacements:
-        why.append(
-            f"spare and replenish: all {config.replacements} replacements in {config.budget_seconds:g} s are spent"
-        )
-        return Choice("shrink", tuple(why))
-    count = f"replacement {replaced + 1} of {config.replacements} in {config.budget_seconds:g} s"
+        reasons.append(f"spare and replenish: all {config.replacements} replacements {period} are spent")
+        return Choice("shrink", tuple(reasons))
+    count = f"replacement {replaced + 1} of {config.replacements} {period}"
     if at.spares:
-        why.append(f"spare: {at.spares} warm, {at.tested} passed the self-checks; {count}")
-        return Choice("spare", tuple(why))
-    why.append("spare: none is free")
+        reasons.append(f"spare: {at.spares} warm, {at.tested} passed the self-checks; {count}")
+        return Choice("spare", tuple(reasons))
+    reasons.append("spare: none is free")
     if config.replenish_wait:
-        why.append(f"replenish: waiting up to {config.replenish_wait:g} s for a new node; {count}")
-        return Choice("replenish", tuple(why))
-    why.append("replenish: resilience.replenish_wait=0 asks for no new nodes")
-    return Choice("shrink", tuple(why))
+        reasons.append(f"replenish: waiting up to {config.replenish_wait:g} s for a new node; {count}")
+        return Choice("replenish", tuple(reasons))
+    reasons.append("replenish: resilience.replenish_wait=0 requests no new nodes")
+    return Choice("shrink", tuple(reasons))
+
+
+def _choose_in_place(config: ResilienceConfig, at: Situation, budgets: _Budgets) -> RecoveryAction | None:
+    """Choose an action that keeps the node, None if there is none."""
+    reasons = budgets.reasons
+    if not at.reachable:
+        reasons.append(f"retry: not possible, the agent of {at.node} does not answer")
+    elif budgets.allows("retry", config.retries):
+        return "retry"
+    spare_can_replace = bool(at.node) and not at.reachable and at.spares > 0
+    if at.node and not at.alive:
+        reasons.append(f"respawn: not possible, {at.node} is down")
+    elif spare_can_replace and at.running:
+        reasons.append(
+            f"respawn: skipped, the agent of {at.node} runs but sends nothing: its network or its machine is at fault"
+        )
+    elif spare_can_replace and at.slow_start:
+        reasons.append(f"respawn: skipped, a spare takes over sooner than {at.node} starts again")
+    elif budgets.allows("respawn", config.respawns):
+        return "respawn"
+    return None
 
 
 def refund_last_blameless_use(uses: list[Use]) -> None:
-    """Remove the last start that blamed no node from `uses`, in place: its cause has been found since.
+    """Remove the last start that blamed no node from `uses`, in place, since its cause was found later.
 
-    Only `retry` and `respawn` are chosen for want of a node to blame; a `shrink` names none either, but is spent.
+    Only `retry` and `respawn` are chosen for lack of a node to blame; a `shrink` names none either, but stays spent.
     """
     for i in range(len(uses) - 1, -1, -1):
         if not uses[i].node and uses[i].action in ("retry", "respawn"):
@@ -128,12 +172,77 @@ def refund_last_blameless_use(uses: list[Use]) -> None:
             return
 
 
+def list_past_uses(entries: Iterable[Entry], wall_time: float, current_time: float) -> list[Use]:
+    """Return the recovery actions among the journal's events, on the monotonic clock of this process.
+
+    The journal has the time of day. An event from the future was written before the clock was set back; its age is
+    unknown, so it counts as of now and expires like any other.
+    """
+    actions = {str(action): action for action in RECOVERY_ACTIONS}
+    uses: list[Use] = []
+    for entry in entries:
+        if entry.kind == Event.RECOVERY_ACTION and entry.action in actions:
+            if entry.details.get("explains"):
+                refund_last_blameless_use(uses)
+            time = current_time - max(0.0, wall_time - entry.time)
+            uses.append(Use(time, actions[entry.action], entry.nodes[0] if entry.nodes else ""))
+    return uses
+
+
 def data_sizes(config: Config, ranks_per_node: int, nodes: int) -> list[tuple[int, int]]:
-    """(data-parallel size, nodes it takes) that `nodes` nodes can run, largest first, down to resilience.min_data."""
-    parallel, train = config.parallel, config.train
+    """Return (data-parallel size, number of nodes) that `nodes` nodes can run, largest first, from resilience.min_data.
+
+    The batch must be divisible and every node must be full.
+    """
+    parallel = config.parallel
+    train = config.train
     model = parallel.tensor * parallel.pipeline
-    found = []
+    sizes = []
     for data in range(nodes * ranks_per_node // model, config.resilience.min_data - 1, -1):
         if (data * model) % ranks_per_node == 0 and train.global_batch % (train.micro_batch * data) == 0:
-            found.append((data, data * model // ranks_per_node))
-    return found
+            sizes.append((data, data * model // ranks_per_node))
+    return sizes
+
+
+# progress -------------------------------------------------------------------------------------------------------------
+
+
+def find_end_step(verdicts: Sequence[Verdict], workers: Iterable[Worker]) -> int:
+    """Return the step in which a start ended, 0 if it ended while starting, loading, saving or evaluating.
+
+    Args:
+        verdicts: the reasons for its end; the steps of their ranks count, or those of all ranks if none is to blame.
+        workers: all ranks as last seen.
+    """
+    blamed = {rank for verdict in verdicts for rank in verdict.ranks}
+    steps = Counter(
+        worker.step
+        for worker in workers
+        if worker.phase in ("train", FAILED_IN_STEP) and (not blamed or worker.rank in blamed)
+    )
+    return steps.most_common(1)[0][0] if steps else 0
+
+
+def count_start(job: JobState, end_step: int) -> dict[str, Any]:
+    """Return the changes of `job` after a start has ended in step `end_step` (0: outside of a step)."""
+    if job.step > job.best:
+        return {"best": job.step, "starts_without_progress": 0, "ends": (end_step,)}
+    ends = (*job.ends, end_step)[-REMEMBERED_ENDS:]
+    return {"starts_without_progress": job.starts_without_progress + 1, "ends": ends}
+
+
+def count_equal_ends(job: JobState) -> tuple[int, int]:
+    """Return (step, number of the last consecutive starts that ended in it); step 0: outside of a step."""
+    if not job.ends:
+        return 0, 0
+    last = job.ends[-1]
+    return last, sum(1 for _ in takewhile(lambda step: step == last, reversed(job.ends)))
+
+
+def explain_no_progress(job: JobState, limit: int) -> str:
+    """Explain why a job whose starts brought no new step must not start again."""
+    beyond = f"no step beyond {job.best}" if job.best else "no step at all"
+    return (
+        f"{job.starts_without_progress} starts in a row brought {beyond} (resilience.no_progress_limit={limit}): "
+        "starting again does not help"
+    )

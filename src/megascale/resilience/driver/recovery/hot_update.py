@@ -1,38 +1,52 @@
-"""Hot update: change settings of a job that runs. The trainers save, the new settings are written, they start again.
+"""Hot update: change settings of a running job. The trainers save, the new settings are written, they start again.
 
-The settings before are kept in RUN/driver/job.before.toml until the new ones have brought a step.
+The previous settings stay in RUN/driver/job.before.toml until the new ones have produced a step.
+
+An order over the HTTP API may change only settings whose values are numbers, yes or no, or listed words: free text
+leads to files, servers and programs. A writer of the run folder may store any setting there, and the order says only
+that it is to be taken: a token alone cannot bring one in.
 """
 
 from __future__ import annotations
 
 import os
+import types
+import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Union
 
 from megascale.config import CHANGEABLE_KEYS, Config, ResilienceConfig, load
-from megascale.core.untrusted_files import read_small_text
+from megascale.core import strict_json
+from megascale.core.untrusted_files import read_bounded, read_small_text
 from megascale.errors import ConfigError
 from megascale.resilience.protocol.contact import driver_folder
 
-# What the driver and its agents hold, or what the saved state is made of.
+# Settings that the driver and its agents hold, or that determine the saved state.
 FIXED = ("model", "parallel", "resilience", "train.name", "train.runs", "train.device")
+_STORED = "restart.json"
+_STORED_LIMIT = 1 << 20  # bytes
 
 
 def settings_file(run: Path) -> Path:
-    """Where trainers read their settings: RUN/driver/job.toml."""
+    """Return the file from which trainers read their settings: RUN/driver/job.toml."""
     return driver_folder(run) / "job.toml"
 
 
+def _previous_file(run: Path) -> Path:
+    return driver_folder(run) / "job.before.toml"
+
+
 class RunningSettings:
-    """The settings that a job runs with; one object for all parts of a driver.
+    """The settings with which a job runs, shared by all parts of a driver.
 
     Attributes:
         config: in force now.
     """
 
     def __init__(self, run: Path, config: Config) -> None:
-        self._run, self.config = run, config
+        self._run = run
+        self.config = config
 
     @property
     def limits(self) -> ResilienceConfig:
@@ -41,94 +55,161 @@ class RunningSettings:
 
     @property
     def identity(self) -> str:
-        """The run's random name, as the trainers of rank 0 made it; "" before."""
+        """The run's random name, which rank 0 creates; "" before."""
         try:
             return read_small_text(self._run / "identity").strip()[:200]
         except (OSError, ValueError):
             return ""
 
     def change(self, settings: Sequence[str]) -> tuple[str, ...]:
-        """Put changed settings in force; what changed, in words. ConfigError as `apply`."""
-        self.config, changed = apply(self._run, self.config, settings)
-        return changed
+        """Put changed settings into force and describe the changes. Raise ConfigError as `apply` does."""
+        self.config, changes = apply(self._run, self.config, settings)
+        return changes
 
     def undo(self) -> None:
-        """Put the settings before back in force."""
+        """Put the previous settings into force again."""
         self.config = undo(self._run)
 
 
 def apply(run: Path, config: Config, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
-    """Write changed settings; returns them and what changed, in words.
+    """Write changed settings; return them and a description of each change.
 
-    Raises ConfigError, with nothing written, for a wrong key or value, one of FIXED, or no change at all.
+    Raises:
+        ConfigError: a key or value is wrong or FIXED, or nothing changes. Nothing was written then.
     """
     file = settings_file(run)
     new = load(file, [f"--{setting}" for setting in settings])
     if new.rendezvous.password is not None:
         raise ConfigError(
-            "rendezvous.url holds a password, which a job that runs cannot take over: interrupt it and launch it again "
-            "with the new one"
+            "rendezvous.url contains a password, which a running job cannot take over: interrupt it and launch it "
+            "again with the new one"
         )
-    before, after = _flat(config.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    before = _flatten(config.model_dump(mode="json"))
+    after = _flatten(new.model_dump(mode="json"))
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     if not changed:
         raise ConfigError(f"{', '.join(settings)}: the job has these settings already")
     for key in changed:
-        if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED):
+        if _is_fixed(key):
             raise ConfigError(
-                f"{key}={after.get(key)} cannot be changed in a job that runs ({', '.join(FIXED)} are fixed): "
+                f"{key}={after.get(key)} cannot be changed in a running job ({', '.join(FIXED)} are fixed): "
                 "interrupt it and launch it again with the new value"
             )
-    asked = [key for key in changed if key in CHANGEABLE_KEYS and key not in new.checkpoint.accept_changes]
-    if asked:
-        accepted = ",".join([*new.checkpoint.accept_changes, *asked])
+    unaccepted = [key for key in changed if key in CHANGEABLE_KEYS and key not in new.checkpoint.accept_changes]
+    if unaccepted:
+        accepted = ",".join([*new.checkpoint.accept_changes, *unaccepted])
         raise ConfigError(
-            f"{', '.join(f'{key}={after.get(key)}' for key in asked)} would have samples trained twice, never or "
-            f"otherwise than before; accept it with checkpoint.accept_changes={accepted} in the same update"
+            f"{', '.join(f'{key}={after.get(key)}' for key in unaccepted)} would train samples twice, never or "
+            f"differently than before; accept it with checkpoint.accept_changes={accepted} in the same update"
         )
-    os.replace(_written(config, file.with_name("job.before.tmp")), _before(run))
-    os.replace(_written(new, file.with_name("job.tmp")), file)
+    _replace(_previous_file(run), config)
+    _replace(file, new)
     return new, tuple(f"{key}: {before.get(key)} -> {after.get(key)}" for key in changed)
 
 
 def undo(run: Path) -> Config:
-    """Put the settings before back in force."""
-    os.replace(_before(run), settings_file(run))
+    """Put the previous settings into force again."""
+    os.replace(_previous_file(run), settings_file(run))
     return load(settings_file(run))
 
 
 def changed_since_last_launch(run: Path, config: Config) -> str:
-    """What a new launch trains with otherwise than the last one ended with, in a sentence; "" if nothing.
+    """Describe how a new launch differs from the settings with which the last one ended; "" if it does not.
 
-    A hot update lives as long as its job: the next launch takes its own settings, and says which of them differ.
+    A hot update lives as long as its job: the next launch takes its own settings, and reports which of them differ.
     """
     try:
         last = load(settings_file(run))
-    except ConfigError:  # none, or a version's that had other settings
+    except ConfigError:  # There is no file, or another version wrote other settings.
         return ""
-    before, after = _flat(last.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    before = _flatten(last.model_dump(mode="json"))
+    after = _flatten(config.model_dump(mode="json"))
     keys = [key for key in before if before[key] != after.get(key) and not key.startswith("resilience.")]
     if not keys:
         return ""
-    told = ", ".join(f"{key} {before[key]} -> {after.get(key)}" for key in keys)
-    return f"settings differ from those that the last launch ended with: {told}; give the old ones again to keep them"
+    changes = ", ".join(f"{key} {before[key]} -> {after.get(key)}" for key in keys)
+    return f"settings differ from the last launch's final ones: {changes}; pass the previous values to keep them"
 
 
-def _before(run: Path) -> Path:
-    return settings_file(run).with_name("job.before.toml")
+def _is_fixed(name: str) -> bool:
+    return any(name == fixed or name.startswith(f"{fixed}.") for fixed in FIXED)
 
 
-def _written(config: Config, file: Path) -> Path:
-    config.write(file)
-    return file
+def _replace(file: Path, config: Config) -> None:
+    temporary = file.with_suffix(".tmp")
+    config.write(temporary)
+    os.replace(temporary, file)
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as {"section.key": value}."""
-    found: dict[str, Any] = {}
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested sections as {"section.key": value}."""
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flatten(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value
-    return found
+            flat[prefix + key] = value
+    return flat
+
+
+# orders over the API --------------------------------------------------------------------------------------------------
+
+
+def list_orderable_settings() -> frozenset[str]:
+    """Return the names (section.key) of the settings that an order may change."""
+    names = {"checkpoint.accept_changes"}  # a list of settings' names, which `apply` asks for
+    for section, section_field in Config.model_fields.items():
+        for key, field in getattr(section_field.annotation, "model_fields", {}).items():
+            name = f"{section}.{key}"
+            if not _is_fixed(name) and _is_plain(field.annotation):
+                names.add(name)
+    return frozenset(names)
+
+
+def check_settings(settings: Sequence[str]) -> None:
+    """Raise ConfigError for the first of some section.key=value that an order may not change."""
+    allowed = list_orderable_settings()
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        section, _, key = name.replace("-", "_").partition(".")
+        section_field = Config.model_fields.get(section)
+        keys = getattr(section_field.annotation, "model_fields", {}) if section_field is not None else {}
+        if key in keys and f"{section}.{key}" not in allowed:
+            raise ConfigError(
+                f"{name}={value[:100]} cannot be changed by an order: only numbers, yes or no, and listed words can, "
+                f"outside {', '.join(FIXED)}; use `megascale restart` as the run's user, or launch the job again"
+            )
+
+
+def _is_plain(annotation: Any) -> bool:
+    """Return True for the type of a number, a flag or a listed word, or of several of them."""
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if origin is Literal:
+        return True
+    if origin is Annotated:
+        return _is_plain(arguments[0])
+    if origin in (Union, types.UnionType, list, tuple):
+        return all(argument is Ellipsis or _is_plain(argument) for argument in arguments)
+    return annotation in (int, float, bool, type(None))
+
+
+def store_settings(run: Path, settings: Sequence[str]) -> None:
+    """Store settings, each section.key=value, in the run folder for the next restart."""
+    file = driver_folder(run) / _STORED
+    file.unlink(missing_ok=True)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(strict_json.dumps(list(settings)))
+
+
+def take_stored_settings(run: Path) -> list[str]:
+    """Return and remove the stored settings. Raise ConfigError if there are none."""
+    file = driver_folder(run) / _STORED
+    try:
+        settings = strict_json.loads(read_bounded(file, _STORED_LIMIT))
+        file.unlink()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} has no settings for a restart ({error})") from None
+    if not isinstance(settings, list) or not all(isinstance(setting, str) for setting in settings):
+        raise ConfigError(f"{file} is not a list of settings")
+    return settings

@@ -3,187 +3,226 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from megascale.core.events import Event
 from megascale.errors import EXIT_BAD_DATA
-from megascale.resilience.driver.job_files import unknown_nodes
-from megascale.resilience.driver.nodes.nodes import Nodes, Note
+from megascale.resilience.driver.launch_checks import describe_unknown_nodes
+from megascale.resilience.driver.nodes import Node, Nodes, SelfCheck
 from megascale.resilience.driver.recovery import escalation
 from megascale.resilience.driver.recovery.attempts import Attempts
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
-from megascale.resilience.driver.recovery.recovery import Recovery
-from megascale.resilience.driver.recovery.self_checks import SelfChecks
+from megascale.resilience.driver.recovery.recovery import Recovery, SelfChecks
+from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import ENDED, NodeState, Phase
+from megascale.resilience.driver.state.job_state import ENDED, Phase
 from megascale.resilience.driver.state.transitions import JobEvent
 
-ASK_AGAIN = 5.0  # seconds between requests for nodes: one may be refused at once
-TOGETHER = 10.0  # seconds to wait at the first start for all that were asked for, spares too
+REQUEST_INTERVAL = 5.0  # seconds between requests for nodes: a cluster may refuse one at once
+FIRST_WAIT = 10.0  # seconds to wait at the first start for all requested nodes, spares too
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """n2 before n10."""
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts n2 before n10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
+@dataclass(kw_only=True, eq=False)
 class Placement:
-    """Args:
-    job, nodes, attempts: what is placed where, stopped and started.
-    recovery: takes out nodes that do not stop.
-    checks: what a stop may lead to.
-    settings: in force.
-    note: writes an event down.
-    asked: nodes in rank order, as resilience.placement has them; empty: in the order of their names.
+    """Gives every rank a node, and starts the trainers once all nodes have stopped.
+
+    Attributes:
+        job: whose ranks are placed.
+        nodes: all nodes.
+        attempts: starts the trainers.
+        recovery: takes out nodes that do not stop.
+        checks: runs the self-checks that may follow a stop.
+        settings: in force.
+        record_event: writes an event into the audit log.
+        configured: names of the nodes in rank order by resilience.placement; empty: by name.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        nodes: Nodes,
-        attempts: Attempts,
-        recovery: Recovery,
-        checks: SelfChecks,
-        settings: RunningSettings,
-        note: Note,
-        asked: tuple[str, ...] = (),
-    ) -> None:
-        self._job, self._nodes, self._attempts, self._recovery, self._checks = job, nodes, attempts, recovery, checks
-        self._settings, self._note, self._asked = settings, note, asked
-        self._told_of_asked = False
-        self._unreached: dict[str, float] = {}  # nodes that may still run ranks, and since when that holds up a start
-        self._there = ""  # what was there when nodes were last asked for
+    job: Job
+    nodes: Nodes
+    attempts: Attempts
+    recovery: Recovery
+    checks: SelfChecks
+    settings: RunningSettings
+    record_event: RecordEvent
+    configured: tuple[str, ...] = ()
+    _reported_waiting: bool = field(default=False, init=False)
+    _blocking_nodes: dict[str, float] = field(default_factory=dict, init=False)  # since when each delays a start
+    _reported_presence: str = field(default="", init=False)
 
-    def check_stopped(self, now: float) -> None:
-        """Whether all nodes have stopped; then on to the goal."""
-        job, limits, order = self._job.state, self._settings.limits, self._attempts.order
-        final = job.goal in ENDED or job.goal is Phase.PAUSED
-        waited = [self._nodes[name] for name in job.placement if self._nodes[name].acknowledged != order]
+    # stopping -------------------------------------------------------------------------------------------------------
+
+    def check_stopped(self, current_time: float) -> None:
+        """Enter the goal once all nodes have stopped."""
+        job = self.job.state
+        limits = self.settings.limits
+        is_final = job.goal in ENDED or job.goal is Phase.PAUSED
+        placed = [self.nodes[name] for name in job.placement]
+        pending = [node for node in placed if node.acknowledged != self.attempts.order]
         limit = (limits.grace_period if job.save else 0.0) + 2 * limits.window
-        for node in waited:
-            # One that was cut off and is back has its time from then on.
-            if node.state is NodeState.UP and now - max(self._job.entered, node.joined) > limit:
-                self._nodes.lose(node, f"{node.name} did not stop its processes within {limit:g} s")
-                if not final:
-                    self._recovery.recover_node(node.name, evict=True)
-        # One that is lost runs nothing any more (it was fenced) and is not waited for; a joining one may still run.
-        if any(node.state is NodeState.UP for node in waited):
+        for node in pending:
+            # A node that was cut off and returned has the time from its return on.
+            if node.state.is_present and current_time - max(self.job.entered, node.joined) > limit:
+                self.nodes.lose(node, f"{node.name} did not stop its processes within {limit:g} s")
+                if not is_final:
+                    self.recovery.recover_node(node.name, evict=True)
+        # A lost node runs nothing any more, since it was fenced. A joining one may still run something.
+        if any(node.state.is_present for node in pending):
             return
-        if self._job.state.goal is not Phase.STARTING:  # recover_node may have ended the job
-            self._job.apply(JobEvent.STOPPED)
-            if self._job.phase is Phase.DIAGNOSING:
-                self._checks.begin()
-        elif waited or any(not self._nodes[name].remains for name in job.placement):
-            self._job.apply(JobEvent.GAP)  # one that has stopped may be lost since, while others may still run
-        elif not self._others_may_run(now):
-            self._attempts.begin(now)
+        if self.job.state.goal is not Phase.STARTING:  # recover_node may have ended the job.
+            self.job.apply(JobEvent.STOPPED)
+            if self.job.phase is Phase.DIAGNOSING:
+                self.checks.begin()
+        elif pending or any(not self.nodes[name].is_staying for name in job.placement):
+            # A node that has stopped may be lost later, while others still run.
+            self.job.apply(JobEvent.GAP)
+        elif not self._is_blocked(current_time):
+            self.attempts.begin(current_time)
 
-    def _others_may_run(self, now: float) -> bool:
-        """Whether a node that nobody reaches may still run ranks that are to start elsewhere."""
-        held = {node.name for node in self._nodes.held(now)}
-        if freed := tuple(sorted(self._unreached.keys() - held)):
-            waited = now - min(self._unreached[name] for name in freed)
-            text = f"what ran on {', '.join(freed)} has ended its ranks for certain: waited {waited:.1f} s for that"
-            self._note(Event.RANKS_FENCED, nodes=freed, evidence=(text,))
-        self._unreached = {name: self._unreached.get(name, now) for name in held}
-        return bool(held)
+    def _is_blocked(self, current_time: float) -> bool:
+        """Return True if an unreachable node may still run ranks that are to start elsewhere."""
+        holders = {node.name for node in self.nodes.list_unreachable_holders(current_time)}
+        freed = tuple(sorted(self._blocking_nodes.keys() - holders))
+        if freed:
+            waited = current_time - min(self._blocking_nodes[name] for name in freed)
+            text = f"the ranks on {', '.join(freed)} have certainly ended; the start waited {waited:.1f} s for that"
+            self.record_event(Event.RANKS_FENCED, nodes=freed, evidence=(text,))
+        self._blocking_nodes = {name: self._blocking_nodes.get(name, current_time) for name in holders}
+        return bool(holders)
 
-    def assign_ranks(self, now: float) -> None:
-        """Give every rank a node, when there are enough: the old ones where they still serve, spares in the gaps."""
-        self._evict_what_was_asked_for()
-        if self._job.phase is not Phase.WAITING:
+    # placing --------------------------------------------------------------------------------------------------------
+
+    def assign_ranks(self, current_time: float) -> None:
+        """Place all ranks once there are enough nodes: usable nodes keep their ranks, spares fill the gaps."""
+        self._evict_requested()
+        if self.job.phase is not Phase.WAITING:
             return
-        job, nodes, limits = self._job.state, self._nodes, self._settings.limits
-        wanted, waited = limits.nodes, now - self._job.entered
-        free = [nodes[n] for n in sorted(nodes.names(), key=self._order) if n not in job.placement]
-        lost = {nodes.switch(n) for n in job.placement if n not in nodes or not nodes[n].usable} - {""}
-        # Those that passed first, and those under the switch of what they replace.
-        free = sorted((n for n in free if n.usable), key=lambda n: (not n.tested, nodes.switch(n.name) not in lost))
-        kept = [nodes.known(name) for name in job.placement]
-        usable = sum(n.keeps for n in kept) + len(free)
-        coming = nodes.requests or nodes.is_coming(nodes.all())
-        if nodes.is_coming(kept):
-            return  # the recovery action is under way
-        if not kept and coming and (usable < wanted or waited < TOGETHER or self._asked_are_coming()):
-            return  # nodes that start together are placed in the order of their names, or in the one asked for
-        if not kept and usable >= wanted and self._must_wait_for_asked(waited):
+        job = self.job.state
+        holders = [self.nodes.ensure_known(name) for name in job.placement]
+        free = self._list_free_nodes()
+        usable = sum(node.may_keep_ranks for node in holders) + len(free)
+        if self.nodes.is_any_joining(holders):
+            return  # The recovery action is under way.
+        waited = current_time - self.job.entered
+        if not holders and self._must_wait_for_first_nodes(usable, waited):
             return
-        data, count = job.data, len(kept) or wanted
-        if usable >= wanted:
-            data, count = wanted * job.ranks_per_node // self._attempts.model_ranks, wanted
-        if usable < count:
-            if coming:
-                return
-            if limits.replenish_wait and waited < limits.replenish_wait:
-                self._ask_for(count - usable, f"{usable} of {count} nodes are there", now)
-                return
-            sizes = [
-                size
-                for size in escalation.data_sizes(self._settings.config, job.ranks_per_node, usable)
-                if size[0] < job.data
-            ]
-            if not sizes:
-                self._attempts.fail(f"{usable} usable nodes are too few and none came: the job needs {count}")
-                return
-            data, count = sizes[0]
-            why = f"{usable} usable nodes: data parallelism goes from {job.data} to {data} on {count} nodes"
-            self._recovery.shrink(why)
-        in_file = len(self._asked) == count > len(kept)  # a first start, or all the nodes again that the file is for
-        if in_file:
-            taken = set(self._asked)
-            free = [n for n in nodes.all() if n.usable and n.name not in taken]
-            free.sort(key=lambda n: (not n.tested, _natural(n.name)))
-        wished = [nodes.get(name) for name in self._asked] if in_file else list(kept)
-        chosen = [n if n is not None and n.usable else None for n in wished]
-        chosen += [None] * (count - len(chosen))
-        for i, name in enumerate(job.placement):  # a drained node keeps its ranks where no other can take them
-            if wished == kept and kept[i].keeps and chosen[i] is None and chosen.count(None) > len(free):
-                chosen[i] = nodes[name]
-        if count < len(chosen):
-            chosen = [n for n in chosen if n is not None]
-        filled = [n if n is not None else free.pop(0) for n in chosen[:count] if n is not None or free]
-        names = tuple(n.name for n in filled)
-        self._there = ""
-        self._attempts.stop(JobEvent.PLACED, job.reason or "first start", placement=names, data=data)
+        size = self._choose_size(usable, len(holders), current_time)
+        if size is None:
+            return
+        data, count = size
+        placement = self._fill(holders, free, count)
+        self._reported_presence = ""
+        self.attempts.stop(JobEvent.PLACED, job.reason or "first start", placement=placement, data=data)
 
-    def _order(self, name: str) -> tuple[str, list[tuple[int, str]]]:
-        """Nodes under one switch are neighbours."""
-        return self._nodes.switch(name), _natural(name)
+    def _list_free_nodes(self) -> list[Node]:
+        """Return the usable nodes without ranks: first the tested ones, among them those on a lost node's switch."""
+        switch = self.nodes.cluster.switch
+        placement = self.job.state.placement
+        lost = [name for name in placement if name not in self.nodes or not self.nodes[name].is_usable]
+        lost_switches = {switch(name) for name in lost} - {""}
+        # Nodes on one switch are neighbours.
+        names = sorted(self.nodes.names(), key=lambda name: (switch(name), _natural_order(name)))
+        free = [self.nodes[name] for name in names if name not in placement and self.nodes[name].is_usable]
+        return sorted(free, key=lambda n: (n.self_check is not SelfCheck.PASSED, switch(n.name) not in lost_switches))
 
-    def _must_wait_for_asked(self, waited: float) -> bool:
-        """Whether nodes of the placement are unheard of that may come yet; ends the job where they should have.
+    def _is_any_coming(self) -> bool:
+        return self.nodes.requests > 0 or self.nodes.is_any_joining(self.nodes.all())
 
-        A cluster that knows its nodes beforehand has them all in its list: one that does not come is replaced.
+    def _must_wait_for_first_nodes(self, usable: int, waited: float) -> bool:
+        """Return True if the first start waits: nodes that start together are placed in a fixed order."""
+        has_enough = usable >= self.settings.limits.nodes
+        if self._is_any_coming() and (not has_enough or waited < FIRST_WAIT or self._is_configured_node_coming()):
+            return True
+        return has_enough and self._must_wait_for_configured(waited)
+
+    def _choose_size(self, usable: int, holder_count: int, current_time: float) -> tuple[int, int] | None:
+        """Return (data-parallel size, number of nodes) of the next start, None if it has to wait or the job failed."""
+        job = self.job.state
+        limits = self.settings.limits
+        if usable >= limits.nodes:
+            return limits.nodes * job.ranks_per_node // self.attempts.model_ranks, limits.nodes
+        count = holder_count or limits.nodes
+        if usable >= count:
+            return job.data, count
+        if self._is_any_coming():
+            return None
+        if limits.replenish_wait and current_time - self.job.entered < limits.replenish_wait:
+            self._request(count - usable, f"{usable} of {count} nodes are present", current_time)
+            return None
+        sizes = escalation.data_sizes(self.settings.config, job.ranks_per_node, usable)
+        smaller = [size for size in sizes if size[0] < job.data]
+        if not smaller:
+            self.attempts.fail(f"{usable} usable nodes are too few and no other came: the job needs {count}")
+            return None
+        data, count = smaller[0]
+        self.recovery.shrink(f"{usable} usable nodes: data parallelism goes from {job.data} to {data} on {count} nodes")
+        return data, count
+
+    def _fill(self, holders: list[Node], free: list[Node], count: int) -> tuple[str, ...]:
+        """Return the names of `count` nodes in rank order."""
+        preferred: Sequence[Node | None] = holders
+        # The placement file applies to a first start, or if all its nodes are to be placed again.
+        follows_file = len(self.configured) == count > len(holders)
+        if follows_file:
+            preferred = [self.nodes.get(name) for name in self.configured]
+            free = [node for node in self.nodes.all() if node.is_usable and node.name not in self.configured]
+            free.sort(key=lambda node: (node.self_check is not SelfCheck.PASSED, _natural_order(node.name)))
+        slots = [node if node is not None and node.is_usable else None for node in preferred]
+        slots += [None] * (count - len(slots))
+        if not follows_file:
+            # A drained node keeps its ranks where no other node can take them.
+            for i, node in enumerate(holders):
+                if node.may_keep_ranks and slots[i] is None and slots.count(None) > len(free):
+                    slots[i] = node
+        if count < len(slots):
+            slots = [node for node in slots if node is not None]
+        remaining = iter(free)
+        filled = [node if node is not None else next(remaining, None) for node in slots[:count]]
+        return tuple(node.name for node in filled if node is not None)
+
+    def _must_wait_for_configured(self, waited: float) -> bool:
+        """Return True if configured nodes are unknown and may still come; end the job if they are overdue.
+
+        A cluster that knows its nodes beforehand lists them all; one that does not come is replaced.
         """
-        unknown = [name for name in self._asked if name not in self._nodes]
-        if not unknown or self._nodes.cluster.list_possible_nodes(len(self._asked)):
+        limits = self.settings.limits
+        unknown = [name for name in self.configured if name not in self.nodes]
+        if not unknown or self.nodes.cluster.list_possible_nodes(limits.nodes + limits.spares):
             return False
-        limits = self._settings.limits
         if waited >= limits.replenish_wait:
-            there = sorted(self._nodes.names(), key=_natural)
-            self._attempts.fail(unknown_nodes(str(limits.placement), unknown, there), EXIT_BAD_DATA)
-        elif not self._told_of_asked:
-            self._told_of_asked = True
-            why = f"waiting up to {limits.replenish_wait:g} s for {', '.join(unknown[:5])} of resilience.placement"
-            self._note(Event.NODE_REQUESTED, evidence=(why,))
+            present = sorted(self.nodes.names(), key=_natural_order)
+            self.attempts.fail(describe_unknown_nodes(str(limits.placement), unknown, present), EXIT_BAD_DATA)
+        elif not self._reported_waiting:
+            self._reported_waiting = True
+            text = f"waiting up to {limits.replenish_wait:g} s for {', '.join(unknown[:5])} of resilience.placement"
+            self.record_event(Event.NODE_REQUESTED, evidence=(text,))
         return True
 
-    def _asked_are_coming(self) -> bool:
-        """Whether a node that the placement names may still come."""
-        seen = [self._nodes.get(name) for name in self._asked]
-        return self._nodes.is_coming(node for node in seen if node) or bool(self._nodes.requests and None in seen)
+    def _is_configured_node_coming(self) -> bool:
+        """Return True if a node of the placement file may still come."""
+        configured = [self.nodes.get(name) for name in self.configured]
+        if self.nodes.is_any_joining(node for node in configured if node is not None):
+            return True
+        return self.nodes.requests > 0 and None in configured
 
-    def _evict_what_was_asked_for(self) -> None:
-        """Nodes that a person wanted out, now that their trainers have saved."""
-        while self._job.phase is Phase.WAITING and self._job.state.evicting:
-            *rest, name = self._job.state.evicting
-            self._job.apply(JobEvent.EVICTING, evicting=tuple(rest))
-            self._recovery.recover_node(name, evict=True)
+    def _evict_requested(self) -> None:
+        """Evict the nodes that a person wants to evict, now that their trainers have saved."""
+        while self.job.phase is Phase.WAITING and self.job.state.evicting:
+            *remaining, name = self.job.state.evicting
+            self.job.apply(JobEvent.EVICTING, evicting=tuple(remaining))
+            self.recovery.recover_node(name, evict=True)
 
-    def _ask_for(self, missing: int, there: str, now: float) -> None:
-        if now - self._nodes.asked > min(ASK_AGAIN, self._settings.limits.window):
-            self._nodes.asked = now
-            if there != self._there:
-                self._there = there
-                self._note(Event.NODE_REQUESTED, evidence=(f"{there}; asking for {missing}",))
-            for _ in range(missing):
-                self._nodes.ask_for_one()
+    def _request(self, missing: int, presence: str, current_time: float) -> None:
+        if current_time - self.nodes.last_request <= min(REQUEST_INTERVAL, self.settings.limits.window):
+            return
+        self.nodes.last_request = current_time
+        if presence != self._reported_presence:
+            self._reported_presence = presence
+            self.record_event(Event.NODE_REQUESTED, evidence=(f"{presence}; requesting {missing}",))
+        for _ in range(missing):
+            self.nodes.request_node()

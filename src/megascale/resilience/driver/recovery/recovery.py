@@ -1,113 +1,218 @@
-"""Recovery: the recovery action for each fault, chosen by the escalation policy, and new spares for those used up."""
+"""Recovery: an action for each node at fault, chosen by the escalation policy; new spares; self-checks.
+
+All nodes run self-checks after a doubt, spares while they wait. A node that fails them is evicted.
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from megascale.core.events import Event
-from megascale.resilience.driver.nodes.nodes import Nodes, Note
-from megascale.resilience.driver.recovery import escalation, progress
+from megascale.resilience.driver.nodes import Node, Nodes, SelfCheck
+from megascale.resilience.driver.recovery import escalation
 from megascale.resilience.driver.recovery.attempts import Attempts
-from megascale.resilience.driver.recovery.escalation import Situation, Use
+from megascale.resilience.driver.recovery.escalation import Choice, Situation, Use
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
+from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import NodeState, Phase
+from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.protocol.agent_messages import Diagnosed
 
-REFILL = 30.0  # seconds between requests for nodes in place of spares
+REFILL_INTERVAL = 30.0  # seconds between requests for nodes in place of used spares
 
 
+@dataclass(kw_only=True, eq=False)
 class Recovery:
-    """Args:
-    job, nodes, attempts: what is recovered.
-    settings: in force.
-    uses: recovery actions taken so far, by drivers before too.
-    note: writes an event down.
+    """Chooses and begins recovery actions.
 
     Attributes:
+        job: whose nodes are recovered.
+        nodes: all nodes.
+        attempts: stops and starts the trainers.
+        settings: in force.
+        record_event: writes an event into the audit log.
+        uses: recovery actions taken so far, by earlier drivers too.
         reasons: why each node was last blamed.
     """
 
-    def __init__(
-        self, job: Job, nodes: Nodes, attempts: Attempts, settings: RunningSettings, uses: list[Use], note: Note
-    ) -> None:
-        self._job, self._nodes, self._attempts, self._note = job, nodes, attempts, note
-        self._limits, self.uses = settings.limits, uses
-        self.reasons: dict[str, str] = {}
-        self._refilled: list[float] = []  # when new spares were asked for
+    job: Job
+    nodes: Nodes
+    attempts: Attempts
+    settings: RunningSettings
+    record_event: RecordEvent
+    uses: list[Use] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+    _refills: list[float] = field(default_factory=list, init=False)  # when spares were requested
 
     def recover(self, blamed: tuple[str, ...], evict: frozenset[str]) -> None:
-        """After a fault: choose a recovery action for each node to blame, stop what runs, start again."""
-        actions = {name: self.recover_node(name, name in evict) for name in blamed or ("",)}
-        if self._job.phase in (Phase.STARTING, Phase.RUNNING):  # recover_node may have ended the job
-            why = ", ".join(f"{action} {name}".strip() for name, action in actions.items())
-            self._attempts.stop(JobEvent.RESTARTED, why)
+        """Begin a recovery action for each node to blame, stop all trainers, and start again."""
+        actions = {name: self.recover_node(name, evict=name in evict) for name in blamed or ("",)}
+        if self.job.is_at_work:  # recover_node may have ended the job.
+            reason = ", ".join(f"{action} {name}".strip() for name, action in actions.items())
+            self.attempts.stop(JobEvent.RESTARTED, reason)
 
-    def recover_node(self, name: str, evict: bool) -> str:
-        """Choose and begin the recovery action for one node ("": for all, none to blame); returns it."""
-        nodes, job = self._nodes, self._job.state
-        node = nodes.get(name)
-        known = {info.name: info for info in nodes.cluster.nodes()}
-        spares = nodes.spares()
-        silent = node is not None and time.monotonic() - node.last_seen > self._limits.window
-        at = Situation(
-            node=name,
-            evict=evict,
-            reachable=node is None or (nodes.answers(node) and not silent),
-            alive=node is None or (name in known and known[name].alive),
-            running=name in known and known[name].running,
-            spares=len(spares),
-            tested=sum(bool(n.tested) for n in spares),
-            time=time.monotonic(),
-            slow_start=nodes.slow_start,
-        )
-        choice = escalation.choose(self._limits, at, self.uses)
+    def recover_node(self, name: str, *, evict: bool) -> str:
+        """Choose and begin the recovery action for one node ("": for all, none is to blame); return the action."""
+        job = self.job.state
+        node = self.nodes.get(name)
+        at = self._assess(name, node, evict=evict)
+        choice = escalation.choose(self.settings.limits, at, self.uses)
         if node is not None and name not in job.placement and choice.action == "spare":
-            choice = replace(choice, action="replenish")  # a spare that is lost: have a new one
-        why, explains = choice.reasons, bool(name) and job.unexplained
+            choice = replace(choice, action="replenish")  # A lost spare is replaced by a new node.
+        reasons = choice.reasons
+        explains = bool(name) and job.unexplained
         if explains:
-            # Ranks had lost contact with nobody known to blame; it was this node, so that retry costs no budget.
+            # Ranks had lost contact and no node was to blame. This node was the cause, so that retry costs no budget.
             escalation.refund_last_blameless_use(self.uses)
-            why = (*why, f"{name} explains why ranks had lost contact; that retry does not count")
+            reasons = (*reasons, f"{name} explains why ranks had lost contact; that retry does not count")
         self.uses.append(Use(at.time, choice.action, name))
-        self._job.apply(
-            JobEvent.RECOVERING,
-            recovery=(*(each for each in job.recovery if each[0] != name), (name, choice.action)),
-            unexplained=not name,
+        under_way = tuple(entry for entry in job.recovery if entry[0] != name)
+        self.job.apply(JobEvent.RECOVERING, recovery=(*under_way, (name, choice.action)), unexplained=not name)
+        self.record_event(
+            Event.RECOVERY_ACTION,
+            action=choice.action,
+            nodes=(name,) if name else (),
+            evidence=reasons,
+            explains=explains,
         )
-        about = (name,) if name else ()
-        self._note(Event.RECOVERY_ACTION, action=choice.action, nodes=about, evidence=why, explains=explains)
-        if choice.action == "stop":
-            step, times = progress.count_equal_ends(job)
-            again = f"; each of the last {times} starts ended in step {step}" if step and times > 1 else ""
-            self._attempts.fail("no recovery action is left: " + "; ".join(choice.reasons) + again)
-        elif choice.action == "respawn":
-            for each in [node] if node is not None else [nodes[n] for n in job.placement]:
-                nodes.start(each, "respawn")
-        elif choice.action != "retry" and node is not None:
-            nodes.take_out(node, evict, self.reasons.get(name, choice.reasons[-1]))
-            if choice.action == "replenish":
-                nodes.ask_for_one()
+        self._begin(choice, node, evict=evict)
         return choice.action
 
-    def shrink(self, why: str) -> None:
-        """Go on with fewer copies: too few nodes are left, and none came."""
-        self.uses.append(Use(time.monotonic(), "shrink", ""))
-        self._note(Event.RECOVERY_ACTION, action="shrink", evidence=(why,))
+    def _assess(self, name: str, node: Node | None, *, evict: bool) -> Situation:
+        infos = {info.name: info for info in self.nodes.cluster.nodes()}
+        spares = self.nodes.spares()
+        current_time = time.monotonic()
+        is_silent = node is not None and current_time - node.last_seen > self.settings.limits.window
+        return Situation(
+            node=name,
+            evict=evict,
+            reachable=node is None or (self.nodes.is_reachable(node) and not is_silent),
+            alive=node is None or (name in infos and infos[name].alive),
+            running=name in infos and infos[name].running,
+            spares=len(spares),
+            tested=sum(spare.self_check is SelfCheck.PASSED for spare in spares),
+            time=current_time,
+            slow_start=self.nodes.cluster.slow_start,
+        )
 
-    def refill(self, now: float) -> None:
-        """While training runs: have new spares in place of those that were used."""
-        nodes, limits = self._nodes, self._limits
-        there = sum(n.state in (NodeState.UP, NodeState.JOINING) for n in nodes.all()) + nodes.requests
-        missing = limits.nodes + limits.spares - there
-        self._refilled = [t for t in self._refilled if now - t < limits.budget_seconds]
-        if missing <= 0 or not limits.replenish_wait or len(self._refilled) >= limits.replacements:
+    def _begin(self, choice: Choice, node: Node | None, *, evict: bool) -> None:
+        if choice.action == "stop":
+            step, count = escalation.count_equal_ends(self.job.state)
+            reason = f"no recovery action remains: {'; '.join(choice.reasons)}"
+            if step and count > 1:
+                reason += f"; each of the last {count} starts ended in step {step}"
+            self.attempts.fail(reason)
+        elif choice.action == "respawn":
+            names = (node.name,) if node is not None else self.job.state.placement
+            for name in names:
+                self.nodes.start(self.nodes[name], "respawn")
+        elif choice.action != "retry" and node is not None:
+            reason = self.reasons.get(node.name, choice.reasons[-1])
+            self.nodes.take_out(node, evict=evict, reason=reason)
+            if choice.action == "replenish":
+                self.nodes.request_node()
+
+    def shrink(self, reason: str) -> None:
+        """Record that the job continues with fewer copies, since too few nodes remain."""
+        self.uses.append(Use(time.monotonic(), "shrink", ""))
+        self.record_event(Event.RECOVERY_ACTION, action="shrink", evidence=(reason,))
+
+    def refill(self, current_time: float) -> None:
+        """Request new spares in place of those that were used, while training runs."""
+        limits = self.settings.limits
+        present = sum(not node.state.is_excluded for node in self.nodes.all()) + self.nodes.requests
+        missing = limits.nodes + limits.spares - present
+        self._refills = [time for time in self._refills if current_time - time < limits.budget_seconds]
+        if missing <= 0 or not limits.replenish_wait or len(self._refills) >= limits.replacements:
             return
-        if self._refilled and now - self._refilled[-1] < REFILL:
+        if self._refills and current_time - self._refills[-1] < REFILL_INTERVAL:
             return
-        self._refilled.append(now)
-        text = f"{there} nodes are there; asking for {missing} to have {limits.spares} spare again"
-        self._note(Event.NODE_REQUESTED, evidence=(text,))
+        self._refills.append(current_time)
+        text = f"{present} nodes are present; requesting {missing} to have {limits.spares} spare nodes again"
+        self.record_event(Event.NODE_REQUESTED, evidence=(text,))
         for _ in range(missing):
-            nodes.ask_for_one()
+            self.nodes.request_node()
+
+
+@dataclass(kw_only=True, eq=False)
+class SelfChecks:
+    """Orders self-checks and evicts the nodes that fail them.
+
+    Attributes:
+        job: whose nodes are tested. Only spares are tested while it trains.
+        nodes: all nodes.
+        attempts: numbers the orders to all nodes.
+        recovery: takes out the nodes that fail.
+        settings: in force.
+        record_event: writes an event into the audit log.
+    """
+
+    job: Job
+    nodes: Nodes
+    attempts: Attempts
+    recovery: Recovery
+    settings: RunningSettings
+    record_event: RecordEvent
+    _reports: dict[str, Diagnosed] = field(default_factory=dict, init=False)
+    _spare_orders: dict[str, int] = field(default_factory=dict, init=False)  # far below the numbers of orders to all
+
+    def begin(self) -> None:
+        """Order all nodes to run their self-checks."""
+        self.attempts.order += 1
+        self._reports = {}
+        for node in self.nodes.all():
+            self._order(node, self.attempts.order)
+
+    def _order(self, node: Node, number: int) -> None:
+        self.nodes.order(node, do="diagnose", order=number, grace_period=self.settings.limits.grace_period)
+
+    def check(self, current_time: float) -> None:
+        """Once all results have come, evict the nodes that failed and start again."""
+        limits = self.settings.limits
+        tested = [node for node in self.nodes.all() if node.is_usable]
+        is_late = current_time - self.job.entered > limits.grace_period + limits.window
+        if any(node.name not in self._reports for node in tested) and not is_late:
+            return
+        for node in tested:
+            missing = Diagnosed(self.attempts.order, 1, stderr="no result in time")
+            self.record_result(node, self._reports.get(node.name, missing))
+        if self.job.phase is Phase.DIAGNOSING:
+            self.job.apply(JobEvent.TESTED)
+
+    def test_spares(self) -> None:
+        """Order untested spares to run their self-checks."""
+        if not self.settings.limits.test_spares:
+            return
+        for node in self.nodes.spares():
+            if node.self_check is SelfCheck.NOT_RUN:
+                number = 1 + max(self._spare_orders.values(), default=0)
+                self._spare_orders[node.name] = number
+                node.self_check = SelfCheck.RUNNING
+                self._order(node, number)
+
+    def receive(self, node: Node, report: Diagnosed) -> None:
+        """Take the report of a node's self-checks."""
+        if report.order == self.attempts.order:
+            self._reports[node.name] = report
+        elif node.self_check is SelfCheck.RUNNING and report.order == self._spare_orders.get(node.name):
+            self.record_result(node, report)
+
+    def record_result(self, node: Node, report: Diagnosed) -> None:
+        """Record the result of a node's self-checks, and evict a node that failed."""
+        has_passed = report.code == 0
+        node.self_check = SelfCheck.PASSED if has_passed else SelfCheck.NOT_RUN
+        details = report.stderr.strip()[-500:] or "see its report"
+        result = "passed" if has_passed else f"failed: {details}"
+        role = "" if node.name in self.job.state.placement else "spare "
+        self.record_event(
+            Event.NODE_DIAGNOSED,
+            nodes=(node.name,),
+            action="none" if has_passed else "evict",
+            evidence=(f"self-checks of {role}{node.name} {result}",),
+            report=report.report,
+        )
+        if not has_passed:
+            self.recovery.reasons[node.name] = f"self-checks {result}"
+            self.recovery.recover_node(node.name, evict=True)

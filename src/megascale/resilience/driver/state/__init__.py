@@ -1,1 +1,1 @@
-"""What a driver must remember: the state of the job, the table of what may change it, and the journal."""
+"""The state of the job, the tables of its transitions, the journal that stores it, and the audit log."""

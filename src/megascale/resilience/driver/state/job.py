@@ -1,4 +1,4 @@
-"""The job of a driver: its state, which only events of the table (transitions.py) change, each written down first."""
+"""The job of a driver: its state, changed only by events of the tables, each of which is in the journal first."""
 
 from __future__ import annotations
 
@@ -9,86 +9,95 @@ from collections.abc import Callable
 from typing import Any
 
 from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
-from megascale.resilience.driver.state.journal import Journal, NodeRow
+from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.driver.state.transitions import ImpossibleTransition, JobEvent, NodeEvent, follow, follow_node
 
 log = logging.getLogger("megascale.driver")
-# Set in tests: what the table does not have is an error. In a job the driver refuses it, says so and goes on.
+# Tests set this variable: an event that the table lacks is an error. A job refuses the event, logs it and continues.
 STRICT = "MEGASCALE_STRICT_TRANSITIONS"
 
 
 class Job:
     """Args:
-    state: where it stands; its nodes as the journal has them.
-    journal: where each transition goes; it replays to this state.
-    refused: called with the reason when an event was refused that the table does not have.
-    moved: called when it has come to another phase.
+    state: the initial state; its nodes as the journal has them.
+    journal: receives each transition, and replays to this state.
+    on_refusal: called with the reason when an event was refused.
+    on_phase: called after each change of the phase.
 
     Attributes:
-        entered: when it came to its phase, on the monotonic clock.
+        entered: when the job entered its phase, on the monotonic clock.
     """
 
     def __init__(
         self,
         state: JobState,
         journal: Journal,
-        refused: Callable[[str], None] = lambda why: None,
-        moved: Callable[[], None] = lambda: None,
+        on_refusal: Callable[[str], None] = lambda reason: None,
+        on_phase: Callable[[], None] = lambda: None,
     ) -> None:
-        self.state, self._journal, self._refused, self._moved = state, journal, refused, moved
+        self.state = state
+        self._journal = journal
+        self._on_refusal = on_refusal
+        self._on_phase = on_phase
         self.entered = time.monotonic()
-        self._late: int | None = None  # the furthest step, which is written down now and then
+        self._unsaved_step: int | None = None
         journal.save_job(state)
 
     @property
     def phase(self) -> Phase:
-        """Where it stands."""
+        """The phase of the job."""
         return self.state.phase
 
     @property
     def ending(self) -> bool:
-        """Whether it has ended, or will once everything has stopped."""
+        """True if the job has ended, or will once everything has stopped."""
         return self.phase in ENDED or (self.phase is Phase.STOPPING and self.state.goal in ENDED)
 
+    @property
+    def is_at_work(self) -> bool:
+        """True while trainers start or run."""
+        return self.phase in (Phase.STARTING, Phase.RUNNING)
+
     def apply(self, event: JobEvent, **changes: Any) -> bool:
-        """Something happened to the job. False: it was refused, and nothing has changed."""
+        """Apply an event of the job; return False if it was refused and nothing has changed."""
         try:
-            after = follow(self.state, event, changes)
+            following = follow(self.state, event, changes)
         except ImpossibleTransition as error:
             return self._refuse(error)
         self.flush()
-        self._journal.record(event, changes, after)
-        before, self.state = self.state, after
-        if after.phase is not before.phase:
+        self._journal.record(event, changes, following)
+        enters_phase = following.phase is not self.state.phase
+        self.state = following
+        if enters_phase:
             self.entered = time.monotonic()
-            self._moved()
+            self._on_phase()
         return True
 
     def apply_node(self, event: NodeEvent, name: str, **changes: Any) -> bool:
-        """Something happened to a node. False: it was refused, and nothing has changed."""
+        """Apply an event of a node; return False if it was refused and nothing has changed."""
         try:
-            after = follow_node(self.state, name, event, {"since": time.time()} | changes)
+            following = follow_node(self.state, name, event, {"changed_at": time.time()} | changes)
         except ImpossibleTransition as error:
             return self._refuse(error)
-        self._journal.save_node(NodeRow.of(name, after.nodes[name]))
-        self.state = after
+        self._journal.save_node(name, following.nodes[name])
+        self.state = following
         return True
 
-    def saw_step(self, step: int) -> None:
-        """Trainers have come to `step`; written down with the next transition or `flush`: there are many."""
+    def advance(self, step: int) -> None:
+        """Remember that trainers reached `step`. Steps are many: `flush` or the next transition stores the last."""
         if step > self.state.step:
             self.state = follow(self.state, JobEvent.STEP, {"step": step})
-            self._late = step
+            self._unsaved_step = step
 
     def flush(self) -> None:
-        """Write down how far trainers have come."""
-        if self._late is not None:
-            step, self._late = self._late, None
-            self._journal.record(JobEvent.STEP, {"step": step}, self.state)
+        """Store the last step that trainers reached."""
+        if self._unsaved_step is not None:
+            self._journal.record(JobEvent.STEP, {"step": self._unsaved_step}, self.state)
+            self._unsaved_step = None
 
     def _refuse(self, error: ImpossibleTransition) -> bool:
         if os.environ.get(STRICT):
             raise error
         log.error("refused: %s", error)
-        self._refused(str(error))
+        self._on_refusal(str(error))
         return False

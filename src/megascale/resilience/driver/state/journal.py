@@ -1,164 +1,226 @@
 """The driver's journal: one SQLite file in the run folder with the job, its nodes, every decision and its evidence.
 
-It is the driver's memory over restarts and the fence between two drivers: each has an epoch, and a driver whose
-epoch is not the newest can no longer write. Readers (`megascale events`) need no driver.
+It is the driver's memory across restarts and the fence between two drivers: each driver has an epoch, and a driver
+whose epoch is not the newest can no longer write. The job's state is replayed: the last whole state, then each
+transition since (transitions.py), and the rows of the nodes.
 
-The job's state is replayed: the last whole state, then each transition since (transitions.py), and the nodes' rows.
-
-Rows carry a checksum: SQLite notices a file that is cut or whose pages do not fit together, but no digit that turned
-into another. On a network file system it goes without a write-ahead log, which does not work there.
+The journal survives a disk without space and its own removal. Writes that fail for lack of space stay in memory, are
+reported once a minute, and are written once there is space: a driver that ended instead would leave training alone.
+If the driver dies meanwhile, the agents know the attempt and the epoch. Removed files are written again from the open
+connection; if another driver has created new ones, this driver is fenced.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import socket
 import sqlite3
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from megascale.errors import ConfigError, DataError
-from megascale.resilience.driver.state import filesystems
-from megascale.resilience.driver.state.job_state import JobState, to_plain
-from megascale.resilience.driver.state.journal_rows import (
+from megascale.core.failure import DISK_FULL_ERRNOS, MIN_FREE_BYTES, find_errno
+from megascale.errors import ConfigError, TrainingError
+from megascale.resilience.driver.state.job_state import JobState, NodeRecord, to_plain
+from megascale.resilience.driver.state.journal_reader import (
+    FILE,
+    READ_LEASE,
+    SCHEMA,
+    UNREADABLE,
     Entry,
-    NodeRow,
-    insert_event,
+    check_rows,
     read_events,
     read_job,
     read_nodes,
-    sealed,
-    unsealed,
+    seal,
+    write_event,
     write_job,
+    write_node,
 )
 from megascale.resilience.driver.state.transitions import JobEvent
 from megascale.resilience.process_birth import born
 
-FILE = "journal.sqlite"
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS lease (id INTEGER PRIMARY KEY CHECK (id = 1), epoch INTEGER NOT NULL, beat INTEGER NOT NULL,
-    host TEXT NOT NULL, pid INTEGER NOT NULL, born INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS job (id INTEGER PRIMARY KEY CHECK (id = 1), state TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS transitions (id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL,
-    epoch INTEGER NOT NULL, event TEXT NOT NULL, data TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS nodes (name TEXT PRIMARY KEY, address TEXT NOT NULL, state TEXT NOT NULL, why TEXT NOT NULL,
-    since REAL NOT NULL, facts TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, epoch INTEGER NOT NULL,
-    attempt INTEGER NOT NULL, kind TEXT NOT NULL, action TEXT NOT NULL, nodes TEXT NOT NULL, ranks TEXT NOT NULL,
-    evidence TEXT NOT NULL, details TEXT NOT NULL);
-"""
+MOUNTS = Path("/proc/self/mountinfo")
+REPORT_INTERVAL = 60.0  # seconds between messages about a full disk
+# On file systems that machines share, memory mappings and locks of two machines may not agree.
+# fmt: off
+_NETWORK_FILESYSTEMS = frozenset({
+    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "gfs", "gfs2", "glusterfs", "gpfs", "lustre", "mfs",
+    "ncpfs", "nfs", "nfs3", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb2", "smb3", "smbfs", "virtiofs",
+    "wekafs",
+})
+# fmt: on
 
 
 class JournalFenced(Exception):
-    """Another driver has taken the job over: this one must not touch it any more."""
+    """Another driver has taken over the job; this one must not touch it any more."""
 
 
 class Journal:
     """The writing side, held by one driver. Open it with `take`.
 
     Attributes:
-        aside: where a damaged file was set aside, None if it was complete; damage: what was wrong with it.
-        network: the type of the network file system that it lies on, "" if it does not.
-        tail: transitions after which the whole state is written again.
+        damaged_copy: where a damaged file was set aside, None if the file was sound.
+        damage: the fault of the damaged file.
+        network: the type of the network file system that holds the journal, "" on a local one.
+        report: called with a line when a write failed for lack of space, and when it was made up for.
+        tail: number of transitions after which the whole state is written again.
     """
 
     tail = 256
 
     def __init__(self, path: Path, connection: sqlite3.Connection, epoch: int) -> None:
-        self.path, self.epoch = path, epoch
+        self.path = path
+        self.epoch = epoch
         self._db = connection
         self._beat = 0
-        self.aside: Path | None = None
+        self.damaged_copy: Path | None = None
         self.damage = ""
-        kind = filesystems.kind(path.parent)
-        self.network = kind if filesystems.shared(kind) else ""
+        self.network = network_filesystem(path.parent)
+        self.report: Callable[[str], None] = lambda text: None
+        self._inode = _inode(path)
+        self._late_entries: deque[Entry] = deque()
+        self._late_job: JobState | None = None
+        self._late_nodes: dict[str, NodeRecord] = {}
+        self._reported = float("-inf")
 
     @classmethod
     def take(cls, run: Path, lease: float, least_epoch: int = 0, ended: int = 0) -> tuple[Self, bool]:
-        """Become the driver of this run: (journal with a new epoch, whether the old file was damaged and set aside).
+        """Become the driver of a run. Return (journal with a new epoch, True if a damaged file was set aside).
 
-        A holder on this host counts as dead if its process is; elsewhere, or if that cannot be known, if it does not
-        renew its lease for `lease` seconds of watching; that of an epoch up to `ended` has no right to it any more,
-        whatever it does. `least_epoch`: the newest known from elsewhere.
+        Args:
+            run: the run folder.
+            lease: seconds for which a holder elsewhere may go without renewing its lease before it counts as dead. A
+                holder on this host counts as dead if its process is.
+            least_epoch: the newest epoch known from elsewhere.
+            ended: the newest epoch whose driver has lost its right to the job, even if it lives.
 
-        Raises ConfigError if another driver is at work.
+        Raises:
+            ConfigError: another driver is at work.
         """
         path = run / FILE
-        aside, damage = None, ""
+        damaged_copy: Path | None = None
+        damage = ""
         try:
             db = _open(path)
         except sqlite3.DatabaseError as error:
-            if _sound(error):
+            if _is_external(error):
                 raise
-            aside, damage = path.with_name(f"{FILE}.damaged-{time.time_ns()}"), str(error)
+            damage = str(error)
+            damaged_copy = path.with_name(f"{FILE}.damaged-{time.time_ns()}")
             for suffix in ("", "-wal", "-shm", "-journal"):
                 part = path.with_name(path.name + suffix)
                 if part.exists():
-                    os.replace(part, aside.with_name(aside.name + suffix))
+                    os.replace(part, damaged_copy.with_name(damaged_copy.name + suffix))
             db = _open(path)
         while True:
-            row = db.execute("SELECT epoch, beat, host, pid, born FROM lease").fetchone()
-            if row is not None and row[0] > ended and not _gone(row, db, lease):
+            row = db.execute(READ_LEASE).fetchone()
+            if row is not None and row[0] > ended and not _is_free(row, db, lease):
                 db.close()
                 raise ConfigError(
                     f"a driver already runs this job (process {row[3]} on {row[2]}, epoch {row[0]}); "
                     f"talk to it with `megascale jobs`, or end it first"
                 )
-            old: int = row[0] if row else 0
-            epoch = max(old, least_epoch) + 1
-            me = (epoch, 0, socket.gethostname(), os.getpid(), born(os.getpid()))
+            previous = _epoch_of(row)
+            epoch = max(previous, least_epoch) + 1
+            holder = (epoch, 0, socket.gethostname(), os.getpid(), born(os.getpid()))
             with _transaction(db):
-                now = db.execute("SELECT epoch FROM lease").fetchone()
-                if (now[0] if now else 0) != old:
-                    continue  # a third one was quicker
-                db.execute("INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?, ?, ?)", me)
+                current = db.execute("SELECT epoch FROM lease").fetchone()
+                if _epoch_of(current) != previous:
+                    continue  # A third driver was faster.
+                db.execute("INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?, ?, ?)", holder)
             journal = cls(path, db, epoch)
-            journal.aside, journal.damage = aside, damage
-            return journal, aside is not None
+            journal.damaged_copy = damaged_copy
+            journal.damage = damage
+            return journal, damaged_copy is not None
+
+    # writing --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _write(self, lasting: bool = False) -> Iterator[sqlite3.Connection]:
-        """A transaction of the current epoch. All outlive the driver's death; `lasting`: a power cut too, at the
-        price of waiting for the disk, in which no heartbeat is read."""
-        # Without a write-ahead log a power cut may break a file that did not wait for the disk.
+        """Open a transaction of the current epoch. All outlive the driver's death.
+
+        Args:
+            lasting: the transaction outlives a power cut too. It waits for the disk, and no heartbeat is read
+                meanwhile.
+        """
+        # Without a write-ahead log, a power cut may break a file whose writes did not wait for the disk.
         self._db.execute(f"PRAGMA synchronous = {'FULL' if lasting or self.network else 'NORMAL'}")
         with _transaction(self._db) as db:
             if db.execute("SELECT epoch FROM lease").fetchone() != (self.epoch,):
                 raise JournalFenced(f"epoch {self.epoch} is over: another driver has taken the job")
             yield db
 
+    @contextmanager
+    def _tolerating_full_disk(self) -> Iterator[None]:
+        """Suppress the errors of a disk without space, and report them at intervals."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if not lacks_room(error, self.path.parent):
+                raise
+            if time.monotonic() - self._reported > REPORT_INTERVAL:
+                self._reported = time.monotonic()
+                full = no_room(self.path.parent)
+                self.report(f"{full}. The driver continues and keeps its decisions in memory")
+
+    @property
+    def behind(self) -> bool:
+        """True while something has not been written for lack of space."""
+        return bool(self._late_entries or self._late_job or self._late_nodes)
+
     def renew(self) -> None:
-        """Show that this driver lives; Fenced if another has taken over."""
+        """Show that this driver lives, and write what is late. Raise JournalFenced if another has taken over."""
+        self._restore_removed_file()
         self._beat += 1
-        with self._write() as db:
-            db.execute("UPDATE lease SET beat = ?", (self._beat,))
+        with self._tolerating_full_disk():
+            with self._write() as db:
+                db.execute("UPDATE lease SET beat = ?", (self._beat,))
+            self._write_late()
 
     def save_job(self, job: JobState) -> None:
-        """Remember the job's state, but for its nodes (`save_node`), as the one that later transitions start from."""
-        with self._write(lasting=True) as db:
-            write_job(db, job)
+        """Store the job's state without its nodes, as the one from which later transitions start."""
+        late_job: JobState | None = job
+        with self._tolerating_full_disk():
+            with self._write(lasting=True) as db:
+                write_job(db, job)
+            late_job = None
+        self._late_job = late_job
 
-    def record(self, event: JobEvent, changes: Mapping[str, Any], after: JobState) -> None:
-        """Remember a transition, after which the job is `after`."""
+    def record(self, event: JobEvent, changes: Mapping[str, Any], following: JobState) -> None:
+        """Store a transition that leads to the state `following`. Without space the whole state is stored later."""
+        if self._late_job is not None:
+            self._late_job = following
+            return
         data = {name: to_plain(value) for name, value in changes.items()}
-        with self._write(lasting=event is not JobEvent.STEP) as db:
-            row = (time.time(), self.epoch, str(event))
-            insert = "INSERT INTO transitions (time, epoch, event, data) VALUES (?, ?, ?, ?)"
-            db.execute(insert, (*row, sealed(data, *row)))
-            if db.execute("SELECT count(*) FROM transitions").fetchone()[0] >= self.tail:
-                write_job(db, after)
+        late_job: JobState | None = following
+        with self._tolerating_full_disk():
+            with self._write(lasting=event is not JobEvent.STEP) as db:
+                row = (time.time(), self.epoch, str(event))
+                insert = "INSERT INTO transitions (time, epoch, event, data) VALUES (?, ?, ?, ?)"
+                db.execute(insert, (*row, seal(data, *row)))
+                if db.execute("SELECT count(*) FROM transitions").fetchone()[0] >= self.tail:
+                    write_job(db, following)
+            late_job = None
+        self._late_job = late_job
 
-    def save_node(self, node: NodeRow) -> None:
-        """Remember a node."""
-        about = (node.name, node.address, node.state, node.why, float(node.since))
-        row = (*about, sealed(node.facts, *about))
-        with self._write() as db:
-            db.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?)", row)
+    def save_node(self, name: str, record: NodeRecord) -> None:
+        """Store the record of a node."""
+        is_written = False
+        with self._tolerating_full_disk():
+            with self._write() as db:
+                write_node(db, name, record)
+            is_written = True
+        if is_written:
+            self._late_nodes.pop(name, None)
+        else:
+            self._late_nodes[name] = record
 
     def add(
         self,
@@ -171,32 +233,81 @@ class Journal:
         evidence: tuple[str, ...] = (),
         **details: Any,
     ) -> Entry:
-        """Append an event."""
-        now = time.time()
-        entry = Entry(0, now, attempt, kind, action, nodes, ranks, evidence, details)
-        with self._write() as db:
-            return replace(entry, id=insert_event(db, self.epoch, entry))
+        """Append an event; one that cannot be written yet has the id 0."""
+        entry = Entry(0, time.time(), attempt, kind, action, nodes, ranks, evidence, details)
+        if not self._late_entries:
+            with self._tolerating_full_disk(), self._write() as db:
+                return replace(entry, id=write_event(db, self.epoch, entry))
+        self._late_entries.append(entry)
+        return entry
 
     def restore(self, entries: Iterable[Entry]) -> None:
-        """Put back events that the file has lost, as they were; they count as of no epoch."""
+        """Write events that the file has lost, as they were, without an epoch."""
         with self._write(lasting=True) as db:
             for entry in entries:
-                insert_event(db, 0, entry)
+                write_event(db, 0, entry)
+
+    def raise_epoch(self, epoch: int) -> None:
+        """Continue as `epoch`, since nodes know one almost as high. Raise JournalFenced if another driver leads."""
+        with self._write() as db:
+            db.execute("UPDATE lease SET epoch = ?", (epoch,))
+        self.epoch = epoch
+
+    def _write_late(self) -> None:
+        if not self.behind:
+            return
+        if self._late_job is not None:
+            self.save_job(self._late_job)
+        for name, record in list(self._late_nodes.items()):
+            self.save_node(name, record)
+        while self._late_entries:
+            entry = self._late_entries[0]
+            # The row's time is that of its writing; the event's own time is among its details.
+            noted = {"noted": entry.time, **entry.details}
+            with self._write() as db:
+                write_event(db, self.epoch, replace(entry, time=time.time(), details=noted))
+            self._late_entries.popleft()
+        if not self.behind:
+            self._reported = float("-inf")
+            self.report("the disk has space again: the journal is complete")
+
+    def _restore_removed_file(self) -> None:
+        inode = _inode(self.path)
+        if inode == self._inode:
+            return
+        if inode is not None:
+            raise JournalFenced(f"{self.path} was replaced: another driver has taken the job")
+        copy = sqlite3.connect(":memory:")
+        try:
+            self._db.backup(copy)
+            self._db.close()
+            self._db = _open(self.path)
+            copy.backup(self._db)
+        except sqlite3.Error as error:
+            raise JournalFenced(
+                f"{self.path} was removed and cannot be written again ({error}); run the same command"
+            ) from None
+        finally:
+            copy.close()
+        self._inode = _inode(self.path)
+        self.report(f"{self.path} was removed; it is written again from the driver's memory")
+
+    # reading --------------------------------------------------------------------------------------------------------
 
     def job(self) -> JobState | None:
-        """The job as last remembered."""
+        """Return the stored state of the job."""
         return read_job(self._db)
 
-    def nodes(self) -> list[NodeRow]:
-        """All nodes ever known."""
+    def nodes(self) -> dict[str, NodeRecord]:
+        """Return the records of all nodes ever known, by name."""
         return read_nodes(self._db)
 
     def events(self, after: int = 0, limit: int = 1_000_000) -> list[Entry]:
-        """Events with an id above `after`, oldest first."""
+        """Return the events with an id above `after`, oldest first."""
         return read_events(self._db, after, limit)
 
     def close(self) -> None:
-        """Give the lease back and close."""
+        """Give the lease back and close the file."""
         try:
             with self._write() as db:
                 db.execute("UPDATE lease SET pid = 0, host = ''")
@@ -205,120 +316,121 @@ class Journal:
         self._db.close()
 
 
-class JournalReader:
-    """The reading side, for commands; works whether or not a driver lives."""
-
-    def __init__(self, run: Path) -> None:
-        path = run / FILE
-        if not path.is_file():
-            raise DataError(f"{run} has no {FILE}: it was not started with `megascale launch`")
-        try:
-            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
-            if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'events'").fetchone():
-                self._db.close()
-                raise DataError(f"{path} is just being made; try again in a moment")
-            self.job = read_job(self._db)
-        except _UNREADABLE as error:
-            raise _damaged(error) from None
-
-    def nodes(self) -> list[NodeRow]:
-        """All nodes ever known. DataError for one that cannot be read."""
-        try:
-            return read_nodes(self._db)
-        except _UNREADABLE as error:
-            raise _damaged(error) from None
-
-    def events(self, after: int = 0, limit: int = 1_000_000) -> list[Entry]:
-        """Events with an id above `after`, oldest first. DataError for one that cannot be read."""
-        try:
-            return read_events(self._db, after, limit)
-        except _UNREADABLE as error:
-            raise _damaged(error) from None
-
-    def driver_alive(self) -> bool:
-        """Whether the holder of the lease is a living process of this host."""
-        try:
-            row = self._db.execute("SELECT host, pid, born FROM lease").fetchone()
-            return row is not None and row[0] == socket.gethostname() and row[1] > 0 and born(row[1]) == row[2]
-        except _UNREADABLE as error:
-            raise _damaged(error) from None
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._db.close()
+# disks ----------------------------------------------------------------------------------------------------------------
 
 
-def read_journal_events(run: Path, after: int = 0) -> list[Entry]:
-    """Events of a run with an id above `after`, oldest first; none if it has no journal yet, or a damaged one."""
+def lacks_room(error: BaseException, folder: Path) -> bool:
+    """Return True if an error of SQLite or the system is due to a full disk, quota or file size in `folder`."""
+    if not isinstance(error, sqlite3.Error):
+        return find_errno(error) in DISK_FULL_ERRNOS
+    # SQLite reports a full disk, but for a quota or a size limit only that writing failed.
+    code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
+    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
+        return _write_errno(folder) in DISK_FULL_ERRNOS
+    return code == sqlite3.SQLITE_FULL
+
+
+def no_room(folder: Path) -> TrainingError:
+    """Return the error for a journal on a full disk."""
     try:
-        reader = JournalReader(run)
-    except DataError:
-        return []
+        disk = os.statvfs(folder)
+        space = f"{disk.f_bavail * disk.f_frsize:,} bytes are left"
+    except OSError:
+        space = "the disk is not writable"
+    return TrainingError(
+        f"the disk of {str(folder)!r} has no room for the driver's journal ({space}): make room, or put train.runs on "
+        "another disk, and run the same command again; committed checkpoints are not affected"
+    )
+
+
+def _write_errno(folder: Path) -> int:
+    """Return the errno of creating a file of one mebibyte in `folder`, 0 if that succeeds."""
     try:
-        return reader.events(after)
-    except DataError:
-        return []
-    finally:
-        reader.close()
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, MIN_FREE_BYTES)
+    except OSError as error:
+        return error.errno or 0
+    return 0
 
 
-# What reading a row raises whose text or types are garbled.
-_UNREADABLE = (sqlite3.DatabaseError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+def filesystem_type(path: Path, mounts: Path | None = None) -> str:
+    """Return the type of the file system that holds `path` now or once it is created, such as ext4; "" if unknown.
+
+    Args:
+        path: a file or folder.
+        mounts: a table in place of MOUNTS. Of several mounts at one point the last one counts.
+    """
+    target = os.path.realpath(path)
+    kind = ""
+    depth = -1
+    try:
+        text = (mounts or MOUNTS).read_text(errors="surrogateescape")
+    except OSError:
+        return ""
+    for line in text.splitlines():
+        # 36 35 98:0 /root /mount/point rw,noatime master:1 - ext3 /dev/root rw
+        columns, _, source = line.partition(" - ")
+        fields = columns.split(" ")
+        if len(fields) < 5 or not source:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        length = len(point.rstrip("/"))
+        holds_target = point == "/" or target == point or target.startswith(point + "/")
+        if holds_target and length >= depth:
+            kind = source.split(" ")[0]
+            depth = length
+    return kind
 
 
-def _damaged(error: BaseException) -> DataError:
-    return DataError(f"the journal is damaged ({error}); the next `megascale launch` sets it aside")
+def network_filesystem(path: Path) -> str:
+    """Return the type of the network file system that holds `path`, "" if it is local."""
+    kind = filesystem_type(path)
+    return kind if is_network_filesystem(kind) else ""
+
+
+def is_network_filesystem(kind: str) -> bool:
+    """Return True for a type that machines share, or one of a program (fuse), about which nothing is known."""
+    return kind in _NETWORK_FILESYSTEMS or kind == "fuse" or kind.startswith("fuse.")
+
+
+# files ----------------------------------------------------------------------------------------------------------------
+
+
+def _epoch_of(row: tuple[int, ...] | None) -> int:
+    return row[0] if row else 0
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        file = path.stat()
+    except FileNotFoundError:
+        return None
+    return file.st_dev, file.st_ino
 
 
 def _open(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
     try:
         os.chmod(path, 0o600)
-        if filesystems.shared(filesystems.kind(path.parent)):
-            # One that came with a write-ahead log is brought home by whoever holds it alone.
+        if network_filesystem(path.parent):
+            # A file with a write-ahead log from a local disk can be converted only by its exclusive holder.
             db.execute("PRAGMA locking_mode = EXCLUSIVE")
             db.execute("PRAGMA journal_mode = DELETE")
             db.execute("PRAGMA locking_mode = NORMAL")
-            db.execute("SELECT 1 FROM sqlite_master").fetchone()  # which lets go of the lock
+            db.execute("SELECT 1 FROM sqlite_master").fetchone()  # This releases the lock.
         else:
             db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
         if db.execute("PRAGMA quick_check").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("the check of the file failed")
-        db.executescript(_SCHEMA)
-        _check(db)
-    except sqlite3.DatabaseError:
+        db.executescript(SCHEMA)
+        check_rows(db)
+    except BaseException as error:
         db.close()
-        raise
-    except _UNREADABLE as error:
-        db.close()
-        raise sqlite3.DatabaseError(str(error)) from None
-    except BaseException:
-        db.close()
+        if isinstance(error, UNREADABLE) and not isinstance(error, sqlite3.DatabaseError):
+            raise sqlite3.DatabaseError(str(error)) from None
         raise
     return db
-
-
-def _check(db: sqlite3.Connection) -> None:
-    """Read all that a driver will; ValueError for a row whose checksum is not its own."""
-    row = db.execute("SELECT epoch, beat, host, pid, born FROM lease").fetchone()
-    if row is not None:
-        kinds = [type(value) for value in row]
-        if kinds != [int, int, str, int, int] or not 0 <= row[0] < 1 << 53:
-            raise ValueError(f"the lease is {row}")
-    job = db.execute("SELECT state FROM job").fetchone()
-    if job is not None:
-        unsealed(job[0])
-        read_job(db)
-    for *about, data in db.execute("SELECT time, epoch, event, data FROM transitions"):
-        unsealed(data, *about)
-    for *about, facts in db.execute("SELECT name, address, state, why, since, facts FROM nodes"):
-        unsealed(facts, *about)
-    columns = "time, attempt, kind, action, nodes, ranks, evidence, details"
-    for *rest, details in db.execute(f"SELECT {columns} FROM events"):
-        unsealed(details, *rest)
-        for part in rest[4:]:
-            list(json.loads(part))
 
 
 @contextmanager
@@ -328,29 +440,30 @@ def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
         yield db
         db.execute("COMMIT")
     except BaseException:
-        if db.in_transaction:  # on a full disk SQLite ends it by itself, or not
+        if db.in_transaction:  # SQLite may have ended it on a full disk.
             db.execute("ROLLBACK")
         raise
 
 
-def _sound(error: sqlite3.DatabaseError) -> bool:
-    """Whether an error says nothing against the file: no room, no right, or somebody holds it."""
+def _is_external(error: sqlite3.DatabaseError) -> bool:
+    """Return True if an error does not indicate a damaged file: lack of space or rights, or a lock."""
     extended = getattr(error, "sqlite_errorcode", None) or 0
-    code = 0 if extended == sqlite3.SQLITE_IOERR_SHORT_READ else extended & 0xFF  # a file that was cut
+    code = 0 if extended == sqlite3.SQLITE_IOERR_SHORT_READ else extended & 0xFF  # A short read means a cut file.
     outside = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
     return code in (*outside, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM)
 
 
-def _gone(row: tuple[int, int, str, int, int], db: sqlite3.Connection, lease: float) -> bool:
-    _, _, host, pid, started = row
-    if not pid:
-        return True  # given back
-    if host == socket.gethostname() and born(pid) != started:
+def _is_free(row: tuple[int, int, str, int, int], db: sqlite3.Connection, lease: float) -> bool:
+    """Return True if the holder of a lease has ended, given it back, or not renewed it for `lease` seconds."""
+    _, _, host, pid, birth = row
+    if pid == 0:
+        return True
+    if host == socket.gethostname() and born(pid) != birth:
         return True
     deadline = time.monotonic() + lease
     while time.monotonic() < deadline:
-        if db.execute("SELECT epoch, beat, host, pid, born FROM lease").fetchone() != row:
+        if db.execute(READ_LEASE).fetchone() != row:
             return False
         time.sleep(0.05)
-    # On this host it lives but does nothing; where it is elsewhere it may be dead. Its epoch ends here either way.
+    # A holder on this host lives but hangs; one elsewhere may be dead. Its epoch ends here in both cases.
     return True

@@ -1,7 +1,7 @@
-"""What may happen to a job and to a node, and what becomes of them: the one table of the driver's state machine.
+"""The state machines of a job and of its nodes: two tables, from an event and a state to the state that follows.
 
-Pure functions: `follow` and `follow_node` give the next state, or raise `ImpossibleTransition` for what the table does
-not have. A start goes through STOPPING only, so that two attempts never overlap.
+Pure functions: `follow` and `follow_node` return the next state, or raise `ImpossibleTransition` for a pair that a
+table lacks. Every start goes through STOPPING, so that two attempts never overlap.
 """
 
 from __future__ import annotations
@@ -15,87 +15,87 @@ from megascale.resilience.driver.state.job_state import ENDED, JobState, NodeRec
 
 
 class ImpossibleTransition(ValueError):
-    """Something happened in a state in which it cannot."""
+    """An event occurred in a state in which the table does not allow it."""
 
 
 class JobEvent(StrEnum):
-    """What may happen to a job."""
+    """An event in the life of a job."""
 
     OPENED = "opened"  # a driver began a new epoch
-    PLACED = "placed"  # every rank has a node: stop what runs, then start
+    PLACED = "placed"  # every rank has a node: stop all processes, then start
     RESTARTED = "restarted"  # stop, then place and start again
-    DIAGNOSED = "diagnosed"  # stop, then have the nodes test themselves
+    DIAGNOSED = "diagnosed"  # stop, then run the self-checks of all nodes
     PAUSED = "paused"  # stop, and wait for a person
     FAILED = "failed"  # stop; a person is needed
-    INTERRUPTED = "interrupted"  # stop; a person wants it
-    STOPPED = "stopped"  # every node has stopped: on to the goal
-    GAP = "gap"  # a node was lost that was to be started
-    BEGUN = "begun"  # the trainers of an attempt were ordered
-    STEP = "step"  # trainers have come further
-    FIRST_STEP = "first_step"  # of an attempt
-    FINISHED = "finished"  # every rank ended well
+    INTERRUPTED = "interrupted"  # stop, as a person ordered
+    STOPPED = "stopped"  # every node has stopped: enter the goal
+    GAP = "gap"  # a node of the placement was lost before the start
+    BEGUN = "begun"  # the nodes were ordered to start an attempt
+    STEP = "step"  # trainers reached a later step
+    FIRST_STEP = "first_step"  # trainers finished the first step of an attempt
+    FINISHED = "finished"  # every rank ended with exit code 0
     START_ENDED = "start_ended"  # a fault ended a start
-    TESTED = "tested"  # all self-checks have come in
+    TESTED = "tested"  # all self-checks have reported
     RESUMED = "resumed"  # after a pause
     RECOVERING = "recovering"  # a recovery action was chosen
-    EVICTING = "evicting"  # nodes to take out once the trainers have saved, or that have been
+    EVICTING = "evicting"  # the list of nodes to evict changed
     ADOPTED = "adopted"  # agents run a newer attempt that has had no step yet
-    ADOPTED_RUNNING = "adopted_running"  # and one that has
-    OUTGROWN = "outgrown"  # agents have known newer attempts, of which nothing runs
+    ADOPTED_RUNNING = "adopted_running"  # agents run a newer attempt that has had a step
+    OUTGROWN = "outgrown"  # agents know newer attempts but run none of them
 
 
 class NodeEvent(StrEnum):
-    """What may happen to a node."""
+    """An event in the life of a node."""
 
-    LISTED = "known"  # the cluster has it
-    AWAITED = "awaited"  # its agent was started, or runs and has not come to this driver yet
-    CONNECTED = "came"  # its agent is connected
-    DEPARTED = "gone"  # silent, or ended, or not to be used
+    LISTED = "listed"  # the cluster listed it
+    AWAITED = "awaited"  # its agent was started, or runs and has not connected to this driver yet
+    CONNECTED = "connected"  # its agent connected
+    ENDING = "ending"  # its agent announced its end
+    DEPARTED = "departed"  # it was silent, or ended, or must not be used
     EVICTED = "evicted"
     CORDONED = "cordoned"
     UNCORDONED = "uncordoned"
 
 
-Next = Phase | Literal["same", "goal"]
-SAME: Literal["same"] = "same"  # as it is
-GOAL: Literal["goal"] = "goal"  # what STOPPING leads to
+UNCHANGED: Literal["same"] = "same"  # the state does not change
+GOAL: Literal["goal"] = "goal"  # the phase in JobState.goal follows
+NextPhase = Phase | Literal["same", "goal"]
 
-_ALL = tuple(Phase)
 _OPEN = tuple(phase for phase in Phase if phase not in ENDED)
 _AT_WORK = (Phase.STARTING, Phase.RUNNING)
 
 
-def _each(phases: Iterable[Phase], after: Next, **others: Next) -> dict[Phase, Next]:
-    """`after` follows each of `phases`, but for those that are named."""
-    return dict.fromkeys(phases, after) | {Phase[name]: other for name, other in others.items()}
+def _from(phases: Iterable[Phase], following: NextPhase, **exceptions: NextPhase) -> dict[Phase, NextPhase]:
+    """Return a row of the table: `following` after each of `phases`, except after the named ones."""
+    return dict.fromkeys(phases, following) | {Phase[name]: phase for name, phase in exceptions.items()}
 
 
-# event -> phase in which it may happen -> phase that follows.
-JOB: dict[JobEvent, dict[Phase, Next]] = {
-    JobEvent.OPENED: _each(_ALL, SAME),
+# event -> phase in which it may occur -> phase that follows
+JOB: dict[JobEvent, dict[Phase, NextPhase]] = {
+    JobEvent.OPENED: _from(Phase, UNCHANGED),
     JobEvent.PLACED: {Phase.WAITING: Phase.STOPPING},
-    JobEvent.RESTARTED: _each(_AT_WORK, Phase.STOPPING),
-    JobEvent.DIAGNOSED: _each(_AT_WORK, Phase.STOPPING),
-    JobEvent.PAUSED: _each(_AT_WORK, Phase.STOPPING, WAITING=Phase.PAUSED),
-    JobEvent.FAILED: _each(_OPEN, Phase.STOPPING, WAITING=Phase.FAILED, PAUSED=Phase.FAILED),
-    JobEvent.INTERRUPTED: _each(_OPEN, Phase.STOPPING, WAITING=Phase.INTERRUPTED, PAUSED=Phase.INTERRUPTED),
+    JobEvent.RESTARTED: _from(_AT_WORK, Phase.STOPPING),
+    JobEvent.DIAGNOSED: _from(_AT_WORK, Phase.STOPPING),
+    JobEvent.PAUSED: _from(_AT_WORK, Phase.STOPPING, WAITING=Phase.PAUSED),
+    JobEvent.FAILED: _from(_OPEN, Phase.STOPPING, WAITING=Phase.FAILED, PAUSED=Phase.FAILED),
+    JobEvent.INTERRUPTED: _from(_OPEN, Phase.STOPPING, WAITING=Phase.INTERRUPTED, PAUSED=Phase.INTERRUPTED),
     JobEvent.STOPPED: {Phase.STOPPING: GOAL},
     JobEvent.GAP: {Phase.STOPPING: Phase.WAITING},
     JobEvent.BEGUN: {Phase.STOPPING: Phase.STARTING},
-    JobEvent.STEP: _each(_AT_WORK, SAME),
+    JobEvent.STEP: _from(_AT_WORK, UNCHANGED),
     JobEvent.FIRST_STEP: {Phase.STARTING: Phase.RUNNING},
-    JobEvent.FINISHED: _each(_AT_WORK, Phase.DONE),
-    JobEvent.START_ENDED: _each(_AT_WORK, SAME),
+    JobEvent.FINISHED: _from(_AT_WORK, Phase.DONE),
+    JobEvent.START_ENDED: _from(_AT_WORK, UNCHANGED),
     JobEvent.TESTED: {Phase.DIAGNOSING: Phase.WAITING},
     JobEvent.RESUMED: {Phase.PAUSED: Phase.WAITING},
-    JobEvent.RECOVERING: _each(_OPEN, SAME),
-    JobEvent.EVICTING: _each(_OPEN, SAME),
-    JobEvent.ADOPTED: _each(_OPEN, Phase.STARTING),
-    JobEvent.ADOPTED_RUNNING: _each(_OPEN, Phase.RUNNING),
-    JobEvent.OUTGROWN: _each(_ALL, SAME),
+    JobEvent.RECOVERING: _from(_OPEN, UNCHANGED),
+    JobEvent.EVICTING: _from(_OPEN, UNCHANGED),
+    JobEvent.ADOPTED: _from(_OPEN, Phase.STARTING),
+    JobEvent.ADOPTED_RUNNING: _from(_OPEN, Phase.RUNNING),
+    JobEvent.OUTGROWN: _from(Phase, UNCHANGED),
 }
 
-# What a stop leads to, by what asked for it.
+# stopping event -> phase that follows once every node has stopped
 GOALS: dict[JobEvent, Phase] = {
     JobEvent.PLACED: Phase.STARTING,
     JobEvent.RESTARTED: Phase.WAITING,
@@ -104,34 +104,45 @@ GOALS: dict[JobEvent, Phase] = {
     JobEvent.FAILED: Phase.FAILED,
     JobEvent.INTERRUPTED: Phase.INTERRUPTED,
 }
-# A stop that leads to a start ends with one of these, any other with STOPPED.
+# A stop whose goal is STARTING ends with one of these events, any other stop with STOPPED.
 _TO_START = frozenset({JobEvent.GAP, JobEvent.BEGUN})
 
-# Fields of the state that an event may bring with it.
-_STOP = ("save", "why")
-_LAYOUT = ("placement", "ranks_per_node", "data", "master")
+# event -> fields of the state that the event may change
+_ADOPTED = (
+    "attempt",
+    "placement",
+    "ranks_per_node",
+    "data",
+    "master",
+    "step",
+    "updating",
+    "best",
+    "starts_without_progress",
+    "ends",
+    "reason",
+)
 FIELDS: dict[JobEvent, tuple[str, ...]] = {
     JobEvent.OPENED: ("epoch",),
-    JobEvent.PLACED: ("placement", "data", "why"),
-    JobEvent.RESTARTED: (*_STOP, "fresh", "updating"),
-    JobEvent.DIAGNOSED: _STOP,
-    JobEvent.PAUSED: _STOP,
-    JobEvent.FAILED: (*_STOP, "exit_code"),
-    JobEvent.INTERRUPTED: (*_STOP, "exit_code"),
+    JobEvent.PLACED: ("placement", "data", "reason"),
+    JobEvent.RESTARTED: ("save", "reason", "fresh", "updating"),
+    JobEvent.DIAGNOSED: ("save", "reason"),
+    JobEvent.PAUSED: ("save", "reason"),
+    JobEvent.FAILED: ("save", "reason", "exit_code"),
+    JobEvent.INTERRUPTED: ("save", "reason", "exit_code"),
     JobEvent.BEGUN: ("attempt", "master"),
     JobEvent.STEP: ("step",),
     JobEvent.FIRST_STEP: ("step",),
-    JobEvent.FINISHED: ("why",),
+    JobEvent.FINISHED: ("reason",),
     JobEvent.START_ENDED: ("best", "starts_without_progress", "ends", "distrust"),
-    JobEvent.RESUMED: ("why",),
+    JobEvent.RESUMED: ("reason",),
     JobEvent.RECOVERING: ("recovery", "unexplained"),
     JobEvent.EVICTING: ("evicting",),
-    JobEvent.ADOPTED: ("attempt", *_LAYOUT, "step", "updating", "best", "starts_without_progress", "ends", "why"),
+    JobEvent.ADOPTED: _ADOPTED,
+    JobEvent.ADOPTED_RUNNING: _ADOPTED,
     JobEvent.OUTGROWN: ("attempt",),
 }
-FIELDS[JobEvent.ADOPTED_RUNNING] = FIELDS[JobEvent.ADOPTED]
 
-# What an event sets by itself.
+# event -> fields that the event always sets
 _ALWAYS: dict[JobEvent, dict[str, Any]] = {
     JobEvent.PLACED: {"save": False},
     JobEvent.RESTARTED: {"save": False, "fresh": ()},
@@ -146,7 +157,7 @@ _ALWAYS: dict[JobEvent, dict[str, Any]] = {
     JobEvent.ADOPTED_RUNNING: {"fresh": (), "distrust": False, "recovery": ()},
 }
 
-# event -> state in which it may happen (None: not known yet) -> state that follows.
+# event -> state in which it may occur (None: the node is unknown) -> state that follows
 NODE: dict[NodeEvent, dict[NodeState | None, NodeState | Literal["same"]]] = {
     NodeEvent.LISTED: {None: NodeState.JOINING},
     NodeEvent.AWAITED: dict.fromkeys((None, *NodeState), NodeState.JOINING),
@@ -154,55 +165,65 @@ NODE: dict[NodeEvent, dict[NodeState | None, NodeState | Literal["same"]]] = {
         None: NodeState.UP,
         NodeState.JOINING: NodeState.UP,
         NodeState.UP: NodeState.UP,
+        NodeState.ENDING: NodeState.UP,
         NodeState.LOST: NodeState.UP,
-        NodeState.EVICTED: NodeState.EVICTED,  # it is not used, whoever started it
+        NodeState.EVICTED: NodeState.EVICTED,  # An evicted node is not used, even if its agent connects.
     },
+    NodeEvent.ENDING: {NodeState.UP: NodeState.ENDING},
     NodeEvent.DEPARTED: {
         NodeState.JOINING: NodeState.LOST,
         NodeState.UP: NodeState.LOST,
+        NodeState.ENDING: NodeState.LOST,
         NodeState.LOST: NodeState.LOST,
         NodeState.EVICTED: NodeState.EVICTED,
     },
     NodeEvent.EVICTED: dict.fromkeys(NodeState, NodeState.EVICTED),
-    NodeEvent.CORDONED: dict.fromkeys(NodeState, SAME),
-    NodeEvent.UNCORDONED: dict.fromkeys(NodeState, SAME),
+    NodeEvent.CORDONED: dict.fromkeys(NodeState, UNCHANGED),
+    NodeEvent.UNCORDONED: dict.fromkeys(NodeState, UNCHANGED),
 }
+_NODE_FIELDS = frozenset({"address", "reason", "changed_at", "facts"})
 
 
 def follow(state: JobState, event: JobEvent, changes: Mapping[str, Any]) -> JobState:
-    """The job after `event`, which brings `changes` to its fields.
+    """Return the job after `event`, which brings `changes` to its fields.
 
-    Raises ImpossibleTransition if the table does not have it, or a field does not go with the event.
+    Raises:
+        ImpossibleTransition: the table lacks the event in this phase, or the event may not change one of the fields.
     """
-    after = JOB[event].get(state.phase)
-    leads = event in _TO_START or event is JobEvent.STOPPED
-    if after is None or (leads and (state.goal is Phase.STARTING) != (event in _TO_START)):
-        to = f" to {state.goal}" if state.phase is Phase.STOPPING else ""
-        raise ImpossibleTransition(f"job {state.name}: {event} cannot happen while it is {state.phase}{to}")
-    wrong = changes.keys() - set(FIELDS.get(event, ()))
-    if wrong:
-        raise ImpossibleTransition(f"job {state.name}: {event} does not set {', '.join(sorted(wrong))}")
+    following = JOB[event].get(state.phase)
+    ends_stop = event in _TO_START or event is JobEvent.STOPPED
+    if following is None or (ends_stop and (state.goal is Phase.STARTING) != (event in _TO_START)):
+        goal = f" to {state.goal}" if state.phase is Phase.STOPPING else ""
+        raise ImpossibleTransition(f"job {state.name}: {event} cannot happen while it is {state.phase}{goal}")
+    foreign = changes.keys() - set(FIELDS.get(event, ()))
+    if foreign:
+        raise ImpossibleTransition(f"job {state.name}: {event} does not set {', '.join(sorted(foreign))}")
     if event is JobEvent.BEGUN and changes.get("attempt", 0) <= state.attempt:
         raise ImpossibleTransition(f"job {state.name}: attempt {changes.get('attempt')} after {state.attempt}")
-    found = {**_ALWAYS.get(event, {}), **changes}
+    values = {**_ALWAYS.get(event, {}), **changes}
     if event in GOALS:
-        found["goal"] = GOALS[event]
-    phase = state.phase if after == SAME else state.goal if after == GOAL else after
-    return replace(state, phase=Phase(phase), **found)
+        values["goal"] = GOALS[event]
+    phases = {UNCHANGED: state.phase, GOAL: state.goal}
+    return replace(state, phase=Phase(phases.get(following, following)), **values)
 
 
 def follow_node(state: JobState, name: str, event: NodeEvent, changes: Mapping[str, Any]) -> JobState:
-    """The job after something happened to one of its nodes: `changes` are fields of NodeRecord but state, cordoned.
+    """Return the job after an event of one of its nodes; `changes` are fields of NodeRecord except state and cordoned.
 
-    Raises ImpossibleTransition if the table does not have it.
+    Raises:
+        ImpossibleTransition: the table lacks the event in this state, or the event may not change one of the fields.
     """
-    known = state.nodes.get(name)
-    after = NODE[event].get(known.state if known is not None else None)
-    wrong = changes.keys() - {"address", "why", "since", "facts"}
-    if after is None or wrong:
-        about = f"sets {', '.join(sorted(wrong))}" if wrong else f"while it is {known.state if known else 'unknown'}"
-        raise ImpossibleTransition(f"job {state.name}: {event} of node {name} {about}")
-    record = known or NodeRecord()
-    cordoned = {NodeEvent.CORDONED: True, NodeEvent.UNCORDONED: False}.get(event, record.cordoned)
-    now = record.state if after == SAME else NodeState(after)
-    return state.with_node(name, replace(record, state=now, cordoned=cordoned, **changes))
+    record = state.nodes.get(name)
+    current = record.state if record is not None else None
+    following = NODE[event].get(current)
+    foreign = changes.keys() - _NODE_FIELDS
+    if foreign:
+        raise ImpossibleTransition(f"job {state.name}: {event} of node {name} sets {', '.join(sorted(foreign))}")
+    if following is None:
+        raise ImpossibleTransition(f"job {state.name}: {event} of node {name} while it is {current or 'unknown'}")
+    record = record or NodeRecord()
+    if event in (NodeEvent.CORDONED, NodeEvent.UNCORDONED):
+        record = replace(record, cordoned=event is NodeEvent.CORDONED)
+    if following != UNCHANGED:
+        record = replace(record, state=NodeState(following))
+    return state.with_node(name, replace(record, **changes))

@@ -1,1 +1,1 @@
-"""What agents send, and what follows from it: nodes adopted or lost, verdicts acted upon."""
+"""Telemetry: the messages of agents, the admission and loss of nodes, and the trainers' files."""

@@ -1,4 +1,4 @@
-"""What agents send: each message is taken in, and handed to the part of the driver that it is for."""
+"""Telemetry of the agents: heartbeats are stored and wake the loop, other messages go to the part they concern."""
 
 from __future__ import annotations
 
@@ -6,32 +6,24 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
-from megascale.core.events import Event
-from megascale.resilience.agent.node_health import versions
+from megascale.resilience.driver.diagnosis.investigations import RankInvestigation
 from megascale.resilience.driver.diagnosis.observations import Observations
-from megascale.resilience.driver.diagnosis.standing_ranks import StandingRanks
-from megascale.resilience.driver.nodes.compatibility import unfit
-from megascale.resilience.driver.nodes.nodes import Node, Nodes, Note
-from megascale.resilience.driver.nodes.received_files import ReceivedFiles
-from megascale.resilience.driver.process.loop_tasks import LoopTasks
+from megascale.resilience.driver.nodes import Node, Nodes
+from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.recovery.attempts import Attempts
-from megascale.resilience.driver.recovery.self_checks import SelfChecks
+from megascale.resilience.driver.recovery.recovery import SelfChecks
+from megascale.resilience.driver.recovery.response import Response
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import ENDED, NodeState
-from megascale.resilience.driver.state.transitions import NodeEvent
-from megascale.resilience.driver.telemetry.adoption import Adoption
-from megascale.resilience.driver.telemetry.lost_nodes import LostNodes
-from megascale.resilience.driver.telemetry.response import Response
+from megascale.resilience.driver.telemetry.membership import Adoption, LostNodes
+from megascale.resilience.driver.telemetry.trainer_files import ReceivedFiles
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import (
     Diagnosed,
     Evidence,
     FileData,
-    Hello,
-    JobOffer,
-    Join,
     Lines,
     StartFailed,
     Steps,
@@ -41,193 +33,115 @@ from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.rules.exits import judge_failed_start
 from megascale.services.messages import Message
 
-GONE = 0.1  # grace period, seconds, after a connection has closed in which its agent may come again or end
-TOLD = 3.0  # seconds in which a cluster on other machines learns that an agent has ended
-_REFUSALS = 10_000  # different ones that are written down
+DISCONNECT_GRACE = 0.1  # seconds after a connection has closed in which its agent may reconnect or end
+END_NOTICE = 3.0  # seconds in which a cluster on other machines learns that an agent has ended
 
 
+@dataclass(kw_only=True, eq=False)
 class AgentTelemetry:
-    """What the agent server hands on to.
+    """Receives the messages of admitted agents.
 
-    Args:
-        job, nodes, attempts: whose agents they are.
-        seen: learns from heartbeats.
-        response: for starts that failed.
-        checks: for results of self-checks.
-        adoption: for what agents hold.
-        lost: for connections that closed.
-        standing: for evidence of ranks that stand still.
-        files: for what trainers elsewhere wrote.
+    Attributes:
+        job: whose agents they are.
+        nodes: all nodes.
+        attempts: numbers the stop orders.
+        observations: learns from heartbeats and metrics.
+        response: acts on failed starts.
+        checks: takes the results of self-checks.
+        adoption: known nodes are not judged while it waits for agents.
+        lost_nodes: judges closed connections.
+        ranks: takes the answers about ranks that do not move.
+        files: takes what trainers elsewhere wrote.
         tasks: wakes the loop.
-        outgrown: called with a greeting from an agent that knows a newer driver.
-        say: called with each line for the terminal: (who, text).
-        note: writes an event down.
-        device: train.device, by which nodes are judged.
-        told: the fields of `Described` that do not change.
+        log_line: called with each line for the terminal: (source, text).
     """
 
-    def __init__(
-        self,
-        job: Job,
-        nodes: Nodes,
-        attempts: Attempts,
-        seen: Observations,
-        response: Response,
-        checks: SelfChecks,
-        adoption: Adoption,
-        lost: LostNodes,
-        standing: StandingRanks,
-        files: ReceivedFiles,
-        tasks: LoopTasks,
-        outgrown: Callable[[Hello], None],
-        say: Callable[[str, str], None],
-        note: Note,
-        device: str,
-        told: dict[str, str],
-    ) -> None:
-        self._device, self._told, self._versions = device, told, versions()
-        self._job, self._nodes, self._attempts, self._seen, self._response = job, nodes, attempts, seen, response
-        self._checks, self._adoption, self._lost, self._tasks = checks, adoption, lost, tasks
-        self._standing, self._files = standing, files
-        self._outgrown, self._say, self._note = outgrown, say, note
-        self._refusals: set[tuple[str, ...]] = set()
-
-    def handle_hello(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
-        """A node's agent has come, or come again."""
-        if hello.epoch > self._job.state.epoch:
-            self._outgrown(hello)
-        name, now = hello.node, time.monotonic()
-        if self._job.phase in ENDED:
-            return f"the job is {self._job.phase}"
-        if why := self._unfit(hello):
-            return why
-        if name in self._nodes.taken:  # a task whose slurmd was killed, say: it must not train beside its replacement
-            epoch = self._job.state.epoch
-            channel.send_message(do="welcome", epoch=epoch, version=agent_channel.VERSION)
-            channel.send_message(do="stop", epoch=epoch, order=0, how="kill", grace_period=0.0)
-            channel.send_message(do="leave", epoch=epoch)
-            self._nodes.known(name)
-            return ""
-        node = self._nodes.known(name)
-        if node.channel is not None:
-            node.channel.close()  # a connection that broke unnoticed, or an agent started anew
-        self._nodes.leases.came(node, node.boot == hello.boot, hello.trainers is not None)
-        again, node.boot = node.boot not in ("", hello.boot), hello.boot
-        node.ends, node.given_up = node.ends and not again, False
-        node.channel, node.last_seen, node.joined, node.attempt = channel, now, now, hello.attempt
-        channel.send_message(do="welcome", epoch=self._job.state.epoch, version=agent_channel.VERSION)
-        self._came(node, hello)
-        if again or node.attempt < self._job.state.attempt:
-            node.forget_attempt()
-        self._adoption.came(node, hello)
-        self._tasks.wake.set()
-        return ""
-
-    def asked(self, join: Join) -> JobOffer | str:
-        """A node that knows only where to ask: what its agent must know, or why it is refused."""
-        if self._job.phase in ENDED:
-            return f"the job is {self._job.phase}"
-        there = self._nodes.get(join.node)
-        if there is not None and there.channel is not None and there.record.address != join.address:
-            return (
-                f"a node {join.node} is in the job already, at {there.record.address}: give this one another name "
-                "(--node)"
-            )
-        return self._unfit(join) or JobOffer(epoch=self._job.state.epoch, version=agent_channel.VERSION, **self._told)
-
-    def _unfit(self, hello: Hello | Join) -> str:
-        others = [
-            (n.name, n.record.facts.get("hardware", {}), n.record.facts.get("versions", {}))
-            for n in self._nodes.all()
-            if n.channel is not None and n.name != hello.node
-        ]
-        ranks = self._job.state.ranks_per_node
-        return unfit(hello.node, hello.hardware, hello.versions, self._versions, others, ranks, self._device)
-
-    def _came(self, node: Node, hello: Hello) -> None:
-        """Remember where it is and what its machine is like."""
-        facts = {"pod": hello.pod, "hardware": hello.hardware, "versions": hello.versions}
-        about = {"address": hello.address, "facts": facts}
-        if node.state is NodeState.UP and (node.record.address, node.record.facts) == (hello.address, facts):
-            return
-        new = node.state not in (NodeState.UP, NodeState.EVICTED)
-        self._nodes.change(node.name, NodeEvent.CONNECTED, **about, **({"why": "its agent came"} if new else {}))
-        if new:
-            text = f"{node.name} at {hello.address} joined"
-            self._note(Event.NODE_JOINED, nodes=(node.name,), evidence=(text,))
+    job: Job
+    nodes: Nodes
+    attempts: Attempts
+    observations: Observations
+    response: Response
+    checks: SelfChecks
+    adoption: Adoption
+    lost_nodes: LostNodes
+    ranks: RankInvestigation
+    files: ReceivedFiles
+    tasks: LoopTasks
+    log_line: Callable[[str, str], None]
 
     def handle_heartbeat(self, name: str, channel: agent_channel.AgentChannel, heartbeat: Heartbeat) -> None:
-        """A heartbeat, already checked."""
-        node, now = self._nodes[name], time.monotonic()
+        """Store a heartbeat, answer it, and wake the loop if a rank entered another phase."""
+        node = self.nodes[name]
         if channel is not node.channel:
             return
-        before = node.heartbeat
-        node.beat(heartbeat, now)
-        self._nodes.answer(node, heartbeat)
-        self._seen.learn(before, heartbeat)
-        if _stages(before) != _stages(heartbeat) or heartbeat.is_finished:
-            self._tasks.wake.set()
+        previous = node.heartbeat
+        node.add_heartbeat(heartbeat, time.monotonic())
+        self.nodes.answer(node, heartbeat)
+        self.observations.learn_durations(previous, heartbeat)
+        if heartbeat.is_finished or _stages(previous) != _stages(heartbeat):
+            self.tasks.wake.set()
 
     def handle_message(self, name: str, channel: agent_channel.AgentChannel, message: Message) -> None:
-        """Any other message of a node."""
-        node = self._nodes[name]
+        """Hand a message to the part that it concerns, and wake the loop if a decision may follow."""
+        node = self.nodes[name]
         if channel is not node.channel:
             return
         node.last_seen = time.monotonic()
-        if isinstance(message, Stopped) and message.order == self._attempts.order:
-            node.acknowledged, node.port = self._attempts.order, message.port
-            node.may_run = False
-        elif isinstance(message, Diagnosed):
-            self._checks.received(node, message)
-        elif isinstance(message, StartFailed):
-            why = f"{name}: {message.reason[:500]}"
-            self._response.act([judge_failed_start(name, self._job.state.ranks(name), why, message.errno)])
-        elif isinstance(message, Lines):
-            for line in message.lines:
-                self._say(f"rank {message.rank}", line)
-        elif isinstance(message, Steps):
-            if 0 in self._job.state.ranks(name):
-                self._seen.told(message)
-            return
-        elif isinstance(message, FileData):
-            self._files.take(message, partial(self._confirm, asyncio.get_running_loop(), node), name)
-            return
-        elif isinstance(message, Evidence):
-            self._standing.received(name, message)
-            if message.must_store and message.rank in self._job.state.ranks(name):
-                self._files.keep(message)
-            return
-        self._tasks.wake.set()
+        ranks = self.job.state.ranks(name)
+        match message:
+            case Steps():
+                if 0 in ranks:
+                    self.observations.record_steps(message)
+                return
+            case FileData():
+                loop = asyncio.get_running_loop()
+                self.files.take(message, partial(self._confirm_piece, loop, node), name)
+                return
+            case Evidence():
+                self.ranks.receive(name, message)
+                if message.must_store and message.rank in ranks:
+                    self.files.store_evidence(message)
+                return
+            case Stopped() if message.order == self.attempts.order:
+                node.acknowledged = self.attempts.order
+                node.port = message.port
+                self.nodes.leases.holders.discard(name)
+            case Diagnosed():
+                self.checks.receive(node, message)
+            case StartFailed():
+                reason = f"{name}: {message.reason[:500]}"
+                self.response.act([judge_failed_start(name, ranks, reason, message.errno)])
+            case Lines():
+                for line in message.lines:
+                    self.log_line(f"rank {message.rank}", line)
+            case _:
+                pass
+        self.tasks.wake.set()
 
-    def _confirm(self, loop: asyncio.AbstractEventLoop, node: Node, name: str, end: int) -> None:
-        """A piece of a file was written, in another thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(partial(self._nodes.order, node, do="kept", name=name, end=end))
+    def _confirm_piece(self, loop: asyncio.AbstractEventLoop, node: Node, name: str, end: int) -> None:
+        """Confirm a piece of a file, from the thread that wrote it."""
+        with contextlib.suppress(RuntimeError):  # The loop may have ended.
+            loop.call_soon_threadsafe(partial(self.nodes.order, node, do="kept", name=name, end=end))
 
-    def left(self, name: str, channel: agent_channel.AgentChannel) -> None:
-        """A connection ended; the node may come back within the window."""
-        node = self._nodes[name]
+    def handle_disconnect(self, name: str, channel: agent_channel.AgentChannel) -> None:
+        """Watch a node whose connection closed; it may reconnect within the window."""
+        node = self.nodes[name]
         if node.channel is channel:
             node.channel = None
-            self._tasks.spawn(self._look_after(node))
-            self._tasks.wake.set()
+            self.tasks.spawn(self._watch_disconnected(node))
+            self.tasks.wake.set()
 
-    async def _look_after(self, node: Node) -> None:
-        deadline = time.monotonic() + TOLD
+    async def _watch_disconnected(self, node: Node) -> None:
+        deadline = time.monotonic() + END_NOTICE
         while time.monotonic() < deadline:
-            await asyncio.sleep(GONE)
-            if self._adoption.unsure or node.channel is not None or node.state is not NodeState.UP:
+            await asyncio.sleep(DISCONNECT_GRACE)
+            if self.adoption.is_waiting or node.channel is not None or not node.state.is_present:
                 return
-            self._lost.look_after(node)
-
-    def refused(self, peer: str, node: str, why: str) -> None:
-        """Somebody was turned away."""
-        key = (peer.rpartition(":")[0], node, why.split(";")[0])
-        if key not in self._refusals and len(self._refusals) < _REFUSALS:
-            self._refusals.add(key)
-            self._note(Event.MESSAGE_REFUSED, action="refused", evidence=(f"{node or peer}: {why}",), peer=peer)
+            self.lost_nodes.check_ended(node)
 
 
 def _stages(heartbeat: Heartbeat | None) -> list[tuple[int, str, str]]:
-    """What of a heartbeat is worth a look at once."""
-    return [(w.rank, w.state, w.phase) for w in heartbeat.workers] if heartbeat is not None else []
+    """Return the part of a heartbeat whose changes the loop handles at once."""
+    if heartbeat is None:
+        return []
+    return [(worker.rank, worker.state, worker.phase) for worker in heartbeat.workers]

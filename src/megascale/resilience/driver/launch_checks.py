@@ -1,0 +1,178 @@
+"""Checks before a launch: the order of all time-outs, and the files with which a job is started.
+
+These files say where its ranks run (resilience.placement) and what their environment has (resilience.environment). They
+are read and checked before anything starts, then copied to RUN/driver: a successor of the driver may find other files
+under the user's names.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megascale.config import Config
+from megascale.core.grid import Grid
+from megascale.core.launch_files import read_environment, read_placement
+from megascale.errors import ConfigError, DataError
+from megascale.resilience.cluster.base import Cluster
+from megascale.resilience.protocol.contact import driver_folder
+from megascale.resilience.rules.silence import FLOOR
+
+_COPIES = {"placement": "placement.json", "environment": "environment.env"}
+
+
+def check_timeouts(config: Config) -> None:
+    """Check the order of all time-outs that take part in recovery.
+
+    A heartbeat interval fits twice into the window; a lost node or a hang is noticed before ranks abort a collective;
+    agents outlast a driver's restart; copies in memory outlast a recovery.
+
+    Raises:
+        ConfigError: two time-outs are in the wrong order.
+    """
+    limits = config.resilience
+    seconds = {
+        "resilience.interval": limits.interval,
+        "resilience.window": limits.window,
+        "resilience.orphan": limits.orphan,
+        "resilience.first_step": limits.first_step,
+        "resilience.lease": limits.lease,
+        "resilience.window and resilience.agent_lease": limits.window + (limits.agent_lease or 0.0),
+        "rendezvous.timeout": config.rendezvous.timeout,
+        "rendezvous.group_timeout": config.rendezvous.group_timeout,
+        "checkpoint.linger": config.checkpoint.linger,
+        "the least time to wait on a hang": FLOOR,
+    }
+    # (key, factor, other key, reason): `factor` times the first must not exceed the second.
+    orders = [
+        ("resilience.interval", 2.0, "resilience.window", "one late heartbeat does not make a node lost"),
+        ("resilience.window", 1.0, "rendezvous.timeout", "a node that is lost during the start is noticed"),
+        (
+            "resilience.window",
+            1.0,
+            "rendezvous.group_timeout",
+            "the driver finds the lost node before its peers abort and look guilty",
+        ),
+        ("resilience.window", 2.0, "resilience.orphan", "agents outlast a driver's restart"),
+        ("resilience.window", 1.0, "resilience.first_step", "a lost node is not mistaken for a slow start"),
+        (
+            "the least time to wait on a hang",
+            1.0,
+            "rendezvous.group_timeout",
+            "the driver names the hanging rank before ranks abort the collective",
+        ),
+        ("resilience.lease", 1.0, "resilience.orphan", "agents outlast a change of drivers"),
+    ]
+    if config.checkpoint.background:
+        reason = "copies of the state in memory still exist when ranks start again"
+        orders.append(("resilience.window", 1.0, "checkpoint.linger", reason))
+    if config.checkpoint.background and limits.agent_lease is not None:
+        reason = "copies of the state in memory outlast the wait for ranks of an unreachable node"
+        orders.append(("resilience.window and resilience.agent_lease", 1.0, "checkpoint.linger", reason))
+    for short_key, factor, longer_key, reason in orders:
+        if seconds[short_key] * factor > seconds[longer_key]:
+            times = f"{factor:g} x " if factor != 1 else ""
+            raise ConfigError(
+                f"{short_key}={seconds[short_key]:g} s is too long for {longer_key}={seconds[longer_key]:g} s: "
+                f"{times}{short_key} must not be above {longer_key}, so that {reason}; lower {short_key} or raise "
+                f"{longer_key}"
+            )
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """The contents of the files with which a job is started.
+
+    Attributes:
+        nodes: names of the nodes in rank order by resilience.placement; empty: in the order of their names.
+        environment: for every trainer.
+    """
+
+    nodes: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def read_job_files(config: Config, copies_in: Path | None = None) -> JobFiles:
+    """Read the files that the settings name, for a configuration with its sizes (start_driver.prepare).
+
+    Args:
+        config: the settings.
+        copies_in: a run folder whose copies are read instead.
+
+    Raises:
+        ConfigError: a file is missing, or a placement has no names.
+        DataError: a file is damaged or for another job.
+    """
+    parallel = config.parallel
+    limits = config.resilience
+    nodes: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+    if limits.placement is not None:
+        grid = Grid(parallel.tensor, parallel.data or 1, parallel.pipeline, parallel.gpus_per_host)
+        file = _locate(limits.placement, "placement", copies_in)
+        placement = read_placement(file, grid, "resilience.placement")
+        if placement.nodes is None:
+            raise ConfigError(
+                f"resilience.placement={limits.placement} numbers machines of a simulated fabric and does not name "
+                "them; write it with megascale network placement --names FILE --out, one name per line in the fabric's "
+                "order, as `megascale nodes` shows them"
+            )
+        nodes = placement.nodes
+    if limits.environment is not None:
+        file = _locate(limits.environment, "environment", copies_in)
+        environment = read_environment(file, "resilience.environment")
+    return JobFiles(nodes, environment)
+
+
+def copy_job_files(config: Config, run: Path) -> None:
+    """Copy the files to RUN/driver, readable by the run's user only, since an environment may hold secrets."""
+    limits = config.resilience
+    for name, source in (("placement", limits.placement), ("environment", limits.environment)):
+        copy = driver_folder(run) / _COPIES[name]
+        copy.unlink(missing_ok=True)
+        if source is not None:
+            with open(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+                out.write(Path(source).read_bytes())
+
+
+def check_nodes(config: Config, files: JobFiles, cluster: Cluster) -> None:
+    """Raise DataError for a configured node that a cluster with a known list of nodes lacks.
+
+    The cluster learns which nodes to provide first.
+    """
+    if not files.nodes:
+        return
+    cluster.prefer(files.nodes)
+    limits = config.resilience
+    available = cluster.list_possible_nodes(limits.nodes + limits.spares)
+    unknown = [name for name in files.nodes if name not in available]
+    if available and unknown:
+        raise DataError(describe_unknown_nodes(str(limits.placement), unknown, available))
+
+
+def describe_unknown_nodes(file: str, unknown: list[str], available: list[str]) -> str:
+    """Return the message about configured nodes that the cluster lacks."""
+    missing = ", ".join(name[:80] for name in unknown[:5])
+    if len(unknown) > 5:
+        missing += f" and {len(unknown) - 5:,} more"
+    existing = ", ".join(available[:8]) or "none"
+    if len(available) > 8:
+        existing += f" and {len(available) - 8:,} more"
+    return (
+        f"resilience.placement={file} puts ranks on {missing}, which the cluster does not have; it has {existing}. "
+        "Write the file with these names, or leave the setting out"
+    )
+
+
+def _locate(source: str | Path, kind: str, copies_in: Path | None) -> Path:
+    """Return the file that a setting names, or its copy in a run folder."""
+    if copies_in is None:
+        return Path(source)
+    copy = driver_folder(copies_in) / _COPIES[kind]
+    if not copy.exists():
+        raise DataError(
+            f"{copy} is missing, the copy of resilience.{kind}={source} with which this job was started; stop its "
+            "agents and launch it again"
+        )
+    return copy

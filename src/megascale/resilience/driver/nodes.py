@@ -1,0 +1,444 @@
+"""The driver's nodes: their present state, and starting, requesting, ordering and abandoning their agents."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from megascale.config import ResilienceConfig
+from megascale.core.events import Event
+from megascale.core.preflight import max_concurrent_imports
+from megascale.resilience.cluster.base import Cluster
+from megascale.resilience.driver.process import LoopTasks
+from megascale.resilience.driver.state.audit_log import RecordEvent
+from megascale.resilience.driver.state.job import Job
+from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState
+from megascale.resilience.driver.state.transitions import NodeEvent
+from megascale.resilience.protocol.agent_channel import AgentChannel
+from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
+from megascale.resilience.rules.view import HISTORY, RankView
+
+log = logging.getLogger("megascale.driver")
+
+# Number of agents that start at the same time: each imports everything for its trainers, and many at once on few cores
+# are all late.
+WAVE = max_concurrent_imports(os.cpu_count() or 1)
+JOIN = 60.0  # seconds in which an agent that was started must connect
+KILL = 1.0  # seconds that an agent may take to end its ranks once its lease is over
+
+
+class SelfCheck(StrEnum):
+    """The self-checks of a node."""
+
+    NOT_RUN = "not run"
+    RUNNING = "under way"
+    PASSED = "passed"
+
+
+@dataclass
+class ClusterStatus:
+    """The cluster's last report about all nodes.
+
+    Attributes:
+        drained: nodes that are to get no new ranks, each with the reason.
+        ending: nodes whose agents the cluster ends.
+    """
+
+    drained: Mapping[str, str] = field(default_factory=dict)
+    ending: frozenset[str] = frozenset()
+
+
+@dataclass
+class Node:
+    """One node. Times are on the driver's monotonic clock.
+
+    Attributes:
+        record: the remembered part; its state determines what the node may be used for.
+        cluster_status: the cluster's last report, shared by all nodes.
+        channel: the connection of its agent, None if there is none.
+        last_seen: when its last message came.
+        deadline: when a joining agent must have connected.
+        joined: when its agent connected; earlier orders did not reach it.
+        boot: names one life of its agent.
+        attempt: the attempt whose processes it holds.
+        acknowledged: number of the last stop order that it has carried out.
+        port: free for the next attempt's store when it acknowledged.
+        heartbeat: the newest heartbeat of the attempt.
+        history: (time received, heartbeat) of the last ones.
+        self_check: the state of its self-checks.
+    """
+
+    name: str
+    record: NodeRecord = field(default_factory=NodeRecord)
+    cluster_status: ClusterStatus = field(default_factory=ClusterStatus)
+    channel: AgentChannel | None = None
+    last_seen: float = 0.0
+    deadline: float = 0.0
+    joined: float = 0.0
+    boot: str = ""
+    attempt: int = 0
+    acknowledged: int = 0
+    port: int = 0
+    heartbeat: Heartbeat | None = None
+    history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    self_check: SelfCheck = SelfCheck.NOT_RUN
+
+    @property
+    def state(self) -> NodeState:
+        """The state of the node."""
+        return self.record.state
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The ranks of its newest heartbeat."""
+        return self.heartbeat.workers if self.heartbeat is not None else ()
+
+    @property
+    def drain_reason(self) -> str:
+        """Why its cluster wants it to get no new ranks, "" if it may get some."""
+        return self.cluster_status.drained.get(self.name, "")
+
+    @property
+    def is_staying(self) -> bool:
+        """True if its agent is there and not about to end."""
+        return self.state is NodeState.UP and self.name not in self.cluster_status.ending
+
+    @property
+    def may_keep_ranks(self) -> bool:
+        """True if a new attempt may leave it the ranks that it has, if no other node can take them."""
+        return self.is_staying and self.channel is not None and not self.record.cordoned
+
+    @property
+    def is_usable(self) -> bool:
+        """True if a new attempt may give it ranks."""
+        return self.may_keep_ranks and not self.drain_reason
+
+    def forget_attempt(self) -> None:
+        """Drop the heartbeats of an older attempt, so that the rules do not judge them again."""
+        self.heartbeat = None
+        self.history.clear()
+
+    def add_heartbeat(self, heartbeat: Heartbeat, current_time: float) -> None:
+        """Store a heartbeat. Facts that never change are stored once."""
+        previous = self.heartbeat
+        if previous is not None and (previous.hardware, previous.versions) == (heartbeat.hardware, heartbeat.versions):
+            heartbeat = msgspec.structs.replace(heartbeat, hardware=previous.hardware, versions=previous.versions)
+        self.last_seen = current_time
+        self.heartbeat = heartbeat
+        self.attempt = heartbeat.attempt
+        self.history.append((current_time, heartbeat))
+
+    def view(self, ranks: tuple[int, ...]) -> RankView:
+        """Return the node as the rules see it."""
+        return RankView(self.name, ranks, self.last_seen, self.heartbeat, self.history, self.channel is not None)
+
+    def disconnect(self) -> None:
+        """Close the connection of its agent."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+
+class AgentLeases:
+    """Tracks unreachable nodes that may still run ranks: until they cannot, these ranks start nowhere else.
+
+    The agents' side is agent/rank_lease.py: agents whose heartbeats are not answered end their ranks after
+    `resilience.agent_lease` seconds, counted from before the driver starts counting.
+
+    Attributes:
+        ends: when the lease of each node is over, on the monotonic clock.
+        holders: nodes that were given ranks and have not reported their end.
+    """
+
+    def __init__(self, limits: ResilienceConfig, cluster: Cluster) -> None:
+        self._lease = limits.agent_lease
+        self._orphan = limits.orphan
+        self._cluster = cluster
+        self.ends: dict[str, float] = {}
+        self.holders: set[str] = set()
+
+    @property
+    def are_required(self) -> bool:
+        """True if agents need answers to their heartbeats."""
+        return self._lease is not None
+
+    def renew(self, name: str) -> None:
+        """Renew the lease of a node, whose heartbeat is being answered."""
+        if self._lease is not None:
+            self.ends[name] = time.monotonic() + self._lease + KILL
+
+    def admit(self, name: str, same_life: bool, holds_ranks: bool) -> None:
+        """Renew the lease of a node that connects: another life of its agent holds no ranks of the previous one."""
+        if holds_ranks:
+            self.holders.add(name)
+        elif not same_life:
+            self.holders.discard(name)
+        self.renew(name)
+
+    def inherit(self, node: Node, job: JobState, current_time: float) -> None:
+        """Take over a node from an earlier driver: its ranks may run without a driver for a while."""
+        if self._lease is None or not job.attempt or not job.placement:
+            return
+        remaining = self._orphan
+        if node.state.is_excluded and node.record.changed_at:
+            remaining -= max(0.0, time.time() - node.record.changed_at)
+        self.ends[node.name] = current_time + max(remaining, 0.0) + KILL
+        if remaining > 0:
+            self.holders.add(node.name)
+        else:
+            self.holders.discard(node.name)
+
+    def may_run_ranks(self, node: Node, current_time: float) -> bool:
+        """Return True if ranks may still run on a node that cannot report their end."""
+        is_reachable = node.state.is_present and node.channel is not None
+        if self._lease is None or node.name not in self.holders or is_reachable:
+            return False
+        if current_time >= self.ends.get(node.name, 0.0) or self._cluster.has_stopped(node.name):
+            self.holders.discard(node.name)
+        return node.name in self.holders
+
+
+class Nodes:
+    """All nodes of the job, by name.
+
+    Args:
+        job: whose state remembers them.
+        cluster: provides them.
+        tasks: runs lengthy work.
+        limits: windows and budgets.
+        record_event: writes an event into the audit log.
+
+    Attributes:
+        leases: of the agents.
+        requests: number of requested nodes that the cluster has not provided yet.
+        last_request: when all missing nodes were last requested, on the monotonic clock.
+    """
+
+    def __init__(
+        self, job: Job, cluster: Cluster, tasks: LoopTasks, limits: ResilienceConfig, record_event: RecordEvent
+    ) -> None:
+        self._job = job
+        self.cluster = cluster
+        self._tasks = tasks
+        self._limits = limits
+        self._record_event = record_event
+        self.cluster_status = ClusterStatus()
+        self._nodes = {name: Node(name, record, self.cluster_status) for name, record in job.state.nodes.items()}
+        self.leases = AgentLeases(limits, cluster)
+        self.requests = 0
+        self.last_request = 0.0
+        self._joining_agents = 0  # agents that were started and have not connected
+
+    def __getitem__(self, name: str) -> Node:
+        return self._nodes[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._nodes
+
+    def get(self, name: str) -> Node | None:
+        """Return the node of a name, None if it is unknown."""
+        return self._nodes.get(name)
+
+    def names(self) -> list[str]:
+        """Return the sorted names of all nodes."""
+        return sorted(self._nodes)
+
+    def all(self) -> list[Node]:
+        """Return every node ever known."""
+        return list(self._nodes.values())
+
+    def spares(self) -> list[Node]:
+        """Return the nodes without ranks that may get some."""
+        holders = set(self._job.state.placement)
+        return [node for node in self._nodes.values() if node.is_usable and node.name not in holders]
+
+    def change(self, name: str, event: NodeEvent, **changes: Any) -> Node:
+        """Apply an event of a node (state/transitions.py) and return the node."""
+        node = self._nodes.setdefault(name, Node(name, cluster_status=self.cluster_status))
+        if self._job.apply_node(event, name, **changes):
+            node.record = self._job.state.nodes[name]
+        return node
+
+    def ensure_known(self, name: str) -> Node:
+        """Return the node of a name; an unknown one is awaited from now on."""
+        if name not in self._nodes:
+            self.change(name, NodeEvent.LISTED)
+        return self._nodes[name]
+
+    def is_reachable(self, node: Node) -> bool:
+        """Return True if a node is connected and not about to end."""
+        return node.state is NodeState.UP and node.channel is not None and node.name not in self.cluster.ending
+
+    def refresh_cluster_status(self) -> None:
+        """Read the cluster's report about all nodes."""
+        self.cluster_status.drained = self.cluster.drained
+        self.cluster_status.ending = self.cluster.ending
+
+    # agents ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, current_time: float) -> None:
+        """Have agents on as many nodes as the job and its spares need, at the driver's start."""
+        for node in self.all():
+            node.last_seen = current_time
+            node.deadline = current_time + self._limits.window
+            self.leases.inherit(node, self._job.state, current_time)
+            if node.state.is_present:  # Whether it is present now is not known yet.
+                self.change(node.name, NodeEvent.AWAITED)
+        missing = self._limits.nodes + self._limits.spares
+        for info in self.cluster.nodes():
+            node = self.ensure_known(info.name)
+            if node.state is NodeState.EVICTED or missing <= 0:
+                continue
+            if info.running:
+                missing -= 1
+                # Its agent learns late where this driver is, and is not silent until then.
+                node.last_seen = current_time + self.cluster.notice_seconds
+                if node.state is not NodeState.JOINING:
+                    self.change(info.name, NodeEvent.AWAITED, address=node.record.address or info.address)
+                node.deadline = current_time + JOIN
+            elif info.alive:
+                missing -= 1
+                self.start(node, "started with the driver")
+        for _ in range(missing):
+            self.request_node()
+        self.last_request = current_time
+
+    def start(self, node: Node, reason: str) -> None:
+        """Start a node's agent (again), in the background."""
+        self.abandon(node)
+        self.change(node.name, NodeEvent.AWAITED, reason=reason)
+        node.deadline = float("inf")  # until its turn to start
+        self._tasks.spawn(self.start_agent(node))
+
+    async def start_agent(self, node: Node) -> None:
+        """Start a node's agent in its turn, and wait until it has connected."""
+        async with self._wave():
+            is_started = False
+            try:
+                is_started = await self.cluster.start_agent(node.name)
+            except Exception:  # A node whose start failed would be awaited forever.
+                log.exception("the agent of node %s cannot be started", node.name)
+            # Another start of the node may wait for its turn; the last one sets the deadline.
+            node.deadline = 0.0
+            if is_started:
+                node.deadline = time.monotonic() + JOIN
+            await self._wait_until_joined(node)
+
+    @contextlib.asynccontextmanager
+    async def _wave(self) -> AsyncIterator[None]:
+        """Wait for room among the agents that start at the same time."""
+        limit = self.cluster.start_limit or WAVE
+        while self._joining_agents >= limit:
+            await asyncio.sleep(0.05)
+        self._joining_agents += 1
+        try:
+            yield
+        finally:
+            self._joining_agents -= 1
+
+    async def _wait_until_joined(self, node: Node) -> None:
+        """Wait until an agent has connected, its deadline is over, or another start of the node replaced this one."""
+        deadline = node.deadline
+        while node.state is NodeState.JOINING and node.deadline == deadline and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+
+    def request_node(self) -> None:
+        """Request a new node from the cluster, in the background."""
+        self.requests += 1
+        self._tasks.spawn(self.wait_for_new_node())
+
+    async def wait_for_new_node(self) -> None:
+        """Wait for a requested node, and until its agent has connected."""
+        is_pending = True
+        try:
+            async with self._wave():
+                self.cluster.exclude_nodes(frozenset(node.name for node in self.all() if _is_barred(node)))
+                name = await self.cluster.request()
+                self.requests -= 1
+                is_pending = False
+                if name is None:
+                    return
+                node = self.ensure_known(name)
+                if not node.state.is_present:
+                    self.change(name, NodeEvent.AWAITED, reason="requested")
+                    node.deadline = time.monotonic() + JOIN
+                await self._wait_until_joined(node)
+        finally:
+            if is_pending:
+                self.requests -= 1
+
+    def is_any_joining(self, nodes: Iterable[Node]) -> bool:
+        """Return True if an agent of these nodes was started and has not connected yet."""
+        return any(node.state is NodeState.JOINING for node in nodes)
+
+    def lose(self, node: Node, reason: str) -> None:
+        """Mark a node as lost."""
+        self.mark_gone(node, reason)
+        self._record_event(Event.NODE_LOST, nodes=(node.name,), evidence=(reason,))
+
+    def mark_gone(self, node: Node, reason: str) -> None:
+        """Expect nothing of a node any more."""
+        self.abandon(node)
+        self.change(node.name, NodeEvent.DEPARTED, reason=reason)
+
+    def take_out(self, node: Node, *, evict: bool, reason: str) -> None:
+        """End everything of the job on a node; `evict`: it is not used again."""
+        self.abandon(node)
+        if evict:
+            self.change(node.name, NodeEvent.EVICTED, reason=reason)
+            self._record_event(Event.NODE_EVICTED, nodes=(node.name,), evidence=(reason,))
+            self.cluster.block(node.name, reason)
+        elif node.state is not NodeState.LOST:
+            self.change(node.name, NodeEvent.DEPARTED, reason=reason)
+        self._tasks.spawn(self.cluster.fence(node.name))
+
+    def answer(self, node: Node, heartbeat: Heartbeat) -> None:
+        """Answer a heartbeat, so that the ranks of the node may run on."""
+        if heartbeat.leaving and node.state is NodeState.UP:
+            self.change(node.name, NodeEvent.ENDING)
+        if heartbeat.is_finished:
+            self.leases.holders.discard(node.name)
+            self.cluster.record_agent_end(node.name)
+        # An abandoned agent hears no more than that its end was noticed, or its ranks could run forever.
+        if self.leases.are_required and (heartbeat.is_finished or node.state.is_present):
+            self.leases.renew(node.name)
+            self.order(node, do="heard", sequence=heartbeat.sequence)
+
+    def list_unreachable_holders(self, current_time: float) -> list[Node]:
+        """Return the nodes that cannot be reached and may still run ranks."""
+        return [node for node in self.all() if self.leases.may_run_ranks(node, current_time)]
+
+    def abandon(self, node: Node) -> None:
+        """Hang up on a node that may be replaced: an agent that hears it ends its ranks now.
+
+        An agent that ends anyway keeps its connection: its report is sooner than the end of its lease. It gets no
+        answers, so that it has no more time than the lease. Called before the state of the node changes.
+        """
+        if self.leases.are_required:
+            is_ending = node.state is NodeState.ENDING or node.name in self.cluster.ending | self.cluster.removed_nodes
+            is_abandoned = node.state is NodeState.LOST and node.channel is not None
+            if is_ending or is_abandoned:
+                return
+            self.order(node, do="parted")
+        node.disconnect()
+
+    def order(self, node: Node, **order: Any) -> None:
+        """Send an order to a node if it is connected."""
+        if node.channel is not None:
+            with contextlib.suppress(ConnectionError):
+                node.channel.send_message(epoch=self._job.state.epoch, **order)
+
+
+def _is_barred(node: Node) -> bool:
+    """Return True if a cluster that chooses among machines must not choose this node."""
+    return node.state is NodeState.EVICTED or node.record.cordoned or node.channel is not None

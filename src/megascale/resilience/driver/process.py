@@ -1,0 +1,143 @@
+"""The driver's own process: tasks on its loop, its garbage collection, and its file descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import os
+import resource
+import sqlite3
+import time
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+log = logging.getLogger("megascale.driver")
+Result = TypeVar("Result")
+
+FULL_COLLECTION_INTERVAL = 6 * 3600.0  # seconds: each full collection halts the loop for a second or two
+FULL_COLLECTION_SHARE = 1000.0  # a full collection may take one part in so many of the time
+_NEVER = 1 << 30
+
+FILE_LIMIT = 65_536  # open files: agents of the largest job, and as many unauthenticated connections
+_SPARE = 8  # SQLite opens up to three files for a write, the event log one
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE)
+
+
+class LoopTasks:
+    """Tasks that run on the driver's loop besides its own.
+
+    Attributes:
+        wake: set by events that the loop should handle at once.
+    """
+
+    def __init__(self) -> None:
+        self.wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine as a task of the loop."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the driver failed", exc_info=task.exception())
+        self.wake.set()
+
+    def cancel(self) -> None:
+        """Cancel all tasks."""
+        for task in self._tasks:
+            task.cancel()
+
+
+class DeferredGarbageCollection:
+    """Keeps Python from searching long-lived objects for garbage whenever its counters say so.
+
+    The history of 1,536 nodes is some millions of objects, nearly all freed by their reference counts, and searching
+    them halts the process for a second. Young objects are collected as usual, old ones by `collect_if_due`.
+    """
+
+    def __init__(self) -> None:
+        self._thresholds = gc.get_threshold()
+        gc.set_threshold(self._thresholds[0], self._thresholds[1], _NEVER)
+        self._last = time.monotonic()
+        self._duration = 0.0
+
+    def collect_if_due(self) -> float:
+        """Collect all generations if that is due; return the duration in seconds."""
+        current_time = time.monotonic()
+        if current_time - self._last <= max(FULL_COLLECTION_INTERVAL, FULL_COLLECTION_SHARE * self._duration):
+            return 0.0
+        gc.collect()
+        self._last = time.monotonic()
+        self._duration = self._last - current_time
+        return self._duration
+
+    def close(self) -> None:
+        """Restore Python's own thresholds."""
+        gc.set_threshold(*self._thresholds)
+
+
+def raise_file_limit() -> int:
+    """Raise this process's limit of open files up to FILE_LIMIT, as far as the machine allows; return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = FILE_LIMIT if hard == resource.RLIM_INFINITY else min(FILE_LIMIT, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        return target
+    return soft
+
+
+class SpareDescriptors:
+    """Reserved file descriptors, so that important writes succeed when a flood or a leak has taken all others."""
+
+    def __init__(self) -> None:
+        self._reserve: list[int] = []
+        weakref.finalize(self, _close_all, self._reserve)
+        self._fill()
+
+    def lend(self, write: Callable[[], Result]) -> Result:
+        """Call `write` and return its result. Without a free descriptor, call it again with the reserve released."""
+        try:
+            return write()
+        except (OSError, sqlite3.OperationalError) as error:
+            if not self._is_exhausted(error):
+                raise
+            self.close()
+            try:
+                return write()
+            finally:
+                self._fill()
+
+    def close(self) -> None:
+        """Release the reserve."""
+        _close_all(self._reserve)
+
+    def _is_exhausted(self, error: Exception) -> bool:
+        if isinstance(error, OSError):
+            return error.errno in _EXHAUSTED
+        # SQLite reports only that it cannot open a file.
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as reason:
+            return reason.errno in _EXHAUSTED
+        return False
+
+    def _fill(self) -> None:
+        """Reserve as many descriptors as there are, up to the full number."""
+        try:
+            while len(self._reserve) < _SPARE:
+                self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            if error.errno not in _EXHAUSTED:
+                raise
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())

@@ -1,0 +1,224 @@
+"""The response to verdicts: each is recorded once, and the most severe one is acted upon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megascale.core.events import Event
+from megascale.core.python_process import module_command
+from megascale.errors import EXIT_FAILED
+from megascale.resilience.driver.nodes import Nodes
+from megascale.resilience.driver.process import LoopTasks
+from megascale.resilience.driver.recovery import escalation
+from megascale.resilience.driver.recovery.attempts import Attempts
+from megascale.resilience.driver.recovery.hot_update import RunningSettings
+from megascale.resilience.driver.recovery.recovery import Recovery
+from megascale.resilience.driver.state.audit_log import RecordEvent
+from megascale.resilience.driver.state.job import Job
+from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.protocol.heartbeat import Worker
+from megascale.resilience.rules.view import SEVERITY, Incident, Verdict
+
+log = logging.getLogger("megascale.driver")
+
+SAMPLES_TIMEOUT = 30.0  # seconds to look up the samples of a step
+_LISTED_WINDOWS = 16  # windows of one file that a sentence lists
+# Faults that new settings may cause.
+_SETTINGS_FAULTS = (Event.USER_ERROR, Event.OUT_OF_MEMORY, Event.NONFINITE_LOSS)
+
+
+@dataclass(kw_only=True, eq=False)
+class Response:
+    """Records verdicts and acts on them.
+
+    Attributes:
+        run: the run folder, whose samples are looked up.
+        job: the job that is acted upon.
+        nodes: all nodes.
+        attempts: stops the trainers.
+        recovery: chooses the recovery action of each node to blame.
+        settings: in force.
+        tasks: runs lengthy work.
+        record_event: writes an event into the audit log.
+        incidents: verdicts that named a node, over all attempts, oldest first.
+        past: (time, verdict) of the reasons for which earlier attempts ended, oldest first.
+    """
+
+    run: Path
+    job: Job
+    nodes: Nodes
+    attempts: Attempts
+    recovery: Recovery
+    settings: RunningSettings
+    tasks: LoopTasks
+    record_event: RecordEvent
+    incidents: list[Incident] = field(default_factory=list)
+    past: list[tuple[float, Verdict]] = field(default_factory=list)
+    _recorded: set[tuple[Any, ...]] = field(default_factory=set, init=False)
+    _is_ending: bool = field(default=False, init=False)  # The job fails once the samples of its last step are known.
+
+    def act(self, verdicts: Sequence[Verdict]) -> None:
+        """Record verdicts, each once per attempt, and act on the most severe."""
+        new = [verdict for verdict in map(self._soften, verdicts) if self._is_new(verdict)]
+        for verdict in new:
+            self.record_event(
+                verdict.kind,
+                action=verdict.action,
+                nodes=verdict.nodes,
+                ranks=verdict.ranks,
+                evidence=verdict.evidence,
+                person=verdict.person,
+            )
+            if verdict.evidence:
+                reason = f"{verdict.kind}: {verdict.evidence[0]}"
+                self.recovery.reasons |= dict.fromkeys(verdict.nodes, reason)
+            self.add_incident(verdict)
+        severe = [verdict for verdict in new if SEVERITY[verdict.action] >= SEVERITY["recover"]]
+        if severe and not self._is_ending and self.job.is_at_work:
+            current_time = time.monotonic()
+            self.past += [(current_time, verdict) for verdict in severe]
+            self._end_start(severe)
+
+    def add_incident(self, verdict: Verdict) -> None:
+        """Remember the nodes that a verdict named."""
+        current_time = time.monotonic()
+        self.incidents += [Incident(current_time, node, str(verdict.kind)) for node in verdict.nodes]
+
+    def _soften(self, verdict: Verdict) -> Verdict:
+        """Keep a slow node without a spare: it still trains, and the job without it would not."""
+        if verdict.kind != Event.SLOW_NODE or verdict.action != "evict" or self.nodes.spares():
+            return verdict
+        text = "no spare is available to take its ranks, so it continues; it is evicted once there is one"
+        return replace(verdict, action="alert", evidence=(*verdict.evidence, text))
+
+    def _is_new(self, verdict: Verdict) -> bool:
+        key = (self.job.state.attempt, verdict.kind, verdict.nodes, verdict.ranks, verdict.action)
+        is_new = key not in self._recorded
+        self._recorded.add(key)
+        return is_new
+
+    def _workers(self) -> list[Worker]:
+        """Return all ranks as last seen."""
+        return [worker for node in self.nodes.all() for worker in node.workers]
+
+    def _end_start(self, verdicts: list[Verdict]) -> None:
+        """End the present start for severe verdicts."""
+        worst = max(verdicts, key=lambda verdict: SEVERITY[verdict.action])
+        distrust = self.job.state.distrust or any(v.kind == Event.CHECKSUM_MISMATCH for v in verdicts)
+        if self.job.state.updating and worst.kind in _SETTINGS_FAULTS:
+            self.job.apply(JobEvent.START_ENDED, distrust=distrust)
+            self._undo_update(worst)
+            return
+        end_step = escalation.find_end_step(verdicts, self._workers())
+        progress = escalation.count_start(self.job.state, end_step)
+        self.job.apply(JobEvent.START_ENDED, distrust=distrust, **progress)
+        limit = self.settings.limits.no_progress_limit
+        if worst.action == "stop":
+            self.fail("; ".join(worst.evidence[:3]), code=self._exit_code(worst), end_step=end_step)
+        elif self.job.state.starts_without_progress >= limit:
+            reason = escalation.explain_no_progress(self.job.state, limit)
+            last = "; ".join(worst.evidence[:2])
+            self.fail(f"{reason}; the last: {last}", code=EXIT_FAILED, end_step=end_step)
+        elif worst.action == "diagnose":
+            self.attempts.stop(JobEvent.DIAGNOSED, f"self-checks after: {worst.evidence[0]}")
+        else:
+            blamed = tuple(dict.fromkeys(name for verdict in verdicts for name in verdict.nodes))
+            evict = frozenset(name for verdict in verdicts if verdict.action == "evict" for name in verdict.nodes)
+            self.recovery.recover(blamed, evict)
+
+    def _undo_update(self, verdict: Verdict) -> None:
+        """Return to the previous settings, since the new ones brought no step, and start again."""
+        self.settings.undo()
+        reason = f"the new settings brought no step and are taken back: {'; '.join(verdict.evidence[:2])}"
+        self.record_event(Event.UPDATE_UNDONE, evidence=(reason,))
+        self.attempts.stop(JobEvent.RESTARTED, reason, updating=False)
+
+    def fail(self, reason: str, *, code: int, end_step: int) -> None:
+        """End the job; if it ended within a step, after that step and its samples are named."""
+        if not end_step:
+            self.attempts.fail(reason, code)
+            return
+        self._is_ending = True
+        self.tasks.spawn(self._fail_in_step(reason, code, end_step))
+
+    async def _fail_in_step(self, reason: str, code: int, end_step: int) -> None:
+        samples: dict[str, Any] = {}
+        try:
+            sentence, samples = await find_samples(self.run, end_step)
+        except Exception as error:  # The job must end even if this fails.
+            log.warning("the samples of step %d cannot be determined", end_step, exc_info=True)
+            sentence = f"its samples cannot be determined: {error!r}"
+        finally:
+            self._is_ending = False
+        if not self.job.is_at_work:
+            return  # A person was faster.
+        step, count = escalation.count_equal_ends(self.job.state)
+        ends = f"each of the last {count} starts ended in step {end_step}"
+        if count <= 1:
+            ends = f"it ended in step {end_step}"
+        evidence = (f"{ends}: {sentence}",)
+        self.record_event(Event.FATAL_STEP, evidence=evidence, step=step, times=count, samples=samples.get("samples"))
+        self.attempts.fail(f"{reason}; {ends}: {sentence}", code)
+
+    def _exit_code(self, verdict: Verdict) -> int:
+        """Return the job's exit code for a verdict that ends it: that of the process at fault."""
+        codes = [
+            worker.code
+            for worker in self._workers()
+            if worker.rank in verdict.ranks and worker.state == "exited" and worker.code
+        ]
+        return codes[0] if codes else EXIT_FAILED
+
+
+async def find_samples(run: Path, step: int) -> tuple[str, dict[str, Any]]:
+    """Return the samples that a step trains: (a sentence, {"first", "count", "samples"}).
+
+    A process of its own looks them up, since this package does not know the data. If it cannot find them, the sentence
+    gives the reason.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *module_command("megascale.cli.main", "data", "samples", str(run), f"--step={step}", "--json"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(SAMPLES_TIMEOUT):
+            out, errors = await process.communicate()
+        if process.returncode:
+            return f"its samples cannot be determined: {errors.decode(errors='replace').strip()[-300:]}", {}
+        samples = json.loads(out)
+    except (TimeoutError, ValueError) as error:
+        reason = str(error) or f"the search took over {SAMPLES_TIMEOUT:g} s"
+        return f"its samples cannot be determined: {reason}", {}
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return describe_samples(run, step, samples), samples
+
+
+def describe_samples(run: Path, step: int, samples: dict[str, Any]) -> str:
+    """Return the output of `megascale data samples --json` as a sentence."""
+    files: dict[tuple[str, int], list[int]] = {}
+    for sample in samples["samples"]:
+        files.setdefault((sample["file"], sample["epoch"]), []).append(sample["window"])
+    parts = []
+    for (file, epoch), windows in files.items():
+        listed = ", ".join(map(str, windows[:_LISTED_WINDOWS]))
+        if len(windows) > _LISTED_WINDOWS:
+            listed += f" and {len(windows) - _LISTED_WINDOWS} more"
+        parts.append(f"windows {listed} of {file} (epoch {epoch})")
+    first = samples["first"]
+    last = first + samples["count"] - 1
+    return (
+        f"it trains samples {first} to {last}: {'; '.join(parts)}; `megascale data samples {run} --step {step}` "
+        "lists them"
+    )

@@ -1,0 +1,190 @@
+"""The audit log: every event of the driver goes into the journal, the run's events.jsonl, and to the terminal.
+
+`restore_lost_events` reads events.jsonl back when the journal is not reliable: a damaged journal, or one that SQLite
+reset to an older state because the end of its log was broken, gets back the events that it lost. The agents know which
+trainers run (telemetry/membership.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megascale.core import json_lines, strict_json
+from megascale.core.events import Event, format_time, is_plausible_time
+from megascale.core.failure import DISK_FULL_ERRNOS
+from megascale.core.json_lines import read_bounded_lines
+from megascale.resilience.driver.process import SpareDescriptors
+from megascale.resilience.driver.state.job_state import NodeRecord, NodeState
+from megascale.resilience.driver.state.journal import Journal
+from megascale.resilience.driver.state.journal_reader import Entry
+
+RecordEvent = Callable[..., Entry]  # Driver.record_event
+_SQLITE_LIMIT = 1 << 63  # SQLite stores integers below it
+_COLUMNS = ("time", "date", "event", "by", "attempt", "action", "nodes", "ranks", "evidence")
+
+
+class AuditLog:
+    """Args:
+    run: the run folder.
+    journal: the journal.
+    log_line: called with each line for the terminal: (source, text).
+    """
+
+    def __init__(self, run: Path, journal: Journal, log_line: Callable[[str, str], None]) -> None:
+        self._file = run / "events.jsonl"
+        self._journal = journal
+        self._log_line = log_line
+        self._late_lines: deque[str] = deque(maxlen=10_000)
+        self._descriptors = SpareDescriptors()
+        self._reported_errno = 0
+
+    def record(
+        self,
+        kind: str,
+        *,
+        attempt: int,
+        action: str = "",
+        nodes: tuple[str, ...] = (),
+        ranks: tuple[int, ...] = (),
+        evidence: tuple[str, ...] = (),
+        **details: Any,
+    ) -> Entry:
+        """Record an event. Raise JournalFenced if another driver has taken over."""
+        columns: dict[str, Any] = {"action": action, "nodes": nodes, "ranks": ranks, "evidence": evidence}
+        entry = self._descriptors.lend(lambda: self._journal.add(kind, attempt=attempt, **columns, **details))
+        line: dict[str, Any] = {"time": entry.time, "date": format_time(entry.time), "event": kind, "by": "driver"}
+        line["attempt"] = attempt
+        line |= {name: list(value) if isinstance(value, tuple) else value for name, value in columns.items() if value}
+        self._append(strict_json.dumps(line | details) + "\n")
+        self._log_line("driver", describe(entry))
+        return entry
+
+    def _append(self, line: str) -> None:
+        """Append a line to the file. A line that cannot be written is written with the next one."""
+        self._late_lines.append(line)
+        try:
+            self._descriptors.lend(self._write_lines)
+        except OSError as error:
+            if error.errno not in (*DISK_FULL_ERRNOS, self._reported_errno):  # The journal reports a full disk.
+                self._log_line("driver", f"{self._file} cannot be written ({error.strerror}); the driver continues")
+            self._reported_errno = error.errno or 0
+        else:
+            self._reported_errno = 0
+
+    def _write_lines(self) -> None:
+        handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            while self._late_lines:
+                json_lines.append_lines(handle, self._late_lines[0].encode())
+                self._late_lines.popleft()
+        finally:
+            os.close(handle)
+
+
+def describe(entry: Entry) -> str:
+    """Return an event as one line."""
+    subject = str(entry.kind)
+    if entry.nodes:
+        subject += f" [{', '.join(entry.nodes)}]"
+    if entry.action and entry.action != "none":
+        subject += f" -> {entry.action}"
+    return f"{subject}: {'; '.join(entry.evidence)}"
+
+
+@dataclass(frozen=True)
+class LostEvents:
+    """What events.jsonl says about a journal.
+
+    Attributes:
+        count: number of events that the journal had lost.
+        attempt: the newest attempt of any event.
+        is_paused: a person has paused the job and not resumed it.
+        evicted: nodes whose eviction was restored.
+    """
+
+    count: int = 0
+    attempt: int = 0
+    is_paused: bool = False
+    evicted: tuple[str, ...] = ()
+
+
+def restore_lost_events(journal: Journal, run: Path) -> LostEvents:
+    """Write the events that `journal` has lost and events.jsonl still has, and the evictions among them."""
+    logged = list(read_logged_events(run))
+    # The row of an event that was written late has the event's own time among its details.
+    stored = {(entry.details.get("noted", entry.time), entry.kind) for entry in journal.events()}
+    lost = [entry for entry in logged if (entry.time, entry.kind) not in stored]
+    if lost:
+        journal.restore(lost)
+    records = journal.nodes()
+    evicted_already = {name for name, record in records.items() if record.state is NodeState.EVICTED}
+    evictions = _find_evictions(lost, evicted_already)
+    for name, entry in evictions.items():
+        record = records.get(name, NodeRecord())
+        reason = "; ".join(entry.evidence)
+        journal.save_node(name, replace(record, state=NodeState.EVICTED, reason=reason, changed_at=entry.time))
+    attempt = max((entry.attempt for entry in logged), default=0)
+    return LostEvents(len(lost), attempt, _is_paused(logged), tuple(evictions))
+
+
+def count_drivers(run: Path) -> int:
+    """Count the drivers that a run has had, by their events: no epoch of a driver was lower than this."""
+    starts = (Event.DRIVER_STARTED, Event.DRIVER_TOOK_OVER)
+    return sum(entry.kind in starts for entry in read_logged_events(run))
+
+
+def read_logged_events(run: Path) -> Iterator[Entry]:
+    """Yield the driver's events of events.jsonl, oldest first, without unreadable lines."""
+    try:
+        for line in read_bounded_lines(run / "events.jsonl"):
+            if line is not None and b'"by": "driver"' in line:
+                entry = _parse(line)
+                if entry is not None:
+                    yield entry
+    except OSError:
+        return
+
+
+def _parse(line: bytes) -> Entry | None:
+    """Return the event of a line, None if the line is damaged or incomplete."""
+    try:
+        record = strict_json.loads(line)
+        json.dumps(record, ensure_ascii=False).encode()  # SQLite stores no unpaired surrogates.
+        entry = Entry(
+            id=0,
+            time=float(record["time"]),
+            attempt=int(record["attempt"]),
+            kind=str(record["event"]),
+            action=str(record.get("action", "")),
+            nodes=tuple(str(node) for node in record.get("nodes", ())),
+            ranks=tuple(int(rank) for rank in record.get("ranks", ())),
+            evidence=tuple(str(text) for text in record.get("evidence", ())),
+            details={name: value for name, value in record.items() if name not in _COLUMNS},
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return None
+    is_sound = is_plausible_time(entry.time) and 0 <= entry.attempt < _SQLITE_LIMIT
+    return entry if is_sound else None
+
+
+def _find_evictions(lost: Iterable[Entry], evicted_already: set[str]) -> dict[str, Entry]:
+    evictions: dict[str, Entry] = {}
+    for entry in lost:
+        for name in entry.nodes:
+            if entry.kind == Event.NODE_EVICTED and name not in evicted_already:
+                evictions[name] = entry
+            elif entry.kind == Event.NODE_UNCORDONED:
+                evictions.pop(name, None)
+    return evictions
+
+
+def _is_paused(logged: Iterable[Entry]) -> bool:
+    deciding = (Event.PAUSED, Event.CONTINUED, Event.ATTEMPT_STARTED, Event.JOB_INTERRUPTED, Event.JOB_FAILED)
+    decisions = [entry.kind for entry in logged if entry.kind in deciding]
+    return bool(decisions) and decisions[-1] == Event.PAUSED

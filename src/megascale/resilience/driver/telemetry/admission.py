@@ -1,0 +1,270 @@
+"""Admission of nodes: where agents find the driver, and which of them may join the job."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megascale.config import ResilienceConfig
+from megascale.core.events import Event
+from megascale.resilience.agent.node_health import versions
+from megascale.resilience.cluster.base import Cluster
+from megascale.resilience.driver.nodes import Node, Nodes
+from megascale.resilience.driver.process import LoopTasks
+from megascale.resilience.driver.state.audit_log import RecordEvent
+from megascale.resilience.driver.state.job import Job
+from megascale.resilience.driver.state.job_state import ENDED, NodeState
+from megascale.resilience.driver.state.journal import Journal
+from megascale.resilience.driver.state.transitions import JobEvent, NodeEvent
+from megascale.resilience.driver.telemetry.membership import Adoption
+from megascale.resilience.protocol import agent_channel
+from megascale.resilience.protocol.agent_messages import Hello, JobOffer, Join
+from megascale.resilience.protocol.contact import Contact, write_contact
+from megascale.resilience.protocol.job_description import JobDescription
+
+_REFUSAL_LIMIT = 10_000  # different refusals that are recorded
+
+# Packages whose versions must be equal on all nodes: their ranks exchange data and must compute the same.
+_EQUAL_PACKAGES = ("torch", "numpy", "triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
+# Packages whose releases, but not builds, must be equal on the driver's machine, which may lack GPUs.
+_RELEASE_PACKAGES = ("torch", "numpy")
+
+Facts = Mapping[str, str]
+
+
+@dataclass(kw_only=True, eq=False)
+class Announcement:
+    """Announces to agents and commands where this driver is.
+
+    Attributes:
+        run: the run folder.
+        job: the driver's job.
+        journal: holds the driver's epoch.
+        cluster: gives the announcement to agents.
+        limits: go to the agents.
+        token: the job's secret.
+        record_event: writes an event into the audit log.
+        address: of the agents' port.
+        api_url: base URL of the API.
+    """
+
+    run: Path
+    job: Job
+    journal: Journal
+    cluster: Cluster
+    limits: ResilienceConfig
+    token: bytes
+    record_event: RecordEvent
+    address: tuple[str, int] = ("", 0)
+    api_url: str = ""
+
+    def publish(self) -> None:
+        """Write the contact file and have the cluster tell all agents."""
+        name = self.job.state.name
+        write_contact(self.run, Contact(name, self.journal.epoch, os.getpid(), self.address, self.api_url))
+        self.cluster.announce(JobDescription(name, self.journal.epoch, self.address, self.limits), self.token)
+
+    def raise_epoch(self, hello: Hello) -> None:
+        """Continue with a newer epoch than that of an agent, since the journal was removed or is an old one.
+
+        Raise JournalFenced if another driver has a newer epoch. `Attempts.begin` raises the attempt likewise.
+        """
+        previous = self.journal.epoch
+        self.journal.raise_epoch(hello.epoch + 1)
+        self.job.apply(JobEvent.OPENED, epoch=self.journal.epoch)
+        self.publish()
+        text = (
+            f"{hello.node} knows a driver of epoch {hello.epoch} and attempt {hello.attempt}, the journal only epoch "
+            f"{previous}: it was removed or is an old one; this driver continues as epoch {self.journal.epoch}"
+        )
+        self.record_event(Event.JOURNAL_DAMAGED, nodes=(hello.node,), evidence=(text,))
+
+
+@dataclass(kw_only=True, eq=False)
+class Admission:
+    """Decides which agents may join the job.
+
+    Attributes:
+        job: the driver's job.
+        nodes: all nodes.
+        adoption: takes over trainers that the journal does not know.
+        announcement: raises the epoch if an agent knows a newer driver.
+        tasks: wakes the loop.
+        record_event: writes an event into the audit log.
+        device: train.device, which determines the hardware that a node needs.
+        description: the constant fields of `Described`.
+    """
+
+    job: Job
+    nodes: Nodes
+    adoption: Adoption
+    announcement: Announcement
+    tasks: LoopTasks
+    record_event: RecordEvent
+    device: str
+    description: dict[str, str]
+    _versions: Facts = field(default_factory=versions, init=False)  # on the driver's machine
+    _refusals: set[tuple[str, ...]] = field(default_factory=set, init=False)
+
+    def handle_hello(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
+        """Admit an agent that connects, for the first time or again; return why it is refused, "" if it is not."""
+        if hello.epoch > self.job.state.epoch:
+            self.announcement.raise_epoch(hello)
+        if self.job.phase in ENDED:
+            return f"the job is {self.job.phase}"
+        reason = self._find_obstacle(hello)
+        if reason:
+            return reason
+        name = hello.node
+        epoch = self.job.state.epoch
+        if name in self.nodes.cluster.removed_nodes:
+            # The task of a dead slurmd, for example, must not train next to its replacement.
+            channel.send_message(do="welcome", epoch=epoch, version=agent_channel.VERSION)
+            channel.send_message(do="stop", epoch=epoch, order=0, how="kill", grace_period=0.0)
+            channel.send_message(do="leave", epoch=epoch)
+            self.nodes.ensure_known(name)
+            return ""
+        node = self.nodes.ensure_known(name)
+        if node.channel is not None:
+            node.channel.close()  # Its connection failed unnoticed, or the agent was started anew.
+        same_life = node.boot == hello.boot
+        has_restarted = node.boot != "" and not same_life
+        self.nodes.leases.admit(name, same_life, hello.trainers is not None)
+        node.boot = hello.boot
+        node.channel = channel
+        node.last_seen = time.monotonic()
+        node.joined = node.last_seen
+        node.attempt = hello.attempt
+        channel.send_message(do="welcome", epoch=epoch, version=agent_channel.VERSION)
+        self._update_record(node, hello, same_life=same_life)
+        if has_restarted or node.attempt < self.job.state.attempt:
+            node.forget_attempt()
+        self.adoption.handle_arrival(node, hello)
+        self.tasks.wake.set()
+        return ""
+
+    def handle_join(self, join: Join) -> JobOffer | str:
+        """Return what a node that only knows the driver's address needs to join, or why it is refused."""
+        if self.job.phase in ENDED:
+            return f"the job is {self.job.phase}"
+        node = self.nodes.get(join.node)
+        if node is not None and node.channel is not None and node.record.address != join.address:
+            return (
+                f"a node {join.node} is in the job already, at {node.record.address}: give this one another name "
+                "(--node)"
+            )
+        reason = self._find_obstacle(join)
+        if reason:
+            return reason
+        return JobOffer(epoch=self.job.state.epoch, version=agent_channel.VERSION, **self.description)
+
+    def record_refusal(self, peer: str, node: str, reason: str) -> None:
+        """Record that a connection was refused, once for each kind of refusal of a host."""
+        key = (peer.rpartition(":")[0], node, reason.split(";")[0])
+        if key not in self._refusals and len(self._refusals) < _REFUSAL_LIMIT:
+            self._refusals.add(key)
+            self.record_event(
+                Event.MESSAGE_REFUSED, action="refused", evidence=(f"{node or peer}: {reason}",), peer=peer
+            )
+
+    def _find_obstacle(self, greeting: Hello | Join) -> str:
+        members = [
+            (node.name, node.record.facts.get("hardware", {}), node.record.facts.get("versions", {}))
+            for node in self.nodes.all()
+            if node.channel is not None and node.name != greeting.node
+        ]
+        return find_incompatibility(
+            greeting.node,
+            greeting.hardware,
+            greeting.versions,
+            driver=self._versions,
+            members=members,
+            ranks=self.job.state.ranks_per_node,
+            device=self.device,
+        )
+
+    def _update_record(self, node: Node, hello: Hello, *, same_life: bool) -> None:
+        """Remember the node's address and the facts about its machine."""
+        if node.state is NodeState.ENDING and same_life:
+            return  # The agent still ends; only its connection is new.
+        facts = {"pod": hello.pod, "hardware": hello.hardware, "versions": hello.versions}
+        if node.state is NodeState.UP and (node.record.address, node.record.facts) == (hello.address, facts):
+            return
+        is_new = not node.state.is_present and node.state is not NodeState.EVICTED
+        changes = {"address": hello.address, "facts": facts}
+        if is_new:
+            changes["reason"] = "its agent connected"
+        self.nodes.change(node.name, NodeEvent.CONNECTED, **changes)
+        if is_new:
+            text = f"{node.name} at {hello.address} joined"
+            self.record_event(Event.NODE_JOINED, nodes=(node.name,), evidence=(text,))
+
+
+def find_incompatibility(
+    node: str,
+    hardware: Facts,
+    package_versions: Facts,
+    *,
+    driver: Facts,
+    members: Iterable[tuple[str, Facts, Facts]],
+    ranks: int,
+    device: str,
+) -> str:
+    """Return why a node cannot hold ranks of the job, "" if it can. Facts that are missing are not judged.
+
+    Args:
+        node: its name.
+        hardware: of its machine.
+        package_versions: on its machine.
+        driver: versions on the driver's machine.
+        members: (name, hardware, versions) of the connected nodes.
+        ranks: per node.
+        device: train.device.
+    """
+    members = list(members)
+    difference = _find_version_difference(node, package_versions, driver, members)
+    if difference:
+        return f"{difference}; install the same on both: until then the node is not used"
+    if device == "cpu" or "cores" not in hardware:
+        return ""
+    gpus = int(hardware.get("gpus", 0))
+    if gpus < ranks and (gpus or device == "cuda"):
+        return f"node {node} has {gpus} GPUs for its {ranks} ranks; lower parallel.data, or leave the node out"
+    for name, member_hardware, _ in members:
+        if "cores" in member_hardware and (int(member_hardware.get("gpus", 0)) > 0) != (gpus > 0):
+            with_gpus, without = (node, name) if gpus else (name, node)
+            return (
+                f"node {with_gpus} has GPUs and {without} has none: a job trains on one kind of device; choose it by "
+                "train.device"
+            )
+    return ""
+
+
+def _find_version_difference(
+    node: str, package_versions: Facts, driver: Facts, members: list[tuple[str, Facts, Facts]]
+) -> str:
+    comparisons = [("python", _minor_version), *((name, _release) for name in _RELEASE_PACKAGES)]
+    for package, shorten in comparisons:
+        expected = driver.get(package)
+        version = package_versions.get(package)
+        if expected and version and shorten(expected) != shorten(version):
+            return f"node {node} has {package} {version}, the driver's machine {expected}"
+    for name, _, member_versions in members:
+        for package in _EQUAL_PACKAGES:
+            version = package_versions.get(package)
+            expected = member_versions.get(package)
+            if version and expected and version != expected:
+                return f"node {node} has {package} {version}, node {name} has {expected}"
+    return ""
+
+
+def _minor_version(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _release(version: str) -> str:
+    """Return a version without its build: 2.13.0 for 2.13.0+cu130."""
+    return version.partition("+")[0]

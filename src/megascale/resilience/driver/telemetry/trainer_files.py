@@ -1,0 +1,353 @@
+"""Files of trainers on machines that do not see the run folder: their files come in, faults to inject go out.
+
+Received pieces are written by a thread of its own, so that the run folder has the whole story, as if the trainers wrote
+there. The queue is bounded: a piece without room is not confirmed, and its agent sends it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import re
+import threading
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from msgspec import structs
+
+from megascale.core import json_lines
+from megascale.core.failure import FailureLog
+from megascale.core.json_lines import MAX_LINE_BYTES
+from megascale.core.untrusted_files import open_regular, read_bounded
+from megascale.observe.hang.scene import evidence_file
+from megascale.resilience.driver.nodes import Node, Nodes
+from megascale.resilience.driver.state.job import Job
+from megascale.resilience.protocol.agent_messages import FAULT_CHARACTERS, FAULT_FILE, Evidence, FileData
+
+log = logging.getLogger("megascale.driver")
+_QUEUE_LIMIT = 1024  # pieces
+_TAIL = 1 << 20  # bytes at the end of a file that are searched for lines that came before
+_TAKEN_FAULT = r"faults/[0-9]{20}-[0-9a-f]{6}\.injected"
+_TOKENIZER = r"(?:tokenizer|tokenizer_config|special_tokens_map|generation_config)\.json|chat_template\.jinja"
+_BOARD = r"tensorboard/events\.out\.tfevents\.[\w.-]{1,150}"
+_SPANS = re.compile(
+    r"spans/(host=\d{1,6})/((?:rollups|spans|clocks|counters)-\d{6,9}(?:-\d{6,9})?\.parquet|spool-\d{6,9}\.bin"
+    r"|left-[0-9a-f]{16}\.bin|ranks\.jsonl)"
+)
+_PARQUET = b"PAR1"  # the first and the last bytes of a table
+_ACCEPTED = re.compile(
+    r"logs/rank-\d{1,9}\.log|metrics\.jsonl|events\.jsonl|samples/ledger\.jsonl|identity|kernels\.json"
+    rf"|{_BOARD}|{_TAKEN_FAULT}|{_TOKENIZER}"
+)
+_FILES_BY_STEP = ("metrics.jsonl", "samples/ledger.jsonl")
+
+Confirm = Callable[[str, int], None]
+
+
+class ReceivedFiles:
+    """Writes received pieces of files into the run folder.
+
+    Args:
+        run: the run folder.
+        read_settings: returns the configuration in force as TOML, which the run folder stores.
+
+    Attributes:
+        taken_faults: names of the files in RUN/faults whose fault a trainer has taken.
+    """
+
+    def __init__(self, run: Path, read_settings: Callable[[], str]) -> None:
+        self._run = run
+        self._read_settings = read_settings
+        self._queue: queue.Queue[tuple[FileData, Confirm] | threading.Event | None] = queue.Queue(_QUEUE_LIMIT)
+        self._thread: threading.Thread | None = None
+        self.taken_faults: set[str] = set()
+        self._step_files = {name: _StepFile() for name in _FILES_BY_STEP}
+
+    def take(self, piece: FileData, confirm: Confirm, node: str = "") -> bool:
+        """Queue a piece of a file; return False if the file is not accepted or the queue is full.
+
+        Args:
+            piece: the bytes and their place.
+            confirm: called in the thread with (name, end) once the piece is written.
+            node: that sent it.
+        """
+        spans = _SPANS.fullmatch(piece.name)
+        if spans is not None:
+            # A host of the job may have been several nodes, each of which numbers its files by itself.
+            folder = f"{spans[1]}@{re.sub(r'[^A-Za-z0-9_.-]', '_', node)[:80]}"
+            renamed = structs.replace(piece, name=f"spans/{folder}/{spans[2]}")
+            return self._put((renamed, lambda _, end: confirm(piece.name, end)))
+        if not _ACCEPTED.fullmatch(piece.name):
+            return False
+        if re.fullmatch(_TAKEN_FAULT, piece.name):
+            self.taken_faults.add(Path(piece.name).with_suffix(".json").name)
+        return self._put((piece, confirm))
+
+    def store_evidence(self, evidence: Evidence) -> None:
+        """Queue what an agent knows about a rank that writes elsewhere (observe/hang/)."""
+        if evidence.data:
+            self._put(
+                (FileData(evidence_file(evidence.rank), 0, evidence.data, replaces_file=True), lambda name, end: None)
+            )
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all received pieces are written; return False after `seconds`. Not for the loop's thread."""
+        done = threading.Event()
+        return self._thread is None or (self._put(done) and done.wait(seconds))
+
+    def close(self) -> None:
+        """Write the received pieces, and end the thread."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(10.0)
+
+    def _put(self, item: tuple[FileData, Confirm] | threading.Event) -> bool:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="received files", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            return False
+        return True
+
+    def _work(self) -> None:
+        failures = FailureLog(log, "writing a received file")
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            piece, confirm = item
+            try:
+                self._write(piece)
+                confirm(piece.name, piece.start + len(piece.data))
+            except OSError as error:
+                log.warning("%s of the run folder was not written: %s", piece.name, error)
+            except Exception as error:
+                failures.note(error, f"{piece.name} is not confirmed, so that its agent sends it again")
+
+    def _write(self, piece: FileData) -> None:
+        name = piece.name
+        file = self._run / name
+        if re.fullmatch(_TAKEN_FAULT, name):
+            with contextlib.suppress(FileNotFoundError):  # It may have been reported before.
+                os.replace(file.with_suffix(".json"), file)
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if piece.replaces_file:
+            _replace(file, piece.data)
+            if name == "identity":  # A start was accepted.
+                _replace(self._run / "config.toml", self._read_settings().encode())
+        elif name.startswith("spans/") and not name.endswith(".jsonl"):
+            _write_spans(file, piece)
+        elif name in self._step_files:
+            self._step_files[name].write(file, piece)
+        elif name.endswith(".jsonl"):
+            _append_lines(file, piece)
+        elif re.fullmatch(rf"{_BOARD}|{_TOKENIZER}", name):
+            _write_in_place(file, piece)
+        else:
+            _append_text(file, piece)
+
+
+def _mark_gap(piece: FileData) -> bytes:
+    """Return the bytes of a piece, after a note about skipped bytes."""
+    if not piece.skipped_bytes:
+        return piece.data
+    return f"[{piece.skipped_bytes} bytes left out]\n".encode() + piece.data
+
+
+def _append_text(file: Path, piece: FileData) -> None:
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(handle, _mark_gap(piece))
+    finally:
+        os.close(handle)
+
+
+def _write_in_place(file: Path, piece: FileData) -> None:
+    """Write a piece at its place, so that a repeated piece changes nothing."""
+    data = _mark_gap(piece)
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.pwrite(handle, data, piece.start)
+        if not piece.has_more and re.fullmatch(_TOKENIZER, piece.name):
+            os.ftruncate(handle, piece.start + len(data))
+    finally:
+        os.close(handle)
+
+
+def _append_lines(file: Path, piece: FileData) -> None:
+    """Append a piece of whole lines; of the first piece of a session, the lines that are new."""
+    lines = _new_lines(file, piece.data) if piece.first else piece.data
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        json_lines.append_lines(handle, lines)
+    finally:
+        os.close(handle)
+
+
+def _write_spans(file: Path, piece: FileData) -> None:
+    """Write a piece of a host's spans at its place. A table gets its name once it is complete."""
+    is_table = file.suffix == ".parquet"
+    target = file.with_suffix(".received") if is_table else file
+    if not piece.data:
+        target.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
+        return
+    if is_table and file.exists():
+        return
+    handle = os.open(target, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        os.pwrite(handle, piece.data, piece.start)
+        is_complete = is_table and not piece.has_more
+        if is_complete and not (piece.data.endswith(_PARQUET) and os.pread(handle, 4, 0) == _PARQUET):
+            raise OSError(5, "the table is incomplete")
+    finally:
+        os.close(handle)
+    if is_complete:
+        os.replace(target, file)
+
+
+class _StepFile:
+    """A file of lines by step, which trainers that go back rewrite, on this machine or another.
+
+    Repeated bytes are left as they are, so that an agent that dies before it has sent everything again removes nothing.
+    From the first differing byte on, the file is what is sent.
+    """
+
+    def __init__(self) -> None:
+        self._base: int | None = None  # position of the sender's file in this one, once known
+
+    def write(self, path: Path, piece: FileData) -> None:
+        """Write a piece."""
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+            size = _end_of_lines(file)
+            if piece.first and not piece.start and piece.data:
+                self._base = _find_step(file, _step_of(piece.data.partition(b"\n")[0]), size)
+            if self._base is None or self._base + piece.start > size or (piece.first and piece.start):
+                # The piece is from the middle of a file whose beginning an earlier driver received.
+                file.seek(size)
+                file.truncate()
+                file.write(_new_lines(path, piece.data))
+                self._base = max(0, file.tell() - piece.start - len(piece.data))
+                return
+            position = self._base + piece.start
+            file.seek(position)
+            existing = file.read(len(piece.data))
+            if existing != piece.data:
+                file.truncate(position)  # first, so that concurrent readers see whole lines
+                file.seek(position)
+                file.write(piece.data)
+            elif not piece.has_more:
+                file.truncate(position + len(existing))
+
+
+def _end_of_lines(file: BinaryIO) -> int:
+    """Return the end of the last whole line: a crash cut what follows."""
+    size = file.seek(0, os.SEEK_END)
+    start = size
+    while start:
+        stop = start
+        start = max(0, start - _TAIL)
+        file.seek(start)
+        newline = file.read(stop - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+    return 0
+
+
+def _find_step(file: BinaryIO, step: int | None, size: int) -> int:
+    """Return the position of the first line of `step` or a later one, `size` if there is none."""
+    if step is None:
+        return size
+    position = file.seek(0)
+    line_start = position
+    while line := file.readline(MAX_LINE_BYTES):
+        # A longer line comes in parts, and has no record.
+        line_step = _step_of(line) if line_start == position else None
+        if line_step is not None and line_step >= step:
+            return position
+        position += len(line)
+        if line.endswith(b"\n"):
+            line_start = position
+    return size
+
+
+def _step_of(line: bytes) -> int | None:
+    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return int(json.loads(line)["step"])
+    return None
+
+
+def _replace(file: Path, data: bytes) -> None:
+    temporary = file.with_name(file.name + ".received")
+    temporary.write_bytes(data)
+    os.replace(temporary, file)
+
+
+def _new_lines(file: Path, data: bytes) -> bytes:
+    """Return the lines that are not at the end of the file, where an earlier driver may have written them."""
+    try:
+        with open(file, "rb", opener=open_regular) as opened:
+            opened.seek(max(0, opened.seek(0, os.SEEK_END) - _TAIL))
+            existing = set(opened.read().splitlines(keepends=True))
+    except OSError:
+        return data
+    return b"".join(line for line in data.splitlines(keepends=True) if line not in existing)
+
+
+@dataclass(kw_only=True, eq=False)
+class FaultForwarding:
+    """Forwards faults that `megascale faults inject` requests to the agents whose trainers do not see the run folder.
+
+    A fault stays in RUN/faults until its rank has taken it, which its agent reports like any other file. It is sent
+    once per attempt, to the node that has the rank then. An agent forgets an attempt's faults at the next start.
+
+    Attributes:
+        run: the run folder.
+        job: whose trainers the faults are for.
+        nodes: where the trainers are.
+        taken_faults: names of the files whose fault a trainer has taken, including files that no longer exist.
+    """
+
+    run: Path
+    job: Job
+    nodes: Nodes
+    taken_faults: Container[str]
+    _sent: set[tuple[str, int]] = field(default_factory=set, init=False)  # file and attempt
+
+    def send_new_faults(self) -> None:
+        """Send the faults that were requested since the last call."""
+        attempt = self.job.state.attempt
+        for file in sorted((self.run / "faults").glob("*.json")):
+            if file.name in self.taken_faults or (file.name, attempt) in self._sent:
+                continue
+            if not re.fullmatch(FAULT_FILE, file.name):
+                continue
+            fault = _read_fault(file)
+            node = self._find_node(fault) if fault is not None else None
+            if node is not None and node.channel is not None:
+                self._sent.add((file.name, attempt))
+                self.nodes.order(node, do="inject", name=file.name, fault=json.dumps(fault))
+
+    def _find_node(self, fault: dict[str, Any]) -> Node | None:
+        """Return the node with the trainers that a fault is for, None if there is none now."""
+        state = self.job.state
+        name = fault.get("node")
+        if not name:
+            name = next((holder for holder in state.placement if fault.get("rank") in state.ranks(holder)), None)
+        return self.nodes[name] if name in state.placement else None
+
+
+def _read_fault(file: Path) -> dict[str, Any] | None:
+    try:
+        fault = json.loads(read_bounded(file, FAULT_CHARACTERS))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return fault if isinstance(fault, dict) else None
