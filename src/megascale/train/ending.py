@@ -111,8 +111,8 @@ class Ending:
         lost = TrainingError(
             f"rank {rank} lost contact with another rank {moment} ({reason}): a rank ended, hung for "
             f"rendezvous.group_timeout={self._config.rendezvous.group_timeout:g} seconds, or its network failed. The "
-            f"log of the rank that stopped first shows why ({self._folder.logs}); {describe_latest(location)}. Start the "
-            "same command again to continue"
+            f"log of the rank that stopped first shows why ({self._folder.logs}); {describe_latest(location)}. Start "
+            "the same command again to continue"
         )
         return attach_record(lost, ExitKind.LOST_PEER, step=self._current_step())
 
