@@ -415,7 +415,7 @@ faulthandler.register(signal.SIGUSR2, file=open({str(tmp_path / "rank-0.stack")!
 log = Calls(Path({str(tmp_path)!r}), 0, 1)
 log.register("world", 1)
 while True:
-    log.done(log.begin("world", "all_reduce", 4))
+    log.end_call(log.begin_call("world", "all_reduce", 4))
     time.sleep({pause})
 """
     child = subprocess.Popen([sys.executable, "-c", code])
@@ -454,9 +454,9 @@ thread = ctypes.c_ulong()
 assert libc.pthread_create(ctypes.byref(thread), None, ctypes.cast(libc.pause, ctypes.c_void_p), None) == 0
 if {deaf}:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-log = Calls(Path({str(tmp_path)!r}), 0, 1)
-log.register("world", 1)
-log.begin("world", "all_reduce", 4)
+log = CallLog(Path({str(tmp_path)!r}), 0, 1)
+log.register_group("world", 1)
+log.begin_call("world", "all_reduce", 4)
 def stands_here():
     time.sleep(1000)
 stands_here()
@@ -495,8 +495,8 @@ def work():
             thread.join()
 for _ in range(2):
     threading.Thread(target=work, daemon=True).start()
-telemetry.step_begins(1)
-telemetry._calls.begin("world", "all_reduce", 4)
+telemetry.begin_step(1)
+telemetry._calls.begin_call("world", "all_reduce", 4)
 work()
 """
     child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})

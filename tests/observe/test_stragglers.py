@@ -79,8 +79,8 @@ def test_ranks_that_are_missing_are_named_and_the_rest_is_judged(run, tmp_path, 
     ]
     assert [link.ranks for link in found.links] == [(LINK,)]
     told = megascale("stragglers", tmp_path).stdout
-    assert "of 3 ranks (8, 9, 17) nothing is recorded in these steps: not judged" in told
-    assert "rank 20 tells of no step after step 30, though others do" in told
+    assert "3 ranks (8, 9, 17) have no records in these steps: not compared" in told
+    assert "rank 20 has no records after step 30, though other ranks have" in told
 
 
 def test_the_command_tells_draws_and_prints_json(run, megascale, tmp_path):

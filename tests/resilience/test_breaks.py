@@ -21,12 +21,12 @@ def test_a_port_taken_before_its_use_is_followed_by_another(launch, tmp_path):
     before = (
         "import pathlib, socket\n"
         "import megascale.resilience.agent.agent as agent\n"
-        "free, taken = agent.free_port, []\n"
+        "free, taken = agent.find_free_port, []\n"
         "def first_is_taken(address='127.0.0.1', avoid=()):\n"
         f"    if pathlib.Path({str(tmp_path / 'runs/taken/logs/rank-0.log')!r}).exists(): return free(address, avoid)\n"
         "    taken.append(socket.create_server((address, 0)))\n"
         "    return taken[-1].getsockname()[1]\n"
-        "agent.free_port = first_is_taken\n"
+        "agent.find_free_port = first_is_taken\n"
     )
     job = launch("taken", "--nodes=2", "--train.steps=4", before=before)
     verdict = job.until("port_taken")

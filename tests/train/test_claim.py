@@ -33,7 +33,7 @@ def test_a_start_waits_for_the_ranks_of_an_older_attempt(tmp_path, monkeypatch, 
         waits.append(grace_period)
         return take(folder, what, grace_period)
 
-    monkeypatch.setattr(run_lock, "take", note)
+    monkeypatch.setattr(run_lock, "acquire_trainer_lock", note)
     monkeypatch.delenv("MEGASCALE_NODE", raising=False)
     if node is not None:
         monkeypatch.setenv("MEGASCALE_NODE", node)

@@ -12,7 +12,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from megascale.resilience.driver.state.lasting_journal import LastingJournal
 
 from megascale.cli.jobs import nodes
 from megascale.config import ResilienceConfig
@@ -21,6 +20,7 @@ from megascale.resilience.cluster.base import Cluster, NodeInfo
 from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobState, NodeState
+from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.resilience.protocol.job_description import JobDescription
 from megascale.train import launcher
@@ -93,11 +93,11 @@ def test_one_process_asks_for_its_memory(tiny, monkeypatch, tmp_path, capsys):
 
 
 def test_trainers_start_in_waves(tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher, "wave", lambda cores: 2)
+    monkeypatch.setattr(launcher, "max_concurrent_imports", lambda cores: 2)
     ranks: list[subprocess.Popen[bytes]] = []
     waves = launcher._Waves(ranks, [])
     code = "import os, pathlib; pathlib.Path(f'came-{os.getpid()}').touch(); "
-    code += "os.write(int(os.environ['MEGASCALE_CAME']), b'.')"
+    code += "os.write(int(os.environ['MEGASCALE_IMPORTED_PIPE']), b'.')"
     most = 0
     try:
         for _ in range(6):
@@ -115,7 +115,7 @@ def test_trainers_start_in_waves(tmp_path, monkeypatch):
 
 
 def test_a_wave_ends_with_an_interruption_or_a_failure(monkeypatch):
-    monkeypatch.setattr(launcher, "wave", lambda cores: 1)
+    monkeypatch.setattr(launcher, "max_concurrent_imports", lambda cores: 1)
     interruptions: list[float] = []
     sleeper = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(sleeper, stdin=subprocess.PIPE) as one:
@@ -143,7 +143,7 @@ class _Agents(Cluster):
     """A cluster whose agents come a few turns of the loop after their start."""
 
     def __init__(self, run: Path, dead: set[str]) -> None:
-        journal, _ = LastingJournal.take(run, 0.05)
+        journal, _ = Journal.take(run, 0.05)
         job, limits = Job(JobState("a"), journal), ResilienceConfig()
         self.table = nodes.Nodes(job, self, LoopTasks(), limits, lambda kind, **about: None)
         self.dead, self.there = dead, set()
@@ -184,15 +184,15 @@ def test_agents_start_in_waves(monkeypatch, tmp_path):
         agents = _Agents(tmp_path, {"n4"})
         table = agents.table
         for number in range(10):
-            table.known(f"n{number}")
+            table.ensure_known(f"n{number}")
         table.requests = 4
-        works = [table.start_now(node) for node in table.all()]
-        await asyncio.wait_for(asyncio.gather(*works, *(table.request() for _ in range(4))), 60)
+        works = [table.start_agent(node) for node in table.all()]
+        await asyncio.wait_for(asyncio.gather(*works, *(table.wait_for_new_node() for _ in range(4))), 60)
         return agents
 
     agents = asyncio.run(begin())
     assert agents.most <= 3
-    assert agents.table._on_their_way == agents.table.requests == 0
+    assert agents.table._joining_agents == agents.table.requests == 0
     assert [node.name for node in agents.table.all() if node.state is not NodeState.UP] == ["n4"]
     assert agents.table["n4"].deadline == 0.0
 
@@ -202,14 +202,14 @@ def test_an_agent_started_again_gives_its_place_in_the_wave_back(monkeypatch, tm
 
     async def begin() -> None:
         agents = _Agents(tmp_path, set())
-        node = agents.table.known("n0")
+        node = agents.table.ensure_known("n0")
         monkeypatch.setattr(agents, "_come", lambda name: None)  # the first never comes
-        first = asyncio.create_task(agents.table.start_now(node))
+        first = asyncio.create_task(agents.table.start_agent(node))
         while not agents.there:
             await asyncio.sleep(0)
         node.deadline = float("inf")  # as Nodes.start leaves it
         monkeypatch.undo()
-        await asyncio.wait_for(asyncio.gather(first, agents.table.start_now(node)), 60)
+        await asyncio.wait_for(asyncio.gather(first, agents.table.start_agent(node)), 60)
         assert node.state is NodeState.UP
 
     asyncio.run(begin())

@@ -36,7 +36,7 @@ sys.stdin.read()
 
 
 @contextmanager
-def holding(folder: Path, how: str = "take", **env: str):
+def holding(folder: Path, how: str = "acquire_trainer_lock", **env: str):
     """Another process that holds a lock."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, how, str(folder)],

@@ -47,7 +47,7 @@ def test_a_run_is_replayed_asked_and_written_down(megascale, run, tmp_path):
     assert sorted(computes.microbatch[computes.rank == 1]) == list(range(len(computes) // 2))
     told = megascale("whatif", run, "--steps", "90-99")
     assert told.returncode == 2
-    assert "--steps=90-99: spans of all ranks were kept of steps 1, 2, 3, 4, 5 only" in told.stderr
+    assert "--steps=90-99: spans of all ranks exist for steps 1, 2, 3, 4, 5 only" in told.stderr
     _a_timeline(megascale, run, tmp_path)
 
 
@@ -82,9 +82,9 @@ def _a_timeline(megascale, run, tmp_path):
     # A forward and a backward of each micro-batch crosses the two stages.
     assert len(sent) == len(acts) // 2
     for words, says in (
-        (["--ranks", "0,5"], "--ranks=0,5: rank 5 is none of the run's, 0 to 1"),
-        (["--view", "host"], "--view=host is none of pipeline, tensor, data"),
-        (["--step", "77"], "--steps=77: spans of all ranks were kept of steps 1, 2, 3, 4, 5 only"),
+        (["--ranks", "0,5"], "--ranks=0,5: the run has no rank 5; its ranks are 0 to 1"),
+        (["--view", "host"], "--view=host is not one of pipeline, tensor, data"),
+        (["--step", "77"], "--steps=77: spans of all ranks exist for steps 1, 2, 3, 4, 5 only"),
         (["--out", "step.gif"], "--out=step.gif must end in one of .png"),
     ):
         told = megascale("timeline", run, *words)

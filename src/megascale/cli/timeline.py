@@ -143,8 +143,8 @@ def _to_dict(report: StepTimeline, waits: int) -> dict[str, Any]:
         "ranks": tracks,
         "bubbles": {str(rank): seconds for rank, seconds in report.bubbles.items()},
         "waits": [
-            {"rank": w.rank, "in": w.act, "kind": w.kind, "axis": w.axis, "begin": w.begin / 1e9,
-             "seconds": (w.end - w.begin) / 1e9, "on": w.on, "root": w.root, "why": w.why}
+            {"rank": w.rank, "in": w.action, "kind": w.kind, "axis": w.axis, "begin": w.begin / 1e9,
+             "seconds": (w.end - w.begin) / 1e9, "on": w.waited_on, "root": w.root, "why": w.reason}
             for w in _find_longest_waits(report, waits)
         ],
     }  # fmt: skip

@@ -98,7 +98,7 @@ class ParamAndGradBuffer:
         meta_params = list(module.parameters())
         specs = [spec_of(param) for param in meta_params]
         self.names = {piece.name for spec in specs for piece in spec.pieces}
-        matrices = {id(param) for param in module.matrices().values()} if float8_gather else set()  # type: ignore[operator]
+        matrices = {id(param) for param in module.linear_weights().values()} if float8_gather else set()  # type: ignore[operator]
         self.layout: FlatLayout = lay_out(
             [self._make_member(param, id(param) in matrices) for param in meta_params], axes.data.size, bucket_elements
         )
@@ -158,10 +158,10 @@ class ParamAndGradBuffer:
 
     def find_unit_buckets(self) -> list[list[int]]:
         """Return the buckets that each unit of the module's forward needs; empty if the module declares no units."""
-        if not hasattr(self.module, "units"):
+        if not hasattr(self.module, "forward_units"):
             return []
         index_of = {id(param): i for i, param in enumerate(self.parameters)}
-        units: list[list[nn.Parameter]] = self.module.units()  # type: ignore[operator]
+        units: list[list[nn.Parameter]] = self.module.forward_units()  # type: ignore[operator]
         return [sorted({self.bucket_of[index_of[id(param)]] for param in unit}) for unit in units]
 
     # gradients of a step ---------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ class ChunkGraphs:
     def pin_weights(self, chunk: int) -> None:
         """Put float8 copies of the chunk's weights where graphs read them."""
         module = self._buffers[chunk].module
-        module.linears.pin_weights(module.matrices().values())  # type: ignore[operator, union-attr]
+        module.linears.pin_weights(module.linear_weights().values())  # type: ignore[operator, union-attr]
 
     def mark_gradients_written(self, chunk: int, i: int) -> None:
         """Record that a replayed backward has overwritten, or added to, the gradients."""

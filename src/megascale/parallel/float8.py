@@ -200,7 +200,7 @@ class TensorWiseFloat8(_Float8Linears):
         if gathered is None:
             raise TrainingError(
                 f"a weight {list(weight.shape)} is read after its update and before it was gathered; call "
-                "Engine.start_gather before a step, Engine.whole before anything else"
+                "Engine.start_gather before a step, Engine.gather_parameters before anything else"
             )
         rows, scale = gathered
         pinned = self._pinned.get(id(weight))

@@ -105,7 +105,7 @@ def make_groups(
     store: dist.Store | None = None,
     channels: Mapping[str, int | None] | None = None,
 ) -> Groups:
-    """Make and warm the groups of this rank; the default group must exist and span `grid.world` ranks.
+    """Make and warm the groups of this rank; the default group must exist and span `grid.world_size` ranks.
 
     Every rank of the world must call this with the same arguments but `rank`.
 

@@ -24,7 +24,7 @@ RECORD = """
 import json, os, signal
 from megascale.train.engine import Engine
 
-step, compute = Engine.step, Engine._compute
+step, compute = Engine.step, Engine._run_chunk
 out = open(f"{file}-{{os.environ['RANK']}}", "a")
 seen = 0
 
@@ -45,7 +45,7 @@ def recorded(engine, chunk, inputs, where):
         os.kill(os.getpid(), signal.SIGKILL)
     return compute(engine, chunk, inputs, where)
 
-Engine.step, Engine._compute = numbered, recorded
+Engine.step, Engine._run_chunk = numbered, recorded
 """
 
 

@@ -36,22 +36,22 @@ class Driver:
     beats: list[Heartbeat] = field(default_factory=list)
     messages: list[Any] = field(default_factory=list)
 
-    def joined(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
+    def handle_hello(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
         self.channels.append(channel)
         channel.send_message(do="welcome", epoch=1, version=agent_channel.VERSION)
         return ""
 
-    def beat(self, node: str, channel: agent_channel.AgentChannel, heartbeat: Heartbeat) -> None:
+    def handle_heartbeat(self, node: str, channel: agent_channel.AgentChannel, heartbeat: Heartbeat) -> None:
         self.beats.append(heartbeat)
         if self.answers:
             channel.send_message(do="heard", epoch=1, sequence=heartbeat.sequence)
 
-    def received(self, node: str, channel: agent_channel.AgentChannel, message: Any) -> None:
+    def handle_message(self, node: str, channel: agent_channel.AgentChannel, message: Any) -> None:
         self.messages.append(message)
 
-    def left(self, node: str, channel: agent_channel.AgentChannel) -> None: ...
+    def handle_disconnect(self, node: str, channel: agent_channel.AgentChannel) -> None: ...
 
-    def refused(self, peer: str, node: str, why: str) -> None: ...
+    def record_refusal(self, peer: str, node: str, why: str) -> None: ...
 
 
 async def until(seen: Callable[[], Any]) -> None:
@@ -71,7 +71,7 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, scene: Scene, lease: flo
     )  # nothing is forked
 
     async def work() -> None:
-        server = AgentServer("job", TOKEN, driver)
+        server = AgentServer("job", TOKEN, driver, driver)
         place = await server.open("127.0.0.1", 0)
         limits = ResilienceConfig(interval=10.0, window=30.0, agent_lease=lease)
         write_job(folder, JobDescription("job", 1, place, limits, str(folder / "run"), shared=True), TOKEN)
@@ -179,6 +179,6 @@ def test_a_garbled_status_record_and_a_reader_that_fails_silence_no_agent(tmp_pa
         agent.ended.set()
         await life
 
-    monkeypatch.setattr("megascale.core.background.keep_running.__defaults__", (0.01,))
+    monkeypatch.setattr("megascale.core.failure.keep_running.__defaults__", (0.01,))
     play(tmp_path, monkeypatch, scene)
     assert "checksums of weights failed (ZeroDivisionError" in caplog.text

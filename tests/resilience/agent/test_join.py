@@ -79,7 +79,7 @@ def test_a_name_that_does_not_resolve_and_a_port_where_nobody_listens_are_told(t
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     with monkeypatch.context() as patch:
-        patch.setattr(joining, "address_towards", unknown)
+        patch.setattr(joining, "find_local_address", unknown)
         with pytest.raises(TrainingError, match="the name head01 does not resolve on this machine"):
             attempt(("head01", 29400), tmp_path, said)
     with socket.socket() as taken:

@@ -68,14 +68,14 @@ def test_an_evicted_node_gives_its_memory_back(tmp_path: Path, apart: bool) -> N
     try:
         assert asyncio.run(cluster.fence("n1"))
         assert (
-            talks["n1"].request(ListSnapshots()).held == ()
+            talks["n1"].request(ListSnapshots()).snapshots == ()
         )  # its agent may be started again, and goes on from what it holds
         cluster.block("n1", "it is broken")
         assert asyncio.run(cluster.fence("n1"))
         with pytest.raises(OSError, match=r"."):
             talks["n1"].request(ListSnapshots())
         assert end_checkpoint_services(run, "n1") == []
-        assert talks["n0"].request(ListSnapshots()).held == ()
+        assert talks["n0"].request(ListSnapshots()).snapshots == ()
     finally:
         for talk in talks.values():
             talk.close()

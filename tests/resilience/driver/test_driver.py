@@ -174,7 +174,7 @@ def test_trainers_that_cannot_be_started_for_want_of_room_tell_of_a_full_disk(tm
     def full(played: Played, channel: agent_channel.AgentChannel) -> bool:
         if len(played.starts) == 1:
             why = "could not start the trainers: No space left on device"
-            channel.send_message(do="failed", attempt=played.attempt, why=why, errno=errno.ENOSPC)
+            channel.send_message(do="failed", attempt=played.attempt, reason=why, errno=errno.ENOSPC)
             return False
         return True
 

@@ -40,20 +40,20 @@ class Heard:
         self.messages: list[Any] = []
         self.gone = 0
 
-    def joined(self, channel, hello):
+    def handle_hello(self, channel, hello):
         channel.send_message(do="welcome", epoch=1, version=agent_channel.VERSION)
         return ""
 
-    def beat(self, node, channel, heartbeat):
+    def handle_heartbeat(self, node, channel, heartbeat):
         self.beats.append(heartbeat)
 
-    def received(self, node, channel, message):
+    def handle_message(self, node, channel, message):
         self.messages.append(message)
 
-    def left(self, node, channel):
+    def handle_disconnect(self, node, channel):
         self.gone += 1
 
-    def refused(self, peer, node, why):
+    def record_refusal(self, peer, node, why):
         self.refusals.append(why)
 
 
@@ -80,7 +80,7 @@ def scene(play) -> Heard:
 
     async def run() -> Heard:
         heard = Heard()
-        agent_server = AgentServer("job", TOKEN, heard)
+        agent_server = AgentServer("job", TOKEN, heard, heard)
         host, port = await agent_server.open("127.0.0.1", 0)
 
         async def connect(token: bytes = TOKEN, **hello: Any):
@@ -187,7 +187,7 @@ def test_an_enormous_or_empty_frame_is_refused_before_it_is_read(size):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"sequence": 1}, "old one"),
+        ({"sequence": 1}, "sent twice"),
         ({"sequence": 9, "node": "n1"}, "n1"),
         ({"sequence": 9, "job": "other"}, "other"),
     ],
@@ -245,7 +245,7 @@ def test_an_agent_of_another_version_is_refused_by_name():
 @pytest.mark.parametrize(
     ("first", "reason"),
     [
-        (bytes(range(1, 33)) + bytes(16), "no frame of MegaScale's protocol"),  # a release before form 4
+        (bytes(range(1, 33)) + bytes(16), "does not speak MegaScale's protocol"),  # a release before form 4
         (
             HEAD.pack(b"MS", PROTOCOL_VERSION + 1, 0, 32, 0) + bytes(32),
             f"speaks form {PROTOCOL_VERSION + 1} of the protocol, this one form {PROTOCOL_VERSION}",
@@ -279,12 +279,12 @@ def test_nothing_but_a_greeting_is_taken_as_one():
         writer.close()
 
     heard = scene(play)
-    assert "before it had greeted" in heard.refusals[0]
+    assert "before a greeting" in heard.refusals[0]
     assert heard.beats == []
 
 
 def test_strangers_that_say_nothing_do_not_keep_others_out(monkeypatch):
-    monkeypatch.setattr("megascale.resilience.driver.nodes.agent_server.PROOF_SECONDS", 0.3)
+    monkeypatch.setattr("megascale.resilience.driver.telemetry.agent_server.PROOF_SECONDS", 0.3)
 
     async def play(connect, heard, place):
         silent = [await asyncio.open_connection(*place) for _ in range(50)]
@@ -299,7 +299,7 @@ def test_strangers_that_say_nothing_do_not_keep_others_out(monkeypatch):
 
 def test_a_flood_of_silent_strangers_is_bounded_and_keeps_no_agent_out(monkeypatch):
     """More strangers than there is room for, each with more to say than it may: the oldest go."""
-    monkeypatch.setattr("megascale.resilience.driver.nodes.agent_server.STRANGERS", 8)
+    monkeypatch.setattr("megascale.resilience.driver.telemetry.agent_server.UNPROVED_LIMIT", 8)
 
     async def play(connect, heard, place):
         silent = [await asyncio.open_connection(*place) for _ in range(40)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("cryptography")
-from megascale.resilience.driver.api.tls import agents_tls
+from megascale.resilience.driver.api.tls import create_agents_tls
 from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_channel import DriverTls
@@ -24,7 +24,7 @@ OPEN = "192.0.2.1"  # an address that is not loopback; nobody listens there
 class Asked(Heard):
     """A driver that also describes its job."""
 
-    def asked(self, join):
+    def handle_join(self, join):
         return f"node {join.node} is too old" if join.node == "old" else JobOffer(7, agent_channel.VERSION, "{}")
 
 
@@ -53,7 +53,7 @@ class Relay:
 def scene(play, tls: DriverTls | None) -> Asked:
     async def run() -> Asked:
         heard = Asked()
-        server = AgentServer("job", TOKEN, heard)
+        server = AgentServer("job", TOKEN, heard, heard)
         _, port = await server.open("127.0.0.1", 0, tls)
         async with asyncio.timeout(30):
             await play(heard, port)
@@ -82,13 +82,13 @@ def test_messages_of_both_sides_are_encrypted_and_long_ones_come_whole():
         assert b"unmistakable-name" not in relay.seen
         assert b"xxxx" not in relay.seen
 
-    heard = scene(play, agents_tls(OPEN, None, None))
+    heard = scene(play, create_agents_tls(OPEN, None, None))
     assert heard.refusals == []
     assert len(heard.messages[0].lines) == 100
 
 
 def test_on_loopback_there_is_no_certificate_and_nothing_is_encrypted():
-    assert agents_tls("127.0.0.1", None, None) is None
+    assert create_agents_tls("127.0.0.1", None, None) is None
 
     async def play(heard, port):
         channel, _ = await enter(port)
@@ -98,7 +98,7 @@ def test_on_loopback_there_is_no_certificate_and_nothing_is_encrypted():
 
 
 def test_another_certificate_than_the_one_named_is_refused():
-    tls, other = agents_tls(OPEN, None, None), agents_tls(OPEN, None, None)
+    tls, other = create_agents_tls(OPEN, None, None), create_agents_tls(OPEN, None, None)
 
     async def play(heard, port):
         with pytest.raises(ProtocolError, match="another certificate than the driver's"):
@@ -111,7 +111,7 @@ def test_nobody_between_them_can_talk_them_out_of_encrypting():
     def plain(data: bytes, from_driver: int) -> bytes:
         return data[:-32] + bytes(32) if from_driver and data.endswith(tls.fingerprint) else data
 
-    tls = agents_tls(OPEN, None, None)
+    tls = create_agents_tls(OPEN, None, None)
 
     async def play(heard, port):
         relay = Relay(port, plain)
@@ -129,12 +129,12 @@ def test_a_stranger_who_has_not_proved_the_secret_gets_no_handshake():
             await asyncio.open_connection("127.0.0.1", port, ssl=context)
         await until(lambda: heard.refusals)
 
-    heard = scene(play, agents_tls(OPEN, None, None))
+    heard = scene(play, create_agents_tls(OPEN, None, None))
     assert "does not speak MegaScale's protocol" in heard.refusals[0]
 
 
 def test_the_fingerprint_is_the_certificates_own(tmp_path):
-    tls = agents_tls(OPEN, None, None)
+    tls = create_agents_tls(OPEN, None, None)
 
     async def play(heard, port):
         channel, _ = await enter(port)
@@ -156,5 +156,5 @@ def test_a_node_that_asks_in_is_told_the_job_or_why_not():
             assert isinstance(answer, Refuse)
             assert why in answer.reason
 
-    heard = scene(play, agents_tls(OPEN, None, None))
+    heard = scene(play, create_agents_tls(OPEN, None, None))
     assert len(heard.refusals) == 3

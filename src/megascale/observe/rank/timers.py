@@ -222,7 +222,7 @@ class Timers(Recorder):
         _, chunk, microbatch = self._open or (-1, -1, -1)
         self._add_row(SpanKind.TRANSFER, axis, chunk, microbatch, waited_on, nbytes, -1, since, self.mark())
 
-    def counted(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None:
+    def record_count(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None:
         """See Recorder; written with the step's rows."""
         self._block.counts.append((kind, count, nanoseconds, longest))
 

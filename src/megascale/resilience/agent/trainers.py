@@ -43,10 +43,11 @@ log = logging.getLogger("megascale.agent")
 # Modules that the fork server imports once. They are given by name, since this package must not import the trainer.
 PRELOAD = (
     "megascale.api",
-    "megascale.cli.summary",
+    "megascale.cli.train",
+    "rich.table",
     "megascale.train.loop",
     "megascale.train.rank_info",
-    "megascale.ops.launch:prepare_forks",
+    "megascale.ops.launch:warm_up_forks",
 )
 
 

@@ -29,7 +29,7 @@ class Placement:
 
     name: how it came about.
     grid: the job's grid.
-    hosts: [grid.hosts] machine of each of the job's hosts.
+    hosts: [grid.host_count] machine of each of the job's hosts.
     nics: NICs a host.
     """
 
@@ -155,7 +155,7 @@ def checked(placement: Placement, topology: Topology) -> Placement:
 
 
 def write(placement: Placement, path: Path, names: list[str] | None = None) -> None:
-    """A file for the driver: the machines in rank order, by name if there are names (core/placement_file.py)."""
+    """A file for the driver: the machines in rank order, by name if there are names (core/launch_files.py)."""
     hosts = tuple(placement.hosts.tolist())
     nodes = tuple(names[h] for h in hosts) if names else None
     PlacementFile(placement.name, placement.grid, hosts, nodes).write(path)

@@ -100,7 +100,6 @@ class LayoutCost:
     @cached_property
     def memory(self) -> list[MemoryEstimate]:
         """Memory of a rank of each stage."""
-        config, grid = self.config, self.layout.grid
         limit = (self.device_gib - RESERVE_GIB) * GIB
         return [estimate_rank_memory(config, grid, self.schedule, s, limit)[0] for s in range(grid.pipeline)]
 

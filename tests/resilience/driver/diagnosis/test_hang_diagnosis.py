@@ -13,7 +13,6 @@ import pytest
 
 from megascale.core.calls import Call, CallLog, CallRecord
 from megascale.errors import DataError
-from megascale.observe.hang.evidence import collect_evidence
 from megascale.observe.hang.scene import MAX_EVIDENCE_BYTES, RankEvidence, Scene, pack_evidence, unpack_evidence
 from megascale.resilience.driver.diagnosis.diagnosis import refine_hang
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Explain
@@ -36,7 +35,7 @@ import os, signal
 from pathlib import Path
 from megascale.core.calls import Call, CallRecord, Calls
 from megascale.observe.hang.scene import RankEvidence, Scene
-log = Calls(Path({str(status)!r}), 1, 2)
+log = CallLog(Path({str(status)!r}), 1, 2)
 log.register("world", 2)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
@@ -46,7 +45,9 @@ os.kill(os.getpid(), signal.SIGSTOP)
         # This process has no handler for the signal that asks for a stack.
         old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         state = view({n: [heartbeat(n, 1, [worker(n, status_age=11.0)])] for n in range(2)})
-        sent = [FROM_AGENT.decode(FROM_AGENT.encode(e)) for e in collect_evidence(tmp_path, (0, 1), ORDER, keep=False)]
+        sent = [
+            FROM_AGENT.decode(FROM_AGENT.encode(e)) for e in explain_ranks(tmp_path, (0, 1), ORDER, must_store=False)
+        ]
         assert [(e.order, e.rank) for e in sent] == [(7, 0), (7, 1)]
         scene = Scene({e.rank: unpack_evidence(e.data) for e in sent}, 2)
         found = refine_hang(HANG, state, scene, None)
@@ -61,7 +62,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_ranks_that_left_no_record_keep_the_verdict(tmp_path):
-    (sent,) = collect_evidence(tmp_path, (0,), ORDER, keep=False)
+    (sent,) = explain_ranks(tmp_path, (0,), ORDER, must_store=False)
     assert not sent.data
     found = refine_hang(HANG, view({0: [heartbeat(0, 1, [worker(0)])]}), Scene({}, 1), None)
     assert (found.action, found.ranks) == ("recover", ())

@@ -14,7 +14,7 @@ class Seeing:
 
     certain = False
 
-    def gone(self, name: str) -> bool:
+    def has_stopped(self, name: str) -> bool:
         return self.certain
 
 

@@ -32,10 +32,10 @@ class Seeing(Elsewhere):
         super().__init__(count)
         self.noted: list[str] = []
 
-    def gone(self, name: str) -> bool:
+    def has_stopped(self, name: str) -> bool:
         return self.certain
 
-    def note_end(self, name: str) -> None:
+    def record_agent_end(self, name: str) -> None:
         self.noted.append(name)
 
 

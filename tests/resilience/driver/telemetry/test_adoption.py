@@ -85,7 +85,16 @@ def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
 
 def hello(**changes) -> Hello:
     held = RunningTrainers(JobState("a", Phase.STARTING, 5, ("n0", "n1")).to_json(), stepped=True)
-    words = {"job": "a", "node": "n0", "version": "", "address": "", "boot": "", "epoch": 1, "attempt": 5, "held": held}
+    words = {
+        "job": "a",
+        "node": "n0",
+        "version": "",
+        "address": "",
+        "boot": "",
+        "epoch": 1,
+        "attempt": 5,
+        "trainers": held,
+    }
     return Hello(**words | changes)
 
 
@@ -95,7 +104,7 @@ def test_what_an_agent_holds_is_believed_only_if_it_fits():
     assert _parse_held(hello(), "b") is None
     assert _parse_held(hello(node="n2"), "a") is None
     assert _parse_held(hello(attempt=6), "a") is None
-    assert _parse_held(hello(held=None), "a") is None
+    assert _parse_held(hello(trainers=None), "a") is None
 
 
 JSON = st.recursive(
@@ -107,7 +116,7 @@ JSON = st.recursive(
 
 @given(st.text() | JSON.map(json.dumps), st.booleans())
 def test_an_agent_that_holds_nonsense_holds_nothing(text, stepped):
-    assert _parse_held(hello(held=RunningTrainers(text, stepped)), "a") is None
+    assert _parse_held(hello(trainers=RunningTrainers(text, stepped)), "a") is None
 
 
 class Channel:
@@ -151,7 +160,7 @@ def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agen
         for i, (attempt, runs, stepped) in enumerate(agents):
             state = JobState("a", Phase.STARTING, attempt, tuple(held[attempt])).to_json()
             holds = RunningTrainers(state, stepped) if runs else None
-            greeting = hello(node=f"n{i}", attempt=attempt, boot=str(i), held=holds)
+            greeting = hello(node=f"n{i}", attempt=attempt, boot=str(i), trainers=holds)
             assert driver.admission.handle_hello(channels[i], greeting) == ""
         assert all("stop" not in channel.orders for channel in channels)  # not before it is decided
         assert driver.adoption.decide(time.monotonic())

@@ -19,9 +19,9 @@ from tests.resilience.driver.telemetry.test_adoption import Channel
 
 
 class Elsewhere(Cluster):
-    """Nodes whose agents others start; what is `taken` or `over` is for the test to say."""
+    """Nodes whose agents others start; what is `removed_nodes` or `over` is for the test to say."""
 
-    taken: frozenset[str] = frozenset()
+    removed_nodes: frozenset[str] = frozenset()
     ending: frozenset[str] = frozenset()
     drained: Mapping[str, str] = NO_REASONS
 
@@ -30,13 +30,15 @@ class Elsewhere(Cluster):
         self.over: set[str] = set()
         self.barred: frozenset[str] = frozenset()
 
-    def bar(self, names: frozenset[str]) -> None:
+    def exclude_nodes(self, names: frozenset[str]) -> None:
         self.barred = names
 
     def announce(self, job: Any, token: bytes) -> None: ...
 
     def nodes(self) -> list[NodeInfo]:
-        return [NodeInfo(n, "", n not in self.taken, n not in self.taken | self.over) for n in self.names]
+        return [
+            NodeInfo(n, "", n not in self.removed_nodes, n not in self.removed_nodes | self.over) for n in self.names
+        ]
 
     async def start_agent(self, name: str) -> bool:
         return False
@@ -59,7 +61,7 @@ def hello(node: str, placement: tuple[str, ...], **changes: Any) -> Hello:
         "boot": node,
         "epoch": 1,
         "attempt": 1,
-        "held": held,
+        "trainers": held,
     }
     return Hello(**words | changes)
 
@@ -91,7 +93,7 @@ def play(run: Path, scene: Scene, nodes: int = 2, spares: int = 1) -> list[Any]:
 
 def test_what_still_runs_on_a_node_that_was_taken_away_is_ended_and_replaced(tmp_path):
     async def scene(driver, cluster, channels):
-        cluster.taken = frozenset({"n1"})
+        cluster.removed_nodes = frozenset({"n1"})
         driver.lost_nodes.find_lost_nodes(time.monotonic())
         assert channels["n1"].orders[:3] == ["welcome", "stop", "leave"]
         assert driver.nodes["n1"].state is NodeState.LOST
@@ -116,7 +118,7 @@ def test_a_node_that_was_taken_away_is_not_waited_for_by_a_driver_that_is_new(tm
         driver.telemetry.handle_disconnect("n1", channels["n1"])
         driver.nodes.change("n1", NodeEvent.AWAITED)  # as at its start: the agent may come
         driver.nodes["n1"].last_seen = time.monotonic() + 20.0
-        cluster.taken = frozenset({"n1"})
+        cluster.removed_nodes = frozenset({"n1"})
         driver.lost_nodes.find_lost_nodes(time.monotonic())
         assert driver.nodes["n1"].state is NodeState.LOST
         assert driver.job.phase is Phase.STOPPING

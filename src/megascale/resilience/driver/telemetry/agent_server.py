@@ -91,7 +91,7 @@ class AgentServer:
         if isinstance(answer, JobOffer):
             return channel.send(answer)
         if answer:
-            channel.send_message(do="refuse", why=answer)
+            channel.send_message(do="refuse", reason=answer)
             return self._admission.record_refusal(peer, node, answer)
         try:
             await self._receive(channel, node)
