@@ -11,8 +11,7 @@ from megascale.config import Config, from_tree, load
 from megascale.config.text_files import decode_text, read_toml
 from megascale.core.launch_files import read_environment
 from megascale.errors import ConfigError
-from megascale.observe.analysis.decline import _words
-from megascale.resilience.cluster.ssh import read_hosts
+from megascale.resilience.cluster.ssh import read_hosts, split_command
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.fabric.fabric_spec import load_fabric
@@ -122,7 +121,7 @@ def test_a_home_folder_is_found_from_overrides_commands_and_files(tmp_path, monk
     assert (config.train.runs, config.data.valid) == (f"{tmp_path}/runs", f"{tmp_path}/valid")
     assert load(None, ["data.train=~/a,~/b"]).data.train == [f"{tmp_path}/a", f"{tmp_path}/b"]
     assert load(None, ["checkpoint.location=s3://bucket/~"]).checkpoint.location == "s3://bucket/~"
-    assert _words("ssh -F ~/cluster.config") == ["ssh", "-F", f"{tmp_path}/cluster.config"]
+    assert split_command("ssh -F ~/cluster.config") == ["ssh", "-F", f"{tmp_path}/cluster.config"]
 
 
 @pytest.mark.parametrize("text", ["a = " + "1" * 5000, "a = " + "[" * 5000])

@@ -18,12 +18,12 @@ from megascale.core.preflight import (
     FORKED_TRAINER_BYTES,
     GPU_TRAINER_BYTES,
     HostShare,
+    check_host,
     check_processes,
     checkpoint_bytes,
     count_local_stage_ranks,
 )
 from megascale.errors import FitError
-from megascale.train.rank_info import check_local_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GIB = 2**30
@@ -35,7 +35,7 @@ def run(words: list[str], share: HostShare, capacity: Capacity = SMALL, disk: in
     """Lines said; FitError if refused."""
     said: list[str] = []
     config = load(EXAMPLES / file if file else None, ["--model.vocab_size=50304", *words])
-    check_local_ranks(config, share, capacity, lambda folder: disk, said.append)
+    check_host(lay_out(config, share.world), share, capacity, lambda folder: disk, said.append)
     return said
 
 
@@ -235,7 +235,7 @@ def test_forked_trainers_share_what_their_server_imported():
     assert config.train.fit == "check"
     nodes = HostShare(8, 0, 8, nodes=8)
     assert FORKED_TRAINER_BYTES * 8 < 8 * GIB
-    check_local_ranks(config, nodes, replace(SMALL, memory=4 * GIB), lambda folder: ROOM)
+    check_host(lay_out(config, nodes.world), nodes, replace(SMALL, memory=4 * GIB), lambda folder: ROOM)
 
 
 def test_other_commands_that_start_processes_by_the_number():

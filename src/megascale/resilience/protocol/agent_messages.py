@@ -39,7 +39,7 @@ _Settings = Annotated[str, Meta(max_length=SETTINGS_CHARACTERS)]
 
 
 class RunningTrainers(Part, frozen=True):
-    """State from which a driver with a lost journal adopts the running trainers (telemetry/adoption.py).
+    """State from which a driver with a lost journal adopts the running trainers (driver/telemetry/membership.py).
 
     Attributes:
         state: the job's state when the trainers were started (JobState.to_json).

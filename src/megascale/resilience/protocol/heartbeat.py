@@ -74,7 +74,7 @@ class GpuReport(Part, frozen=True):
     Attributes:
         temperature: degrees Celsius.
         ecc_errors: uncorrected errors since boot.
-        xid: the last Xid error, 0 if there was none. A fatal Xid (core/xid.py) hides later ones.
+        xid: the last Xid error, 0 if there was none. A fatal Xid (core/gpus.py) hides later ones.
         throttled: heat or a power brake reduces the clocks.
         recovery: action that the NVIDIA driver recommends, such as "reset", "" if none.
         silent_seconds: time for which the NVIDIA driver has not answered. All values but `xid` are older than that.

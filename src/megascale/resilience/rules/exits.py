@@ -338,7 +338,7 @@ def last_message(worker: Worker) -> str:
 
 
 def is_calm_line(line: str) -> bool:
-    """Return True for a line of this package's own logging (train/rank_log.py) that reports no fault."""
+    """Return True for a line of this package's own logging (train/telemetry.py) that reports no fault."""
     fields = line.split(maxsplit=6)
     return len(fields) > 5 and (fields[1], fields[3]) == ("attempt", "rank") and fields[5] in ("INFO", "DEBUG")
 

@@ -15,7 +15,6 @@ from megascale.core import flops, inventory
 from megascale.core.inventory import BLOCK_PARTS
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import MemoryEstimate, count_stage_parameters
-from megascale.core.rank_memory import estimate_rank_memory
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import Schedule, ideal_bubble
 from megascale.core.traffic import TrafficEstimate, estimate_stage_traffic
@@ -101,7 +100,7 @@ class LayoutCost:
     def memory(self) -> list[MemoryEstimate]:
         """Memory of a rank of each stage."""
         limit = (self.device_gib - RESERVE_GIB) * GIB
-        return [estimate_rank_memory(config, grid, self.schedule, s, limit)[0] for s in range(grid.pipeline)]
+        return [self.layout.stage_memory(stage, limit)[0] for stage in range(self.layout.grid.pipeline)]
 
     def traffic(self, stage: int) -> TrafficEstimate:
         """Bytes that a rank of `stage` sends in a step."""

@@ -14,6 +14,7 @@ import pytest
 from megascale.core.calls import Call, CallLog, CallRecord
 from megascale.errors import DataError
 from megascale.observe.hang.scene import MAX_EVIDENCE_BYTES, RankEvidence, Scene, pack_evidence, unpack_evidence
+from megascale.resilience.agent.agent import explain_ranks
 from megascale.resilience.driver.diagnosis.diagnosis import refine_hang
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Explain
 from megascale.resilience.rules.view import Verdict
@@ -33,10 +34,10 @@ def test_a_hang_gets_its_rank_and_its_node(tmp_path):
     code = f"""
 import os, signal
 from pathlib import Path
-from megascale.core.calls import Call, CallRecord, Calls
+from megascale.core.calls import Call, CallLog, CallRecord
 from megascale.observe.hang.scene import RankEvidence, Scene
 log = CallLog(Path({str(status)!r}), 1, 2)
-log.register("world", 2)
+log.register_group("world", 2)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
     other = subprocess.Popen([sys.executable, "-c", code])
