@@ -459,7 +459,7 @@ def test_files_that_cannot_be_read_are_left_out_with_a_note_or_refused(chat, tmp
 def test_a_tiktoken_encoding_goes_out(tmp_path, named):
     pytest.importorskip("tiktoken")
     from megascale.data.tokenizer.convert_tokenizer import export_tokenizer
-    from megascale.data.tokenizer.tiktoken_file import KNOWN, TiktokenTokenizer
+    from megascale.data.tokenizer.tiktoken_file import PUBLISHED, TiktokenTokenizer
 
     ranks = {bytes([b]): b for b in range(256)}
     for word in (
@@ -477,7 +477,7 @@ def test_a_tiktoken_encoding_goes_out(tmp_path, named):
         b"\xe4\xb8\xad",
     ):
         ranks[word] = len(ranks)
-    pattern = KNOWN["cl100k_base"][0]
+    pattern = PUBLISHED["cl100k_base"][0]
     special = {"<|endoftext|>": len(ranks) + 1, "<|other|>": len(ranks) + 2}
     tokenizer = TiktokenTokenizer("mine", pattern, ranks, special, "<|endoftext|>")
     tokenizer.save(tmp_path / "tokenizer.json")

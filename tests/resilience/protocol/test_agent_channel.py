@@ -248,9 +248,9 @@ def test_an_agent_of_another_version_is_refused_by_name():
         (bytes(range(1, 33)) + bytes(16), "does not speak MegaScale's protocol"),  # a release before form 4
         (
             HEAD.pack(b"MS", PROTOCOL_VERSION + 1, 0, 32, 0) + bytes(32),
-            f"speaks version {PROTOCOL_VERSION + 1} of the protocol, this one form {PROTOCOL_VERSION}",
+            f"speaks version {PROTOCOL_VERSION + 1} of the protocol, this one version {PROTOCOL_VERSION}",
         ),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n", "no frame of MegaScale's protocol"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n", "does not speak MegaScale's protocol"),
         (make_head(31) + bytes(32), "no greeting"),
     ],
     ids=["an older release", "a newer release", "a browser", "a short greeting"],
