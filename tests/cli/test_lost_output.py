@@ -40,7 +40,7 @@ def test_a_lost_stdout_is_said_on_stderr(tiny):
     process = Forked(["train", tiny, "--train.steps=1"], before=STDOUT_FULL, split=True)
     output = process.communicate(timeout=120)[1]
     assert process.returncode == 0
-    assert output == "note: standard output is lost (No space left on device); the command goes on without it\n"
+    assert output == "note: standard output is lost (No space left on device); the command continues without it\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--parallel.data=2"]], ids=["one process", "two ranks"])

@@ -124,11 +124,11 @@ def test_steps_that_were_done_again_count_once_and_as_their_newest_attempt(tmp_p
     write_attempt(out, 1, range(1, 41), 4, 3 * 10**9, 2 * 10**9)
     write_attempt(out, 2, range(11, 21), 2, 10**9)
     with SpanTables(tmp_path) as tables:
-        rows = spans.summary(tables, 20)
+        rows = spans._summarise_ranks(tables, 20)
         assert [(row["rank"], row["steps"], row["seconds"], row["own"], row["waits"]) for row in rows] == [
             (rank, 10, 1.0, 1.0, {}) for rank in range(2)
         ]
-        assert spans.write(tables, "job", tmp_path / "out.jsonl", (11, 12)) == 4
+        assert spans._export_spans(tables, "job", tmp_path / "out.jsonl", (11, 12)) == 4
         assert rank_values.read_step_range(tables) == (1, 20)
         ranks = rank_values.read_ranks(tables)
         waits = rank_values.read_values(tables, "waited.step", 11, 20, ranks)
