@@ -53,6 +53,12 @@ def test_the_reference_of_settings_is_that_of_the_models(megascale):
     assert page == megascale("config", "--markdown").stdout, "megascale config --markdown > docs/configuration.md"
 
 
+def test_the_appendix_of_tests_is_up_to_date():
+    command = [sys.executable, ROOT / "scripts/case_tests.py", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_site_is_built_without_a_warning(tmp_path):
     """`make docs`: a link or an anchor that leads nowhere, a page that no table of contents has."""
     pytest.importorskip("myst_parser", reason="the extra docs is not installed")
