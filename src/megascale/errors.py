@@ -56,6 +56,7 @@ def make_error(class_name: str, message: str) -> MegascaleError:
 
 # The extra that installs each optional package.
 PACKAGE_EXTRAS = {
+    "hiredis": "redis",
     "matplotlib": "plots",
     "duckdb": "spans",
     "numba": "network",

@@ -75,10 +75,10 @@ def test_a_sink_without_its_extra_fails_before_the_first_step(monkeypatch, sink,
 
 
 def test_redis_without_its_extra_names_it(monkeypatch):
+    monkeypatch.delitem(STORES, "redis", raising=False)
     for name in [name for name in sys.modules if name.startswith("megascale.plugins.redis")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "hiredis", None)
-    monkeypatch.delitem(STORES, "redis", raising=False)
     settings = config.load(None, ["--rendezvous.url=rediss://host:6379"]).rendezvous
     with pytest.raises(ConfigError, match=r"the package hiredis is not installed.*\[redis\]"):
         open_store(StoreRequest(settings, "run", rank=0, world=1, timeout=1.0))

@@ -314,11 +314,11 @@ def test_what_an_exchange_captures_is_no_call(tmp_path):
     log = CallLog(tmp_path, 0, 2)
     log.register_group("tensor/0", 2)
     runtime = Runtime(calls=log)
-    exchange = SimpleNamespace(captured=lambda: nullcontext("captured"))
+    exchange = SimpleNamespace(capture=lambda: nullcontext("captured"))
     axis = Axis(size=2, name="tensor/0", exchange=exchange, runtime=runtime)
     graphs, told = SimpleNamespace(_tensor=axis, _runtime=runtime), []
     for fails in (False, True):
-        with suppress(RuntimeError), ChunkGraphs._exchange_captured(graphs, told):
+        with suppress(RuntimeError), ChunkGraphs._capture_exchange(graphs, told):
             axis.transfer("fused_gather", 32).done()
             if fails:
                 raise RuntimeError("capture failed")
@@ -410,10 +410,10 @@ def test_a_calm_run_is_told_to_be_moving(tmp_path, pause):
     code = f"""
 import faulthandler, signal, time
 from pathlib import Path
-from megascale.core.calls import Calls
+from megascale.core.calls import CallLog
 faulthandler.register(signal.SIGUSR2, file=open({str(tmp_path / "rank-0.stack")!r}, "w"))
-log = Calls(Path({str(tmp_path)!r}), 0, 1)
-log.register("world", 1)
+log = CallLog(Path({str(tmp_path)!r}), 0, 1)
+log.register_group("world", 1)
 while True:
     log.end_call(log.begin_call("world", "all_reduce", 4))
     time.sleep({pause})
@@ -447,7 +447,7 @@ def test_the_main_thread_answers_or_else_the_kernel(tmp_path, monkeypatch, deaf)
     code = f"""
 import ctypes, faulthandler, signal, time
 from pathlib import Path
-from megascale.core.calls import Calls
+from megascale.core.calls import CallLog
 faulthandler.register(signal.SIGUSR2, file=open({str(tmp_path / "rank-0.stack")!r}, "w"), all_threads=False)
 libc = ctypes.CDLL(None)
 thread = ctypes.c_ulong()

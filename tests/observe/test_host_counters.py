@@ -186,5 +186,5 @@ def test_a_link_that_is_full_by_the_millisecond_is_told(tmp_path):
     ingest.close()
     with SpanTables(tmp_path) as tables:
         assert describe_links(tables) == [
-            "host 3 eth0 sent 49% of its 25 Gbit/s in kept steps; one millisecond in a hundred 98%, the fullest 98%"
+            "host 3 eth0 sent 49% of its 25 Gbit/s in recorded steps; one millisecond in a hundred 98%, the fullest 98%"
         ]

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megascale.cli.jobs import nodes
 from megascale.config import ResilienceConfig
 from megascale.core import capacity
 from megascale.resilience.cluster.base import Cluster, NodeInfo
+from megascale.resilience.driver import nodes
 from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobState, NodeState
@@ -83,7 +83,7 @@ def test_one_process_asks_for_its_memory(tiny, monkeypatch, tmp_path, capsys):
     proc.mkdir()
     (proc / "meminfo").write_text("MemAvailable: 100 kB\n")
     here = capacity.Capacity.measure
-    monkeypatch.setattr(capacity.Capacity, "here", lambda **words: here(proc, tmp_path / "cgroup", **words))
+    monkeypatch.setattr(capacity.Capacity, "measure", lambda **words: here(proc, tmp_path / "cgroup", **words))
     with pytest.raises(FitError, match=r"tensors of 1 rank .* MemAvailable leaves 0 MiB"):
         api.train(api.load_config(tiny))
     assert not (tmp_path / "runs").exists()

@@ -20,11 +20,11 @@ from megascale.checkpoint.format.step_folders import COMMIT
 from megascale.config import CHANGEABLE_KEYS, Config, from_tree
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.ledger import check_ledger
-from megascale.data.dataset.samples import SampleSource
 from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import ConfigError, DataError
 from tests.chaos.soak.resumes import state_of
 from tests.conftest import lines
+from tests.data.sample_sources import open_samples
 
 ROTARY = "--model.positions=rotary"
 
@@ -123,7 +123,7 @@ def test_other_settings_are_free_and_told(again, capsys) -> None:
     assert wanted <= set(told.removeprefix("settings changed after step 5: ").split("; "))
     ledger = lines(run / "samples" / "ledger.jsonl")
     assert [line["count"] for line in ledger] == [4] * 5 + [6] * 4
-    assert check_ledger(ledger, SampleSource(load_config(run / "config.toml"))).faults == []
+    assert check_ledger(ledger, open_samples(load_config(run / "config.toml"))).faults == []
 
 
 @pytest.mark.parametrize("before", ["adamw", "lamb", "muon"])

@@ -106,7 +106,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
 
 
 def test_a_driver_keeps_others_out_and_its_own_trainers_in(tmp_path, monkeypatch):
-    with holding(tmp_path, "take_for_driver") as driver:
+    with holding(tmp_path, "acquire_driver_lock") as driver:
         with pytest.raises(RunBusyError, match=rf"{driver.pid}.*megascale launch"):
             run_lock.acquire_trainer_lock(tmp_path, "train", 0.0)
         run_lock.acquire_driver_lock(tmp_path, "another driver: the journal decides which").drop()

@@ -226,10 +226,10 @@ def events(
                 start = entry["time"]
             if as_json:
                 print_json(entry)
-            elif "evidence" in entry:
-                _print_event(console, entry, start)
-            else:
+            elif "event" in entry:
                 _print_trainer_event(console, entry)
+            else:
+                _print_event(console, entry, start)
         if new_events:
             last_id = new_events[-1]["id"]
         if follow:

@@ -100,9 +100,9 @@ def _print_tables(report: StepTimeline, waits: int) -> None:
         sources = [f"rank {rank} {seconds / total:.0%}" for rank, seconds in list(report.bubbles.items())[:4]]
         console.print(f"bubbles, by the rank that caused them: {', '.join(sources)}")
     for wait in _find_longest_waits(report, waits):
-        line = f"{(wait.end - wait.begin) / 1e6:9.2f} ms  rank {wait.rank} in {wait.act}, from "
-        line += f"{wait.begin / 1e6:.2f} ms: {wait.kind}: {wait.why}"
-        if wait.root not in (-1, wait.on):
+        line = f"{(wait.end - wait.begin) / 1e6:9.2f} ms  rank {wait.rank} in {wait.action}, from "
+        line += f"{wait.begin / 1e6:.2f} ms: {wait.kind}: {wait.reason}"
+        if wait.root not in (-1, wait.waited_on):
             line += f"; rank {wait.root} caused it"
         console.print(line, markup=False, soft_wrap=True)
 

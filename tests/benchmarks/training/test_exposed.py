@@ -200,11 +200,11 @@ def test_without_gpus_there_is_nothing_to_trace(benchmarks):
 def test_calls_are_counted_by_communicator_operation_and_size():
     counting = exposed.Counting()
     for size in (8, 8, 16):
-        assert counting.begin("data_reduce/0", "reduce_scatter", size) == -1
+        assert counting.begin_call("data_reduce/0", "reduce_scatter", size) == -1
     assert json.loads(json.dumps([[*key, n] for key, n in sorted(counting.made.items())])) == [
         ["data_reduce/0", "reduce_scatter", 8, 2],
         ["data_reduce/0", "reduce_scatter", 16, 1],
     ]
-    counting.begin("world", "all_reduce", 24)
-    counting.begin("tensor/1", "all_gather", 24)
+    counting.begin_call("world", "all_reduce", 24)
+    counting.begin_call("tensor/1", "all_gather", 24)
     assert counting.others == ["world"]

@@ -61,7 +61,7 @@ def test_memory_that_lacks_leaves_nothing_behind(monkeypatch):
 def test_memory_is_promised_once(monkeypatch):
     """Pages come into place later, and not by the signal that a host without the room would send then."""
     monkeypatch.setattr(
-        snapshot_memory, "Capacity", SimpleNamespace(here=lambda: Capacity(memory=10 << 12, memory_from="X"))
+        snapshot_memory, "Capacity", SimpleNamespace(measure=lambda: Capacity(memory=10 << 12, memory_from="X"))
     )
     monkeypatch.setattr(
         snapshot_memory, "fill_pages", lambda *args, stop, **more: stop.wait()

@@ -258,7 +258,7 @@ def test_two_trainings_that_start_at_the_same_moment_on_one_url(s3: str, tiny: P
     codes = {name: process.wait() for name, process in started.items()}
     assert sorted(codes.values()) == [0, 4], outputs
     (refused,) = [name for name, code in codes.items() if code]
-    assert "is of another run (started at the same moment)" in " ".join(outputs[refused].split())
+    assert "belongs to another run (started at the same moment)" in " ".join(outputs[refused].split())
     assert not (tmp_path / "runs" / refused / "config.toml").exists()
     assert steps(location) == [2]
     assert inspect(location).state["run"]["name"] != refused

@@ -60,7 +60,7 @@ def test_training_through_the_loader(tiny: Path, tmp_path: Path) -> None:
     assert proof.exit_code == 0, proof.output
     assert "8 steps, 52 samples" in proof.output
     assert "tokens of 8 steps read again" in proof.output
-    assert "each sample was trained once, as the seed and the files give it" in proof.output
+    assert "each sample was trained once, as the seed and the files determine it" in proof.output
 
 
 @pytest.fixture(scope="module")
