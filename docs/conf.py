@@ -15,7 +15,7 @@ author = copyright = "the MegaScale authors"
 release = version = megascale.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-exclude_patterns = ["reports/float8-learning/*"]
+
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 4
 autodoc_typehints = "description"

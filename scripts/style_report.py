@@ -278,9 +278,8 @@ def iterate_sentences(text: str) -> Iterator[str]:
 
 
 def list_documents() -> list[Path]:
-    """Return the user's documents. Logs and reports are history and keep their words."""
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    return [page for page in pages if page.name != "log.md" and "reports" not in page.parts]
+    """Return the user's documents. The log and the reports in dev/ are history and keep their words."""
+    return [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
 def group_files(paths: list[Path], by_package: bool) -> dict[str, list[Path]]:

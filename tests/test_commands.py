@@ -19,7 +19,7 @@ from megascale.config.reference import find_settings
 from tests.forked import Forked
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs/log.md"})]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(?:sh|console)?\n(.*?)^```", re.M | re.S)
 # Programs of the documents' commands. `benchmarks` and `tests.chaos` are only parsed: they take minutes to hours.
 PROGRAMS = {

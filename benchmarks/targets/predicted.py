@@ -17,7 +17,7 @@ FILE = "targets_predicted.toml"
 CLUSTER, CALIBRATION = "h200-host", "h200-engine"
 # Replicas that machines of one, two, four and eight GPUs have.
 REPLICAS = (1, 2, 4, 8)
-# GB/s a direction of a GPU whose bytes NCCL moves through the host's memory, measured in a pair (docs/log.md).
+# GB/s a direction of a GPU whose bytes NCCL moves through the host's memory, measured in a pair (dev/log.md).
 HOST_MEMORY_GBS = 11.2
 
 

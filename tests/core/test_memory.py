@@ -400,7 +400,7 @@ def test_messages_that_wait_for_their_turn_take_memory():
 @pytest.mark.parametrize(
     ("preset", "layout", "micro_batch", "gib"),
     [
-        # Peaks measured on H200s with and without (docs/log.md, 2026-11-22): what 8 layers took more.
+        # Peaks measured on H200s with and without (dev/log.md, 2026-11-22): what 8 layers took more.
         ("gpt-13b", {"tensor": 2}, 2, 0.1), ("gpt-13b", {"tensor": 2}, 4, 0.3), ("gpt-13b", {}, 1, 0.2),
         ("gpt-13b", {"pipeline": 2}, 2, 0.2), ("llama-8b", {}, 1, 0.3), ("gpt-1.3b", {}, 8, 0.4),
     ],

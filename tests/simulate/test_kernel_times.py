@@ -87,7 +87,7 @@ def test_a_host_s_launches_are_the_host_s():
     def seconds(cluster, tensor, software=MEGATRON_CORE_H200):
         return float(step_parts(cluster, case(tensor, 1, 1, 1, 1, 8, software, narrow)).total)
 
-    # 7.3 ms for a layer in TP2 were measured on rented hosts (docs/log.md).
+    # 7.3 ms for a layer in TP2 were measured on rented hosts (dev/log.md).
     assert seconds(rented, 2) / (8 * 12) == pytest.approx(7.3e-3, rel=0.1)
     assert seconds(dgx, 2) < 0.55 * seconds(rented, 2)
     assert 1.5 < seconds(rented, 2) / seconds(rented, 1) < 3.5

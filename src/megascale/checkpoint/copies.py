@@ -1,7 +1,7 @@
 """Copies between stored chunks and the memory that is loaded into, by several threads.
 
 A load moves tens of GB. From memory that is not page-locked, four threads together copied 7 GB/s to a device; through
-their own page-locked memory, eight copy 17 GB/s (docs/reports/recovery.md). One thread touches new memory at 2 GB/s.
+their own page-locked memory, eight copy 17 GB/s (dev/reports/recovery.md). One thread touches new memory at 2 GB/s.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class ParallelConfig(Section):
 
 # Layers at least this wide and micro-batches at most this large gained 0.4 to 1.4% from independent GEMMs on a side
 # stream. Narrower layers and larger micro-batches lost 0.4 to 0.6%, except serial blocks under tensor parallelism
-# (docs/reports/overlaps.md).
+# (dev/reports/overlaps.md).
 SIDE_STREAM_MIN_HIDDEN = 4096
 SIDE_STREAM_MAX_TOKENS = 4096
 

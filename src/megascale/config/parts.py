@@ -110,7 +110,7 @@ class SpanSinks(Registry[SinkFacts]):
         return setting
 
 
-# Half of the best value in docs/reports/convergence.md, which costs 0.05 to 0.16 of loss: those runs were short.
+# Half of the best value in dev/reports/convergence.md, which costs 0.05 to 0.16 of loss: those runs were short.
 LAMB_PEAK = 5e-3
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

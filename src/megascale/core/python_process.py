@@ -41,6 +41,6 @@ def sleep_at_barriers() -> None:
     """Let OpenMP threads sleep, not spin, at the end of a parallel region. Call this before torch is loaded.
 
     On a core that another process shares, a spinning thread delays the thread for which it waits. Results are the same
-    bit for bit; docs/log.md has the measurement (2026-11-26). A policy that the user has set is respected.
+    bit for bit; dev/log.md has the measurement (2026-11-26). A policy that the user has set is respected.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

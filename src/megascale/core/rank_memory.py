@@ -15,7 +15,7 @@ from megascale.core.schedule import Schedule
 
 GPU_CONTEXT = 1 << 30  # bytes of a GPU that CUDA and its libraries take
 # Forward and backward FLOPs of a rank's part of a layer, above which the GPU is slower than any host: 13 ms of an H200.
-# Launching a layer's operators takes a host 1.3 ms (gpt2-124m, docs/log.md), and a slow host twice that.
+# Launching a layer's operators takes a host 1.3 ms (gpt2-124m, dev/log.md), and a slow host twice that.
 MAX_GRAPH_FLOPS = 6e12
 
 

@@ -401,7 +401,7 @@ class Exchange:
 
         Each of two ranks first computes its peer's part, which travels while the rank computes its own part:
         write(out, rank) writes one part, of `shape`, at a time. Two GEMMs of half the rows take as long as one
-        (docs/log.md, 2026-11-25). Among more ranks parts would be too small to fill the device.
+        (dev/log.md, 2026-11-25). Among more ranks parts would be too small to fill the device.
         """
         if self.size > 2:
             return self.scatter(write, shape, like)()

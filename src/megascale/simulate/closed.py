@@ -25,7 +25,7 @@ COUPLING = 0.45
 # Mean of the largest of n exponential delays: ln n + EULER.
 EULER = 0.5772
 # How sharply a layer's time turns from what the GPU needs to what the host needs: 1 would be their sum, infinity the
-# larger of them. Megatron-Core in TP2 at micro-batch 2 (docs/log.md, peers) lies between.
+# larger of them. Megatron-Core in TP2 at micro-batch 2 (dev/log.md, peers) lies between.
 HOST_SHARPNESS = 12.0
 # Bytes moved per parameter and micro-batch between shards and layers: gathered parameters are copied out for forward
 # and for backward (read and written in 2 bytes), gradients are copied in (read in 2, written in 4).

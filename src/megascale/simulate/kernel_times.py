@@ -21,7 +21,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8))
 # logits, about 25% faster (Karpathy, nanoGPT). Between that and 8 it is assumed.
 ALIGNMENT = {1: 0.55, 2: 0.7, 4: 0.85, 8: 1.0}
 # Share of a copy's bandwidth that batched GEMMs reach where memory bounds them: scores of 32 heads, 2,048 x 2,048,
-# times head dimensions of 64 to 128 on an H200 (docs/log.md, 2026-11-24).
+# times head dimensions of 64 to 128 on an H200 (dev/log.md, 2026-11-24).
 BATCHED_MEMORY = 0.82
 # Rows of a flash-attention tile.
 ATTENTION_ROWS = 128
@@ -52,7 +52,7 @@ LOSS_BYTES, FUSED_LOSS_BYTES = 60.0, 6.0
 # as half of forward's two products; backward does five products and one more set.
 EXPONENTIALS, HEAD = 2.0 / 9.0, 128.0
 # Bytes that a value's cast to float8 is worth. One scale a tensor: both orientations, of activations once a forward, of
-# their gradients once a backward (83.9 M values in 91.7 us on an H200, docs/log.md), and a quarter of the passes for
+# their gradients once a backward (83.9 M values in 91.7 us on an H200, dev/log.md), and a quarter of the passes for
 # the largest magnitude (2.3 each), which the makers of other tensors collect. One scale a row: read once, written once.
 FLOAT8_CAST_BYTES = 4.6 + 2.3 / 4
 FLOAT8_ROW_CAST_BYTES = 3.0

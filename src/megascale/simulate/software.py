@@ -145,7 +145,7 @@ HOST_SOURCES = {
         "Megatron-LM's of 2022 and this engine's, by the peers' steps in TP2 against those in DP (development)"
     ),
     "megascale": (
-        "measured on a rented H200 host (docs/log.md): gpt2-124m at micro-batch 1 takes 25 ms per micro-batch, 12 "
+        "measured on a rented H200 host (dev/log.md): gpt2-124m at micro-batch 1 takes 25 ms per micro-batch, 12 "
         "layers of 31 kernels and as much again around them; regions are copies of the same stream of launches. "
         "Halved for a DGX host: see host.slowness"
     ),

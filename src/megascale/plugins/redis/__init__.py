@@ -2,7 +2,7 @@
 
 Needs `pip install 'megascale[redis]'`. hiredis, the C library of the Redis project, writes and reads the protocol.
 Connections, deadlines and repair are this package's own: redis-py costs each rank about twice the processor time
-(docs/log.md, Redis clients).
+(dev/log.md, Redis clients).
 """
 
 from megascale.plugins.redis.redis_store import open_redis_store
