@@ -121,4 +121,6 @@ def summarize_samples(samples: Sequence[Sequence[float | None]]) -> str:
 def _median(samples: Sequence[Sequence[float | None]], column: int) -> str:
     values = [sample[column] for sample in samples]
     numbers = [value for value in values if value is not None]
-    return f"{statistics.median(numbers):,.0f}" if numbers else "?"
+    if numbers:
+        return f"{statistics.median(numbers):,.0f}"
+    return "?"

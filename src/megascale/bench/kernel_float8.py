@@ -116,7 +116,10 @@ def check_casts(bench: Bench, M: int, N: int) -> None:
                 share = (_bytes(got) != _bytes(want)).float().mean()
                 if share:
                     wrong.append(f"{name} ({share:.1%} of bytes)")
-            error = f"not the reference's bytes: {', '.join(wrong)}" if wrong else ""
+            if wrong:
+                error = f"not the reference's bytes: {', '.join(wrong)}"
+            else:
+                error = ""
             name = f"float8 casts, {str(kind.dtype)[13:17]}: check"
             bench.rows.append(KernelRow(name, f"{M} x {N}", str(dtype)[6:], distance=float(len(wrong)), error=error))
 
@@ -124,7 +127,10 @@ def check_casts(bench: Bench, M: int, N: int) -> None:
 def measure_casts(bench: Bench, M: int, N: int) -> None:
     """Measure casts of a bfloat16 [M, N]; the bound is the time of the bytes at the copy rate."""
     device = bench.device
-    count = max(2, int(4e8 / (2 * M * N))) if device.type == "cuda" else 1
+    if device.type == "cuda":
+        count = max(2, int(4e8 / (2 * M * N)))
+    else:
+        count = 1
     x = _in_turn([_gauss(device, M, N) for _ in range(count)])
     scale, amax = torch.full((), 0.013, device=device), torch.zeros((), device=device)
     counts = torch.zeros(2, dtype=torch.int64, device=device)
@@ -184,7 +190,10 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
         row = KernelRow(f"{name} {gemm_name}", shape, dtype)
         if result is not None and want is not None:
             row.distance = distance(result, want)
-            limit = ADDED if result.dtype == torch.float32 else ROUNDED
+            if result.dtype == torch.float32:
+                limit = ADDED
+            else:
+                limit = ROUNDED
             if not row.distance <= (FAST if "fast" in gemm_name else limit):
                 row.error = f"{row.distance:.1e} away from the GEMM of the dequantised numbers"
         return row

@@ -42,7 +42,9 @@ CHECK_TOKENS = 256
 
 
 def _tuple(value: Any) -> tuple[Tensor, ...]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if isinstance(value, (tuple, list)):
+        return tuple(value)
+    return (value,)
 
 
 def check(case: KernelCase, tokens: int) -> float:
@@ -284,7 +286,10 @@ def measure_attention(bench: Bench) -> None:
             try:
                 away = check_attention(name, window, bench.device)
                 distances[f"{name} ({kind})"] = away
-                error = "" if away <= 2e-2 else f"{away:.1e} away from the explicit mask"
+                if away <= 2e-2:
+                    error = ""
+                else:
+                    error = f"{away:.1e} away from the explicit mask"
             except ImportError as reason:
                 bench.facts[f"attention {name}"] = f"not measured: {reason}"
                 continue
@@ -332,7 +337,9 @@ def start_bench(sizes: Sizes, device: torch.device, compile_until: float, out: P
 
 
 def _gemm_rate(device: torch.device) -> tuple[float, float]:
-    return timing.gemm_rate(device) if device.type == "cuda" else timing.gemm_rate(device, 0.02, 128)
+    if device.type == "cuda":
+        return timing.gemm_rate(device)
+    return timing.gemm_rate(device, 0.02, 128)
 
 
 def run(

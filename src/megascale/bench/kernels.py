@@ -16,7 +16,9 @@ COMPILE_UNTIL = 130.0  # seconds after which no reference is compiled, so that t
 
 
 def _us(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e6:.1f}"
+    if seconds is None:
+        return ""
+    return f"{seconds * 1e6:.1f}"
 
 
 def show(result: dict[str, Any]) -> None:
@@ -33,8 +35,14 @@ def show(result: dict[str, Any]) -> None:
     for name in ("fused us", "eager us", "compile us", "bound us", "of bound", "TFLOP/s", "host us", "away"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in result["rows"]:
-        share = f"{row['bound'] / row['fused']:.0%}" if row["bound"] and row["fused"] else ""
-        away = "" if row["distance"] is None else f"{row['distance']:.1e}"
+        if row["bound"] and row["fused"]:
+            share = f"{row['bound'] / row['fused']:.0%}"
+        else:
+            share = ""
+        if row["distance"] is None:
+            away = ""
+        else:
+            away = f"{row['distance']:.1e}"
         table.add_row(
             row["op"],
             row["shape"],
@@ -91,7 +99,10 @@ def main(
     from megascale.bench.kernel_cases import TINY, Sizes
     from megascale.bench.kernel_measures import PARTS, run
 
-    parts = tuple(part.strip() for part in only.split(",")) if only else PARTS
+    if only:
+        parts = tuple(part.strip() for part in only.split(","))
+    else:
+        parts = PARTS
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         raise ConfigError(f"--only={only!r}: no part is called {unknown[0]!r}; the parts are {', '.join(PARTS)}")

@@ -163,7 +163,10 @@ def measure(
     rank_info, groups = join_groups(config)
     device, world = rank_info.device, rank_info.world
     is_cuda = device.type == "cuda"
-    gemm_rates = [sustained_gemm_rate(device, 2.0)] if is_cuda else None
+    if is_cuda:
+        gemm_rates = [sustained_gemm_rate(device, 2.0)]
+    else:
+        gemm_rates = None
     start = time.perf_counter()
     engine = Engine(lay_out(config, world), groups, device)
     model, train = config.model, config.train
@@ -207,7 +210,10 @@ def measure(
         return None
     step_seconds = statistics.median(seconds)
     rate = train.global_batch * model.sequence_length / step_seconds
-    name = torch.cuda.get_device_name(device) if is_cuda else "CPU"
+    if is_cuda:
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = "CPU"
     peak = config.observe.peak_tflops or device_peak_tflops(name)
     return {
         "model": model.preset,
@@ -276,7 +282,10 @@ def _profile(engine: Any, rows: Any, step: int, out: Path, rank: int, cuda: bool
     if rank:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
-    key = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+    if cuda:
+        key = "self_cuda_time_total"
+    else:
+        key = "self_cpu_time_total"
     table = recorded.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=70)
     out.with_suffix(".txt").write_text(table)
     if not os.environ.get("MEGASCALE_NO_TRACE"):

@@ -78,7 +78,9 @@ class Checkpointer:
         memory_interval = self.config.memory_interval
         if last or self._is_only_in_memory or (interval and step % interval == 0):
             return "storage"
-        return "memory" if memory_interval and step % memory_interval == 0 else None
+        if memory_interval and step % memory_interval == 0:
+            return "memory"
+        return None
 
     def load(
         self,
@@ -169,7 +171,10 @@ class Checkpointer:
             if self.peers.rank == 0:
                 warn(f"{damage}; loading from storage instead")
             return damage
-        self.loaded_from = "a peer's memory" if save.replicas else "memory"
+        if save.replicas:
+            self.loaded_from = "a peer's memory"
+        else:
+            self.loaded_from = "memory"
         self._base_sequence = save.sequence
         self._is_only_in_memory = save.sequence > sequence
         return result

@@ -106,6 +106,9 @@ def open_checkpoint(path: Path | str, step: int | None = None) -> CompleteCheckp
     commits = [c for c in folders.list_commits(storage)[0] if c.step in listed and step in (None, c.step)]
     if not commits:
         committed = sorted(c.step for c in folders.list_commits(storage)[0]) or "none"
-        wanted_step = f"of step {step} " if step is not None else ""
+        if step is not None:
+            wanted_step = f"of step {step} "
+        else:
+            wanted_step = ""
         raise DataError(f"there is no committed checkpoint {wanted_step}in {str(path)!r}; committed steps: {committed}")
     return CompleteCheckpoint(storage, commits[0])

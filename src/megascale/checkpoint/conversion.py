@@ -63,7 +63,10 @@ def write_checkpoint(
         for box in split_box(Box((0,) * len(info.shape), info.shape), archive.element_size(info.dtype), limit)
     ]
     ends = np.cumsum([box.count * archive.element_size(dtype) for _, _, dtype, box in boxes])
-    file_numbers = np.minimum(ends * files // max(int(ends[-1]), 1), files - 1) if len(ends) else []
+    if len(ends):
+        file_numbers = np.minimum(ends * files // max(int(ends[-1]), 1), files - 1)
+    else:
+        file_numbers = []
     shares: list[list[Any]] = [[] for _ in range(files)]
     for entry, number in zip(boxes, file_numbers, strict=True):
         shares[int(number)].append(entry)
@@ -126,7 +129,10 @@ def export_safetensors(
     paths = []
     weight_map = {}
     for number, group in enumerate(groups, 1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if has_index else "model.safetensors"
+        if has_index:
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        else:
+            file = "model.safetensors"
         on_file(file)
         _write_safetensors(checkpoint, folder / file, {name: names[name] for name in group})
         weight_map.update({names[name]: file for name in group})
@@ -188,7 +194,10 @@ def read_foreign_tensors(path: Path, prefix: str) -> Source:
     if path.is_dir() and (path / METADATA).is_file():
         foreign = _read_distributed(path)
     elif path.is_dir() or path.suffix == ".safetensors":
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if path.is_dir():
+            files = sorted(path.glob("*.safetensors"))
+        else:
+            files = [path]
         if not files:
             raise DataError(f"{str(path)!r} holds neither .safetensors files nor a torch distributed checkpoint")
         foreign = _read_safetensors(files)

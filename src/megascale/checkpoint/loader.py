@@ -169,7 +169,10 @@ def load(
                 new_optimizer = accept(commit.state, name)
             except DataError as error:
                 raise DataError("; ".join([*damages, str(error)])) from None
-        filled = shards if commit.step or initial is None else initial
+        if commit.step or initial is None:
+            filled = shards
+        else:
+            filled = initial
         if filled is not shards:
             _zero_other_shards(shards, filled)
         damage = load_commit(storage, commit, filled, peers, report, complete=complete, new_optimizer=new_optimizer)
@@ -402,7 +405,10 @@ class _ChunkTransfer:
                     outgoing.append(piece)
                     counts[rank] += piece.nbytes
         report.sent_bytes = sum(counts)
-        joined = self._copier.join_pieces(outgoing, self._device) if self._moves[number] else None
+        if self._moves[number]:
+            joined = self._copier.join_pieces(outgoing, self._device)
+        else:
+            joined = None
         return _Round(local, joined, counts, report)
 
     def _exchange_round(self, number: int, ready: _Round) -> list[Piece]:
@@ -413,7 +419,10 @@ class _ChunkTransfer:
         request = self._requests[self._peers.rank]
         expected: list[list[tuple[int, Box, str]]] = []
         for rank in range(self._peers.size):
-            selected = request.select(self._rounds[number][rank]) if rank != self._peers.rank else []
+            if rank != self._peers.rank:
+                selected = request.select(self._rounds[number][rank])
+            else:
+                selected = []
             expected.append(
                 [(row, unpack_box(self._index, row, part), self._index.info(row).dtype) for row, part in selected]
             )

@@ -63,7 +63,10 @@ class Peers:
             return [value]
         data, sizes = self._exchange_sizes(encode_value(value))
         longest = max(sizes)
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes] if self.rank == 0 else None
+        if self.rank == 0:
+            rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        else:
+            rows = None
         dist.gather(_pad(data, longest), rows, group=self.group, group_dst=0)
         return [decode_value(row[:size].numpy().data, kind) for row, size in zip(rows or [], sizes, strict=False)]
 
@@ -71,14 +74,19 @@ class Peers:
         """Return the first process's value (of type `kind`) on every process."""
         if self.is_single:
             return value
-        data = _to_tensor(encode_value(value)) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        if self.rank == 0:
+            data = _to_tensor(encode_value(value))
+        else:
+            data = torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(data)])
         dist.broadcast(size, group=self.group, group_src=0)
         _check_size(int(size))
         if self.rank != 0:
             data = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, group=self.group, group_src=0)
-        return value if self.rank == 0 else decode_value(data.numpy().data, kind)
+        if self.rank == 0:
+            return value
+        return decode_value(data.numpy().data, kind)
 
     def compute_once(self, compute: Callable[[], Any], kind: Any) -> Any:
         """Return the result of `compute` (of type `kind`), called on the first process only, on every process."""
@@ -88,15 +96,23 @@ class Peers:
         """Return this process's entry of the first process's `values` (of type `kind`); others pass an empty list."""
         if self.is_single:
             return values[0]
-        parts = [_to_tensor(encode_value(value)) for value in values] if self.rank == 0 else []
+        if self.rank == 0:
+            parts = [_to_tensor(encode_value(value)) for value in values]
+        else:
+            parts = []
         sizes = torch.tensor([len(part) for part in parts] or [0] * self.size)
         dist.broadcast(sizes, group=self.group, group_src=0)
         longest = int(sizes.max())
         _check_size(longest)
         out = torch.empty(longest, dtype=torch.uint8)
-        rows = [_pad(part, longest) for part in parts] if self.rank == 0 else None
+        if self.rank == 0:
+            rows = [_pad(part, longest) for part in parts]
+        else:
+            rows = None
         dist.scatter(out, rows, group=self.group, group_src=0)
-        return values[0] if self.rank == 0 else decode_value(out[: int(sizes[self.rank])].numpy().data, kind)
+        if self.rank == 0:
+            return values[0]
+        return decode_value(out[: int(sizes[self.rank])].numpy().data, kind)
 
     def all_gather(self, value: Any, kind: Any) -> list[Any]:
         """Return every process's value (of type `kind`) on every process."""
@@ -140,7 +156,10 @@ class Peers:
         """
         incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=outgoing.device)
         if not self.is_single:
-            group = self.data_group if outgoing.is_cuda else self.group
+            if outgoing.is_cuda:
+                group = self.data_group
+            else:
+                group = self.group
             dist.all_to_all_single(incoming, outgoing, list(sizes), list(counts), group=group)
             if outgoing.is_cuda:
                 torch.cuda.current_stream(outgoing.device).synchronize()

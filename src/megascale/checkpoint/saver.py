@@ -194,7 +194,10 @@ def save_to_storage(
 ) -> int:
     """Save and commit as `save` does; return the checkpoint's bytes, the same on all processes."""
     part, plan = agree_on_plan(peers, shards)
-    begun = _begin_save(storage, state, plan.size) if plan else None
+    if plan:
+        begun = _begin_save(storage, state, plan.size)
+    else:
+        begun = None
     begun = peers.broadcast(begun, tuple[str, int] | SaveFailure | None)
     if isinstance(begun, SaveFailure):
         raise begun.to_error()
@@ -202,7 +205,10 @@ def save_to_storage(
     path = f"{folders.step_name(step)}/{generation}-{data_file_name(peers.rank)}"
     written = _try_write_rank_file(storage, path, part, cut_chunks(shards), needed)
     results = peers.gather(written, WrittenFile | SaveFailure)
-    finished = _finish_save(storage, step, generation, plan, results, state, keep) if plan else None
+    if plan:
+        finished = _finish_save(storage, step, generation, plan, results, state, keep)
+    else:
+        finished = None
     outcome = peers.broadcast(finished, int | SaveFailure | None)
     if isinstance(outcome, SaveFailure):
         raise outcome.to_error()

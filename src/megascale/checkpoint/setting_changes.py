@@ -102,7 +102,11 @@ def find_changes(saved: Config, present: Config, *, begun: bool, text: bool = Tr
             or (key in _TEXT_ONLY_KEYS and not text)
             or (has_other_optimizer and key.removeprefix("optimizer.") in optimizer_keys)
         )
-        kind: Kind = "free" if is_free else _classify_change(key, present, begun)
+        kind: Kind
+        if is_free:
+            kind = "free"
+        else:
+            kind = _classify_change(key, present, begun)
         changes.append(Change(key, saved_value, value, kind))
     return changes
 
@@ -147,7 +151,10 @@ def _effective_model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _unused_optimizer_keys(optimizer: OptimizerConfig) -> list[str]:
-    used = OPTIMIZERS[optimizer.name].own_settings if optimizer.name in OPTIMIZERS else ()
+    if optimizer.name in OPTIMIZERS:
+        used = OPTIMIZERS[optimizer.name].own_settings
+    else:
+        used = ()
     return [key for key in _optimizer_specific_keys() if key not in used]
 
 

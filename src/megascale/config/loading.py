@@ -38,7 +38,10 @@ def read_preset(name: str) -> dict[str, Any]:
     names = list_presets()
     if name not in names:
         nearest = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose among {', '.join(names)}"
+        if nearest:
+            hint = f"did you mean {nearest[0]!r}?"
+        else:
+            hint = f"choose among {', '.join(names)}"
         raise ConfigError(f"model.preset={name!r} is not a shipped model; {hint}")
     text = (resources.files("megascale.model") / "presets" / f"{name}.toml").read_text()
     return tomllib.loads(text)["model"]
@@ -58,7 +61,10 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_
         file = Path(os.path.expanduser(path))
         if not os.path.exists(file):
             nearby = sorted(str(p) for p in (*Path().glob("*.toml"), *Path().glob("examples/*.toml")))
-            hint = f"; available here: {', '.join(nearby[:4])}" if nearby else ""
+            if nearby:
+                hint = f"; available here: {', '.join(nearby[:4])}"
+            else:
+                hint = ""
             raise ConfigError(f"configuration file {str(file)!r} does not exist{hint}")
         if file.is_dir():
             raise ConfigError(f"configuration file {str(file)!r} is a folder; name a .toml file in it")
@@ -68,7 +74,9 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_
         table = tree.setdefault(section, {})
         if isinstance(table, dict):
             table[key] = value
-    return _validate_known_parts(tree) if keep_unknown_parts else from_tree(tree)
+    if keep_unknown_parts:
+        return _validate_known_parts(tree)
+    return from_tree(tree)
 
 
 def load_command_line(file: str | Path | None, extra: list[str]) -> Config:
@@ -171,7 +179,10 @@ def _explain(fault: Mapping[str, Any]) -> str:
         return str(fault["ctx"]["error"])
     if len(path) == 1 and path[0] in Config.model_fields:
         return f"[{name}] must be a section with keys, not {fault['input']!r}"
-    field = find_field(path[0], path[1]) if len(path) > 1 else None
+    if len(path) > 1:
+        field = find_field(path[0], path[1])
+    else:
+        field = None
     message = fault["msg"][0].lower() + fault["msg"][1:]
     return f"{name}={fault['input']!r} is wrong: {message}{_describe(field)}"
 
@@ -188,4 +199,6 @@ def _explain_unknown(path: Sequence[str], value: Any) -> str:
 
 
 def _describe(field: FieldInfo | None) -> str:
-    return f" ({field.description})" if field is not None and field.description else ""
+    if field is not None and field.description:
+        return f" ({field.description})"
+    return ""

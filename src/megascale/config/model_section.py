@@ -104,7 +104,9 @@ class ModelConfig(Section):
     @property
     def out_bias(self) -> bool:
         """True if the attention output projection has a bias."""
-        return self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
+        if self.attention_out_bias is None:
+            return self.attention_bias
+        return self.attention_out_bias
 
     @property
     def vocab(self) -> int:

@@ -10,7 +10,9 @@ from megascale.config.base import MAX_COUNT, MAX_LAYERS, Section
 
 
 def _to_integer(count: float) -> int | float:
-    return round(count) if count == round(count) else count
+    if count == round(count):
+        return round(count)
+    return count
 
 
 # A number of layers in halves; whole numbers become integers.
@@ -118,5 +120,7 @@ class OverlapConfig(Section):
     def max_channels(self, axis: str) -> int | None:
         """Return the maximum NCCL channels of the axis "pipeline" or "data"; None (NCCL's choice) without overlap."""
         if axis == "pipeline":
-            return self.pipeline_channels if self.pipeline else None
+            if self.pipeline:
+                return self.pipeline_channels
+            return None
         return self.data_channels if self.data else None

@@ -125,7 +125,9 @@ def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _muon_state_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    return ("momentum",) if is_hidden_matrix(name, shape) else MOMENTS
+    if is_hidden_matrix(name, shape):
+        return ("momentum",)
+    return MOMENTS
 
 
 OPTIMIZERS: Registry[OptimizerFacts] = Registry(

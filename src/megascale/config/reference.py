@@ -66,8 +66,12 @@ class Setting:
             values = ", ".join(self.choices)
             if self.accepts_registered:
                 values += ", or a registered one"
-            return f"list of: {values}" if self.type_name.startswith("list") else values
-        return f"{self.type_name}, {self.bounds}" if self.bounds else self.type_name
+            if self.type_name.startswith("list"):
+                return f"list of: {values}"
+            return values
+        if self.bounds:
+            return f"{self.type_name}, {self.bounds}"
+        return self.type_name
 
 
 def _section_models() -> Iterator[tuple[str, type[Section]]]:
@@ -105,7 +109,10 @@ def find_settings(query: str) -> list[Setting]:
         if matches:
             return matches
     section, dot, key = query.partition(".")
-    names = suggest_keys(key, section) if dot else suggest_keys(query)
+    if dot:
+        names = suggest_keys(key, section)
+    else:
+        names = suggest_keys(query)
     if not names:
         candidates = [*describe_sections(), *(setting.key for setting in settings)]
         names = difflib.get_close_matches(query, candidates, n=3)
@@ -144,7 +151,10 @@ def render_markdown() -> str:
     for name, description in describe_sections().items():
         lines = [f"## {name}", "", description, "", "| key | default | values | what it does |", "|---|---|---|---|"]
         for setting in list_settings(name):
-            default = f"`{setting.default}`" if setting.default else "-"
+            if setting.default:
+                default = f"`{setting.default}`"
+            else:
+                default = "-"
             cells = (f"`{setting.key}`", default, setting.describe_values(), setting.description)
             lines.append(f"| {' | '.join(_escape(cell) for cell in cells)} |")
         parts.append("\n".join(lines))
@@ -216,4 +226,6 @@ def _to_toml(value: Any) -> str:
     """Return a value in TOML on one line, "" if it is unset."""
     if isinstance(value, list):
         return "[" + ", ".join(_to_toml(item) for item in value) + "]"
-    return "" if value is None else tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
+    if value is None:
+        return ""
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()

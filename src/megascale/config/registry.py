@@ -106,5 +106,8 @@ class Registry(dict[str, T]):
 
     def _describe_unknown(self, name: str) -> str:
         nearest = difflib.get_close_matches(name, self, n=1)
-        suggestion = f"did you mean {nearest[0]!r}? " if nearest else ""
+        if nearest:
+            suggestion = f"did you mean {nearest[0]!r}? "
+        else:
+            suggestion = ""
         return f"{self.key}={name!r} is not known; {suggestion}choose among {', '.join(map(repr, self))}"

@@ -91,7 +91,10 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _check_background(self) -> CheckpointConfig:
         if not self.background and (self.replicas or self.memory_interval):
-            key = "replicas=true" if self.replicas else f"memory_interval={self.memory_interval}"
+            if self.replicas:
+                key = "replicas=true"
+            else:
+                key = f"memory_interval={self.memory_interval}"
             raise ValueError(f"checkpoint.{key} needs the checkpoint service; set checkpoint.background=true")
         return self
 
@@ -135,7 +138,10 @@ class RendezvousConfig(Section):
     @classmethod
     def _hide_password(cls, data: Any) -> Any:
         """Remove the password from the url, so that saved and printed configurations do not contain it."""
-        url = data.get("url") if isinstance(data, dict) else None
+        if isinstance(data, dict):
+            url = data.get("url")
+        else:
+            url = None
         if not isinstance(url, str) or "@" not in url:
             return data
         public_url, password = split_password(url)

@@ -120,13 +120,17 @@ def is_alias(name: str) -> bool:
 def list_keys(section: str) -> list[str]:
     """Return the keys of a section, none for an unknown section."""
     field = Config.model_fields.get(section)
-    return list(getattr(field.annotation, "model_fields", {})) if field is not None else []
+    if field is not None:
+        return list(getattr(field.annotation, "model_fields", {}))
+    return []
 
 
 def find_field(section: str, key: str) -> FieldInfo | None:
     """Return the field of a setting, or None if it does not exist."""
     field = Config.model_fields.get(section)
-    return getattr(field.annotation, "model_fields", {}).get(key) if field is not None else None
+    if field is not None:
+        return getattr(field.annotation, "model_fields", {}).get(key)
+    return None
 
 
 def suggest_keys(name: str, section: str = "") -> list[str]:
@@ -169,4 +173,6 @@ def suggest_for_section(name: str, table: Any) -> list[str]:
 
 def format_question(names: list[str]) -> str:
     """Return the suggestions as a question, empty if there are none."""
-    return f"did you mean {' or '.join(names[:3])}?" if names else ""
+    if names:
+        return f"did you mean {' or '.join(names[:3])}?"
+    return ""

@@ -149,7 +149,9 @@ class KernelsConfig(Section):
 
 
 def _expand_precision(name: Any) -> Any:
-    return SHORT_PRECISIONS.get(name, name) if isinstance(name, str) else name
+    if isinstance(name, str):
+        return SHORT_PRECISIONS.get(name, name)
+    return name
 
 
 class TrainConfig(Section):

@@ -141,5 +141,8 @@ def resolve_precision(config: Config, bfloat16: bool) -> Config:
     """Return the configuration with train.precision set: the user's choice, else bfloat16 if devices support it."""
     if "precision" in config.train.model_fields_set:
         return config
-    precision = "bfloat16" if bfloat16 else config.train.precision
+    if bfloat16:
+        precision = "bfloat16"
+    else:
+        precision = config.train.precision
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})

@@ -83,7 +83,10 @@ def find_free_port(address: str = "127.0.0.1", avoid: Container[int] = ()) -> in
     for this very port can take it before its user listens. Raises OSError if none of 1,000 attempts succeeds.
     """
     outgoing_range = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    first_outgoing = int(outgoing_range.read_text().split()[0]) if outgoing_range.exists() else 32768
+    if outgoing_range.exists():
+        first_outgoing = int(outgoing_range.read_text().split()[0])
+    else:
+        first_outgoing = 32768
     lowest = min(10_000, max(1024, first_outgoing - 1000))
     highest = max(first_outgoing, 2048)
     for _ in range(_PORT_ATTEMPTS):

@@ -216,7 +216,9 @@ class CallLog(NullCallLog):
 
 
 def _to_signed(microbatch: int) -> int:
-    return -1 if microbatch == _NO_MICROBATCH else microbatch
+    if microbatch == _NO_MICROBATCH:
+        return -1
+    return microbatch
 
 
 def _to_text(data: bytes) -> str:
@@ -331,7 +333,10 @@ def read_calls(path: Path, history: bool = True) -> CallRecord | None:
         elif 0 <= wait_group < len(names):
             waiting = PendingWait(names[wait_group], sequence, start_ns)
         (call_count,) = _CALL_COUNT.unpack_from(data, _CALL_COUNT_OFFSET)
-        calls = _unpack_calls(data, call_count, names) if history else ()
+        if history:
+            calls = _unpack_calls(data, call_count, names)
+        else:
+            calls = ()
     except (OSError, struct.error):
         return None
     return CallRecord(

@@ -130,8 +130,14 @@ def _cgroup_folders(proc: Path, cgroups: Path, controller: str) -> Iterator[tupl
 def _cgroup_memory(proc: Path, cgroups: Path) -> Iterator[_Limit]:
     """Yield the free memory of each control group with a limit. Cached files count as free."""
     for folder, is_v2 in _cgroup_folders(proc, cgroups, "memory"):
-        limit_name = "memory.max" if is_v2 else "memory.limit_in_bytes"
-        usage_name = "memory.current" if is_v2 else "memory.usage_in_bytes"
+        if is_v2:
+            limit_name = "memory.max"
+        else:
+            limit_name = "memory.limit_in_bytes"
+        if is_v2:
+            usage_name = "memory.current"
+        else:
+            usage_name = "memory.usage_in_bytes"
         limit = _read_number(folder / limit_name)
         used = _read_number(folder / usage_name)
         if limit is None or used is None or limit >= _UNLIMITED:

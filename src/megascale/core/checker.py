@@ -102,7 +102,10 @@ def has_message(schedule: Schedule, stage: int, kind: ActionKind) -> np.ndarray:
     """
     g = np.arange(schedule.virtual_stages) * schedule.stages + stage
     lacks_first_chunk = kind in (ActionKind.RECV_FORWARD, ActionKind.SEND_BACKWARD)
-    excluded = 0 if lacks_first_chunk else schedule.chunks - 1
+    if lacks_first_chunk:
+        excluded = 0
+    else:
+        excluded = schedule.chunks - 1
     return (schedule.stages > 1) & (g != excluded)
 
 
@@ -170,7 +173,10 @@ def _check_stage(schedule: Schedule, stage: int) -> None:
     stray[:, :-1] &= ~once[:, None]
     if stray.any():
         c, order = (int(n) for n in np.unravel_index(int(stray.argmax()), stray.shape))
-        j = -1 if once[c] else int(np.argsort(pos[ActionKind.BACKWARD][c])[order])
+        if once[c]:
+            j = -1
+        else:
+            j = int(np.argsort(pos[ActionKind.BACKWARD][c])[order])
         target = "last backward" if once[c] else "backward"
         raise ScheduleError(f"{stage_name} has {Action(reduce, c, j)} not right before the chunk's {target}")
     if schedule.stages == 1:

@@ -79,7 +79,9 @@ def _classify(links: list[BaseException], number: int) -> ExitKind:
         return ExitKind.PORT_TAKEN
     if number == errno.ENOMEM:
         is_refusal = any(isinstance(link, FitError) for link in links)
-        return ExitKind.HOST_MEMORY if is_refusal else ExitKind.OUT_OF_MEMORY
+        if is_refusal:
+            return ExitKind.HOST_MEMORY
+        return ExitKind.OUT_OF_MEMORY
     # torch.OutOfMemoryError is known by its name, since this package does not import torch.
     if any(isinstance(link, MemoryError) or type(link).__name__ == "OutOfMemoryError" for link in links):
         return ExitKind.OUT_OF_MEMORY
@@ -88,4 +90,6 @@ def _classify(links: list[BaseException], number: int) -> ExitKind:
         return ExitKind.UNKNOWN
     if isinstance(error, KeyboardInterrupt):
         return ExitKind.INTERRUPTED
-    return ExitKind.REFUSED if isinstance(error, MegascaleError) else ExitKind.EXCEPTION
+    if isinstance(error, MegascaleError):
+        return ExitKind.REFUSED
+    return ExitKind.EXCEPTION

@@ -29,7 +29,10 @@ def iterate_causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None and id(cause) not in visited:
         visited.add(id(cause))
         yield cause
-        cause = cause.__cause__ if cause.__cause__ is not None else cause.__context__
+        if cause.__cause__ is not None:
+            cause = cause.__cause__
+        else:
+            cause = cause.__context__
 
 
 def find_errno(error: BaseException) -> int:
@@ -72,7 +75,10 @@ def free_bytes(folders: Iterable[str | Path]) -> dict[str, float]:
         except OSError:
             continue
         has_no_inodes = disk.f_files > 0 and disk.f_favail == 0
-        available = 0.0 if has_no_inodes else float(disk.f_bavail * disk.f_frsize)
+        if has_no_inodes:
+            available = 0.0
+        else:
+            available = float(disk.f_bavail * disk.f_frsize)
         free[str(folder)[-_MAX_FOLDER_CHARACTERS:]] = available
     return free
 

@@ -109,7 +109,10 @@ class Grid:
         positions = {}
         for axis in AXES:
             position = getattr(coordinate, axis)
-            positions[axis] = range(self.size(axis)) if axis in axes else range(position, position + 1)
+            if axis in axes:
+                positions[axis] = range(self.size(axis))
+            else:
+                positions[axis] = range(position, position + 1)
         return self._ranks_at(positions)
 
     def groups(self, axes: tuple[str, ...] | str) -> list[list[int]]:

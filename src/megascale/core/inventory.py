@@ -56,7 +56,9 @@ class LogicalTensor:
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """Shape with padding."""
-        return self.shape if self.padded_rows is None else (self.padded_rows, *self.shape[1:])
+        if self.padded_rows is None:
+            return self.shape
+        return (self.padded_rows, *self.shape[1:])
 
     def local_shape(self, ranks: int) -> tuple[int, ...]:
         """Return the padded shape on one of `ranks` tensor-parallel ranks."""
@@ -344,7 +346,9 @@ def head_tensors(model: ModelConfig) -> tuple[LogicalTensor, ...]:
 
 def output_matrix(model: ModelConfig) -> LogicalTensor:
     """Return the matrix of the logits."""
-    return embedding_tensors(model)[0] if model.tied_embeddings else head_tensors(model)[0]
+    if model.tied_embeddings:
+        return embedding_tensors(model)[0]
+    return head_tensors(model)[0]
 
 
 def list_tensors(model: ModelConfig) -> Iterator[LogicalTensor]:

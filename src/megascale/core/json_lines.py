@@ -161,7 +161,10 @@ class RecordReader:
         """Return a sentence about the skipped lines, or an empty string if there are none."""
         if not self.damaged_lines:
             return ""
-        lines = "line is" if self.damaged_lines == 1 else "lines are"
+        if self.damaged_lines == 1:
+            lines = "line is"
+        else:
+            lines = "lines are"
         return (
             f"{self.file}: {self.damaged_lines:,} {lines} damaged or longer than {MAX_LINE_BYTES:,} bytes, and left out"
         )

@@ -158,7 +158,10 @@ def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[ChunkLay
     flops = flops_per_token(model)
     logits_cost = flops.logits / ((flops.forward - flops.logits) / model.layers)
     chunk_count = parallel.pipeline * parallel.virtual_stages
-    explicit = None if parallel.layer_split is None else tuple(parallel.layer_split)
+    if parallel.layer_split is None:
+        explicit = None
+    else:
+        explicit = tuple(parallel.layer_split)
     chunks = _make_chunks(model.layers, chunk_count, logits_cost, parallel.pipeline, explicit)
     if not BLOCK_PARTS[model.block].can_split and any(chunk.stop_half % 2 for chunk in chunks):
         raise FitError(

@@ -75,7 +75,9 @@ class Layout:
     @property
     def bucket_elements(self) -> int | None:
         """Elements of a data-parallel bucket; None with one data-parallel rank, which has nothing to reduce."""
-        return self.config.parallel.bucket_elements if self.grid.data > 1 else None
+        if self.grid.data > 1:
+            return self.config.parallel.bucket_elements
+        return None
 
     def stage_memory(
         self, stage: int, limit: float | None = None, uses_gpus: bool = True

@@ -149,8 +149,14 @@ def _memory_faults(
     config: Config, layout: Layout, share: HostShare, capacity: Capacity, stage_ranks: dict[int, int]
 ) -> list[str]:
     schedule = layout.schedule()
-    gpu_memory = capacity.gpu_memory if share.uses_gpus else None
-    available = None if gpu_memory is None else gpu_memory - GPU_CONTEXT
+    if share.uses_gpus:
+        gpu_memory = capacity.gpu_memory
+    else:
+        gpu_memory = None
+    if gpu_memory is None:
+        available = None
+    else:
+        available = gpu_memory - GPU_CONTEXT
     memory = {}
     for stage in stage_ranks:
         memory[stage], _ = estimate_rank_memory(config, layout.grid, schedule, stage, available, share.uses_gpus)
@@ -224,7 +230,10 @@ def _process_faults(config: Config, share: HostShare, capacity: Capacity) -> lis
     trainer_files = TRAINER_OPEN_FILES + share.world
     files = max(driver_files, trainer_files)
     if capacity.open_files is not None and files > capacity.open_files:
-        process = "the driver" if driver_files >= trainer_files else "a trainer"
+        if driver_files >= trainer_files:
+            process = "the driver"
+        else:
+            process = "a trainer"
         faults.append(
             f"{process} needs {files:,} open files for its connections and may have {capacity.open_files:,}; "
             f"run `ulimit -n {files}` first (the hard limit must allow it), or {_suggest_fewer_ranks(share)}"
@@ -245,7 +254,10 @@ def _disk_faults(config: Config, disk: Callable[[Path], int]) -> list[str]:
     saves = steps and (settings.at_end or 0 < settings.interval <= steps)
     if not saves or (settings.location and "://" in settings.location):
         return []
-    folder = Path(settings.location) if settings.location else config.run_folder / "checkpoints"
+    if settings.location:
+        folder = Path(settings.location)
+    else:
+        folder = config.run_folder / "checkpoints"
     needed = checkpoint_bytes(config)
     free = disk(folder)
     if needed <= free:
@@ -265,7 +277,10 @@ def _suggest_smaller_tensors(config: Config, graphs: bool = False) -> str:
         options.append("--train.micro_batch=1")
     if config.parallel.recompute != "full":
         options.append("--parallel.recompute=full")
-    smaller = f"{' and '.join(options)} need less, else " if options else ""
+    if options:
+        smaller = f"{' and '.join(options)} need less, else "
+    else:
+        smaller = ""
     return f"{smaller}use more or larger devices or a smaller model (`megascale plan` shows what a layout needs)"
 
 
@@ -277,7 +292,9 @@ def _suggest_fewer_ranks(share: HostShare) -> str:
 
 def _describe_ranks(share: HostShare) -> str:
     ranks = f"{share.ranks} rank{'s' * (share.ranks != 1)}"
-    return f"{ranks} on {share.nodes} nodes (spares included)" if share.nodes else ranks
+    if share.nodes:
+        return f"{ranks} on {share.nodes} nodes (spares included)"
+    return ranks
 
 
 def _describe_kinds(memory: MemoryEstimate) -> str:
@@ -287,4 +304,6 @@ def _describe_kinds(memory: MemoryEstimate) -> str:
 
 
 def _format_size(count: int) -> str:
-    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / MIB:,.0f} MiB"
+    if count >= GIB:
+        return f"{count / GIB:,.1f} GiB"
+    return f"{count / MIB:,.0f} MiB"

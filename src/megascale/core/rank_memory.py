@@ -31,7 +31,10 @@ def estimate_rank_memory(
     Returns:
         The estimate, and why the chunks are not CUDA graphs ("" if they are).
     """
-    reason = explain_no_graphs(config, grid) if gpus else "CUDA graphs need a GPU"
+    if gpus:
+        reason = explain_no_graphs(config, grid)
+    else:
+        reason = "CUDA graphs need a GPU"
     if reason:
         return _estimate(config, grid, schedule, stage, graphs=False), reason
     memory = _estimate(config, grid, schedule, stage, graphs=True)

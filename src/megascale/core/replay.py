@@ -213,7 +213,10 @@ def replay_schedule(schedule: Schedule | ActionGraph, durations: np.ndarray | Du
         durations: [actions] or [actions, replicas] in the graph's order, or a function of (stage, action). A
             transfer's duration is its SEND's; a RECV's own is ignored.
     """
-    graph = schedule if isinstance(schedule, ActionGraph) else ActionGraph.compile(schedule)
+    if isinstance(schedule, ActionGraph):
+        graph = schedule
+    else:
+        graph = ActionGraph.compile(schedule)
     if callable(durations):
         pairs = ((s, action) for s, actions in enumerate(graph.schedule) for action in actions)
         durations = np.array([durations(s, action) for s, action in pairs], dtype=float)
@@ -361,7 +364,10 @@ def _last_send(kind: np.ndarray, stage: np.ndarray, send: ActionKind) -> np.ndar
     sends = np.flatnonzero(kind == send)
     computes = np.flatnonzero(kind <= ActionKind.BACKWARD)
     last = np.searchsorted(sends, computes) - 1
-    candidates = sends[np.maximum(last, 0)] if len(sends) else np.zeros_like(computes)
+    if len(sends):
+        candidates = sends[np.maximum(last, 0)]
+    else:
+        candidates = np.zeros_like(computes)
     waits = np.full(len(kind), -1)
     waits[computes] = np.where((last >= 0) & (stage[candidates] == stage[computes]), candidates, -1)
     return waits

@@ -175,7 +175,10 @@ class Schedule:
         ValueError if `action` is not a SEND or RECV.
         """
         channel = self.channel(stage, action)
-        peer_stage = channel.target if action.kind.is_send else channel.source
+        if action.kind.is_send:
+            peer_stage = channel.target
+        else:
+            peer_stage = channel.source
         kind, chunk, microbatch = action
         # Sending forward or receiving a gradient talks to a later chunk. Crossing the ring's end changes the chunk.
         is_peer_later = kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD)

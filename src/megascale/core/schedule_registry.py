@@ -84,13 +84,18 @@ def build_schedule(
     for stage, table in enumerate(schedule.table):
         microbatch = table[table[:, 0] == ActionKind.REDUCE_GRADS, 2]
         if ((microbatch >= 0) != reduce_each_microbatch).any():
-            frequency = "once a step" if reduce_each_microbatch else "after each backward"
+            if reduce_each_microbatch:
+                frequency = "once a step"
+            else:
+                frequency = "after each backward"
             raise ScheduleError(
                 f"parallel.schedule={name} reduces gradients {frequency} on stage {stage}, which contradicts "
                 "parallel.zero; follow reduce_each_microbatch in the function, or set "
                 f"--parallel.zero={1 if reduce_each_microbatch else 2}"
             )
-    return schedule if overlap else without_overlap(schedule)
+    if overlap:
+        return schedule
+    return without_overlap(schedule)
 
 
 @lru_cache(maxsize=64)

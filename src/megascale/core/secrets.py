@@ -49,7 +49,10 @@ def hide_secrets() -> None:
     parent, is left as it is.
     """
     arguments, password = remove_password(sys.orig_argv)
-    job_secret = os.environ.get(JOB_SECRET_VARIABLE) if sys.argv[1:2] == ["agent"] else None
+    if sys.argv[1:2] == ["agent"]:
+        job_secret = os.environ.get(JOB_SECRET_VARIABLE)
+    else:
+        job_secret = None
     if password is None and job_secret is None:
         return
     if sys.argv[1:] != sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :]:

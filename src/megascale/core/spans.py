@@ -65,7 +65,9 @@ class SpanAxis(IntEnum):
     @property
     def label(self) -> str:
         """Lower-case name, empty for NONE."""
-        return "" if self is SpanAxis.NONE else self.name.lower()
+        if self is SpanAxis.NONE:
+            return ""
+        return self.name.lower()
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,10 @@ def loads(text: str | bytes, max_bytes: int | None = None) -> Any:
     except RecursionError:
         raise ValueError(f"tables are nested more than {MAX_DEPTH} deep") from None
     _check_depth(value)
-    string = text.decode(errors="replace") if isinstance(text, bytes) else text
+    if isinstance(text, bytes):
+        string = text.decode(errors="replace")
+    else:
+        string = text
     if '"NaN"' in string or 'Infinity"' in string:
         return _decode_floats(value)
     return value
@@ -57,7 +60,10 @@ def to_float(value: Any) -> float:
 def _check_size(text: str | bytes, max_bytes: int) -> None:
     if len(text) > max_bytes:
         raise ValueError(f"{len(text):,} bytes of JSON, at most {max_bytes:,} are allowed")
-    data = text.encode() if isinstance(text, str) else text
+    if isinstance(text, str):
+        data = text.encode()
+    else:
+        data = text
     count = sum(data.count(mark) for mark in (b",", b"[", b"{"))
     if count > MAX_VALUES:
         raise ValueError(f"JSON of {count:,} values, at most {MAX_VALUES:,} are allowed")

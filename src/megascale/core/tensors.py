@@ -71,7 +71,10 @@ def flat_boxes(box: Box, start: int, stop: int) -> Iterator[tuple[Box, int, int]
     if start >= stop:
         return
     if len(box.sizes) <= 1:
-        part = Box((box.offsets[0] + start,), (stop - start,)) if box.sizes else box
+        if box.sizes:
+            part = Box((box.offsets[0] + start,), (stop - start,))
+        else:
+            part = box
         yield part, start, stop
         return
     row = prod(box.sizes[1:])

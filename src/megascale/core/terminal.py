@@ -41,7 +41,9 @@ class _OutputFile(io.FileIO):
             self.error = error
             if self.required:
                 raise
-        return memoryview(data).nbytes if written is None else written
+        if written is None:
+            return memoryview(data).nbytes
+        return written
 
     def _report(self, error: OSError) -> None:
         if self.required or self.fileno() == _STDERR:

@@ -99,7 +99,10 @@ def estimate_stage_traffic(
     gather_bytes = 0
     if parallel.zero:
         gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.data)
-    gradient_itemsize = DTYPE_BYTES["bfloat16"] if parallel.reduce_dtype == "bfloat16" else master_itemsize
+    if parallel.reduce_dtype == "bfloat16":
+        gradient_itemsize = DTYPE_BYTES["bfloat16"]
+    else:
+        gradient_itemsize = master_itemsize
     reductions = {0: 2, 1: 1, 2: schedule.microbatches}[parallel.zero]  # an all-reduce counts twice
     embedding_bytes = 0
     if model.tied_embeddings and grid.pipeline > 1 and (is_first or is_last):

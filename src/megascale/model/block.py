@@ -54,7 +54,9 @@ class _Parts(nn.Module):
 
     def make_projection(self, part: Any) -> ColumnLinear | None:
         """Return the input projection of a part, or None if the part reads the norm."""
-        return ColumnLinear(part.columns, self.setup.linears, self.setup.dtype) if part.columns else None
+        if part.columns:
+            return ColumnLinear(part.columns, self.setup.linears, self.setup.dtype)
+        return None
 
 
 class Block(_Parts):
@@ -150,7 +152,10 @@ class ParallelBlock(Block):
 
     def __init__(self, setup: LayerSetup, recompute: str = "none") -> None:
         super().__init__(setup, recompute)
-        self.norm2 = Norm(setup.model, setup.tensors.norm2, setup.dtype) if setup.tensors.norm2 else self.norm1
+        if setup.tensors.norm2:
+            self.norm2 = Norm(setup.model, setup.tensors.norm2, setup.dtype)
+        else:
+            self.norm2 = self.norm1
         self.attention_in = self.make_projection(self.attention)
         self.mlp_in = self.make_projection(self.mlp)
 
@@ -247,9 +252,9 @@ class FusedParallelBlock(Block):
 
 def parallel_block(setup: LayerSetup, recompute: str = "none") -> Block:
     """Make a parallel block, with one projection for both parts if they share a norm and can read it."""
-    return (
-        FusedParallelBlock(setup, recompute) if has_fused_projection(setup.model) else ParallelBlock(setup, recompute)
-    )
+    if has_fused_projection(setup.model):
+        return FusedParallelBlock(setup, recompute)
+    return ParallelBlock(setup, recompute)
 
 
 Make = Callable[[LayerSetup, str], nn.Module]
@@ -279,4 +284,6 @@ def make_block(setup: LayerSetup, recompute: str = "none", half: Half = "both") 
     if half == "both":
         return BLOCK_MODULES[setup.model.block](setup, recompute)
     make_attention, make_mlp = HALF_BLOCK_MODULES[setup.model.block]
-    return make_attention(setup, recompute) if half == "attention" else make_mlp(setup, recompute)
+    if half == "attention":
+        return make_attention(setup, recompute)
+    return make_mlp(setup, recompute)

@@ -112,8 +112,14 @@ def add_residual(
     bias: torch.Tensor | None = None
     for part_bias in biases:
         if part_bias is not None:
-            bias = part_bias if bias is None else bias + part_bias
-    p = setup.model.dropout if context.dropout_key is not None else 0.0
+            if bias is None:
+                bias = part_bias
+            else:
+                bias = bias + part_bias
+    if context.dropout_key is not None:
+        p = setup.model.dropout
+    else:
+        p = 0.0
     if not p:
         deferred = DeferredResidualAdd(y_SBH, residual_SBH, bias)
         return deferred if defer_add else deferred.add()
@@ -153,7 +159,10 @@ def sum_branches(linears: LinearPrecision, *branches: Branch | torch.Tensor) -> 
             recompute_fns.append(branch.recompute_fn)
         else:
             finished.append(branch)
-    total = linear_scatter(linears, *inputs, recompute_fns=recompute_fns) if inputs else finished.pop(0)
+    if inputs:
+        total = linear_scatter(linears, *inputs, recompute_fns=recompute_fns)
+    else:
+        total = finished.pop(0)
     for part in finished:
         total = total + part
     return total

@@ -54,7 +54,10 @@ class DenseMlp(nn.Module):
             projection: linear layer that made `inner`, including its bias; None for half of a fused projection.
         """
         is_bias_added = projection is not None and self.fuses_bias_gradient(inner)
-        bias = projection._parameters.get("bias") if projection is not None and is_bias_added else self.bias
+        if projection is not None and is_bias_added:
+            bias = projection._parameters.get("bias")
+        else:
+            bias = self.bias
         weight: Any = self._modules["out"]._parameters["weight"]  # type: ignore[union-attr]
         if is_recomputed(recompute, "activation"):
             return Branch(inner, weight, RecomputedActivation(self.activation, bias, is_bias_added))

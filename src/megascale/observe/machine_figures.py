@@ -54,7 +54,10 @@ def _synchronise(device: torch.device) -> None:
 
 def measure_gemms(device: torch.device, seconds: float) -> list[tuple[int, int, int, float]]:
     """Return (rows, columns, depth, TFLOP/s) of each shape in short bursts; bf16 on a GPU, fp32 on a CPU."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type == "cuda":
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float32
     results = []
     for m, n, k in GPU_SHAPES if device.type == "cuda" else CPU_SHAPES:
         a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
@@ -75,7 +78,10 @@ def measure_gemms(device: torch.device, seconds: float) -> list[tuple[int, int, 
 def measure_sustained(device: torch.device, seconds: float) -> tuple[float, float | None]:
     """Return TFLOP/s of large GEMMs over `seconds`, and the power in watts halfway (None if unknown)."""
     size = 8192 if device.type == "cuda" else 512
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type == "cuda":
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
     begin = time.perf_counter()
@@ -105,7 +111,10 @@ def board_watts(device: torch.device) -> float | None:
 
 def measure_attention(device: torch.device, seconds: float) -> list[tuple[int, float]]:
     """Return (sequence length, TFLOP/s of the causal half, forward and backward) of PyTorch's fastest kernel."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type == "cuda":
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float32
     batch, heads = (4, 32) if device.type == "cuda" else (1, 2)
     results = []
     for length in (2048, 8192) if device.type == "cuda" else (128,):
@@ -145,7 +154,10 @@ def measure_launch(device: torch.device, seconds: float) -> float:
 
 
 def _collective(rank: int, world: int, store: str, cuda: bool, count: int, path: str) -> None:
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", rank)
+    else:
+        device = torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -209,7 +221,10 @@ def measure_machine(device: torch.device, seconds: float, processes: int) -> dic
     Args:
         processes: ranks of the collectives; a pair and all of them are measured, and none with one process.
     """
-    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+    else:
+        properties = None
     worlds = sorted({n for n in (2, processes) if 2 <= n <= processes})
     sustained_tflops, watts = measure_sustained(device, seconds)
     gemms = measure_gemms(device, seconds)

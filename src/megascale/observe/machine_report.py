@@ -60,7 +60,10 @@ def _check_cpu() -> Finding:
     if info.exists():
         flags = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
     bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
-    note = "bfloat16 GEMMs in hardware" if bf16 else "no bfloat16 GEMMs: train.precision=float32 is faster here"
+    if bf16:
+        note = "bfloat16 GEMMs in hardware"
+    else:
+        note = "no bfloat16 GEMMs: train.precision=float32 is faster here"
     return Finding("CPU", f"{cores} cores usable", "good", note)
 
 

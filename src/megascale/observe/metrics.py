@@ -118,7 +118,10 @@ class Wandb:
                 f"observe.wandb={project!r} needs the package wandb; {describe_install('wandb')} or leave the key out"
             ) from None
         identity_file = run / "wandb-id"
-        identity = identity_file.read_text().strip() if identity_file.exists() else secrets.token_hex(4)
+        if identity_file.exists():
+            identity = identity_file.read_text().strip()
+        else:
+            identity = secrets.token_hex(4)
         try:
             self._run = wandb.init(
                 project=project, name=run.name, id=identity, resume="allow", dir=str(run), config=config
@@ -281,4 +284,6 @@ def _format_count(n: float) -> str:
 def _format_duration(seconds: float) -> str:
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
-    return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s"
+    if hours:
+        return f"{hours}h{m:02d}m"
+    return f"{m}m{s:02d}s"

@@ -101,7 +101,9 @@ def _parse_number(value: Any) -> float:
     parsed = to_float(value)
     if not abs(parsed) <= _LARGEST:
         return math.nan
-    return parsed if abs(parsed) * _LARGEST >= 1 else 0.0
+    if abs(parsed) * _LARGEST >= 1:
+        return parsed
+    return 0.0
 
 
 def _plain_name(name: str) -> str:
@@ -211,7 +213,9 @@ def _choose_limits(curves: list[Curves], smoothing: float) -> tuple[float, float
             cut = len(values) // 200
             shown += [values[cut], values[-1 - cut], *smooth(c.loss, smoothing)]
     positive = [v for v in shown if v > 0]
-    return (min(positive) / 1.03, max(positive) * 1.03) if positive else (0.1, 10.0)
+    if positive:
+        return (min(positive) / 1.03, max(positive) * 1.03)
+    return (0.1, 10.0)
 
 
 def _draw_noisy(axes: Any, x: list[float], y: list[float], weight: float, color: str, label: str | None) -> None:

@@ -60,7 +60,9 @@ class ShardState:
     @property
     def param_out(self) -> torch.Tensor | None:
         """Buffer of the weights in use, None if they are the master weights."""
-        return None if self.master is self.shard.params else self.shard.params
+        if self.master is self.shard.params:
+            return None
+        return self.shard.params
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
         """Yield all state tensors, without the master weights."""

@@ -21,5 +21,8 @@ def learning_rate(lr: LrConfig, step: int, steps: int) -> float:
     progress = 1.0
     if end > lr.warmup_steps:
         progress = min(1.0, (step - lr.warmup_steps) / (end - lr.warmup_steps))
-    decayed = progress if lr.decay == "linear" else (1 - math.cos(math.pi * progress)) / 2
+    if lr.decay == "linear":
+        decayed = progress
+    else:
+        decayed = (1 - math.cos(math.pi * progress)) / 2
     return lr.peak - (lr.peak - lr.min) * decayed

@@ -116,7 +116,10 @@ class ShardedOptimizer:
         if norms:
             squares += torch.stack(norms).double().square().sum()
         squares *= self.norm_weight
-        packed = squares if piggybacked_scalars is None else torch.cat([squares, piggybacked_scalars])
+        if piggybacked_scalars is None:
+            packed = squares
+        else:
+            packed = torch.cat([squares, piggybacked_scalars])
         packed = all_reduce(packed, self.norm_axis).wait()
         return packed[0].sqrt(), None if piggybacked_scalars is None else packed[1:]
 

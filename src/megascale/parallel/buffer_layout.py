@@ -89,9 +89,15 @@ def lay_out(members: Sequence[BufferMember], ranks: int, bucket_elements: int | 
         offset = bucket_start + _round_up(offset - bucket_start, ALIGN * ranks)
         buckets.append(BucketSpan(bucket_start, offset, tuple(indices)))
     replicated_buckets = [span for span in buckets if members[span.members[0]].replicated]
-    replicated = (replicated_buckets[0].start, replicated_buckets[-1].stop) if replicated_buckets else (0, 0)
+    if replicated_buckets:
+        replicated = (replicated_buckets[0].start, replicated_buckets[-1].stop)
+    else:
+        replicated = (0, 0)
     last = len(buckets) - 1
-    tied_bucket = last if members[buckets[last].members[0]].tied else None
+    if members[buckets[last].members[0]].tied:
+        tied_bucket = last
+    else:
+        tied_bucket = None
     return FlatLayout(tuple(starts), tuple(buckets), offset, replicated, tied_bucket)
 
 

@@ -235,7 +235,9 @@ class ParamAndGradBuffer:
 
 def grad_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type that gradients accumulate in: float32, or float64 for float64 models."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    if dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def extent_boxes(extent: Extent, flat: torch.Tensor) -> Iterator[tuple[Piece, tuple[int, ...], torch.Tensor]]:

@@ -334,7 +334,10 @@ class Exchange:
             peer = (self.rank + step) % self.size
             streams.wait_for(peer, number)
             streams.copy(out[peer], shards[peer])
-            queue = "side" if self.on_side_stream and step % 2 else "main"
+            if self.on_side_stream and step % 2:
+                queue = "side"
+            else:
+                queue = "main"
             self._await(streams.record_event("copy"), queue)
             self._compute(consume, out[peer], peer, queue=queue)
         if self.on_side_stream:

@@ -86,7 +86,10 @@ class Float8Gather:
         for index in buckets:
             data = self._bucket_data[index]
             compute_shard_amaxes(data.shard, data.segments, data.amax)
-        amax = self._amax if bucket is None else self._bucket_data[bucket].amax
+        if bucket is None:
+            amax = self._amax
+        else:
+            amax = self._bucket_data[bucket].amax
         # Integers order as the floats do, with NaN above all, so that NaN reaches every rank's loss.
         reduction = all_reduce(amax.view(torch.int32), self._axes.stage, dist.ReduceOp.MAX)
         self._amax_reductions |= dict.fromkeys(buckets, reduction)

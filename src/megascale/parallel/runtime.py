@@ -48,7 +48,9 @@ class Runtime:
             self.stream = self._side
             return "on a side stream"
         self.stream = _make_inline_stream()
-        return f"one after another: {device.type} has no streams" if enabled else "one after another"
+        if enabled:
+            return f"one after another: {device.type} has no streams"
+        return "one after another"
 
     def transfer(self, group: str, axis: int, op: str, nbytes: int, peer: int = -1) -> Transfer:
         """Record the start of a collective or message of `nbytes` on `group`, along `axis` (core/spans.py).

@@ -142,7 +142,10 @@ class CudaStreams:
         self._is_capturing = on
 
     def record_event(self, queue: str) -> RecordedEvent:
-        event = self._idle.pop() if self._idle else self._driver.event()
+        if self._idle:
+            event = self._idle.pop()
+        else:
+            event = self._driver.event()
         self._driver.record(event, self._stream(queue))
         return RecordedEvent(event, self._idle)
 
@@ -152,7 +155,9 @@ class CudaStreams:
     def _stream(self, queue: str) -> int:
         if queue == "main":
             return int(torch_private.current_raw_stream(self._device))
-        return self._copy_stream if queue == "copy" else self._side_stream.cuda_stream
+        if queue == "copy":
+            return self._copy_stream
+        return self._side_stream.cuda_stream
 
 
 class RecordedEvent:

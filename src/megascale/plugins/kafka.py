@@ -98,7 +98,10 @@ class KafkaSink:
         """Queue rows of `table`, counted from `first_row`, as messages of one rank each."""
         identity = identity_select(self._run, number, metadata, first_row)
         # JSON has no NaN and no infinity.
-        finite = " REPLACE (CASE WHEN isfinite(value) THEN value END AS value)" if table == "counters" else ""
+        if table == "counters":
+            finite = " REPLACE (CASE WHEN isfinite(value) THEN value END AS value)"
+        else:
+            finite = ""
         rank_column = "rank" if "rank" in TABLES[table] else "-1"
         self._database.register("rows", data)
         try:

@@ -237,7 +237,9 @@ def _present_ranks(store: Store, world: int) -> list[int]:
 
 
 def _name_ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {format_ranks(ranks)}"
 
 
 def _raise_alarm(store: Store, count: int, message: str) -> None:

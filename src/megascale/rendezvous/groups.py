@@ -130,7 +130,10 @@ def make_groups(
         began = time.perf_counter()
         with _explain_failure(spec, rank, timeout):
             _warm(spec, group, rank, device)
-        phase = "warm P2P channels" if spec.kind in DIRECTIONS else f"warm {spec.kind}"
+        if spec.kind in DIRECTIONS:
+            phase = "warm P2P channels"
+        else:
+            phase = f"warm {spec.kind}"
         groups.timings[phase] = groups.timings.get(phase, 0.0) + time.perf_counter() - began
         _assign(groups, spec, group)
     return groups

@@ -87,4 +87,6 @@ def _earlier_failure(store: Store, number: int) -> str:
     if number == 1 or not earlier.check([VERDICT]):
         return ""
     _, _, message = earlier.get(VERDICT).decode().partition("fail:")
-    return f" (the start before failed: {message.partition(':')[2]})" if message else ""
+    if message:
+        return f" (the start before failed: {message.partition(':')[2]})"
+    return ""

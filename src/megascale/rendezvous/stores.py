@@ -134,7 +134,10 @@ def open_tcp_store(request: StoreRequest) -> Store:
     if is_loopback(host):
         stay_on_loopback()
         if serves:
-            listener = int(inherited) if inherited else listen(host, int(port)).detach()
+            if inherited:
+                listener = int(inherited)
+            else:
+                listener = listen(host, int(port)).detach()
     elif serves:
         log.warning(
             "MASTER_ADDR=%s: other machines reach the job's store (torch's TCPStore, port %s), and nothing protects "

@@ -121,7 +121,10 @@ class Case:
                     ]
                 )
             )
-        slower = software.float8_host if software.float8 else 1.0
+        if software.float8:
+            slower = software.float8_host
+        else:
+            slower = 1.0
         return cls(
             layers=model.layers,
             hidden=model.hidden,

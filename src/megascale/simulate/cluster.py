@@ -118,7 +118,9 @@ class ClusterSpec(_Part):
     @property
     def host_slowness(self) -> float:
         """Return the time of a launch relative to a DGX host."""
-        return 1.0 if self.host is None else self.host.slowness
+        if self.host is None:
+            return 1.0
+        return self.host.slowness
 
 
 def shipped() -> list[str]:

@@ -41,7 +41,10 @@ def _row(part: str, parts_a: dict[str, Any], seconds_a: float, parts_b: dict[str
 def _result(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(read_text(path))
-        last = tree[-1] if isinstance(tree, list) else tree
+        if isinstance(tree, list):
+            last = tree[-1]
+        else:
+            last = tree
         float(last["seconds"])
         dict(last["parts"])
         str(last["label"])

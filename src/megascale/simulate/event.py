@@ -144,7 +144,10 @@ def _durations(
         share = stall / 2 if v > 1 else stall
     else:
         share = float(times.residual) / (2 * v)
-    gather = float(times.gather) / v if case.dp_overlap else 0.0
+    if case.dp_overlap:
+        gather = float(times.gather) / v
+    else:
+        gather = 0.0
     if case.dp_overlap:
         reduce = float(times.scatter) / v
     else:
@@ -264,7 +267,10 @@ def _reduced(graph: ActionGraph, timeline: Timeline, case: Case, times: StageTim
     reduces = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)
     launched = timeline.end[graph.predecessors[reduces, 0]].max(axis=1)
     lengths = (timeline.end - timeline.transfer_start)[reduces].max(axis=1)
-    early = 0.0 if case.virtual > 1 else _tail_seconds(case)
+    if case.virtual > 1:
+        early = 0.0
+    else:
+        early = _tail_seconds(case)
     for n, ready, length in zip(reduces.tolist(), launched, lengths, strict=True):
         stage = graph.stage[n]
         # Buckets of a single chunk leave as soon as its last backward has filled them.

@@ -42,7 +42,10 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
         config = configuration.load(file, keep_unknown_parts=True)
     except (ValueError, RecursionError) as error:
         raise DataError(f"the config.toml of {run.name} is damaged: {error}") from None
-    machine = load_cluster(cluster) if cluster else None
+    if cluster:
+        machine = load_cluster(cluster)
+    else:
+        machine = None
     if machine is not None:
         memory = machine.gpu.memory_gib
     else:

@@ -148,7 +148,10 @@ class SaveWriter:
             while written < size:
                 ready = progress.wait(min(written + _WRITE_BYTES, size))
                 # Data that begins on a page is written without a copy, so all but the last write end on one.
-                stop = ready if ready == size else ready - ready % _WRITE_BYTES
+                if ready == size:
+                    stop = ready
+                else:
+                    stop = ready - ready % _WRITE_BYTES
                 writer.write(slot.memory.view[written:stop])
                 written = stop
             writer.finish()

@@ -182,4 +182,6 @@ def _encode_record(record: dict[str, Any]) -> bytes:
 def _read_record(storage: Storage, path: str) -> dict[str, Any] | None:
     """Return a record, None if it does not match its checksum."""
     body, _, checksum = bytes(storage.read(path)).partition(b"\n")
-    return json.loads(body) if checksum.strip() == f"{crc32(body):08x}".encode() else None
+    if checksum.strip() == f"{crc32(body):08x}".encode():
+        return json.loads(body)
+    return None

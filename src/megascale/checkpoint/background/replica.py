@@ -56,7 +56,10 @@ def pair_hosts(domains: Sequence[Any]) -> list[int]:
     for host, domain in enumerate(domains):
         groups.setdefault(domain, []).append(host)
     ring = [host for group in sorted(groups.values(), key=lambda g: (-len(g), g)) for host in group]
-    shift = max(len(group) for group in groups.values()) if len(groups) > 1 else 1
+    if len(groups) > 1:
+        shift = max(len(group) for group in groups.values())
+    else:
+        shift = 1
     partners = [0] * len(ring)
     for position, host in enumerate(ring):
         partners[host] = ring[(position + shift) % len(ring)]

@@ -41,7 +41,10 @@ def agree_on_token(peers: Peers, location: str, identity: str) -> tuple[str, str
     if not problem and peers.rank != 0:
         token, problem = _find_token(location, make=False)
     # An HMAC with a token of 256 random bits reveals nothing of the token.
-    mark = hmac.digest(token, f"replicas of {identity}".encode(), "sha256").hex() if token else ""
+    if token:
+        mark = hmac.digest(token, f"replicas of {identity}".encode(), "sha256").hex()
+    else:
+        mark = ""
     answers = peers.all_gather((problem, mark), tuple[str, str])
     failure = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text), None)
     differing = [rank for rank, (_, rank_mark) in enumerate(answers) if rank_mark != answers[0][1]]

@@ -107,7 +107,10 @@ class CheckpointService:
     def on_register(self, trainer: Conversation, message: Register) -> None:
         """Reply with this process's name and id, and the port on which it takes replicas."""
         token = bytes.fromhex(message.token)
-        port = self._replicas.listen(message.listen, token) if token else 0
+        if token:
+            port = self._replicas.listen(message.listen, token)
+        else:
+            port = 0
         trainer.send(Registered(self.name, os.getpid(), port))
 
     def on_goodbye(self, trainer: Conversation, message: Goodbye) -> None:
@@ -160,9 +163,15 @@ class CheckpointService:
         with self.lifetime.work(), slot.busy:
             slot.index = self.layouts[message.rank]
             staged = _receive_staged_counts(trainer, len(slot.index), message.follow)
-            writing = FileWriting(self._writer, message, slot) if message.persist else None
+            if message.persist:
+                writing = FileWriting(self._writer, message, slot)
+            else:
+                writing = None
             progress = writing.progress if writing else Progress()
-            sender = ReplicaSender(message, len(slots), slot, progress) if message.peer else None
+            if message.peer:
+                sender = ReplicaSender(message, len(slots), slot, progress)
+            else:
+                sender = None
             crc = None
             problem = None
             try:

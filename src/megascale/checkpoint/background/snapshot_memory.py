@@ -98,7 +98,10 @@ class _PagePieces:
     ) -> None:
         self.error = 0
         self._memory = np.frombuffer(mapping, np.uint8)  # the mapping cannot be closed while this exists
-        self._advice = _POPULATE_WRITE if writable else _POPULATE_READ
+        if writable:
+            self._advice = _POPULATE_WRITE
+        else:
+            self._advice = _POPULATE_READ
         self._madvise = _find_madvise()
         self._stop = stop
         self._on_progress = on_progress

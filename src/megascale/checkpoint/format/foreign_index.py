@@ -64,7 +64,9 @@ class _Record:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return an attribute of the object that the record represents."""
-        return self.state.get(key, default) if isinstance(self.state, dict) else default
+        if isinstance(self.state, dict):
+            return self.state.get(key, default)
+        return default
 
 
 def _make_classes() -> dict[tuple[str, str], Any]:
@@ -111,14 +113,20 @@ def _convert_index(root: Any) -> Metadata:
     for key, entry in _check_type(metadata.get("state_dict_metadata"), dict, "state_dict_metadata").items():
         name = _check_type(key, str, "a tensor's name")
         is_bytes = type(entry).__name__ == "BytesStorageMetadata"
-        entries[name] = BytesStorageMetadata() if is_bytes else _convert_tensor(entry, name)
+        if is_bytes:
+            entries[name] = BytesStorageMetadata()
+        else:
+            entries[name] = _convert_tensor(entry, name)
     storage = {}
     for key, value in _check_type(metadata.get("storage_data"), dict, "storage_data").items():
         location = _check_record(key, "MetadataIndex", "storage_data")
         info = _check_record(value, "_StorageInfo", "storage_data")
         name = _check_type(location.get("fqn"), str, "a chunk's name")
         offset = location.get("offset")
-        sizes = None if offset is None else _check_sizes(offset, f"{name}'s offset")
+        if offset is None:
+            sizes = None
+        else:
+            sizes = _check_sizes(offset, f"{name}'s offset")
         file = _check_type(info.get("relative_path"), str, f"{name}'s file")
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\0" in file or not file:
             raise DataError(f"{name} lies in the file {file!r}, which is not inside the checkpoint's folder")
@@ -138,7 +146,10 @@ def _convert_tensor(entry: Any, name: str) -> Any:
     record = _check_record(entry, "TensorStorageMetadata", name)
     properties = _check_record(record.get("properties"), "TensorProperties", name)
     has_tuple = isinstance(properties.state, tuple) and properties.state
-    dtype = properties.state[0] if has_tuple else properties.get("dtype")
+    if has_tuple:
+        dtype = properties.state[0]
+    else:
+        dtype = properties.get("dtype")
     if not isinstance(dtype, torch.dtype):
         raise DataError(f"{name} has no type of numbers")
     chunks = record.get("chunks")

@@ -249,7 +249,10 @@ def _parse_tensors(record: Any) -> dict[str, TensorInfo]:
 
 def _check_columns(tensors: dict[str, TensorInfo], files: list[str], columns: dict[str, np.ndarray]) -> None:
     """Raise ValueError unless every row refers to an existing tensor and file and to a box inside the tensor."""
-    count = len(columns["tensor"]) if columns["tensor"].ndim == 1 else -1
+    if columns["tensor"].ndim == 1:
+        count = len(columns["tensor"])
+    else:
+        count = -1
     box = columns["box"]
     dims = max((len(info.shape) for info in tensors.values()), default=0)
     if box.ndim != 3 or box.shape[:2] != (count, 2) or not (dims <= box.shape[2] <= _MAX_DIMS or not count):
@@ -328,4 +331,6 @@ def _parse_npy(name: str, data: bytes) -> np.ndarray:
     if prod(shape) * dtype.itemsize != len(data) - file.tell():
         raise ValueError(f"its column {name} does not hold the {list(shape)} numbers that it announces")
     flat = np.frombuffer(data, dtype, offset=file.tell())
-    return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
+    if fortran:
+        return flat.reshape(shape[::-1]).T
+    return flat.reshape(shape)

@@ -70,13 +70,19 @@ def _guess_keys(
     state: Mapping[str, Any],
 ) -> list[str]:
     """Return hints on the configuration keys that likely differ, without repetitions."""
-    saved = state.get("config") if isinstance(state.get("config"), Mapping) else {}
+    if isinstance(state.get("config"), Mapping):
+        saved = state.get("config")
+    else:
+        saved = {}
     model = (saved or {}).get("model", {})
     layers = _compare_layers(shapes, index)
     hints = [layers]
     for _, stored, shape in differing:
         for saved_size, size in zip(stored, shape, strict=False):
-            keys = _keys_of_size(model, saved_size) if saved_size != size else []
+            if saved_size != size:
+                keys = _keys_of_size(model, saved_size)
+            else:
+                keys = []
             if keys:
                 hints.append(f"{' or '.join(keys)} likely differs ({saved_size} there, {size} here)")
     prefixes = sorted({".".join(key.split(".")[:2]) for key in missing if "." in key})
@@ -91,7 +97,9 @@ def _compare_layers(names: Iterable[str], index: CheckpointIndex) -> str:
     """Return a hint if the numbers of layers differ, else an empty string."""
     current = _count_layers(names)
     saved = _count_layers(index.tensors)
-    return f"model.layers is likely {saved} there and {current} here" if current != saved else ""
+    if current != saved:
+        return f"model.layers is likely {saved} there and {current} here"
+    return ""
 
 
 def _count_layers(names: Iterable[str]) -> int:

@@ -172,7 +172,10 @@ def find_steps(path: StorageLike) -> tuple[Storage, list[int]]:
 
     Raises DataError if there are none.
     """
-    text = str(path).rstrip("/") if isinstance(path, (str, Path)) else path.url
+    if isinstance(path, (str, Path)):
+        text = str(path).rstrip("/")
+    else:
+        text = path.url
     head, _, last = text.rpartition("/")
     match = _STEP.fullmatch(last)
     if match:

@@ -42,7 +42,9 @@ class _Pickle:
     def get(self, key: str) -> bytes:
         """Return the operations that push a memoized object."""
         number = self._memo[key]
-        return b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
+        if number < 256:
+            return b"h" + bytes([number])
+        return b"j" + struct.pack("<I", number)
 
     def number(self, key: str) -> int:
         """Return a memoized object's number."""
@@ -174,5 +176,8 @@ def _encode_large_table(fields: Sequence[Field], count: int) -> bytes:
             values.append(value)
     table = np.zeros(count, np.dtype(layout))
     for (name, _), value in zip(layout, values, strict=True):
-        table[name] = np.void(value) if isinstance(value, bytes) else value
+        if isinstance(value, bytes):
+            table[name] = np.void(value)
+        else:
+            table[name] = value
     return table.tobytes()

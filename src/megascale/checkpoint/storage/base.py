@@ -87,7 +87,10 @@ def explain_save_error(error: Exception, storage: Storage, needed: int) -> Train
     """
     if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
         free = storage.free()
-        room = f"{free:,} are free" if free is not None else "less is free"
+        if free is not None:
+            room = f"{free:,} are free"
+        else:
+            room = "less is free"
         if free is not None and free >= needed:
             room = f"its index, and {room}"
         full = TrainingError(

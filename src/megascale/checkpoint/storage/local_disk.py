@@ -266,7 +266,10 @@ class _FileWriter:
     def finish(self) -> None:
         try:
             aligned = self._filled - self._filled % PAGE
-            remainder = bytes(self._block[aligned : self._filled]) if self._block is not None else b""
+            if self._block is not None:
+                remainder = bytes(self._block[aligned : self._filled])
+            else:
+                remainder = b""
             if aligned:
                 self._submit_block(aligned)
             self._wait_for_writes()

@@ -25,7 +25,10 @@ class FsspecStorage:
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except ImportError as error:
-            hint = f"; {describe_install('s3')}" if url.startswith("s3") else ""
+            if url.startswith("s3"):
+                hint = f"; {describe_install('s3')}"
+            else:
+                hint = ""
             raise ConfigError(f"{url} needs a package that is not installed ({error}){hint}") from None
         except ValueError as error:
             usage = "a folder, s3://bucket/path or any other URL of fsspec"
@@ -41,7 +44,9 @@ class FsspecStorage:
 
     def size(self, path: str) -> int | None:
         info = self._info(path)
-        return info["size"] if info.get("type") == "file" else None
+        if info.get("type") == "file":
+            return info["size"]
+        return None
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         if length == 0:
@@ -98,7 +103,9 @@ class FsspecStorage:
         return None
 
     def _full_path(self, path: str) -> str:
-        return f"{self._root.rstrip('/')}/{path}" if path else self._root
+        if path:
+            return f"{self._root.rstrip('/')}/{path}"
+        return self._root
 
     def _make_parent(self, path: str) -> str:
         """Make a file's folder and return the file's full path."""

@@ -31,7 +31,9 @@ def local_folder(location: str) -> Path | None:
     scheme, separator, path = location.partition("://")
     if not separator:
         return Path(location)
-    return Path(path) if scheme in ("file", "local") else None
+    if scheme in ("file", "local"):
+        return Path(path)
+    return None
 
 
 def open_storage(location: Storage | Path | str) -> Storage:
@@ -41,5 +43,7 @@ def open_storage(location: Storage | Path | str) -> Storage:
     text = str(location)
     if isinstance(location, str) and "://" in text:
         scheme = text.partition("://")[0]
-        return STORAGES[scheme](text) if scheme in STORAGES else FsspecStorage(text)
+        if scheme in STORAGES:
+            return STORAGES[scheme](text)
+        return FsspecStorage(text)
     return LocalStorage(Path(location))

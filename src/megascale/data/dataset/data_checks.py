@@ -155,7 +155,10 @@ def compare_fingerprints(record: Path, fingerprints: Mapping[str, str]) -> None:
     ]
     faults += [f"{path} is missing" for path in recorded if path not in fingerprints]
     faults += [f"{path} is new" for path in fingerprints if path not in recorded]
-    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+    if len(faults) > 3:
+        more = f" and {len(faults) - 3} more"
+    else:
+        more = ""
     raise DataError(
         f"data.train is not the data that this run began with: {'; '.join(faults[:3]) or 'the order of files differs'}"
         f"{more} (recorded in {record}). Samples would be repeated or skipped: put the files back, begin anew with "
@@ -171,7 +174,10 @@ def check_tokenizers(data: DataConfig, sequence_length: int, vocab_size: int | N
     check_unchanged_tokenizer(data)
     entries: dict[str, str] = {}  # hash of a tokenizer -> an entry that belongs to it
     for entry in data.train:
-        identity = None if is_text(entry) else identify_token_file(entry)
+        if is_text(entry):
+            identity = None
+        else:
+            identity = identify_token_file(entry)
         if identity is not None:
             entries.setdefault(identity.sha256, entry)
     if entries and (data.tokenizer or any(map(is_text, data.train))):

@@ -87,7 +87,10 @@ def describe_token_file(
     if smallest < 0:
         raise DataError(f"{file.prefix}.bin holds token id {smallest}; ids start at 0: it is damaged, build it again")
     path = tokenizer or Path(file.prefix).parent / TOKENIZER
-    decoder = load_tokenizer(path) if tokenizer or path.exists() else None
+    if tokenizer or path.exists():
+        decoder = load_tokenizer(path)
+    else:
+        decoder = None
     if decoder is not None and largest >= decoder.vocab_size:
         raise DataError(
             f"{file.prefix}.bin holds token id {largest} and {path} has {decoder.vocab_size}: they do not belong "

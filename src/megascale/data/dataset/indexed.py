@@ -45,7 +45,9 @@ _REMEDY = "build it again with `megascale data build`, or copy both files again"
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return Megatron-LM's type for ids of a vocabulary: uint16 below 65,500 entries, else int32."""
-    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+    if vocab_size < 65500:
+        return np.dtype("<u2")
+    return np.dtype("<i4")
 
 
 def pair_paths(prefix: str | Path) -> tuple[Path, Path]:
@@ -116,7 +118,10 @@ class IndexedDataset(TokenFile):
         path, documents = self._idx_path, self.document_indices
         item = self.dtype.itemsize
         if not len(documents) or documents[0] != 0 or documents[-1] != len(self.lengths):
-            ends = f"{documents[0]} to {documents[-1]}" if len(documents) else "nothing"
+            if len(documents):
+                ends = f"{documents[0]} to {documents[-1]}"
+            else:
+                ends = "nothing"
             raise DataError(
                 f"{path} has document indices from {ends} where 0 to {len(self.lengths)} (its number of sequences) "
                 f"is expected: it is damaged; {_REMEDY}"
@@ -353,7 +358,9 @@ class IndexedWriter:
 
 
 def _as_array(values: Iterable[int] | NDArray) -> NDArray:
-    return values if isinstance(values, np.ndarray) else np.array(list(values))
+    if isinstance(values, np.ndarray):
+        return values
+    return np.array(list(values))
 
 
 def _sync(file) -> None:
@@ -371,7 +378,10 @@ def _map(path: Path) -> NDArray[np.uint8]:
         return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     except FileNotFoundError:
         partner = path.with_suffix(".idx" if path.suffix == ".bin" else ".bin")
-        state = f"{partner.name} exists without it" if partner.exists() else "neither file of the pair exists"
+        if partner.exists():
+            state = f"{partner.name} exists without it"
+        else:
+            state = "neither file of the pair exists"
         raise DataError(
             f"token file {path} does not exist ({state}); give the path of a .bin/.idx pair without the suffix, or "
             "make one with `megascale data build`"

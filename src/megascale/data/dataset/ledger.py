@@ -120,7 +120,10 @@ def _check_order(lines: Sequence[dict[str, Any]], begins: Mapping[int, int], rep
         first = line["first"]
         if line["step"] > step + 1 and first > due:
             last = line["step"] - 1
-            missing = f"step {last} has" if last == step + 1 else f"steps {step + 1} to {last} have"
+            if last == step + 1:
+                missing = f"step {last} has"
+            else:
+                missing = f"steps {step + 1} to {last} have"
             if begins.get(line["step"], first) <= due:
                 state = "were read, as the totals after them say"
             else:

@@ -167,7 +167,9 @@ class Blend:
             return begin, deadline, file
         # The sample may come in this block or after it; `end` decides.
         crosses = j == self._whole_share(file, stop) + 1
-        return (begin, stop, file) if crosses and file in end else None
+        if crosses and file in end:
+            return (begin, stop, file)
+        return None
 
     def _schedule(self, start: int, ahead: frozenset[int], end: frozenset[int] | None) -> list[int]:
         """Return the files of a block's samples by earliest deadline; with `end`, exactly these files end ahead."""

@@ -214,7 +214,10 @@ class TextStream:
             group = window // self._group
             first = number - (window - group * self._group)
             total = self.windows
-            size = self._group if total is None else min(self._group, total - group * self._group)
+            if total is None:
+                size = self._group
+            else:
+                size = min(self._group, total - group * self._group)
             stop = int(np.searchsorted(numbers, first + size))
             offsets = numbers[i:stop] - first
             if self._seed is not None:
@@ -299,7 +302,10 @@ class TextStream:
                 position = token = 0
             self._submit(int(pieces.order[position]))
             position += 1
-            token = pieces.starts[position] if position < len(pieces.starts) else round(token + expected)
+            if position < len(pieces.starts):
+                token = pieces.starts[position]
+            else:
+                token = round(token + expected)
 
     def _submit(self, piece: int) -> None:
         if piece not in self._cache and piece not in self._pending:
@@ -349,7 +355,10 @@ class TextStream:
                     )
             if texts:
                 encoded.append(self._tokenizer.encode_documents(texts)[0])
-            tokens = np.concatenate(encoded) if encoded else np.empty(0, np.uint32)
+            if encoded:
+                tokens = np.concatenate(encoded)
+            else:
+                tokens = np.empty(0, np.uint32)
         return tokens.astype(self._dtype), meter
 
     def close(self) -> None:

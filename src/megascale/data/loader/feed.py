@@ -78,7 +78,9 @@ class LocalFeed:
 
         Raises DataError if files have changed.
         """
-        return self._check_data(first) if self._check_data else []
+        if self._check_data:
+            return self._check_data(first)
+        return []
 
     def batches(self, first: int) -> Callable[[int], Batch]:
         """Return a function of i: micro-batch i of this rank's share of the step that begins at sample `first`."""
@@ -158,7 +160,10 @@ class HostFeed:
         Raises DataError if files have changed, and the loader's errors.
         """
         self._owns_folder = False
-        notes = self._check_data(first) if self._check_data else []
+        if self._check_data:
+            notes = self._check_data(first)
+        else:
+            notes = []
         if self.plan.reads_tokens(self.rank):
             self.reader = LoaderReader(self.folder, self.rank, first)
             self._pin()
@@ -268,7 +273,10 @@ def open_feed(
     """
     plan = plan_host(layout, rank - local_rank, local_world)
     # One process per host checks the files.
-    check_data = partial(_check_data, layout.config, rank == 0) if local_rank == 0 else None
+    if local_rank == 0:
+        check_data = partial(_check_data, layout.config, rank == 0)
+    else:
+        check_data = None
     if not plan.needs_loader(gpus=device.type == "cuda"):
         return LocalFeed(plan, layout.grid.coordinate(rank).data, device, check_data)
     folder = os.environ.get(host_loader.VARIABLE)

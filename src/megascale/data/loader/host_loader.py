@@ -334,7 +334,10 @@ class LoaderReader:
             # No micro-batch came for seconds: the loader is slow, or its process makes no progress at all.
             last_progress = progress
             progress = self._progress()
-            idle = idle + interval if progress == last_progress else 0.0
+            if progress == last_progress:
+                idle = idle + interval
+            else:
+                idle = 0.0
             if idle >= self._hang_seconds:
                 self._replace()
                 idle = 0.0

@@ -123,7 +123,10 @@ def build(
     if not 0 < held_out < 1:
         raise ConfigError(f"held_out={held_out} is not a share between 0 and 1; try 0.05")
     vocabulary: list[Any] | int = vocab_size
-    loaded = load_tokenizer(tokenizer) if tokenizer else None
+    if tokenizer:
+        loaded = load_tokenizer(tokenizer)
+    else:
+        loaded = None
     if loaded is not None:
         vocabulary = [loaded.sha256, loaded.end_of_document, *loaded.begin_of_document]
     settings: list[Any] = [vocabulary, None]
@@ -177,7 +180,9 @@ def _find_result(out: Path, recipe: str) -> Manifest | None:
             )
         return None
     if manifest.recipe == recipe:
-        return manifest if _is_complete(out, manifest) else None
+        if _is_complete(out, manifest):
+            return manifest
+        return None
     raise DataError(
         f"{out / MANIFEST} says that the folder holds a data set made from other inputs or settings "
         f"({', '.join(manifest.sources)}); choose another --out, or delete the folder"

@@ -43,7 +43,9 @@ class Tokenizer(ABC):
     @property
     def begin_of_document(self) -> tuple[int, ...]:
         """Ids put before each document: those before a prompt, unless the previous document ends with the same id."""
-        return () if self.begin_of_prompt == (self.end_of_document,) else self.begin_of_prompt
+        if self.begin_of_prompt == (self.end_of_document,):
+            return ()
+        return self.begin_of_prompt
 
     def save(self, path: str | Path) -> None:
         """Write a tokenizer.json."""

@@ -129,7 +129,9 @@ def _read_settings(path: Path) -> dict[str, Any] | None:
         return {}
     except (OSError, ValueError, RecursionError):
         return None
-    return settings if isinstance(settings, dict) else None
+    if isinstance(settings, dict):
+        return settings
+    return None
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:

@@ -128,7 +128,10 @@ def _find_record_kind(record: Any) -> str:
     if not isinstance(record, dict):
         return "JSON of another kind"
     vocabulary = record.get("vocab")
-    first_entry = vocabulary[0] if isinstance(vocabulary, list) and vocabulary else None
+    if isinstance(vocabulary, list) and vocabulary:
+        first_entry = vocabulary[0]
+    else:
+        first_entry = None
     if isinstance(first_entry, dict) and "token_bytes" in first_entry:
         return "a Tekken vocabulary (Mistral's tekken.json)"
     if "model" not in record and ("tokenizer_class" in record or "eos_token" in record):

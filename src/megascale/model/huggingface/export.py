@@ -124,7 +124,10 @@ def write_folder(
     files: list[Path] = []
     index: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
-        name = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        if len(groups) == 1:
+            name = SINGLE_FILE
+        else:
+            name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         parts = dict.fromkeys(part for weight in group for part in weight.parts)
         logical = dict(fetch([part for part in parts if part in model_shapes]))
         zeros = {part: torch.zeros(shapes[part]) for part in parts if part not in model_shapes}

@@ -36,9 +36,10 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
         )
     faults = FAMILIES[name].find_faults(model)
     if faults:
-        hint = (
-            f"it can be exported as {' or '.join(family.name for family in fits)}" if fits else "no other family fits"
-        )
+        if fits:
+            hint = f"it can be exported as {' or '.join(family.name for family in fits)}"
+        else:
+            hint = "no other family fits"
         raise ConfigError(f"this model cannot be exported as {name}: {'; '.join(faults)}; {hint}")
     return FAMILIES[name]
 

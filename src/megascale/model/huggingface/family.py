@@ -82,7 +82,10 @@ def join_weight(weight: StoredWeight, logical: Mapping[str, Tensor]) -> Tensor:
     if weight.heads:
         tensor = torch.stack([part.unflatten(0, (weight.heads, -1)) for part in parts], dim=1).flatten(0, 2)
     else:
-        tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if len(parts) > 1:
+            tensor = torch.cat(parts)
+        else:
+            tensor = parts[0]
     return (tensor.t() if weight.transposed else tensor).contiguous()
 
 
@@ -217,7 +220,9 @@ class ConfigKeys:
 def rotary_fraction_of(width: int, size: int) -> float:
     """Return the fraction of a head of `size` for which int(fraction x size) is `width`."""
     fraction = width / size
-    return fraction if int(fraction * size) == width else math.nextafter(fraction, 2.0)
+    if int(fraction * size) == width:
+        return fraction
+    return math.nextafter(fraction, 2.0)
 
 
 def rotary_width(model: ModelConfig) -> int:

@@ -44,7 +44,9 @@ def import_generation_config(folder: Path, settings: Mapping[str, Any]) -> tuple
 
 def load_generation_config(run: Path) -> dict[str, Any]:
     """Return the generation settings in a run folder, {} if there are none. Raises DataError for a damaged file."""
-    return _read(run / FILE_NAME) if (run / FILE_NAME).exists() else {}
+    if (run / FILE_NAME).exists():
+        return _read(run / FILE_NAME)
+    return {}
 
 
 def write_generation_config(folder: Path, values: Mapping[str, Any]) -> None:

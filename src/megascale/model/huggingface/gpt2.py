@@ -92,7 +92,9 @@ def weights(model: ModelConfig) -> list[StoredWeight]:
         table += linear_weights(f"{hf_layer}.mlp.c_fc", f"{layer}.mlp.in", transposed=True)
         table += linear_weights(f"{hf_layer}.mlp.c_proj", f"{layer}.mlp.out", transposed=True)
     table += linear_weights("transformer.ln_f", "norm")
-    return table if model.tied_embeddings else [*table, StoredWeight("lm_head.weight", ("head.weight",))]
+    if model.tied_embeddings:
+        return table
+    return [*table, StoredWeight("lm_head.weight", ("head.weight",))]
 
 
 GPT2 = Family(

@@ -88,7 +88,10 @@ def faults(model: ModelConfig) -> list[str]:
 def weights(model: ModelConfig) -> list[StoredWeight]:
     """See Family.list_weights. The one norm of a parallel block is stored twice."""
     bias = model.attention_bias or model.out_bias
-    second = "norm1" if model.block == "parallel" and model.parallel_norms == 1 else "norm2"
+    if model.block == "parallel" and model.parallel_norms == 1:
+        second = "norm1"
+    else:
+        second = "norm2"
     table = [StoredWeight("gpt_neox.embed_in.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
         hf_layer, layer = f"gpt_neox.layers.{i}", f"layers.{i}"
@@ -100,7 +103,9 @@ def weights(model: ModelConfig) -> list[StoredWeight]:
         table += linear_weights(f"{hf_layer}.mlp.dense_h_to_4h", f"{layer}.mlp.in")
         table += linear_weights(f"{hf_layer}.mlp.dense_4h_to_h", f"{layer}.mlp.out")
     table += linear_weights("gpt_neox.final_layer_norm", "norm")
-    return table if model.tied_embeddings else [*table, StoredWeight("embed_out.weight", ("head.weight",))]
+    if model.tied_embeddings:
+        return table
+    return [*table, StoredWeight("embed_out.weight", ("head.weight",))]
 
 
 GPT_NEOX = Family(

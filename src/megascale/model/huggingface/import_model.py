@@ -152,7 +152,9 @@ class TensorFiles:
         heads = (self._family.head.partition(".")[0] + ".", "lm_head.")
         if name.startswith((self._family.prefix, *heads)):
             # The name of GPT-NeoX's head depends on the version that saved it.
-            return self._family.head if name == "lm_head.weight" else name
+            if name == "lm_head.weight":
+                return self._family.head
+            return name
         return self._family.prefix + name
 
     def _find_files(self) -> list[str]:

@@ -65,7 +65,10 @@ def _read_windows(keys: ConfigKeys, family: str, layers: int) -> dict[str, Any]:
     if family != "qwen2":
         return {}
     # As with Mistral, a missing key means the class's default, null means no window.
-    window = keys.values.get("sliding_window", 4096) if keys.get("use_sliding_window", default=False) else None
+    if keys.get("use_sliding_window", default=False):
+        window = keys.values.get("sliding_window", 4096)
+    else:
+        window = None
     first_windowed = keys.get("max_window_layers", default=28)
     kinds = keys.get("layer_types") or [
         _FULL if window is None or i < first_windowed else _SLIDING for i in range(layers)
@@ -104,7 +107,10 @@ def write(model: ModelConfig, family: str) -> dict[str, Any]:
     if family == "llama":
         config |= {"attention_bias": model.attention_bias or model.out_bias, "mlp_bias": model.mlp_bias}
     elif family == "mistral":
-        config["sliding_window"] = model.window if any(list_windowed_layers(model)) else None
+        if any(list_windowed_layers(model)):
+            config["sliding_window"] = model.window
+        else:
+            config["sliding_window"] = None
     else:
         windowed = list_windowed_layers(model)
         config |= {
@@ -161,7 +167,9 @@ def weights(model: ModelConfig, family: str) -> list[StoredWeight]:
         for name, part in (("gate_proj", "gate"), ("up_proj", "in"), ("down_proj", "out")):
             table += linear_weights(f"{hf_layer}.mlp.{name}", f"{layer}.mlp.{part}", bias=model.mlp_bias)
     table += linear_weights("model.norm", "norm", bias=False)
-    return table if model.tied_embeddings else [*table, StoredWeight("lm_head.weight", ("head.weight",))]
+    if model.tied_embeddings:
+        return table
+    return [*table, StoredWeight("lm_head.weight", ("head.weight",))]
 
 
 def _family(name: str, architecture: str) -> Family:

@@ -236,7 +236,10 @@ class _Comparison:
         remainder = max(0.0, self.growth - explained)
         causes.append(self._cause("communication", remainder, self._describe_communication()))
         # Waits of other ranks may have covered a part of the last rank's growth; shares are of the whole in that case.
-        scale = min(1.0, self.growth / explained) if explained > 0 else 1.0
+        if explained > 0:
+            scale = min(1.0, self.growth / explained)
+        else:
+            scale = 1.0
         causes = [replace(cause, seconds=cause.seconds * scale, share=cause.share * scale) for cause in causes]
         return tuple(sorted((cause for cause in causes if cause.seconds > 0), key=lambda cause: -cause.seconds))
 
@@ -391,7 +394,10 @@ def _measure_launch_lag(parts: RankParts) -> float:
     for group in set(zip(tensor.tolist(), stage.tolist(), strict=True)):
         members = waits[(tensor == group[0]) & (stage == group[1])]
         with np.errstate(all="ignore"):
-            typical = np.max(members, 0) if len(members) < 3 else np.median(members, 0)
+            if len(members) < 3:
+                typical = np.max(members, 0)
+            else:
+                typical = np.median(members, 0)
             lags.append(typical - np.min(members, 0))
     return float(np.nanmean(np.nanmax(np.stack(lags), 0)))
 
@@ -400,7 +406,9 @@ def _trimmed_mean(values: Array) -> float:
     """Return the mean without the longest and the shortest hundredth."""
     ordered = np.sort(values[np.isfinite(values)])
     cut = len(ordered) // 100
-    return float(ordered[cut : len(ordered) - cut].mean()) if len(ordered) else float("nan")
+    if len(ordered):
+        return float(ordered[cut : len(ordered) - cut].mean())
+    return float("nan")
 
 
 def _standard_error(values: Array) -> float:
@@ -424,4 +432,6 @@ def _read_mfu(tables: SpanTables | None, window: tuple[int, int]) -> float:
                 values.append(mfu)
     except OSError:
         return float("nan")
-    return float(np.median(values)) if values else float("nan")
+    if values:
+        return float(np.median(values))
+    return float("nan")

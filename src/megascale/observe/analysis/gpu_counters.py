@@ -79,7 +79,10 @@ def describe_gpu(tables: SpanTables, parts: RankParts, rank: int, first: int, la
     if gpu in reasons:
         share, reason = measure_throttling(reasons[gpu])
         other_shares = [measure_throttling(values)[0] for key, values in reasons.items() if key != gpu]
-        usual = float(np.median(other_shares)) if other_shares else 0.0
+        if other_shares:
+            usual = float(np.median(other_shares))
+        else:
+            usual = 0.0
         if share > max(_REPORTED_SHARE, usual + _REPORTED_SHARE):
             sentences.append(
                 f"its GPU was throttled in {share:.0%} of the seconds ({reason}), the other GPUs in {usual:.0%}"
@@ -106,7 +109,10 @@ def find_newly_throttled(
     throttled: dict[Gpu, tuple[float, str]] = {}
     for gpu, reasons in read_counter(tables, "gpu_throttle_reasons", *ranges[1]).items():
         share, reason = measure_throttling(reasons)
-        early_share = measure_throttling(early_reasons[gpu])[0] if gpu in early_reasons else 0.0
+        if gpu in early_reasons:
+            early_share = measure_throttling(early_reasons[gpu])[0]
+        else:
+            early_share = 0.0
         if share - early_share > _GROWN_SHARE:
             throttled[gpu] = (share, reason)
     if not throttled:

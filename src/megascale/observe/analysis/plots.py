@@ -119,8 +119,14 @@ def _draw_rank_cells(figure: Figure, axes: Any, stragglers: Stragglers) -> None:
     if cells.size <= _LABELLED_CELLS:
         for y, members in enumerate(rows):
             for x, r in enumerate(members):
-                text = f"{parts.ranks[r]}\n{cells[y, x]:+.1f}%" if np.isfinite(cells[y, x]) else ""
-                colour = "white" if abs(cells[y, x]) > 0.6 * largest else "black"
+                if np.isfinite(cells[y, x]):
+                    text = f"{parts.ranks[r]}\n{cells[y, x]:+.1f}%"
+                else:
+                    text = ""
+                if abs(cells[y, x]) > 0.6 * largest:
+                    colour = "white"
+                else:
+                    colour = "black"
                 axes.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
     axes.set(xticks=[], yticks=range(len(labels)))
     axes.set_yticklabels(labels, fontsize=8)
@@ -179,7 +185,10 @@ def draw_worker_scores(result: WhatIf, path: Path) -> None:
     image = axes.imshow(result.scores, cmap="Reds", vmin=1.0, vmax=highest, aspect="auto")
     if result.scores.size <= _NUMBERED_CELLS:
         for (stage, replica), score in np.ndenumerate(result.scores):
-            colour = "white" if score > (1.0 + highest) / 2 else "black"
+            if score > (1.0 + highest) / 2:
+                colour = "white"
+            else:
+                colour = "black"
             axes.text(replica, stage, f"{score:.2f}", ha="center", va="center", fontsize=7, color=colour)
     axes.set(xlabel="data-parallel replica", ylabel="pipeline stage", yticks=range(stages))
     if replicas <= 32:

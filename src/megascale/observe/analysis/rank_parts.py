@@ -112,7 +112,10 @@ class RankParts:
     def missing_ranks(self) -> list[int]:
         """Ranks of the job without roll-ups in these steps, by the coordinates of the recorded ranks."""
         recorded = self.coordinates[(self.coordinates >= 0).all(1)]
-        world = math.prod((recorded.max(0) + 1).tolist()) if len(recorded) else 0
+        if len(recorded):
+            world = math.prod((recorded.max(0) + 1).tolist())
+        else:
+            world = 0
         world = max(world, int(self.ranks.max()) + 1)
         return sorted(set(range(min(world, MAX_RANKS))) - set(self.ranks.tolist()))
 
@@ -138,7 +141,9 @@ class RankParts:
     def describe_position(self, index: int) -> str:
         """Return a rank's coordinates as text."""
         tensor, stage, data = self.coordinates[index]
-        return f"stage {stage}, tensor {tensor}, data {data}" if stage >= 0 else "coordinates unknown"
+        if stage >= 0:
+            return f"stage {stage}, tensor {tensor}, data {data}"
+        return "coordinates unknown"
 
 
 def choose_window(tables: SpanTables, step_range: str = "", last: int | None = None) -> tuple[int, int, int]:

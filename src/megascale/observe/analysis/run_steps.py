@@ -124,7 +124,10 @@ def read_rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | Non
         for attempt, rank, tensor, pipeline, data in zip(*rank_rows.values(), strict=True)
     }
     names = "attempt, rank, action, chunk, microbatch, axis, bytes, start_ns, end_ns, waited_on, clock_error_ns"
-    condition = "" if ranks is None else f"AND rank IN ({', '.join(str(int(rank)) for rank in ranks)}) "
+    if ranks is None:
+        condition = ""
+    else:
+        condition = f"AND rank IN ({', '.join(str(int(rank)) for rank in ranks)}) "
     for step in steps:
         rows = tables.query(
             f"SELECT {names} FROM spans WHERE step = ? AND attempt = (SELECT max(attempt) FROM spans WHERE step = ?) "

@@ -132,7 +132,10 @@ class _LinkSearch:
 
     def _describe_source(self, source: int, observer: int, explained: set[int]) -> SlowLink:
         assert self.pipeline_waits is not None
-        subject = "" if source == observer else f"rank {self.parts.ranks[observer]} of the neighbouring stage "
+        if source == observer:
+            subject = ""
+        else:
+            subject = f"rank {self.parts.ranks[observer]} of the neighbouring stage "
         evidence = [
             f"{subject}waits {1e3 * self.pipeline_waits.seconds[observer]:.2f} ms per step longer for messages of the "
             "neighbouring stages than its tensor peers"
@@ -193,7 +196,10 @@ class _LinkSearch:
             neighbours = [rows_by_coordinates[key] for key in candidates if key in rows_by_coordinates]
             late = [r for r in neighbours if self._late_data_group(r) is not None]
             finite_waits = np.nan_to_num(waits.seconds, nan=-np.inf)
-            source = max(late, key=lambda r: finite_waits[r]) if late else observer
+            if late:
+                source = max(late, key=lambda r: finite_waits[r])
+            else:
+                source = observer
             sources.append((source, observer))
         return sources
 

@@ -104,7 +104,10 @@ def judge_ranks(
         ranks: rank numbers, by default 0, 1, ...
         alarms: rate of false alarms per analysis.
     """
-    ranks = np.arange(len(busy)) if ranks is None else np.asarray(ranks)
+    if ranks is None:
+        ranks = np.arange(len(busy))
+    else:
+        ranks = np.asarray(ranks)
     with np.errstate(all="ignore"):
         log_busy = np.log(np.where(busy > 0, busy, np.nan))
     ratio, peers = subtract_peer_median(log_busy, np.asarray(group))
@@ -244,7 +247,10 @@ def _measure_noise(ratio: Array, excess: Array) -> tuple[Array, float]:
         change = _MAD * nan_median(np.abs(np.diff(ratio, axis=1))) / np.sqrt(2 * (1 - correlation))
     noise = np.fmin(level, change)
     # Few steps may agree by chance: assume at least half of the usual noise.
-    usual = float(np.nanmedian(noise)) if np.isfinite(noise).any() else 0.0
+    if np.isfinite(noise).any():
+        usual = float(np.nanmedian(noise))
+    else:
+        usual = 0.0
     return np.maximum(noise, usual / 2), (1 + correlation) / (1 - correlation)
 
 
@@ -268,9 +274,15 @@ def _measure_means(ratio: Array, has_enough: Array, limit: Array) -> tuple[Array
         mean = np.where(has_enough, np.nansum(clipped, 1) / counted, np.nan)
         deviation = np.sqrt(np.nansum((clipped - mean[:, None]) ** 2, 1) / counted)
     error = np.where(np.isfinite(mean), deviation / np.sqrt(counted), np.nan)
-    usual = float(np.nanmedian(error)) if np.isfinite(error).any() else 0.0
+    if np.isfinite(error).any():
+        usual = float(np.nanmedian(error))
+    else:
+        usual = 0.0
     # Long steps spread the means of healthy ranks too, so their own spread is added to the limit of the excess.
-    spread = _MAD * float(np.nanmedian(np.abs(mean - np.nanmedian(mean)))) if np.isfinite(mean).any() else 0.0
+    if np.isfinite(mean).any():
+        spread = _MAD * float(np.nanmedian(np.abs(mean - np.nanmedian(mean))))
+    else:
+        spread = 0.0
     return mean, 1.5 * limit + 3 * max(usual, spread)
 
 
@@ -289,7 +301,9 @@ def _classify(late: Array, ratio: Array, limit: float) -> str:
     """Return "persistent" for a rank that is slow in most of the window and in its last third, else "passing"."""
     end = ratio[-max(1, len(ratio) // 3) :]
     is_slow_at_end = np.isfinite(end).any() and float(np.nanmedian(end)) > limit / 2
-    return "persistent" if late.mean() > 0.5 and is_slow_at_end else "passing"
+    if late.mean() > 0.5 and is_slow_at_end:
+        return "persistent"
+    return "passing"
 
 
 def _find_passing(

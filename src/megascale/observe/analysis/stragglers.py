@@ -200,7 +200,10 @@ def _compare_computes(parts: RankParts, r: int, peers: Array, steps: Array) -> s
     ):
         with np.errstate(all="ignore"):
             usual = float(np.nanmedian(nan_median(values[np.ix_(peers, steps)], 0)))
-            growth = float(np.nanmedian(values[r, steps])) / usual - 1 if usual > 0 else float("nan")
+            if usual > 0:
+                growth = float(np.nanmedian(values[r, steps])) / usual - 1
+            else:
+                growth = float("nan")
         if np.isfinite(growth):
             differences.append(f"{name} {growth:+.1%}")
     return ", ".join(differences)

@@ -128,7 +128,10 @@ class TraceGraph:
             own: durations [nodes, ..., steps, replicas, tensor]; by default as recorded.
             gaps: keep the recorded launch gaps.
         """
-        own_duration = self.own_duration if own_duration is None else own_duration
+        if own_duration is None:
+            own_duration = self.own_duration
+        else:
+            own_duration = own_duration
         start = np.empty(own_duration.shape)
         end = np.zeros((self.nodes + 1, *own_duration.shape[1:]))
         self._run(end, lambda nodes: own_duration[nodes], gaps, start)
@@ -470,7 +473,10 @@ class _Dependencies:
             chunk = int(self.global_chunk[node])
             position = positions.get(chunk, 0)
             positions[chunk] = position + 1
-            numbers[node] = int(self.microbatch[node]) if self.microbatch[node] >= 0 else position
+            if self.microbatch[node] >= 0:
+                numbers[node] = int(self.microbatch[node])
+            else:
+                numbers[node] = position
         return numbers
 
     def _add_first_backward(self, stage: int) -> None:

@@ -82,7 +82,9 @@ class WhatIf:
 
 def merge_transfer_kinds(kind: str) -> str:
     """Return the name under which a kind is made normal: sends and receives of a direction share one."""
-    return f"{kind.partition('-')[0]}-pp-comm" if kind in TRANSFERS else kind
+    if kind in TRANSFERS:
+        return f"{kind.partition('-')[0]}-pp-comm"
+    return kind
 
 
 def analyse_trace(trace: OperationTrace, ranks: tuple[int, ...] = ()) -> WhatIf:
@@ -130,7 +132,10 @@ class _Replays:
                 def get_durations(
                     nodes: Array, graph: TraceGraph = graph, normal: Array = normal, is_recorded: Array = is_recorded
                 ) -> Array:
-                    mask = is_recorded[nodes] if len(is_recorded) > 1 else is_recorded
+                    if len(is_recorded) > 1:
+                        mask = is_recorded[nodes]
+                    else:
+                        mask = is_recorded
                     return np.where(mask, graph.own_duration[nodes][:, None], normal[nodes])
 
                 totals[begin : begin + size] += graph.seconds(get_durations, end[:, : len(masks)]).sum(axis=-1)

@@ -70,7 +70,9 @@ class EffectiveTime:
     @property
     def share(self) -> float:
         """Share of the time that trained; NaN without any time."""
-        return self.seconds.get(TRAINING, 0.0) / self.total if self.total > 0 else float("nan")
+        if self.total > 0:
+            return self.seconds.get(TRAINING, 0.0) / self.total
+        return float("nan")
 
 
 def measure_effective_time(
@@ -97,7 +99,10 @@ def measure_effective_time(
     empty = np.zeros(0)
     ends = columns.get("time", empty)[rows]
     durations = columns.get("seconds", empty)[rows]
-    times = [timed_events[0][0], timed_events[-1][0]] if timed_events else []
+    if timed_events:
+        times = [timed_events[0][0], timed_events[-1][0]]
+    else:
+        times = []
     if len(rows):
         times += [float(ends[0] - durations[0]), float(ends[-1])]
     start = min(times)
@@ -107,7 +112,10 @@ def measure_effective_time(
     gap_ends = np.append(np.maximum(gap_begins[:-1], ends - durations), last)
     gaps = gap_ends - gap_begins
     step_times = np.maximum(0.0, ends - gap_ends[:-1])
-    redone = columns["redone"][rows] if len(rows) else np.zeros(0, bool)
+    if len(rows):
+        redone = columns["redone"][rows]
+    else:
+        redone = np.zeros(0, bool)
     seconds: dict[str, float] = defaultdict(float)
     seconds[TRAINING] = float(step_times[~redone].sum())
     seconds[REPEATED] = float(step_times[redone].sum())
@@ -205,10 +213,15 @@ class _Gap:
 
     def _measure_not_running(self, kinds: list[str]) -> float:
         """Return the time in which no process ran."""
-        begin_kinds = _DRIVER_BEGINS if Event.ATTEMPT_STARTED in kinds else _BEGINS
+        if Event.ATTEMPT_STARTED in kinds:
+            begin_kinds = _DRIVER_BEGINS
+        else:
+            begin_kinds = _BEGINS
         ended = max((i for i, kind in enumerate(kinds) if kind in _ENDS), default=len(kinds))
         begun = [time for time, kind in self.events[ended:] if kind in begin_kinds]
-        return min(self.end, begun[0]) - max(self.begin, self.events[ended][0]) if begun else 0.0
+        if begun:
+            return min(self.end, begun[0]) - max(self.begin, self.events[ended][0])
+        return 0.0
 
     def _attribute_activities(self, seconds: dict[str, float], end: float) -> None:
         """Split the gap at the events that end an evaluation or a checkpoint."""

@@ -119,10 +119,14 @@ class Guard:
 def bearer(headers: dict[bytes, bytes]) -> bytes:
     """Return the token of an Authorization header, empty without one."""
     kind, _, token = headers.get(b"authorization", b"").partition(b" ")
-    return token.strip() if kind.lower() == b"bearer" else b""
+    if kind.lower() == b"bearer":
+        return token.strip()
+    return b""
 
 
 def _remove_port(host: str) -> str:
     if host.startswith("["):
         return host.partition("]")[0][1:]
-    return host.rpartition(":")[0] if ":" in host else host
+    if ":" in host:
+        return host.rpartition(":")[0]
+    return host

@@ -167,7 +167,10 @@ class MetricColumns:
         steps = arrays.get("step", np.zeros(0))
         # A row is redone if a later training row has the same or an earlier step. An evaluation has the same step as
         # the training row before it, and no loss.
-        is_training = ~np.isnan(arrays["loss"]) if "loss" in arrays else np.ones(len(steps), bool)
+        if "loss" in arrays:
+            is_training = ~np.isnan(arrays["loss"])
+        else:
+            is_training = np.ones(len(steps), bool)
         training_steps = np.append(np.where(is_training, steps, np.inf), np.inf)
         smallest_later = np.minimum.accumulate(training_steps[::-1])[::-1][1:]
         arrays["redone"] = (smallest_later <= steps) & (is_training | (smallest_later < steps))

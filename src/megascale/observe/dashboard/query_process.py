@@ -111,7 +111,10 @@ class QueryProcesses:
 
     async def ask(self, question: str, run: Path, **options: Any) -> bytes:
         """Return the answer as JSON; see `QueryProcess.ask`."""
-        process = self._spans if question.startswith("spans_") else self._files
+        if question.startswith("spans_"):
+            process = self._spans
+        else:
+            process = self._files
         if question in _ANALYSES:
             process = self._analyses
         return await process.ask(question, run, **options)

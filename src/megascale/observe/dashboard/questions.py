@@ -188,7 +188,10 @@ class Questions:
         columns = reader.metrics.read_columns()
         measured = {}
         for key in _MEASURED:
-            recent = columns[key][-200:] if key in columns else np.zeros(0)
+            if key in columns:
+                recent = columns[key][-200:]
+            else:
+                recent = np.zeros(0)
             recent = np.sort(recent[recent > 0])
             if recent.size:
                 measured[key] = float(recent[recent.size // 2])
@@ -261,7 +264,10 @@ def answer_stragglers(tables: SpanTables, first: int | None, last: int | None) -
     Args:
         first, last: window of steps; None: the window that `megascale stragglers` would choose.
     """
-    step_range = f"{first}-{last}" if first is not None and last is not None else ""
+    if first is not None and last is not None:
+        step_range = f"{first}-{last}"
+    else:
+        step_range = ""
     attempt, low, high = choose_window(tables, step_range)
     low = max(low, high + 1 - max(_FEWEST_STRAGGLER_STEPS, _MAX_STRAGGLER_VALUES // max(1, _count_ranks(tables))))
     result = find_stragglers(read_rank_parts(tables, attempt, low, high), tables)

@@ -88,7 +88,9 @@ def read_step_range(tables: SpanTables) -> tuple[int, int]:
         "action = 'step'))::BIGINT AS last FROM rollups WHERE action = 'step'"
     )
     first, last = rows["first"], rows["last"]
-    return (0, 0) if np.ma.is_masked(first) or not len(first) else (int(first[0]), int(last[0]))
+    if np.ma.is_masked(first) or not len(first):
+        return (0, 0)
+    return (int(first[0]), int(last[0]))
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,10 @@ def _read_counter(tables: SpanTables, name: str, first: int, last: int, ranks: R
     )
     if np.ma.is_masked(times["first"]):
         return np.full(len(ranks.rank), np.nan)
-    amount = "max(value) - min(value)" if _GROWING_COUNTER.match(name) else "avg(value)"
+    if _GROWING_COUNTER.match(name):
+        amount = "max(value) - min(value)"
+    else:
+        amount = "avg(value)"
     rows = tables.query(
         f"SELECT host, device, {amount} AS v FROM counters WHERE name = ? AND time_ns BETWEEN ? AND ? GROUP BY ALL",
         [name, int(times["first"][0]) - 10**9, int(times["last"][0]) + 10**9],
@@ -187,7 +192,10 @@ def _read_counter(tables: SpanTables, name: str, first: int, last: int, ranks: R
     values = []
     for index, device in zip(ranks.host.tolist(), ranks.device, strict=True):
         host = ranks.host_number[index]
-        value = by_device.get((host, "gpu" + device.rpartition(":")[2])) if ":" in device else None
+        if ":" in device:
+            value = by_device.get((host, "gpu" + device.rpartition(":")[2]))
+        else:
+            value = None
         values.append(host_totals.get(host, math.nan) if value is None else value)
     return np.array(values, np.float64)
 
@@ -226,7 +234,10 @@ def find_outliers(values: Array, pipeline: Array, among: str = "") -> Outliers:
     z = np.full(len(values), np.nan)
     median = np.full(len(values), np.nan)
     limit = np.full(len(values), np.inf)
-    groups = [pipeline == stage for stage in stages] if among == "stage" else [np.ones(len(values), bool)]
+    if among == "stage":
+        groups = [pipeline == stage for stage in stages]
+    else:
+        groups = [np.ones(len(values), bool)]
     for group in groups:
         finite = group & np.isfinite(values)
         if finite.sum() < _FEWEST_RANKS:
@@ -235,7 +246,10 @@ def find_outliers(values: Array, pipeline: Array, among: str = "") -> Outliers:
         deviation = np.median(np.abs(differences))
         if deviation == 0:  # more than half of the values are equal: use the mean distance (Iglewicz and Hoaglin)
             deviation = 0.6745 * 1.253314 * np.abs(differences).mean()
-        z[finite] = 0.6745 * differences / deviation if deviation > 0 else 0.0
+        if deviation > 0:
+            z[finite] = 0.6745 * differences / deviation
+        else:
+            z[finite] = 0.0
         median[finite] = np.median(values[finite])
         limit[finite] = max(3.5, math.sqrt(2 * math.log(max(2, finite.sum()))))
     with np.errstate(invalid="ignore"):
@@ -349,7 +363,9 @@ def read_rank_figures(tables: SpanTables, rank: int, first: int | None, last: in
 
 def finite(value: float) -> float | None:
     """Return a number for JSON, None for infinity and NaN."""
-    return float(value) if math.isfinite(value) else None
+    if math.isfinite(value):
+        return float(value)
+    return None
 
 
 def round_values(values: Array, digits: int = 5) -> list[float | None]:

@@ -171,7 +171,10 @@ class RunReader:
         else:
             state = self._describe_unlaunched()
         train = self.read_settings()[0].get("train", {})
-        steps = to_float(train.get("steps")) if isinstance(train, dict) else math.nan
+        if isinstance(train, dict):
+            steps = to_float(train.get("steps"))
+        else:
+            steps = math.nan
         return state | {
             "step": finite(step),
             "steps": finite(steps),
@@ -313,7 +316,9 @@ class RunReader:
 def _truncate(value: Any, depth: int = 0) -> Any:
     """Return a value for JSON that a page can show."""
     if isinstance(value, str):
-        return value if len(value) <= 2000 else value[:2000] + "..."
+        if len(value) <= 2000:
+            return value
+        return value[:2000] + "..."
     if isinstance(value, float):
         return finite(value)
     if isinstance(value, int | None):

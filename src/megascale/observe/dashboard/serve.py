@@ -207,7 +207,10 @@ def _open_in_browser(url: str, access: ReadingToken | None) -> None:
 
 def _announce(folder: Path, url: str, access: ReadingToken | None, report: Callable[[str], None]) -> None:
     """Report the page's address and its access. The token itself is shown on a terminal only, not in a log."""
-    address = access.link if access is not None and access.link and sys.stdout.isatty() else url
+    if access is not None and access.link and sys.stdout.isatty():
+        address = access.link
+    else:
+        address = url
     report(f"dashboard of {folder}: {address}")
     if access is None:
         report(
@@ -230,7 +233,10 @@ def serve(
     context = make_tls_context(listening)
     scheme = "https" if context is not None else "http"
     with contextlib.closing(_bind(listening)) as listener:
-        host = f"[{listening.host}]" if ":" in listening.host else listening.host
+        if ":" in listening.host:
+            host = f"[{listening.host}]"
+        else:
+            host = listening.host
         if listening.host in ("0.0.0.0", "::"):  # browsers cannot open these addresses
             host = socket.gethostname()
         port = listener.getsockname()[1]

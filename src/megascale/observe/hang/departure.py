@@ -235,7 +235,10 @@ def _describe_difference(
     actual = calls[position]
     kind = "mismatched collective"
     if due.op in ("send", "recv") and _make_signature(due) not in [_make_signature(call) for call in calls[position:]]:
-        kind = "missing send" if due.op == "send" else "missing call"
+        if due.op == "send":
+            kind = "missing send"
+        else:
+            kind = "missing call"
     # Express the call that was due in this rank's own group of that kind, with the number that it would have had.
     similar = (
         group

@@ -49,8 +49,14 @@ def collect_evidence(
     Raises:
         DataError: the folder has no such files.
     """
-    status_folder = folder / "status" if (folder / "status").is_dir() else folder
-    flight_folder = folder / "flight" if (folder / "flight").is_dir() else folder
+    if (folder / "status").is_dir():
+        status_folder = folder / "status"
+    else:
+        status_folder = folder
+    if (folder / "flight").is_dir():
+        flight_folder = folder / "flight"
+    else:
+        flight_folder = folder
     present = [rank for rank in _list_ranks(status_folder, flight_folder) if ranks is None or rank in ranks]
     if not present:
         raise DataError(
@@ -67,7 +73,10 @@ def collect_evidence(
         evidence = _ask_for_stacks(status_folder, flight_folder, evidence)
     if any(item.process in ("gone", "stopped") for item in evidence.values()):
         deadline = 0.0  # a dead or stopped process explains the hang better than progress
-    moving = _watch(status_folder, progress_before, deadline) if watch_seconds else frozenset()
+    if watch_seconds:
+        moving = _watch(status_folder, progress_before, deadline)
+    else:
+        moving = frozenset()
     for rank, item in evidence.items():
         flight = None
         file = next((file for file in _flight_files(flight_folder, rank) if file.exists()), None)

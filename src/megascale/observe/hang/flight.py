@@ -80,7 +80,10 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
     # A recorder without calls leaves out the entries.
     for entry in dump["entries"] if "pg_config" not in dump else dump.get("entries", ()):
         name, description = entry["process_group"]
-        group = "world" if description == "default_pg" else str(name)
+        if description == "default_pg":
+            group = "world"
+        else:
+            group = str(name)
         backend, _, operation = str(entry["profiling_name"]).partition(":")
         is_device |= backend == "nccl"
         sequence = int(entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"])
@@ -113,7 +116,10 @@ def _convert_op(name: str) -> str:
 
 
 def _parse_members(text: Any) -> tuple[int, ...]:
-    ranks = json.loads(text) if isinstance(text, str) and text else []
+    if isinstance(text, str) and text:
+        ranks = json.loads(text)
+    else:
+        ranks = []
     return tuple(int(rank) for rank in ranks)
 
 

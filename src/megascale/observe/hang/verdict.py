@@ -170,10 +170,16 @@ def _select_records(scene: Scene) -> dict[int, CallRecord]:
         return own_records
     records = {}
     for rank, flight in flights.items():
-        waiting = own_records[rank].waiting if rank in own_records else None
+        if rank in own_records:
+            waiting = own_records[rank].waiting
+        else:
+            waiting = None
         # The recorder does not record waits for samples.
         is_reading = waiting is not None and waiting.group == READER
-        records[rank] = replace(flight.record, waiting=waiting) if is_reading else flight.record
+        if is_reading:
+            records[rank] = replace(flight.record, waiting=waiting)
+        else:
+            records[rank] = flight.record
     return records
 
 
@@ -183,7 +189,10 @@ def _select_own_records(scene: Scene) -> dict[int, CallRecord]:
 
 def _has_lost_peer(evidence: RankEvidence) -> bool:
     """Return whether a rank ended because another rank had ended or hung."""
-    record = evidence.status.exit if evidence.status is not None else None
+    if evidence.status is not None:
+        record = evidence.status.exit
+    else:
+        record = None
     return record is not None and record.kind is ExitKind.LOST_PEER
 
 
@@ -208,7 +217,10 @@ def _list_waits(scene: Scene, records: Mapping[int, CallRecord], members: Mappin
         waiting = record.waiting
         if waiting is None or scene.ranks[rank].process == "gone":
             continue
-        seconds = max(0.0, (scene.now_ns - waiting.start_ns) / 1e9) if waiting.start_ns else 0.0
+        if waiting.start_ns:
+            seconds = max(0.0, (scene.now_ns - waiting.start_ns) / 1e9)
+        else:
+            seconds = 0.0
         if waiting.group == READER:
             waits.append(Wait(rank, READER, "read", record.step, on=(), all_came=False, seconds=seconds))
             continue
@@ -443,7 +455,10 @@ def _format_call(wait: Wait) -> str:
 def describe_position(evidence: RankEvidence) -> str:
     """Return a rank's position as text: its step and action, or its phase."""
     record, status = evidence.record, evidence.status
-    phase = status.phase if status else "an unknown phase"
+    if status:
+        phase = status.phase
+    else:
+        phase = "an unknown phase"
     if record is None or not record.action or phase not in ("train", "an unknown phase"):
         return f"{phase}, step {status.step if status else 0}"
     text = f"step {record.step}, {record.action}"

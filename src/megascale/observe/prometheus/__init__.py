@@ -38,7 +38,10 @@ def format_families(families: Iterable[Family]) -> str:
         lines.append(f"# TYPE {family.name} {family.kind}")
         for labels, value in family.samples:
             label_text = ",".join(f'{name}="{_escape(text)}"' for name, text in labels.items())
-            name = f"{family.name}{{{label_text}}}" if label_text else family.name
+            if label_text:
+                name = f"{family.name}{{{label_text}}}"
+            else:
+                name = family.name
             lines.append(f"{name} {_format_number(value)}")
     return "\n".join(lines) + "\n"
 
@@ -54,7 +57,9 @@ def _format_number(value: float) -> str:
         return "NaN"
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
-    return repr(value) if value != int(value) or abs(value) >= 1e15 else str(int(value))
+    if value != int(value) or abs(value) >= 1e15:
+        return repr(value)
+    return str(int(value))
 
 
 def packaged_file(name: str) -> Path:

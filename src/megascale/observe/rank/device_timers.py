@@ -86,7 +86,10 @@ class DeviceTimers(Timers):
         """See Recorder. Return None within a capture, where the event would become a part of the graph."""
         if torch.cuda.is_current_stream_capturing():
             return None
-        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
+        if self._pool:
+            event = self._pool.pop()
+        else:
+            event = torch.cuda.Event(enable_timing=True)
         mark = Mark(event, time.perf_counter_ns())
         event.record(self._stream)
         self._marks.append(mark)

@@ -128,7 +128,10 @@ class SpanLink:
                 self._conversation.shut_down()
         if self._thread.is_alive():
             self._thread.join(_END_SECONDS)
-        frames = b"" if self._is_handed_over else self.ring.read()
+        if self._is_handed_over:
+            frames = b""
+        else:
+            frames = self.ring.read()
         if frames:
             with contextlib.suppress(OSError):
                 save_orphan(self.out, self._header, self.ring.identity, frames)

@@ -106,7 +106,10 @@ class StepTotals:
             elif kind == SpanKind.CHECKPOINT_STALL:
                 self.own_seconds -= total
             elif kind in WAIT_KINDS:
-                name = SpanAxis(axis).label if kind == SpanKind.WAIT else "samples"
+                if kind == SpanKind.WAIT:
+                    name = SpanAxis(axis).label
+                else:
+                    name = "samples"
                 self.waits[name] = self.waits.get(name, 0.0) + total
 
 

@@ -263,7 +263,9 @@ def parse_xid(line: str) -> tuple[str, int] | None:
     if match:
         return match["bus"].lower(), int(match["xid"])
     match = _GPU_LOST.search(line)
-    return (match["bus"].lower(), OFF_BUS_XID) if match else None
+    if match:
+        return (match["bus"].lower(), OFF_BUS_XID)
+    return None
 
 
 class XidEvents:
@@ -298,7 +300,9 @@ class XidEvents:
 
     def take(self) -> list[tuple[str, int]]:
         """Return (device, Xid) since the last call. The device is gpuN, or its PCI address if NVML does not name it."""
-        return self._take_from_nvml() if self._event_set is not None else self._take_from_log()
+        if self._event_set is not None:
+            return self._take_from_nvml()
+        return self._take_from_log()
 
     def _take_from_nvml(self) -> list[tuple[str, int]]:
         nvml = self._nvml

@@ -68,7 +68,10 @@ class ClockServer:
         self._clock = clock
         self._token = generate_token().encode()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        address = find_own_address() if address is None else address
+        if address is None:
+            address = find_own_address()
+        else:
+            address = address
         self._socket.bind((address, 0))
         self._file = folder / FILE
         contact = {"address": address, "port": self._socket.getsockname()[1], "token": self._token.decode()}

@@ -87,7 +87,10 @@ class Ingest:
         self.limit = limit
         self.segment_bytes = segment_bytes
         self.segment_seconds = segment_seconds
-        self.clock_ns = time.time_ns() - time.monotonic_ns() if clock_ns is None else clock_ns
+        if clock_ns is None:
+            self.clock_ns = time.time_ns() - time.monotonic_ns()
+        else:
+            self.clock_ns = clock_ns
         self.rows: dict[str, int] = {}
         self.removed_files = 0
         self.failures = 0
@@ -178,7 +181,10 @@ class Ingest:
 
     def tick(self, current_time: float | None = None, end: bool = False) -> None:
         """End a large or old segment, convert ended segments, and enforce the limit; `end` ends the last segment."""
-        current_time = time.monotonic() if current_time is None else current_time
+        if current_time is None:
+            current_time = time.monotonic()
+        else:
+            current_time = current_time
         is_old = current_time - self._opened >= self.segment_seconds
         if end or is_old or self._spool.size >= self.segment_bytes:
             self._opened = current_time

@@ -40,7 +40,10 @@ def check_network(environment: Mapping[str, str], system: Path = Path("/sys")) -
         device = f"{adapter.name}/{port.name}"
         state = _read_text(port / "state")
         number = state.partition(":")[0]
-        is_active = int(number) == _ACTIVE if number.isdigit() else None
+        if number.isdigit():
+            is_active = int(number) == _ACTIVE
+        else:
+            is_active = None
         settings.append(Setting(device, "link", state or "unknown", "4: ACTIVE", good=is_active))
         if _read_text(port / "link_layer") == "Ethernet":
             settings += _check_roce(device, adapter, environment, system)

@@ -67,7 +67,10 @@ class SpanRing:
 
     def write(self, kind: int, step: int, records: np.ndarray[Any, Any], error_ns: int) -> None:
         """Write records of one step, or drop and count them; see timers.SpanSink."""
-        reserve = self._body // _ROLLUP_SHARE if kind == SPANS else 0
+        if kind == SPANS:
+            reserve = self._body // _ROLLUP_SHARE
+        else:
+            reserve = 0
         if HEAD_BYTES + records.nbytes > self.free_bytes() - reserve:
             self._fields[_LOST_SPANS if kind == SPANS else _LOST_ROLLUPS] += len(records)
             return
@@ -106,7 +109,9 @@ class SpanRing:
         offset = tail % self._body
         first = min(size, self._body - offset)
         data = self._map[_BODY_OFFSET + offset : _BODY_OFFSET + offset + first]
-        return data + self._map[_BODY_OFFSET : _BODY_OFFSET + size - first] if first < size else data
+        if first < size:
+            return data + self._map[_BODY_OFFSET : _BODY_OFFSET + size - first]
+        return data
 
     def release(self, size: int) -> None:
         """Free the first bytes of the data that `read` returned, because they are stored elsewhere."""

@@ -153,7 +153,10 @@ class SpanService:
         rates = NicRates(self._find_sampled_step)
         for setting in self._network:
             if not setting.good:
-                level = logging.WARNING if setting.good is False else logging.INFO
+                if setting.good is False:
+                    level = logging.WARNING
+                else:
+                    level = logging.INFO
                 log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.value, setting.advised)
         self._start_clock(ingest)
         last_second = 0.0

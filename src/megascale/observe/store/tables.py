@@ -55,7 +55,10 @@ class SpanTables:
     def __init__(self, run: Path, threads: int | None = None, memory: str = "1GB") -> None:
         import duckdb
 
-        self.folder = run / "spans" if (run / "spans").is_dir() else run
+        if (run / "spans").is_dir():
+            self.folder = run / "spans"
+        else:
+            self.folder = run
         self.hosts = sorted(path for path in self.folder.glob("host=*") if path.is_dir())
         if not self.hosts:
             raise DataError(
@@ -127,7 +130,10 @@ class SpanTables:
     def _create_view(self, table: str, files: list[Path], segments: list[tuple[int, Segment]]) -> None:
         columns = TABLES[table]
         files = self._select_readable(table, files)
-        parts = [_select_parquet(table, files)] if files else []
+        if files:
+            parts = [_select_parquet(table, files)]
+        else:
+            parts = []
         for index, (host, segment) in enumerate(segments):
             rows = make_columns(group_by_table(segment.frames), table, int(segment.header.get("clock_ns", 0)))
             if not len(next(iter(rows.values()))):
@@ -250,7 +256,10 @@ def request_spans(run: Path, steps: int) -> tuple[int, int]:
             [newest - 20],
         )
     seconds = float(rows["seconds"][0])
-    delay = math.ceil(_REQUEST_SECONDS / seconds) if seconds > 0 else 1
+    if seconds > 0:
+        delay = math.ceil(_REQUEST_SECONDS / seconds)
+    else:
+        delay = 1
     first = newest + 1 + delay
     last = first + steps - 1
     file = run / "spans" / REQUEST_FILE

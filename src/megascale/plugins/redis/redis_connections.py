@@ -285,7 +285,10 @@ class RedisConnections:
         """Write this process's values and sums again into a server that lost its memory."""
         keys = self.keys
         names = (keys.fence, keys.index, keys.done, keys.life, keys.door)
-        door = f"{keys.epoch} {run_id}" if self.door_open else ""
+        if self.door_open:
+            door = f"{keys.epoch} {run_id}"
+        else:
+            door = ""
         connection.send(("EVAL", REVIVE, len(names), *names, keys.token, self.expiry_ms, run_id, door, DOOR_MS))
         if _read_answer(connection, deadline) == 1:
             log.warning("the Redis server at %s restarted without its memory; ranks write theirs again", self.address)

@@ -217,6 +217,9 @@ def validate(data: Path | None, runs: Path | None, replay: Replay, only: list[st
         ({"A12"}, lambda: [check_nemo()]),
         ({"A13"}, lambda: [check_a100_stacks(data)]),
     ]
-    selected = {key.upper() for key in only} if only else None
+    if only:
+        selected = {key.upper() for key in only}
+    else:
+        selected = None
     checks = [check for keys, suite in suites if selected is None or keys & selected for check in suite()]
     return [check for check in checks if selected is None or check.key in selected]
