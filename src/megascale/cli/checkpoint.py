@@ -179,7 +179,10 @@ def verify(path: str = SOURCE, as_json: bool = JSON) -> None:
     else:
         table = Table("step", "verdict", "bytes read", "affected tensors")
         for verdict in verdicts:
-            result = f"[red]{_escape('; '.join(verdict.problems))}" if verdict.problems else "[green]as written"
+            if verdict.problems:
+                result = f"[red]{_escape('; '.join(verdict.problems))}"
+            else:
+                result = "[green]as written"
             tensors = _escape(", ".join(sorted(verdict.tensors)[:6]))
             table.add_row(str(verdict.step), result, f"{verdict.bytes:,}", tensors)
         Console().print(table)

@@ -91,7 +91,9 @@ def parse_numbers(option: str, text: str, example: str) -> list[int]:
 
 def split_option(text: str | None) -> list[str]:
     """Return the parts of a comma-separated option; an empty list without it."""
-    return [part.strip() for part in text.split(",")] if text else []
+    if text:
+        return [part.strip() for part in text.split(",")]
+    return []
 
 
 def print_json(record: Any, indent: int | None = None) -> None:
@@ -146,7 +148,9 @@ def format_optional(value: Any, pattern: str) -> str:
 
 def join_arguments(file: object, overrides: Sequence[str]) -> list[str]:
     """Return FILE, if it is given, and the overrides as arguments of a command."""
-    return [str(file), *overrides] if file else list(overrides)
+    if file:
+        return [str(file), *overrides]
+    return list(overrides)
 
 
 def number_or_none(value: float) -> float | None:

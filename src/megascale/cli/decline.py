@@ -96,7 +96,10 @@ def print_tables(report: Decline) -> None:
         console.print("no decline: steps are not longer by more than 1%")
         return
     if report.verdict == "uncertain":
-        size = f"up to {report.growth_by_chance:.0%}" if math.isfinite(report.growth_by_chance) else "any size"
+        if math.isfinite(report.growth_by_chance):
+            size = f"up to {report.growth_by_chance:.0%}"
+        else:
+            size = "any size"
         console.print(
             f"undecided: steps are {report.growth:.1%} longer, but their times vary so much in windows of this length "
             f"that chance explains a growth of {size}; compare longer windows with --before and --after"

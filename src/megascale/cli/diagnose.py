@@ -202,7 +202,10 @@ def _print_hang(scene: Scene, verdict: Hang) -> None:
             name = f"[red]{rank}[/]"
         row = [name, rank_state.process, describe_position(rank_state)]
         if wait is not None:
-            waits_for = "all joined" if wait.all_came else ", ".join(map(str, wait.on[:8]))
+            if wait.all_came:
+                waits_for = "all joined"
+            else:
+                waits_for = ", ".join(map(str, wait.on[:8]))
             row += [f"{wait.group} call {wait.sequence} {wait.op}", waits_for, f"{wait.seconds:.1f}"]
         table.add_row(*row)
     console.print(table)

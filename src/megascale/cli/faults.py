@@ -38,7 +38,10 @@ def list_faults(as_json: bool = JSON) -> None:
     for header in ("effect", "expected recovery"):
         table.add_column(header)
     for fault in FAULTS.values():
-        kind = f"{fault.kind} *" if fault.is_in_trainer else fault.kind
+        if fault.is_in_trainer:
+            kind = f"{fault.kind} *"
+        else:
+            kind = fault.kind
         table.add_row(kind, fault.target, fault.effect, fault.expected_response)
     console = make_console()
     console.print(table)

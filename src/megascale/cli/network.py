@@ -123,7 +123,10 @@ def _print_topology(built: Topology, failed_links: int) -> None:
         zip(("leaf", "aggregation", "core"), built.cable_counts().items(), strict=True)
     ):
         tier_bandwidth = built.bandwidth[built.tier == tier].sum() / 2
-        ratio = f"{nic_bandwidth / tier_bandwidth:.2f} : 1" if tier_bandwidth else "-"
+        if tier_bandwidth:
+            ratio = f"{nic_bandwidth / tier_bandwidth:.2f} : 1"
+        else:
+            ratio = "-"
         rows.append([f"{name} switches", f"{switch_counts[name]:,}", f"{cables:,} {kind}", ratio])
     title = f"{spec.name}: {built.pods} pods"
     if spec.planes > 1:
@@ -196,7 +199,10 @@ def placement(
     traffic = step_traffic(load_for_gpus(file, context.args), gpus)
     if names is not None and out is None:
         raise ConfigError("--names is for the file that --out writes; add --out FILE.json")
-    host_names = _read_names(names, built.spec.hosts) if names is not None else None
+    if names is not None:
+        host_names = _read_names(names, built.spec.hosts)
+    else:
+        host_names = None
     bytes_by_strategy: dict[str, dict[str, list[float]]] = {}
     for name in dict.fromkeys([strategy, *STRATEGIES]):
         placed = make_placement(traffic.grid, built, name, seed)

@@ -70,7 +70,10 @@ def packets(
         raise ConfigError(f"--dcqcn={dcqcn!r} is unknown; choose one of {', '.join(SETS)}")
     if tiers not in (2, 3):
         raise ConfigError(f"--tiers={tiers} is not supported; use 2 or 3 tiers of switches")
-    swift = SwiftSettings() if target_us is None else replace(SwiftSettings(), base_us=target_us)
+    if target_us is None:
+        swift = SwiftSettings()
+    else:
+        swift = replace(SwiftSettings(), base_us=target_us)
     settings = PacketSettings(dcqcn=SETS[dcqcn], swift=swift, pfc=pfc, seed=seed)
     fabric = patterns.small_fabric(hosts, tiers, **parse_changes(changes))
     traffic = patterns.traffic(fabric, pattern, mb * 1e6, senders, seed)
@@ -184,7 +187,10 @@ def tune(
         _print_timers(advice, MOST_RETRIES, per_day)
         _print_advice(advice, per_day)
     if out is not None:
-        source = f"{advice.flaps} flaps of {flaps}" if advice.flaps else f"flaps of median {flaps} s, sigma {sigma:g}"
+        if advice.flaps:
+            source = f"{advice.flaps} flaps of {flaps}"
+        else:
+            source = f"flaps of median {flaps} s, sigma {sigma:g}"
         comment = f"megascale network tune: {source}, restart {restart:g} s, {dead:.0%} dead links"
         write_text(out, environment(advice.best, comment), "--out")
     if plot is not None:
@@ -215,7 +221,10 @@ def _print_advice(advice: Any, per_day: float) -> None:
         f"{best.abort:.2%} of flaps abort, {best.idle:.1f} s idle after the link is back, a dead link is reported "
         f"after {best.gives_up:.0f} s; {per_day * best.cost:.0f} s of the job per day"
     )
-    draws = "resampled flaps" if advice.flaps else "other medians (x/ 1.5) and spreads (0.5 to 1.5)"
+    if advice.flaps:
+        draws = "resampled flaps"
+    else:
+        draws = "other medians (x/ 1.5) and spreads (0.5 to 1.5)"
     line = f"certainty: within 10% of the best for {advice.agreement:.0%} of 60 draws of {draws}; P90 regret "
     line += f"{advice.regret:.1f} s per flap"
     if 0 < advice.flaps < 30:

@@ -111,7 +111,10 @@ def _make_baseline(scenario: Scenario, name: str | None, calibration: str | None
     from megascale.simulate.step import baseline_software
 
     if name is None:
-        name = "megatron-2023" if "flash1" in scenario.cluster.kernels.attention else "megatron-core-h200"
+        if "flash1" in scenario.cluster.kernels.attention:
+            name = "megatron-2023"
+        else:
+            name = "megatron-core-h200"
     base = stack(name)
     software = baseline_software(scenario.config, base)
     constants = load_calibration(calibration, scenario.cluster.name, base.family)

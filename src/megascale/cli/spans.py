@@ -46,7 +46,10 @@ def spans(
     """
     from megascale.observe.store.tables import SpanTables
 
-    requested = _request_steps(run, steps, time.monotonic() + wait) if steps else None
+    if steps:
+        requested = _request_steps(run, steps, time.monotonic() + wait)
+    else:
+        requested = None
     with SpanTables(run) as tables:
         _print_tables(tables, last)
         if export is not None:

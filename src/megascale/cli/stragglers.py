@@ -127,14 +127,20 @@ def _make_table(report: Stragglers) -> Table:
     table = make_figures(headers, left_aligned=["", "steps", "cause"])
     for straggler in report.ranks[:_LISTED]:
         rank = straggler.slow_rank
-        costs = f"{1e3 * straggler.delay_seconds:.1f}" if straggler.delay_seconds else ""
+        if straggler.delay_seconds:
+            costs = f"{1e3 * straggler.delay_seconds:.1f}"
+        else:
+            costs = ""
         table.add_row(
             str(rank.rank), str(straggler.host), f"{rank.excess:.1%}", rank.state, f"{rank.first}-{rank.last}",
             straggler.cause, costs, _format_confidence(rank.confidence),
         )  # fmt: skip
     steps = report.parts.steps
     for link in report.links[:_LISTED]:
-        ranks = str(link.ranks[0]) if len(link.ranks) == 1 else f"{len(link.ranks)} ranks"
+        if len(link.ranks) == 1:
+            ranks = str(link.ranks[0])
+        else:
+            ranks = f"{len(link.ranks)} ranks"
         table.add_row(
             ranks, "", f"{link.share:.1%}", "persistent", f"{steps[0]}-{steps[-1]}", f"link ({link.axis})",
             f"{1e3 * link.seconds:.1f}", _format_confidence(link.confidence),
@@ -147,7 +153,10 @@ def describe_missing(report: Stragglers) -> list[str]:
     lines, missing = [], report.parts.missing_ranks
     if missing:
         ranks = join_first(missing, _LISTED)
-        subject = f"{len(missing):,} ranks ({ranks}) have" if len(missing) > 1 else f"rank {ranks} has"
+        if len(missing) > 1:
+            subject = f"{len(missing):,} ranks ({ranks}) have"
+        else:
+            subject = f"rank {ranks} has"
         lines.append(f"{subject} no records in these steps: not compared")
     for rank, step in list(report.parts.silent_ranks.items())[:_LISTED]:
         lines.append(f"rank {rank} has no records after step {step}, though other ranks have")
@@ -161,7 +170,9 @@ def _describe_link_ranks(link: SlowLink) -> str:
 
 
 def _format_confidence(confidence: float) -> str:
-    return ">99.99%" if confidence > 0.9999 else f"{confidence:.2%}"
+    if confidence > 0.9999:
+        return ">99.99%"
+    return f"{confidence:.2%}"
 
 
 def to_dict(report: Stragglers) -> dict[str, Any]:

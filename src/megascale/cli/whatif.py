@@ -105,7 +105,10 @@ def _print_tables(report: WhatIf) -> None:
         f"{report.steps} steps of {report.recorded:.4f} s; {report.original:.4f} s without launch gaps ({gaps:.1%} of "
         f"a step), {report.ideal:.4f} s with every operation typical"
     )
-    subject = "rank" if len(report.slowest) == 1 else f"{len(report.slowest)} ranks"
+    if len(report.slowest) == 1:
+        subject = "rank"
+    else:
+        subject = f"{len(report.slowest)} ranks"
     console.print(
         f"slow-down {report.slow_down:.4f}; M_S (last stage) {_format_share(report.stage_share)}; M_W (slowest "
         f"{subject}: {join_first(report.slowest, 8)}) {_format_share(report.worker_share)}"

@@ -58,7 +58,10 @@ class Connection:
     async def _open(self, sock: socket.socket) -> None:
         context = self._listener.context
         seconds = self._listener.limits.head_seconds
-        timeouts = {"ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": 1.0} if context else {}
+        if context:
+            timeouts = {"ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": 1.0}
+        else:
+            timeouts = {}
         try:
             await self._loop.connect_accepted_socket(
                 lambda: self._listener.make_protocol(self), sock, ssl=context, **timeouts
@@ -101,7 +104,10 @@ class Connection:
     def _expire_after(self, seconds: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, self.abort) if seconds is not None else None
+        if seconds is not None:
+            self._timer = self._loop.call_later(seconds, self.abort)
+        else:
+            self._timer = None
 
 
 class LimitedListener:

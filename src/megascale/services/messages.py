@@ -150,8 +150,13 @@ def _find_part_type(kind: Any) -> type[Part] | None:
     """Return the record class of a field that holds a tuple of records."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
-    part = get_args(kind)[0] if get_origin(kind) is tuple else None
-    return part if isinstance(part, type) and issubclass(part, Part) else None
+    if get_origin(kind) is tuple:
+        part = get_args(kind)[0]
+    else:
+        part = None
+    if isinstance(part, type) and issubclass(part, Part):
+        return part
+    return None
 
 
 def _intern_names(record: Any, name_fields: _NameFields) -> None:

@@ -97,7 +97,10 @@ class TokenProof:
 
     def answer_nonce(self, peer_nonce: bytes) -> bytes:
         """Return the PROOF_BYTES that answer the other end's nonce."""
-        self._nonces = self.nonce + peer_nonce if self._is_server else peer_nonce + self.nonce
+        if self._is_server:
+            self._nonces = self.nonce + peer_nonce
+        else:
+            self._nonces = peer_nonce + self.nonce
         return self._digest(b"server" if self._is_server else b"client")
 
     def accepts(self, answer: bytes) -> bool:

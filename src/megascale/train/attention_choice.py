@@ -113,7 +113,10 @@ def _check_named_kernel(
     for shape in shapes:
         reason = chooser.explain_refusal(name, shape, device)
         if reason:
-            remedy = "" if "--kernels.attention=" in reason else "; set --kernels.attention=auto"
+            if "--kernels.attention=" in reason:
+                remedy = ""
+            else:
+                remedy = "; set --kernels.attention=auto"
             raise ConfigError(f"attention {shape} cannot be computed by {name!r} on {device.type}: {reason}{remedy}")
 
 

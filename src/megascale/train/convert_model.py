@@ -158,7 +158,10 @@ def export_model(
     total = count_parameters(model) * torch_dtype.itemsize
     exported_tokenizer, notes = _find_tokenizer(run, config, step) if tokenizer else (None, [])
     generation = load_generation_config(run)
-    end_of_document = exported_tokenizer[1].end_of_document if exported_tokenizer is not None else None
+    if exported_tokenizer is not None:
+        end_of_document = exported_tokenizer[1].end_of_document
+    else:
+        end_of_document = None
     ids = export_token_ids(generation, end_of_document, model.vocab)
 
     def write(source: int) -> None:
@@ -197,7 +200,10 @@ def export_model(
 
     deadline = time.monotonic() + _RETRY_SECONDS
     while True:
-        source = checkpoint.latest(checkpoints) if step is None else step
+        if step is None:
+            source = checkpoint.latest(checkpoints)
+        else:
+            source = step
         if source is None:
             raise DataError(f"{run} has no committed checkpoint to export; train it for a step first")
         try:

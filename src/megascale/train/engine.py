@@ -164,7 +164,10 @@ class Engine:
                 )
             self.active |= descriptions
         if self.device.type == "cuda" or config.overlap.gemms == "on":
-            source = " (overlap.gemms=auto)" if config.overlap.gemms == "auto" else ""
+            if config.overlap.gemms == "auto":
+                source = " (overlap.gemms=auto)"
+            else:
+                source = ""
             self.active["independent GEMMs"] = gemm_streams + source
         if self.device.type == "cuda":
             self.active["kernel launches"] = launch.describe()

@@ -23,7 +23,10 @@ _P2P_NAMES = ("send_forward", "recv_forward", "send_backward", "recv_backward")
 
 def make_axis(runtime: Runtime, groups: Groups | None, name: str, size: int, rank: int) -> Axis:
     """Return the axis on group `name`, or one with a single member if the rank has no such group."""
-    group = getattr(groups, name) if groups is not None else None
+    if groups is not None:
+        group = getattr(groups, name)
+    else:
+        group = None
     if size == 1 or group is None:
         return Axis(runtime=runtime)
     kind = SpanAxis[name.partition("_")[0].upper()]
@@ -91,7 +94,10 @@ def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
         if size > 1 and channels is not None and device.type == "cuda":
             lines[f"{name} channels"] = f"at most {channels}"
         elif size > 1 and f"{name}_channels" in config.overlap.model_fields_set:
-            reason = "only NCCL has channels" if device.type != "cuda" else f"overlap.{name} is off"
+            if device.type != "cuda":
+                reason = "only NCCL has channels"
+            else:
+                reason = f"overlap.{name} is off"
             lines[f"{name} channels"] = f"not bounded: {reason}"
     return lines
 

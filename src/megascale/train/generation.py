@@ -65,7 +65,10 @@ def generate_tokens(
     reach. With learned positions the text ends where they end.
     """
     model = chunk.model
-    limit = model.sequence_length if model.positions == "learned" else None
+    if model.positions == "learned":
+        limit = model.sequence_length
+    else:
+        limit = None
     _check_prompt(prompt, model.vocab, limit)
     device = next(chunk.parameters()).device
     generator = torch.Generator(device=device)

@@ -62,7 +62,9 @@ def count_processes(config: Config, gpus: int) -> int:
     model_ranks = parallel.tensor * parallel.pipeline
     use_gpus = gpus > 0 and config.train.device != "cpu"
     if parallel.data is None:
-        return max(1, gpus // model_ranks) * model_ranks if use_gpus else model_ranks
+        if use_gpus:
+            return max(1, gpus // model_ranks) * model_ranks
+        return model_ranks
     ranks = model_ranks * parallel.data
     if use_gpus and ranks > gpus:
         raise FitError(
@@ -260,7 +262,10 @@ class _LocalJob:
             return
         lines = [f"rank {rank} was the first to end, with {_describe_exit(code)}"]
         log_file = self._logs / f"rank-{rank}.log"
-        tail = read_tail(log_file).splitlines()[-_TAIL_LINES:] if rank > 0 else []
+        if rank > 0:
+            tail = read_tail(log_file).splitlines()[-_TAIL_LINES:]
+        else:
+            tail = []
         if tail:
             lines[0] += f"; the end of {log_file}:"
             lines += [f"  {line}" for line in tail]
@@ -335,7 +340,10 @@ def _find_cause(failure: tuple[int, int], ranks: list[subprocess.Popen[bytes]]) 
 def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
-    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+    if code == -signal.SIGKILL:
+        hint = " (out of memory?)"
+    else:
+        hint = ""
     return f"signal {signal.Signals(-code).name}{hint}"
 
 

@@ -163,7 +163,10 @@ class Trainer:
             self.config, rank=info.rank, world=info.world, local_rank=info.local_rank, device=info.device
         )
         resources.callback(self._leave_groups)
-        packed_refusal = (error_class_name(refusal), str(refusal)) if refusal is not None else None
+        if refusal is not None:
+            packed_refusal = (error_class_name(refusal), str(refusal))
+        else:
+            packed_refusal = None
         leader_facts = (self.attempt, self.config.train.precision, packed_refusal)
         self.attempt, leader_precision, leader_refusal = Peers().broadcast(
             leader_facts, tuple[int, str, tuple[str, str] | None]
@@ -179,7 +182,10 @@ class Trainer:
         precision, info = self.config.train.precision, self.rank_info
         if precision == leader_precision:
             return None
-        advice = leader_precision if info.device.type == "cuda" else "float32"
+        if info.device.type == "cuda":
+            advice = leader_precision
+        else:
+            advice = "float32"
         return ConfigError(
             f"train.precision is {precision} on rank {info.rank} and {leader_precision} on rank 0, whose devices "
             f"differ; set --train.precision={advice}"
@@ -188,7 +194,10 @@ class Trainer:
     def _build(self, resources: contextlib.ExitStack) -> None:
         """Make what trains: feed, engine, checkpointer."""
         config, info = self.config, self.rank_info
-        store = self.groups.store if self.groups is not None else None
+        if self.groups is not None:
+            store = self.groups.store
+        else:
+            store = None
         self.feed = open_feed(self.layout, info.rank, info.local_rank, info.local_world, info.device, store)
         resources.callback(self.feed.close)
         earlier_choices: attention_choice.Choices = {}
@@ -276,7 +285,10 @@ class Trainer:
             text = f"interrupted; step {self.step} is not saved"
             if not self.config.checkpoint.at_end:
                 text += " (checkpoint.at_end=false)"
-            resumption = "starts from step 0" if saved is None else f"resumes from step {saved}, the last saved one"
+            if saved is None:
+                resumption = "starts from step 0"
+            else:
+                resumption = f"resumes from step {saved}, the last saved one"
             text += f": the same command {resumption}"
         self.reporter.write_event(Event.INTERRUPTED, step=self.step, saved=saved)
         self.ending.is_reported = True
@@ -489,7 +501,10 @@ class Trainer:
             "epoch": round(self.feed.epochs(self.consumed_samples), 4),
             **self.feed.measures(),
         }
-        sample_ids = self.feed.ids(first_sample) if self.is_leader else ""
+        if self.is_leader:
+            sample_ids = self.feed.ids(first_sample)
+        else:
+            sample_ids = ""
         self._pending_step = _PendingStep(record, result, first_sample, sample_ids)
 
     def _read_pending_step(self) -> None:

@@ -68,7 +68,10 @@ def choose_device(name: str) -> torch.device:
 
     Raises ConfigError for any other name, and if this process does not see the GPU.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+    else:
+        gpus = 0
     if name == "auto":
         return torch.device("cuda" if gpus else "cpu")
     if name == "cpu":
@@ -85,7 +88,9 @@ def choose_device(name: str) -> torch.device:
 
 def find_device_kind(device: torch.device) -> str:
     """Return the GPU's name, or the type of another device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
 
 
 def has_bfloat16(device: torch.device) -> bool:

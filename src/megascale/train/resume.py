@@ -363,7 +363,9 @@ def hash_tokenizer(config: Config) -> str | None:
 
 
 def _describe_run(run: Mapping[str, Any]) -> str:
-    return f"{run['name']!r}" if run.get("name") else "without a name"
+    if run.get("name"):
+        return f"{run['name']!r}"
+    return "without a name"
 
 
 def _explain_other_run(location: str, run: str, config: Config) -> str:

@@ -148,7 +148,9 @@ def resolve_paths(config: Config, run: Path) -> Config:
 
     def resolve(path: str) -> str:
         file = start / path
-        return str(file) if "://" not in path and file.parent.exists() else path
+        if "://" not in path and file.parent.exists():
+            return str(file)
+        return path
 
     data, location = config.data, config.checkpoint.location
     paths = {

@@ -53,7 +53,10 @@ def find_tokenizer(run: Path, config: Config, sha256: str | None) -> tuple[Path,
     problem: ConfigError | DataError | None = None
     for in_run_folder in (True, False):
         try:
-            path = run / TOKENIZER if in_run_folder else tokenizer_path(config.data)
+            if in_run_folder:
+                path = run / TOKENIZER
+            else:
+                path = tokenizer_path(config.data)
             if in_run_folder and not path.exists():
                 continue
             tokenizer = load_tokenizer(path)

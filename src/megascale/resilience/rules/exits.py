@@ -195,7 +195,10 @@ def _end_of_log(worker: Worker) -> str:
     marks = [number for number, line in enumerate(lines) if _has_end_mark(line)]
     if not marks:
         return "\n".join(lines[-_LINES_WITHOUT_MARK:])
-    before = _LINES_BEFORE_MARK if worker.state == "signalled" else 0
+    if worker.state == "signalled":
+        before = _LINES_BEFORE_MARK
+    else:
+        before = 0
     return "\n".join(lines[max(0, marks[-1] - before) :])
 
 
@@ -207,7 +210,10 @@ def _end_time(member: RankView, worker: Worker) -> float:
 
 def list_full_disks(member: RankView) -> list[str]:
     """Describe the disks of a member without space."""
-    disks = member.heartbeat.disks if member.heartbeat is not None else {}
+    if member.heartbeat is not None:
+        disks = member.heartbeat.disks
+    else:
+        disks = {}
     return [
         f"the disk of {folder} has {space:,.0f} bytes left" for folder, space in disks.items() if space < MIN_FREE_BYTES
     ]
@@ -215,14 +221,20 @@ def list_full_disks(member: RankView) -> list[str]:
 
 def judge_failed_start(node: str, ranks: tuple[int, ...], reason: str, number: int) -> Verdict:
     """Return the verdict on a node whose agent could not start its ranks. `number`: errno, 0 if unknown."""
-    kind = Event.DISK_FULL if number in DISK_FULL_ERRNOS else Event.PROCESS_EXIT
+    if number in DISK_FULL_ERRNOS:
+        kind = Event.DISK_FULL
+    else:
+        kind = Event.PROCESS_EXIT
     return Verdict(kind, (node,), ranks, "recover", (reason,))
 
 
 def _memory_share(member: RankView) -> float:
     """Return the largest share of the node's memory that its trainers held in the last heartbeats, 0 if unknown."""
     try:
-        total = int(member.heartbeat.hardware["memory_bytes"]) if member.heartbeat else 0
+        if member.heartbeat:
+            total = int(member.heartbeat.hardware["memory_bytes"])
+        else:
+            total = 0
     except (KeyError, ValueError):
         total = 0
     if not total:
@@ -280,7 +292,11 @@ def _choose_action(
         return "stop", ""
     if is_repeated:
         is_only_node = len({member.node for member in view.members if member.ranks}) == 1
-        action: Action = "stop" if cause is HOST_MEMORY and is_only_node else cause.repeated
+        action: Action
+        if cause is HOST_MEMORY and is_only_node:
+            action = "stop"
+        else:
+            action = cause.repeated
         if action == "stop":
             return action, "the same fault has ended an earlier start: it would occur again"
         return action, "it has happened on this node before"

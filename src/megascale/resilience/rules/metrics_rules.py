@@ -240,7 +240,11 @@ def checksums(view: View) -> list[Verdict]:
         ]
         if not has_majority:
             evidence.append("no majority shows which copy is right, so all are tested")
-        action: Action = "evict" if has_majority and len(nodes) == 1 else "diagnose"
+        action: Action
+        if has_majority and len(nodes) == 1:
+            action = "evict"
+        else:
+            action = "diagnose"
         return [Verdict(Event.CHECKSUM_MISMATCH, nodes, tuple(deviating), action, tuple(evidence))]
     return []
 
@@ -274,7 +278,11 @@ def _judge_machine(view: View, node: str, findings: list[SlowFinding]) -> Verdic
         for finding in findings[:4]
     ]
     sentences += worst.evidence[:3]
-    action: Action = view.slow_action if worst.slower >= view.slow_least else "alert"
+    action: Action
+    if worst.slower >= view.slow_least:
+        action = view.slow_action
+    else:
+        action = "alert"
     was_tested = any(i.node == node and i.kind == Event.SLOW_NODE and i.time < view.started for i in view.incidents)
     if action == "diagnose" and was_tested:
         action = "alert"

@@ -75,7 +75,9 @@ def _find_training_time(view: View, peers: list[RankView]) -> float | None:
 def _training_step(workers: Sequence[Worker]) -> int:
     """Return the step in which a node's ranks train, save or evaluate; -1 if one is in another phase."""
     is_training = all(w.phase in ("train", "save", "evaluate") and w.state == "running" for w in workers)
-    return min((worker.step for worker in workers), default=-1) if is_training else -1
+    if is_training:
+        return min((worker.step for worker in workers), default=-1)
+    return -1
 
 
 @quick
@@ -153,7 +155,10 @@ def allowed_age(view: View, worker: Worker) -> float:
     longest = view.usual_durations.get(worker.phase)
     if longest is None:
         return view.first_step
-    floor = LONG_FLOOR if worker.phase in _LONG_PHASES else FLOOR
+    if worker.phase in _LONG_PHASES:
+        floor = LONG_FLOOR
+    else:
+        floor = FLOOR
     return max(floor, GRACE_PERIOD * longest)
 
 

@@ -369,7 +369,10 @@ async def serve(driver: Driver, host: str, port: int, scrapes: metrics.Scrapes) 
     raise_file_limit()
     limits = driver.limits
     context = create_server_context(driver.run_folder, host, limits.tls_certificate, limits.tls_key)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
+    else:
+        family = socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -43,7 +43,9 @@ class Scrapes:
         if self._last is None or self._interval is None or self._last > ended:
             return 0.0
         due = self._last + 2 * self._interval
-        return min(due - current_time, _LAST_SCRAPE) if due > current_time else 0.0
+        if due > current_time:
+            return min(due - current_time, _LAST_SCRAPE)
+        return 0.0
 
     async def wait(self, seconds: float) -> None:
         """Wait for the next scrape, at most `seconds`."""
@@ -113,7 +115,10 @@ def _compute_families(view: View) -> list[Family]:
     for stage, ranks in sorted(stages.items()):
         ranks.sort()
         median = statistics.median(seconds for seconds, _ in ranks)
-        labels = {"stage": str(stage)} if view.grid.pipeline > 1 else {}
+        if view.grid.pipeline > 1:
+            labels = {"stage": str(stage)}
+        else:
+            labels = {}
         compute.add(ranks[0][0], **labels, over="fastest")
         compute.add(median, **labels, over="median")
         compute.add(ranks[-1][0], **labels, over="slowest")
@@ -125,7 +130,9 @@ def _compute_families(view: View) -> list[Family]:
 
 
 def _stage(grid: Grid, rank: int) -> int:
-    return grid.coordinate(rank).pipeline if grid.pipeline > 1 and rank < grid.world_size else 0
+    if grid.pipeline > 1 and rank < grid.world_size:
+        return grid.coordinate(rank).pipeline
+    return 0
 
 
 def _node_families(driver: Driver) -> list[Family]:
