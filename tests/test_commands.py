@@ -69,6 +69,7 @@ PARSED = {
     r"launch .*--cluster (ssh|manual|kubernetes)|agent ": "needs machines (tests/resilience)",
     r"\.access": "needs a job elsewhere (tests/resilience/driver/api)",
     r"bench kernels|python -m ": "minutes to hours, or a GPU (tests/benchmarks, tests/chaos)",
+    r"^launch FILE": "FILE is a placeholder",
     r"^dashboard ": "serves until it is ended (tests/observe/dashboard)",
     r"hang |faults inject|diagnose --pairs": "needs what is broken, or other machines (tests/resilience)",
 }
