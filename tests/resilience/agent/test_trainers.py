@@ -32,11 +32,10 @@ from megascale.resilience.protocol.fork_messages import (
     Fork,
     Forked,
     ForkServerReady,
-    Frames,
-    framed,
 )
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.view import RankView, Verdict, View
+from megascale.services.messages import FrameReader
 
 
 def judged(workers: tuple[Worker, ...], disks: dict[str, float]) -> list[Verdict]:
@@ -113,7 +112,7 @@ def given_environments(folder: Path, job: str, token: bytes) -> list[dict[str, s
     """What a node's ranks are given, in place of a fork server that would start them."""
     folder.mkdir()
     mine = Trainers(folder / "runs" / job, folder, lambda: None)
-    orders = Frames(TO_FORK_SERVER)
+    orders = FrameReader(TO_FORK_SERVER)
     mine._socket, theirs = socket.socketpair()
     with theirs:
         mine.start(Start(1, 1, job, (0, 1), 2, ("127.0.0.1", 1), ""), "127.0.0.1", token)
@@ -159,7 +158,7 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
         theirs.close()
         try:
             mine.settimeout(60)
-            frames, said = Frames(FROM_FORK_SERVER), []
+            frames, said = FrameReader(FROM_FORK_SERVER), []
 
             def wait_for(kind):
                 while not any(isinstance(message, kind) for message in said):
@@ -173,7 +172,7 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
                 time.sleep(0.01)
             assert marker.read_text() == str(server.pid)
             assert failed.read_text() == "PASSIVE"
-            mine.sendall(framed(TO_FORK_SERVER, Fork(0, 1, {}, ("--version",), str(tmp_path / "log"))))
+            mine.sendall(TO_FORK_SERVER.encode_frame(Fork(0, 1, {}, ("--version",), str(tmp_path / "log"))))
             assert wait_for(Ended).status == 0
             assert wait_for(Forked).pid == wait_for(Ended).pid
         finally:
@@ -201,7 +200,7 @@ def test_a_long_exception_in_any_script_fits_the_pipe():
     read, write = os.pipe()
     for text in ("x" * 10_000, "\U0001f600" * 10_000, "\udcff\n" * 5000):
         report_exception(write, OSError(errno.ENOSPC, text))
-        (words,) = Frames(FROM_CHILD).feed(os.read(read, 65536))
+        (words,) = FrameReader(FROM_CHILD).feed(os.read(read, 65536))
         assert words.record.kind is ExitKind.DISK_FULL
         assert words.error.startswith("OSError")
     os.close(read)
@@ -241,7 +240,7 @@ def test_a_fork_server_whose_answers_cannot_be_read_is_replaced_with_its_ranks(t
         mine._socket = ours
         rank = mine.trainers[0] = TrainerProcess(0, tmp_path / "log", 0, pid=1)
         listening = asyncio.create_task(mine._read_reports(ours))
-        theirs.sendall(framed(FROM_FORK_SERVER, ForkServerReady(pid=1)))
+        theirs.sendall(FROM_FORK_SERVER.encode_frame(ForkServerReady(pid=1)))
         async with asyncio.timeout(30):
             await listening
         theirs.close()

@@ -36,12 +36,10 @@ from megascale.resilience.protocol.fork_messages import (
     Fork,
     Forked,
     ForkServerReady,
-    Frames,
     LastWords,
-    framed,
 )
 from megascale.services.host_service import die_with_parent
-from megascale.services.messages import Message
+from megascale.services.messages import FrameReader, Message
 
 ENTRY = "megascale.cli.main"
 COMMAND = "megascale.cli.train"  # loaded by ENTRY
@@ -62,8 +60,8 @@ class ForkServer:
         self._functions = [name for name in names if ":" in name]
         self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._report_read, self._report_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._orders = Frames(TO_FORK_SERVER)
-        self._reports = Frames(FROM_CHILD)
+        self._orders = FrameReader(TO_FORK_SERVER)
+        self._reports = FrameReader(FROM_CHILD)
         self._last_words: dict[int, LastWords] = {}  # by process id
 
     def serve(self) -> None:
@@ -100,7 +98,7 @@ class ForkServer:
             raise
 
     def _send(self, message: Message) -> None:
-        self._socket.sendall(framed(FROM_FORK_SERVER, message))
+        self._socket.sendall(FROM_FORK_SERVER.encode_frame(message))
 
     def _reap(self) -> None:
         """Report the children that have ended, with the exceptions that they wrote to the pipe."""
@@ -170,7 +168,7 @@ class ForkServer:
 def report_exception(pipe: int, error: BaseException) -> None:
     """Write the exception that ends this child to the server's pipe."""
     message = LastWords(os.getpid(), record_of(error), _to_utf8(describe_error(error)[:1000]))
-    data = framed(FROM_CHILD, message)
+    data = FROM_CHILD.encode_frame(message)
     assert len(data) <= select.PIPE_BUF, "larger messages are not written atomically"
     with contextlib.suppress(OSError):
         os.write(pipe, data)

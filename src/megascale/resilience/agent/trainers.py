@@ -32,11 +32,9 @@ from megascale.resilience.protocol.fork_messages import (
     Fork,
     Forked,
     ForkServerReady,
-    Frames,
-    framed,
 )
 from megascale.resilience.protocol.heartbeat import TAIL_CHARACTERS, Worker, truncate
-from megascale.services.messages import Message
+from megascale.services.messages import FrameReader, Message
 from megascale.services.shared_token import derive_token
 
 log = logging.getLogger("megascale.agent")
@@ -177,7 +175,7 @@ class Trainers:
 
     async def _read_reports(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        frames = Frames(FROM_FORK_SERVER)
+        frames = FrameReader(FROM_FORK_SERVER)
         try:
             while data := await loop.sock_recv(sock, 65536):
                 for message in frames.feed(data):
@@ -277,7 +275,7 @@ class Trainers:
         assert self._socket is not None
         self._socket.setblocking(True)  # The socket's buffer holds the orders of all ranks, some hundred bytes each.
         try:
-            self._socket.sendall(framed(TO_FORK_SERVER, order))
+            self._socket.sendall(TO_FORK_SERVER.encode_frame(order))
         finally:
             self._socket.setblocking(False)
 

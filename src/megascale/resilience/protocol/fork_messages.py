@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
 from megascale.core.exit_record import NO_RECORD, ExitRecord
-from megascale.services.framing import HEAD, ProtocolError, make_head, read_head
 from megascale.services.messages import Count, Message, Path, Schema, Text
 
 _MESSAGE_BYTES = 1 << 20  # an order holds an environment and a command line
@@ -74,31 +72,3 @@ class Ended(Message, frozen=True):
 TO_FORK_SERVER = Schema(Fork, limit=_MESSAGE_BYTES)
 FROM_FORK_SERVER = Schema(ForkServerReady, Broken, Forked, Ended, limit=_MESSAGE_BYTES)
 FROM_CHILD = Schema(LastWords, limit=_MESSAGE_BYTES)
-
-
-def framed(schema: Schema, message: Message) -> bytes:
-    """Return an encoded message with its frame head."""
-    data = schema.encode(message)
-    return make_head(len(data)) + data
-
-
-class Frames:
-    """Decoder of messages in a stream of bytes."""
-
-    def __init__(self, schema: Schema) -> None:
-        self._schema = schema
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield the messages that `data` completes. Raises ProtocolError for anything but messages of the schema."""
-        self._buffer += data
-        while len(self._buffer) >= HEAD.size:
-            size, _, files = read_head(self._buffer[: HEAD.size], self._schema.limit)
-            if files:
-                raise ProtocolError("a message to or from the fork server carries open files, which is not supported")
-            stop = HEAD.size + size
-            if len(self._buffer) < stop:
-                return
-            message = self._schema.decode(bytes(self._buffer[HEAD.size : stop]))
-            del self._buffer[:stop]
-            yield message
