@@ -69,10 +69,7 @@ PARSED = {
     r"launch .*--cluster (ssh|manual|kubernetes)|agent ": "needs machines (tests/resilience)",
     r"\.access": "needs a job elsewhere (tests/resilience/driver/api)",
     r"bench kernels|python -m ": "minutes to hours, or a GPU (tests/benchmarks, tests/chaos)",
-    r"^spans \S+ --steps": "needs a running job (tests/train/test_spans_of_a_run.py)",
     r"\b(RUN|FILE)\b": "a placeholder",
-    r"^(timeline|stragglers|decline|whatif) ": "needs the spans of a longer run (tests/observe, tests/train)",
-    r"^dashboard ": "serves until it is ended (tests/observe/dashboard)",
     r"hang |faults inject|diagnose --pairs": "needs what is broken, or other machines (tests/resilience)",
 }
 
