@@ -22,7 +22,7 @@ import torch
 from megascale.core.schedule import ActionKind
 from megascale.core.untrusted_files import read_small_text
 from megascale.data.loader.feed import Feed
-from megascale.parallel.collectives import Axis, all_reduce
+from megascale.parallel.collectives import Axis, Pending, all_reduce
 from megascale.train.engine import Engine
 from megascale.train.rank_info import RankInfo
 
@@ -202,11 +202,11 @@ class FaultInjector:
         counts = dict.fromkeys(send_kinds, 0)
         send = pipeline._send
 
-        def skip_send(kind: ActionKind, tensor: torch.Tensor) -> Any:
+        def skip_send(kind: ActionKind, tensor: torch.Tensor) -> Pending:
             index = counts[kind]
             counts[kind] += 1
             if kind == skipped_kind and index == skipped_index:
-                return tensor, _CompletedSend()
+                return Pending(tensor)
             return send(kind, tensor)
 
         pipeline._send = skip_send  # type: ignore[method-assign]
@@ -248,8 +248,3 @@ def _flip_bit(flat: torch.Tensor) -> None:
     formats = {torch.bfloat16: (torch.int16, 6), torch.float32: (torch.int32, 22), torch.float64: (torch.int64, 51)}
     integer, bit = formats[flat.dtype]
     flat[:1].view(integer).bitwise_xor_(1 << bit)
-
-
-class _CompletedSend:
-    def wait(self) -> None:
-        """Return at once."""

@@ -106,8 +106,9 @@ def run_case(
     graphs: bool = False,
     device: str = "cpu",
     step: int | None = None,
+    rank: int | None = None,
 ) -> HangOutcome:
-    """Train in `folder`, hang by `case` in `step` (None: a random one), judge.
+    """Train in `folder`, hang `rank` by `case` in `step` (None: random ones), judge.
 
     graphs: micro-batches are replayed by the step of the fault, or captured in it.
 
@@ -118,7 +119,8 @@ def run_case(
 
     tensor, pipeline, copies = layout
     world = tensor * pipeline * copies
-    rank = rng.randrange(world)
+    if rank is None:
+        rank = rng.randrange(world)
     step = step or rng.randrange(EAGER_STEPS + 1 if graphs else 2, EAGER_STEPS + 9)
     run = folder / "run"
     (run / "faults").mkdir(parents=True)
@@ -152,6 +154,8 @@ def run_case(
                 break
         record = scene.ranks[rank].record
         named = hang.group in (record.groups if record else ()) and bool(hang.op)
+        if process.poll() is not None:
+            raise RuntimeError(f"training ended instead of hanging: {(folder / 'out').read_text()[-500:]}")
         right = hang.kind == _KINDS[case] and hang.ranks == (rank,) and named
         found = hang_report.format_headline(hang)
         return HangOutcome(case, _name(layout, graphs), rank, step, right, found, seconds, hang.evidence)
